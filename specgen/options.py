@@ -83,10 +83,7 @@ LARGEST_TREE = 64
 
 
 def parse_tree(text: str) -> TreeShape:
-    """Parse a tree shape in the spelling of `--tree`: ``auto``, ``off``, ``3,2,1`` or ``4x5``.
-
-    Raise `ValueError`, with the message to show, also for a shape of more than `LARGEST_TREE` nodes.
-    """
+    """Parse a shape in the spelling of `--tree`. Raise `ValueError`, with the message to show."""
     text = text.strip().lower()
     if text in ("auto", "off"):
         return AUTO_TREE if text == "auto" else TreeShape("off")
@@ -403,8 +400,7 @@ class ModelChoice:
 
 
 def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
-    """Return the models: the first of `drafts` drafts for the target, the next one for the first, and so on. Raise
-    `UsageError` if they cannot be combined."""
+    """Return the models: the first of `drafts` drafts for the target, the next one for the first. Raise `UsageError`."""
     if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
     if "ngram" in drafts[:-1]:

@@ -11,11 +11,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 
 def option(default: Any, spellings: str, help: str, **settings: Any) -> Any:  # noqa: A002
-    """Declare a field that is an option of the command line, too.
-
-    The readable one of the `spellings` is first. `panel` is its heading in the help; `parse` makes the value of the
-    text (or texts, where the field is a tuple) and raises `ValueError`. Other settings are those of `typer.Option`.
-    """
+    """Declare a field that is an option, the readable one of its `spellings` first. `panel` is its heading in the help;
+    `parse` makes its value of the text, or of a tuple's texts. Other settings are those of `typer.Option`."""
     return field(
         default=default, metadata={"spellings": spellings.split(), "help": help, **settings}
     )
@@ -90,10 +87,7 @@ _share = partial(_more_sampling, min=0.0, max=1.0)
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """How a token is drawn from logits. Names, order and meaning are llama.cpp's.
-
-    The temperature comes last, so all others act on the distribution at temperature 1.
-    """
+    """How a token is drawn from logits. Names and meaning are llama.cpp's; the temperature comes last, as there."""
 
     temperature: float = _sampling(
         0.0, "--temp --temperature", "Temperature; 0 takes the most likely token.", min=0.0
@@ -191,11 +185,8 @@ class SamplerOptions:
 
 
 def parse_samplers(text: str) -> tuple[SamplerName, ...]:
-    """Parse samplers in llama.cpp's spellings: names or aliases (``top-k``, ``topk``, ``nucleus``, ``temp``) between
-    semicolons or commas, or, where they are no name, letters (``edskypmxt``). No name is no sampler.
-
-    Raise `ValueError`, with the message to show, for a name that there is not.
-    """
+    """Parse samplers in llama.cpp's spellings: names or aliases between semicolons or commas, or letters (``edskypmxt``).
+    No name is no sampler. Raise `ValueError`, with the message to show."""
     names = [name.strip() for name in text.replace(",", ";").lower().split(";")]
     names = [name for name in names if name]
     if len(names) == 1 and names[0] not in _ALIASES and set(names[0]) <= set(_LETTERS):

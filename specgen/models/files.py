@@ -22,8 +22,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """The identity of a model file, wherever it lies: its name, and the size of all its shards. (Reading gigabytes for a
-    digest would take longer than the answer.)"""
+    """A model file's name, and the size of all its shards: a digest of gigabytes would take longer than the answer."""
 
     name: str
     size_bytes: int

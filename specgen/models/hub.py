@@ -1,7 +1,5 @@
-"""Models of the Hugging Face hub: how they are named (as by llama.cpp's ``-hf``), and those in the hub's cache.
-
-The cache is huggingface_hub's, shared with other programs. To find models, only folders and names are read.
-"""
+"""Models of the Hugging Face hub: how they are named (as by llama.cpp's ``-hf``), and those in the hub's cache, which
+is shared with other programs."""
 
 from __future__ import annotations
 
@@ -83,8 +81,8 @@ def usual(reference: HubReference) -> HubReference:
 
 
 def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
-    """Return the models among the files of a repository, each as its files in order; with `with_drafts` also those
-    that draft for one model only. Models whose shards are not all there are left out."""
+    """Return the models among files, each as its files in order, if all are there; with `with_drafts` also those that draft
+    for one model only."""
     left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *FILE_PREFIXES)
     every = set(names)
     found = []
@@ -113,8 +111,7 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
 
 
 def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
-    """Return the file of MTP layers in the folder of one of a repository's models: of several, the one with the
-    model's quantisation, else the first. None also if the model drafts for another one itself."""
+    """Return the file of MTP layers in a model's folder, with the model's quantisation if there is one."""
     path = PurePosixPath(model)
     if path.name.startswith(FILE_PREFIXES):
         return None
@@ -246,8 +243,7 @@ def page_of(repo: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What is to be removed: files of our own, and what huggingface_hub removes from its cache, whose blobs that other
-    files share stay."""
+    """What is to be removed: files of our own, and from the cache, where blobs that other files share stay."""
 
     names: tuple[str, ...]
     files: tuple[Path, ...]
@@ -272,9 +268,8 @@ class Removal:
 
 
 def find_removal(name: str, registry: Registry) -> Removal:
-    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] for models in the hub's
-    cache; without QUANT, it is all GGUF models of the repository, and what interrupted downloads left.
-    Raise `UnknownModelError`, or `ModelFileError` if nothing is on this disk."""
+    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] in the hub's cache; without QUANT, all
+    GGUF models of it, and what interrupted downloads left. Raise `UnknownModelError` or `ModelFileError`."""
     files: list[Path] = []
     if "/" in name:
         reference = parse_reference(name)
