@@ -54,12 +54,6 @@ _N_NAMED = 10
             "--allow-mixed",
             help="Go on although OUT has results of other settings or other lines; they are kept.",
         ),
-        host_timeout=Option(
-            "--host-timeout",
-            min=0.1,
-            metavar="SECONDS",
-            help="With --ray: give up after so long without a started actor.",
-        ),
         ray=Option(
             "--ray",
             metavar="ADDRESS",
@@ -103,7 +97,6 @@ def batch(
     parallel: int | None = None,
     retry_errors: bool = False,
     allow_mixed: bool = False,
-    host_timeout: float = 120.0,
     ray: str | None = None,
     cpus_per_worker: float | None = None,
     gpus_per_worker: float | None = None,
@@ -125,9 +118,7 @@ def batch(
 
     name = "standard input" if source == STDIO else str(source)
     lines = read_lines(read_bytes(source), name, setup.sampling, setup.answer)
-    cluster = ray_cluster(
-        ray, setup.machine, (cpus_per_worker, gpus_per_worker), patience_s=host_timeout
-    )
+    cluster = ray_cluster(ray, setup.machine, (cpus_per_worker, gpus_per_worker))
     sources, options = setup.find(output)
     kernels, settings = setup.machine.kernels, _settings(options, template)
     now = datetime.datetime.now().astimezone()
@@ -198,13 +189,11 @@ def _check_files(source: Path, destination: Path | None) -> None:
 
 
 def _named(lines: Sequence[Line]) -> str:
-    """Return the numbers of the first lines; empty if there are none."""
-    shown = [
-        f"{line.number}{'' if line.custom_id == str(line.number) else f' ({line.custom_id:.40})'}"
-        for line in lines
-    ]
-    more = f" and {len(shown) - _N_NAMED} more" if len(shown) > _N_NAMED else ""
-    return f": line {', '.join(shown[:_N_NAMED])}{more}" if shown else ""
+    """Return the numbers of the first lines, and ids of their own; empty if there are none."""
+    names = [(str(line.number), line.custom_id) for line in lines]
+    shown = [name if name == own else f"{name} ({own:.40})" for name, own in names[:_N_NAMED]]
+    more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""
+    return f": line {', '.join(shown)}{more}" if shown else ""
 
 
 def _answer(
@@ -268,11 +257,7 @@ def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str,
 
 
 def ray_cluster(
-    address: str | None,
-    machine: Contexts,
-    per_worker: tuple[float | None, float | None],
-    *,
-    patience_s: float,
+    address: str | None, machine: Contexts, per_worker: tuple[float | None, float | None]
 ) -> Cluster | None:
     """Return the cluster of these options; None without one. Raise `UsageError` if Ray is not installed, the
     address is invalid, or other options exclude it."""
@@ -291,7 +276,7 @@ def ray_cluster(
         raise UsageError(f"--ray {address}: not the address of a cluster", hint)
     from specgen.serve.batch.on_ray import Cluster
 
-    return Cluster(address, *per_worker, patience_s)
+    return Cluster(address, *per_worker)
 
 
 def open_on_node(

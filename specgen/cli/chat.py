@@ -223,8 +223,8 @@ class _Dialogue:
         _say("A backslash at the end of a line goes on with another one. Ctrl-C stops an answer.")
 
     def regenerate(self, _argument: str) -> int:
-        if self._chat.says_the_same_again:
-            _say("note: at temperature 0 the new answer is the same (--temp 0.8 lets it vary)")
+        if self._chat.is_greedy:
+            _say("note: at temperature 0 an answer is always the same (--temp 0.8 lets it vary)")
         return self._answer(self._chat.regenerate())
 
     def undo(self, _argument: str) -> None:

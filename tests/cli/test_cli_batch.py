@@ -20,7 +20,7 @@ from specgen.serve.batch import lines as batch_lines
 from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats import request
 from specgen.serve.formats.openai import read_request
-from tests.helpers.batch import answers, records, text_of
+from tests.helpers.batch import answers, n_results, records, text_of, wait_for_results
 from tests.helpers.cli import Result, in_process
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -346,26 +346,18 @@ def test_killed_at_any_moment_nothing_is_lost_or_there_twice(
     process.communicate()
     assert process.returncode == 0
     out, chance = tmp_path / "out.jsonl", random.Random(5)
-    n_killed = 0
-    for n_tries in range(60):
-        process = child(chat_models, source, out)
-        n_before = lines_in(out)
+    process, n_killed = child(chat_models, source, out), 0
+    while process.returncode != 0:
         # Until it has written a few more, and then at any moment.
-        while process.poll() is None and lines_in(out) < n_before + chance.randint(3, 9):
-            time.sleep(0.002)
+        wait_for_results(out, n_results(out) + chance.randint(3, 9), process)
         time.sleep(chance.random() * 0.02)
         process.kill()
         process.communicate()
-        if process.returncode == 0:
-            break
-        n_killed += 1
-        assert n_tries < 59
-    assert n_killed >= 3
+        if process.returncode != 0:
+            n_killed += 1
+            process = child(chat_models, source, out)
+    assert 3 <= n_killed < 60
     assert answers(out) == answers(whole)
-
-
-def lines_in(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
@@ -377,8 +369,7 @@ def test_a_signal_ends_it_and_finishes_nothing_half(
     prompts = [f"{PROMPTS[index % 6]} {index}" for index in range(400)]
     source, out = write(tmp_path / "in.jsonl", *prompts), tmp_path / "out.jsonl"
     process = child(chat_models, source, out)
-    while process.poll() is None and lines_in(out) < 4:
-        time.sleep(0.002)
+    wait_for_results(out, 4, process)
     process.send_signal(number)
     _, errors = process.communicate()
     assert process.returncode == code, errors
@@ -398,8 +389,7 @@ def test_two_do_not_write_to_one_file(specgen: Batch, chat_models: Path, tmp_pat
     out = tmp_path / "out.jsonl"
     process = child(chat_models, source, out)
     try:
-        while process.poll() is None and lines_in(out) < 1:
-            time.sleep(0.002)
+        wait_for_results(out, 1, process)
         refused = specgen("batch", source, out)
         assert refused.code == 10
         assert "another specgen batch is writing to it" in refused.err

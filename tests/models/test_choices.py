@@ -33,22 +33,13 @@ SAVED = SavedDraft(
 # --- what is kept
 
 
-@pytest.mark.parametrize("draft", [Path("/models/small.gguf"), "ngram", "none"])
+@pytest.mark.parametrize("draft", [Path("/models/small.gguf"), Path("small.gguf"), "ngram"])
 def test_what_was_saved_is_read_again(draft: DraftSource) -> None:
     assert saved_draft(TARGET) is None
     saved = dataclasses.replace(SAVED, draft=draft, acceptance_rate=None)
     save_draft(TARGET, saved)
-    assert saved_draft(TARGET) == saved
-
-
-def test_a_relative_path_is_kept_as_an_absolute_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_draft(TARGET, SavedDraft(Path("small.gguf")))
-    saved = saved_draft(TARGET)
-    assert saved is not None
-    assert saved.draft == tmp_path / "small.gguf"
+    whole = draft.absolute() if isinstance(draft, Path) else draft
+    assert saved_draft(TARGET) == dataclasses.replace(saved, draft=whole)
 
 
 def test_what_a_later_version_wrote_is_left_alone() -> None:
@@ -71,12 +62,9 @@ def test_what_a_later_version_wrote_is_left_alone() -> None:
     ("text", "problem"),
     [
         ("{", "is not JSON: "),
-        ("", "is not JSON: "),
         ("\xff", "is not JSON: "),
-        ("[]", "is not a JSON object"),
         ('{"drafts": 3}', "is not a JSON object"),
         ('{"drafts": {"big.gguf, 4000 bytes": 3}}', '"big.gguf, 4000 bytes": draft: is no path'),
-        ('{"drafts": {"big.gguf, 4000 bytes": {"draft": 3}}}', "draft: is no path"),
         ('{"drafts": {"big.gguf, 4000 bytes": {"draft": ""}}}', "draft: is no path"),
         (
             '{"drafts": {"big.gguf, 4000 bytes": {"draft": "none", "speedup": "fast"}}}',

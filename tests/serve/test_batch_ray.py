@@ -30,6 +30,7 @@ from tests.helpers.batch import (
     answers,
     greedy_and_seeded,
     lines_of,
+    n_results,
     open_tiny,
     wait_for_results,
 )
@@ -350,7 +351,7 @@ def test_answers_are_those_of_one_machine_though_actor_and_driver_are_killed(
     wait_for_results(out, 12, driver)
     driver.kill()
     assert driver.communicate()[0] == ""
-    n_before = out.read_bytes().count(b"\n")
+    n_before = n_results(out)
     assert n_before < 60
     driver = subprocess.Popen(command, **pipes)
     wait_for_results(out, n_before + 4, driver)
