@@ -132,7 +132,7 @@ def test_a_format_becomes_a_grammar(field: str) -> None:
         ({"tools": [{"type": "bash_20250124"}, {"name": "a", "input_schema": 1}]}, "tools[1].input_schema"),
         ({"tool_choice": {"type": "tool", "name": "no"}, "tools": [{"name": "a"}]}, "tool_choice"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_the_name_that_it_has(change: Any, field: str) -> None:

@@ -142,7 +142,7 @@ def test_prompts() -> None:
         ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"reasoning_format": "all"}, "reasoning_format"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"json_schema": {"$ref": "http://x"}}, "json_schema"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),

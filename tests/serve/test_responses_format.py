@@ -176,7 +176,7 @@ def test_what_is_ignored_is_mentioned() -> None:
         ({"input": [{**called("c"), "call_id": None}]}, "input[0]"),
         ({"instructions": ["x"]}, "instructions[0]"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].name"),
         (
             {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]},

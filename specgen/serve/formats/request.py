@@ -24,6 +24,7 @@ from typing import (
 
 from pydantic import (
     AliasChoices,
+    AliasPath,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -171,26 +172,23 @@ class Speculative(Fields):
 class AnswerFormat(Fields):
     """The form of an answer, with its JSON schema where the APIs have it."""
 
-    type: str
-    schema_: Schema | None = Field(None, validation_alias="schema")
-    json_schema: dict[str, Any] = {}
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Schema | None = Field(
+        None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
+    )
 
     def schema_of(self, where: str) -> Schema | None:
         """Return the schema; None for a free text."""
-        found = self.schema_ or self.json_schema.get("schema")
-        if self.type == "text":
-            return None
+        if self.type == "json_schema" and self.schema_ is None:
+            raise BodyError(where, "it has no schema")
         if self.type == "json_object":  # llama.cpp's servers take a schema here
-            return found or {"type": "object"}
-        if self.type != "json_schema" or not isinstance(found, dict):
-            what = f"type {shown(self.type)} is not text, json_object, or json_schema with a schema"
-            raise BodyError(where, what)
-        return found
+            return self.schema_ or {"type": "object"}
+        return None if self.type == "text" else self.schema_
 
 
 def _flat(value: Any) -> Any:
-    """Return a tool or a choice with the fields that a chat has in an object within: {"type": "function",
-    "function": {...}}. A choice that is a text is its type."""
+    """Return a tool or a choice without the object that a chat has in it: {"type": "function", "function": {...}}. A
+    text is a choice's type."""
     if not isinstance(value, dict):
         return {"type": value} if isinstance(value, str) else value
     kind = str(value.get("type", "function"))
@@ -425,21 +423,15 @@ class Request:
     tokens: tuple[int, ...] | None = None
     gap: Gap | None = None
     tools: Tools | None = None
-    #: How the model writes calls; known after `with_call_form`.
-    call_form: CallForm | None = None
-    #: More variables for the template.
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    #: Whether a thinking block is told apart from the answer.
-    splits_reasoning: bool = False
-    #: What was ignored.
-    warnings: tuple[str, ...] = ()
-    #: How many answers are wanted, whether they are streamed, and whether a last chunk has only the usage.
-    n: int = 1
+    call_form: CallForm | None = None  # how the model writes calls: see `with_call_form`
+    variables: Mapping[str, Any] = field(default_factory=dict)  # more of them for the template
+    splits_reasoning: bool = False  # a thinking block is no part of the answer
+    warnings: tuple[str, ...] = ()  # what was ignored
+    n: int = 1  # answers that are wanted
     streams: bool = False
-    has_usage_alone: bool = False
+    has_usage_alone: bool = False  # in a last chunk of a stream
     speculative: Speculative = field(default_factory=Speculative)
-    #: The `AnswerWriter` of the API; None is OpenAI's.
-    writer: Callable[..., Any] | None = None
+    writer: Callable[..., Any] | None = None  # the `AnswerWriter` of the API; None is OpenAI's
 
     def prompt(
         self,
@@ -449,8 +441,8 @@ class Request:
         chat: bool | None = None,
         system: str | None = None,
     ) -> Prompt:
-        """Return the prompt of a request without a gap; `chat` and `system` are those of `Prompts.of_text`, for
-        the kind ``prompt``. Raise `UsageError`, `PromptError`."""
+        """Return the prompt of a request without a gap; `chat` and `system` are for the kind ``prompt``. Raise
+        `UsageError`, `PromptError`."""
         if self.kind == "chat":
             tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
             return prompts.of_messages(
@@ -464,9 +456,8 @@ class Request:
 
 
 def with_call_form(request: Request, template: str | None) -> Request:
-    """Return the request for a model with this chat template: with the form of its calls, a grammar if one
-    is needed, and the variables that the template reads. Raise `BodyError` if the request has tools, but the
-    template writes no calls that specgen can read."""
+    """Return the request for a model with this chat template: with the form of its calls, a grammar if one is needed,
+    and the variables that it reads. Raise `BodyError` for tools, if it writes no calls that specgen can read."""
     request = _with_read_variables(request, template or "")
     form, tools, generation = form_of(template or ""), request.tools, request.generation
     has_calls = any(message.role == "tool" or message.tool_calls for message in request.messages)
@@ -519,24 +510,18 @@ class Conversation:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        #: The tools that were called so far, by the ids of the calls.
-        self._called: dict[str, str] = {}
-
-    def add(self, message: Message) -> None:
-        self._called |= {call.identity: call.name for call in message.tool_calls}
-        self.messages.append(message)
 
     def add_result(self, where: str, identity: str | None, text: str) -> None:
         """Add the result of a call, whose id is in the field `where`. Raise `BodyError` if there was none."""
-        name = self._called.get(identity or "")
-        if name is None:
+        calls = (call for message in self.messages for call in message.tool_calls)
+        names = [call.name for call in calls if call.identity == identity]
+        if not names:
             raise BodyError(where, f"{shown(identity)} is the id of no call in an earlier message")
-        self.messages.append(Message("tool", text, tool_call_id=identity, name=name))
+        self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
 
     def join_text(self, role: Role, text: str) -> None:
-        """Add a text to the turn of a role. Texts of one role that follow one another are one message, since many
-        templates want roles to alternate. They take a system message at the beginning only: further back it is a
-        user's."""
+        """Add a text to the turn of a role: many templates want roles to alternate. They take a system message at the
+        beginning only: further back it is a user's."""
         if role == "system" and any(message.role != "system" for message in self.messages):
             role = "user"
         last = self._turn(role)
@@ -553,7 +538,6 @@ class Conversation:
         last = self._turn("assistant")
         calls = (*last.tool_calls, ToolCall(identity, name, arguments))
         self.messages[-1] = replace(last, tool_calls=calls)
-        self._called[identity] = name
 
     def _turn(self, role: Role) -> Message:
         if not self.messages or self.messages[-1].role != role:
@@ -566,8 +550,7 @@ def _joined(before: str, text: str) -> str:
 
 
 def arguments_of(text: str) -> Mapping[str, Any] | str:
-    """Return the arguments as an object for templates; if a model wrote no object, return its text, so that
-    it sees what it did."""
+    """Return the arguments as an object, or as the text that the model wrote instead."""
     try:
         value = from_json(text or "{}")
     except ValueError:

@@ -1,8 +1,7 @@
 """Calls of tools: the forms in which models write them, a grammar for each form, and their reader.
 
-A model is trained on the calls that its template writes, so its form is recognised by the chat template. The
-families here write JSON objects with a name and arguments; they differ in the text around them, and in whether
-they write a list of objects.
+A model's form is that of its chat template. The families here write JSON objects with a name and arguments; they
+differ in the text around them, and in whether they write a list of objects.
 """
 
 from __future__ import annotations
@@ -58,11 +57,9 @@ class CallForm:
 
     opening: str
     closing: str = ""
-    #: The object's key for the arguments.
-    arguments: str = "arguments"
+    arguments: str = "arguments"  # the object's key for them
     is_list: bool = False
-    #: Whether the model may write a call without `opening`.
-    is_bare: bool = False
+    is_bare: bool = False  # a call may have no `opening`
 
     @property
     def controls(self) -> tuple[str, ...]:
@@ -162,12 +159,10 @@ _NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
 class ToolCallParser:
     """Splits an answer into content and calls. `names` are the functions that may be called.
 
-    A call is reported when its object is complete; until then its text is held back. An answer may also begin
-    with a bare object, perhaps in a code fence: small models write calls so, whatever their template says. A
-    broken call, or a call of an unknown function, is content, but may be held back until the end of the
-    answer. The result does not depend on how the text is cut into pieces. White space around calls is left
-    out. With `one_only`, everything after the first call is left out too. With `calls_only`, a grammar makes
-    sure that the answer is nothing but calls.
+    A call is reported when its object is complete. An answer may also begin with a bare object, perhaps in a code
+    fence: small models write calls so, whatever their template says. A broken call, or one of an unknown function,
+    is content. White space around calls is left out, and with `one_only` everything after the first. With
+    `calls_only`, a grammar makes sure that the answer is nothing but calls.
     """
 
     def __init__(
@@ -178,19 +173,13 @@ class ToolCallParser:
         one_only: bool = False,
         calls_only: bool = False,
     ) -> None:
-        self._form = form
-        self._names = frozenset(names)
-        self._one_only = one_only
-        self._calls_only = calls_only
-        #: The number of reported calls.
+        self._form, self._names = form, frozenset(names)
+        self._one_only, self._calls_only = one_only, calls_only
         self.n_calls = 0
-        #: Text that is neither content nor a call yet.
-        self._rest = ""
+        self._rest = ""  # neither content nor a call yet
         self._is_beginning = True
-        #: The text that may end the last reported call.
-        self._closing = ""
-        #: Whether the rest begins with an object that was incomplete at the last attempt.
-        self._is_incomplete = False
+        self._closing = ""  # what may end the last call
+        self._is_incomplete = False  # the rest begins with an incomplete object
 
     def feed(self, text: str) -> list[Delta]:
         """Add a piece of the answer; return what is certain now."""
@@ -207,8 +196,6 @@ class ToolCallParser:
     def _read(self, *, is_last: bool, is_cut: bool = False) -> list[Delta]:
         deltas: list[Delta] = []
         content = ""
-        #: Where in the content a call begins that has no end.
-        begun: int | None = None
         while True:
             if self._one_only and self.n_calls:
                 self._rest = ""
@@ -226,40 +213,34 @@ class ToolCallParser:
             self._is_incomplete = end < 0 and not is_last
             if self._is_incomplete:
                 break
-            if not calls:
-                if end < 0 and begun is None and self._is_call_begun(begin):
-                    begun = len(content)
-                # Not all of it: behind a broken call there may be another one.
-                n_text = max(1, begin)
-                content += self._rest[:n_text]
-                self._rest = self._rest[n_text:]
-            else:
-                if self._one_only:
-                    calls = calls[:1]
+            if calls:
+                calls = calls[:1] if self._one_only else calls
                 deltas += _content(content) + [self._delta(*call) for call in calls]
-                content, begun = "", None
+                content = ""
                 is_fenced = self._rest.lstrip().startswith(_FENCE)
                 self._closing = _FENCE if is_fenced else self._form.closing
                 self._rest = self._rest[end:]
+            elif is_cut and end < 0 and self._is_cut_call(begin):
+                self._rest = ""
+                break
+            else:  # not all of it: behind a broken call there may be another one
+                content += self._rest[: max(1, begin)]
+                self._rest = self._rest[max(1, begin) :]
             self._is_beginning = False
-        if is_cut:
-            content = self._without_call(content, begun)
+        if is_cut and self._calls_only:
+            content = ""
+        elif is_cut and self.n_calls:
+            content = content[: len(content) - self._n_begun(content)]
         if is_last and self.n_calls:
             content = content.rstrip()
         return deltas + _content(content)
 
-    def _is_call_begun(self, begin: int) -> bool:
+    def _is_cut_call(self, begin: int) -> bool:
+        """Return whether the rest is the beginning of a call, and of no other one behind it."""
         if self._form.opening in self._rest[:begin]:
-            return True
+            return self._form.opening not in self._rest[begin:]
         named = _NAMED.match(self._rest, begin)
         return named is not None and named[1] in self._names
-
-    def _without_call(self, content: str, begun: int | None) -> str:
-        """Return the content of an answer that was cut, without what there is of a call at its end."""
-        if self._calls_only:
-            return ""
-        content = content[:begun]
-        return content[: len(content) - self._n_begun(content)] if self.n_calls else content
 
     def _skip_closing(self, is_last: bool) -> bool:
         """Skip the closing text of a call; return False if only more text can show whether it is there."""
