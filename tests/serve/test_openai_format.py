@@ -46,42 +46,21 @@ def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
 
 def test_every_field_of_a_sampler_is_read() -> None:
     values = {
-        "temperature": 0.5,
-        "top_k": 3,
-        "top_p": 0.5,
-        "min_p": 0.1,
-        "seed": 2**40,
-        "typical_p": 0.7,
-        "top_n_sigma": 1.5,
-        "repeat_last_n": 9,
-        "repeat_penalty": 1.3,
-        "presence_penalty": -0.5,
-        "frequency_penalty": 0.25,
-        "dry_multiplier": 0.8,
-        "dry_base": 2.0,
-        "dry_allowed_length": 3,
-        "dry_last_n": 50,
-        "dry_breakers": [".", "!"],
-        "xtc_probability": 0.2,
-        "xtc_threshold": 0.3,
-        "dynatemp_range": 0.4,
-        "dynatemp_exponent": 2.0,
-        "logit_bias": {"5": -100, "6": 1.5},
+        each.name: 3 if isinstance(each.default, int) else 0.5
+        for each in dataclasses.fields(SamplerOptions)
+        if not isinstance(each.default, tuple)
     }
-    sampling = chat(**values).sampling
-    special = {"dry_breakers": (".", "!"), "logit_bias": ((5, -100.0), (6, 1.5))}
-    for name, value in values.items():
-        assert getattr(sampling, name) == special.get(name, value), name
-    assert {*values, "samplers"} == set(SamplerOptions.__slots__)
+    texts = {"dry_breakers": [".", "!"], "logit_bias": {"5": -100, "6": 1.5}}
+    expected = {"dry_breakers": (".", "!"), "logit_bias": ((5, -100.0), (6, 1.5)), **values}
+    assert chat(**values, **texts).sampling == SamplerOptions(**expected)  # type: ignore[arg-type]
     others = {"dry_sequence_breakers": ["."], "dry_penalty_last_n": 9, "typ_p": 3}
     assert chat(**others).sampling == chat(dry_breakers=["."], dry_last_n=9).sampling
+    assert chat(seed=2**40).sampling.seed == 2**40
 
 
 def test_lengths_and_ends() -> None:
-    assert chat(max_tokens=9).generation.max_tokens == 9
-    assert chat(max_completion_tokens=9).generation.max_tokens == 9
-    assert chat(n_predict=-1).generation.max_tokens == -1
-    assert chat(max_tokens=0).generation.max_tokens == 0
+    for name, n in (("max_tokens", 0), ("max_completion_tokens", 9), ("n_predict", -1)):
+        assert chat(**{name: n}).generation.max_tokens == n
     assert chat(stop="x").generation.stop == ("x",)
     assert chat(stop=["x", "yz"]).generation.stop == ("x", "yz")
     assert chat(stop=[]).generation.stop == ()
@@ -116,40 +95,27 @@ def test_prompts() -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"temperature": "warm"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": 10**400}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
-        ({"top_k": 1.5}, "top_k"),
         ({"top_k": 10**400}, "top_k"),
         ({"seed": 2**64}, "seed"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x"),
-        ({"logit_bias": {"1": "a"}}, "logit_bias.1"),
         ({"logit_bias": {"1" * 5000: 1}}, f"logit_bias.{'1' * 89}"),
         ({"json_schema": {"pattern": "^((((a{100}){100}){100}){100})$"}}, "json_schema"),
         ({"max_completion_tokens": -2}, "max_completion_tokens"),
         ({"stop": [""]}, "stop[0]"),
-        ({"stop": 3}, "stop"),
         ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
         ({"n": 2}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [tool("a b")]}, "tools[0].name"),
         ({"tools": [tool("a"), tool("a")]}, "tools[1].name"),
-        ({"tools": [tool("a", parameters=3)]}, "tools[0].parameters"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
         ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"reasoning_format": "all"}, "reasoning_format"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"json_schema": {"$ref": "http://x"}}, "json_schema"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),
         ({"grammar": 'root ::= "a"', "ignore_eos": True}, "ignore_eos"),
-        ({"messages": []}, "messages"),
-        ({"messages": ["hi"]}, "messages[0]"),
-        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (
@@ -220,14 +186,9 @@ def test_the_body_of_a_chat() -> None:
     made = body("chat")
     assert (made["object"], made["id"]) == ("chat.completion", "chatcmpl-abc")
     assert (made["created"], made["model"]) == (17, "m.gguf")
-    assert made["choices"] == [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": "é! b"},
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
-    ]
+    message = {"role": "assistant", "content": "é! b"}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    assert made["choices"] == [choice]
     assert made["usage"] == {
         "prompt_tokens": 12,
         "completion_tokens": 2,
