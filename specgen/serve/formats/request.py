@@ -549,8 +549,10 @@ def _joined(before: str, text: str) -> str:
     return f"{before}\n\n{text}" if before else text
 
 
-def arguments_of(text: str) -> Mapping[str, Any] | str:
+def arguments_of(text: str | dict[str, Any]) -> Mapping[str, Any] | str:
     """Return the arguments as an object, or as the text that the model wrote instead."""
+    if isinstance(text, dict):
+        return text
     try:
         value = from_json(text or "{}")
     except ValueError:
