@@ -29,7 +29,7 @@ from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.files import Sources
 from specgen.session.memory import Memory
-from specgen.session.open import embedder_bytes, embedder_context, needed_bytes, open_memory
+from specgen.session.open import embedder_needs, needed_bytes, open_memory
 from specgen.system.files import correct, read_toml
 from specgen.system.progress import counted, human_bytes
 from specgen.train.online_learning import Learner
@@ -88,7 +88,7 @@ class ModelLoader:
             raise UsageError(f"{name} is an embedding model: leave out --draft")
         file, context = options.target, options.target_context
         check_file(file)
-        n_ctx, n_bytes = embedder_context(file, context), embedder_bytes(file, context)
+        n_ctx, n_bytes = embedder_needs(file, context)
         self._check_memory(name, n_bytes)
 
         def opened(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:

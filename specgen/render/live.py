@@ -72,18 +72,14 @@ class Line(NamedTuple):
 
 
 class Region:
-    """Writes rows that stay, and below them rows that are replaced the next time.
-
-    `write` takes text with escape codes and must put it out at once.
-    """
+    """Writes rows that stay, and below them rows that are replaced the next time."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self._open = False
 
     def paint(self, settled: Sequence[Line], moving: Sequence[Line]) -> None:
-        """Replace the region: `settled` rows scroll away for good, `moving` is the new region: at least one
-        row, and fewer than the screen has."""
+        """Let `settled` rows scroll away for good; `moving` is the new region, less than the screen."""
         parts = ["\r"] if self._open else [_HIDE_CURSOR, "\r"]
         if settled:
             parts += (_ERASE_BELOW, *_settled_codes(settled))
@@ -262,8 +258,7 @@ class _Status:
             self._last = event
 
     def codes(self, columns: int, pens: Pens) -> str:
-        """Return the fullest line that fits: with the legend, else fewer figures, and in narrow windows the number of
-        tokens only."""
+        """Return the fullest line that fits: with the legend, or with fewer figures."""
         texts, narrow = self._reading, list[str]()
         if self._first is not None and self._last is not None:
             n, seconds = self._last.n_tokens, self._last.time_s - self._first.time_s

@@ -27,7 +27,7 @@ from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
+from specgen.session.prompt_cache import CachedContext, PromptCache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.session.scheduler import Scheduler
@@ -205,7 +205,10 @@ class Engine:
 
     def _use_prompt_cache(self, file: Path) -> None:
         """Let the contexts hold the text of a prompt cache, and write theirs to it before they are closed."""
-        if why := why_no_prompt_cache(self.target):
+        why = "is on other machines" if self.target.model.is_remote else ""
+        if self.target.rollback != "cells":
+            why = "has a recurrent state, which cannot go back to the end of a prompt"
+        if why:
             self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
             return
         cache = PromptCache(file)

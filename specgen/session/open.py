@@ -259,19 +259,16 @@ def needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_paral
     return _model_bytes(target, context, n_ctx) + max(sizes(drafts), default=0) + helpers
 
 
-def embedder_bytes(target: Path, context: ContextOptions) -> int:
-    """Estimate the memory of an embedding model. Raise `ModelFileError` if a file is no model."""
-    n_ctx = embedder_context(target, context)
-    with GgufMetadata(target) as about:
-        n_vocab = about.length("tokenizer.ggml.tokens") or 0
-    return _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab  # llama.cpp's room for logits
-
-
-def embedder_context(target: Path, context: ContextOptions) -> int:
-    """Return the most tokens of a text for an embedding model."""
+def embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
+    """Return the most tokens of a text for an embedding model, and estimate its memory. Raise `ModelFileError` if a
+    file is no model."""
     n_train = _trained_context(target)
     n_ctx = usual_n_ctx(context.n_ctx, n_train)
-    return min(n_ctx, n_train) if n_train else n_ctx
+    n_ctx = min(n_ctx, n_train) if n_train else n_ctx
+    with GgufMetadata(target) as about:
+        n_vocab = about.length("tokenizer.ggml.tokens") or 0
+    # llama.cpp has room for logits too.
+    return n_ctx, _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab
 
 
 def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:

@@ -37,12 +37,14 @@ FAMILIES = {
     "Granite": _calls(_OBJECT, "<|tool_call|>[", ", ", "]"),
     "Devstral": _calls(f"[TOOL_CALLS]{_NAME}[ARGS]{_ARGUMENTS}"),
     "Kimi": _calls(
-        f"<|call|>functions.{_NAME}:" + "{{ loop.index0 }}" + f"<|args|>{_ARGUMENTS}<|/call|>",
-        "<|calls|>",
-        closing="<|/calls|>",
+        f"<|one|>functions.{_NAME}:" + "{{ loop.index0 }}" + f"<|args|>{_ARGUMENTS}<|/one|>",
+        "<|section|>",
+        closing="<|/section|>",
     ),
     "Command": _calls(
-        '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "' + _NAME + f'", "parameters": {_ARGUMENTS}}}',
+        '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "'
+        + _NAME
+        + f'", "parameters": {_ARGUMENTS}}}',
         "<|START_ACTION|>[\n    ",
         ",\n    ",
         "\n]<|END_ACTION|>",
@@ -68,9 +70,7 @@ FAMILIES = {
     ),
     "DeepSeek": _calls(
         f'<call name="{_NAME}">\n'
-        + _each(
-            '<arg name="{{ k }}" string="{{ (v is string) | tojson }}">' + _VALUE + "</arg>\n"
-        )
+        + _each('<arg name="{{ k }}" string="{{ (v is string) | tojson }}">' + _VALUE + "</arg>\n")
         + "</call>",
         "<calls>\n",
         "\n",

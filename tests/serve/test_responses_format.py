@@ -14,8 +14,9 @@ from specgen.serve.formats.request import BodyError, Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import written
+from tests.helpers.templates import FAMILIES
 
-TEMPLATE = "{{ tools }} <tool_call> {{ enable_thinking }}"
+TEMPLATE = FAMILIES["Hermes"] + "{{ enable_thinking }}"
 EVENT: TypeAdapter[Any] = TypeAdapter(api.ResponseStreamEvent)
 
 
@@ -176,7 +177,7 @@ def test_what_is_ignored_is_mentioned() -> None:
         ({"input": [{**called("c"), "call_id": None}]}, "input[0]"),
         ({"instructions": ["x"]}, "instructions[0]"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].name"),
         (
             {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]},

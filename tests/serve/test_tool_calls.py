@@ -173,8 +173,8 @@ def test_the_first_call_may_end_the_answer() -> None:
 CITY = 'Köln "} </tool_call>\n  <b> & \\ {x} '
 WRITTEN: dict[str, str] = {
     "Devstral": '[TOOL_CALLS]weather[ARGS]{"city": "K", "days": 3}[TOOL_CALLS]add[ARGS]{"numbers": []}',
-    "Kimi": '<|calls|><|call|>functions.weather:0<|args|>{"city": "K", "days": 3}<|/call|>'
-    '<|call|>functions.add:1<|args|>{"numbers": []}<|/call|><|/calls|>',
+    "Kimi": '<|section|><|one|>functions.weather:0<|args|>{"city": "K", "days": 3}<|/one|>'
+    '<|one|>functions.add:1<|args|>{"numbers": []}<|/one|><|/section|>',
     "Command": '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "K", '
     '"days": 3}},{"tool_call_id": "1", "tool_name": "add", "parameters": {"numbers": []}}\n]<|END_ACTION|>',
     "Apertus": '<|tools|>[{"weather": {"city": "K", "days": 3}}, {"add": {"numbers": []}}]<|/tools|>',
@@ -224,7 +224,9 @@ def test_no_part_of_a_text_is_a_broken_call(name: str) -> None:
 
 def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> None:
     text = (
-        "<tool_call>\n<function=weather>\n<parameter=city>\n" + CITY + "\n</parameter>\n<parameter=days>\n"
+        "<tool_call>\n<function=weather>\n<parameter=city>\n"
+        + CITY
+        + "\n</parameter>\n<parameter=days>\n"
         "many\n</parameter>\n</function>\n</tool_call>"
     )
     for pieces in cuts(text):
@@ -235,7 +237,9 @@ def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> Non
 
 
 def test_names_of_tools_may_have_dots_and_slashes() -> None:
-    text = "<tool_call>add.more/far:away-<arg_key>note</arg_key><arg_value>7</arg_value></tool_call>"
+    text = (
+        "<tool_call>add.more/far:away-<arg_key>note</arg_key><arg_value>7</arg_value></tool_call>"
+    )
     for pieces in cuts(text):
         assert parsed(form("GLM"), pieces)[1] == [("add.more/far:away-", {"note": "7"})]
 
@@ -243,4 +247,4 @@ def test_names_of_tools_may_have_dots_and_slashes() -> None:
 def test_a_backslash_that_escapes_nothing_stands_for_itself() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"city": "C:\\path\\new"}}</tool_call>'
     for pieces in cuts(text):
-        assert parsed(HERMES, pieces) [1] == [("weather", {"city": "C:\\path\new"})]
+        assert parsed(HERMES, pieces)[1] == [("weather", {"city": "C:\\path\new"})]

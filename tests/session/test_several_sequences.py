@@ -127,12 +127,6 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
     assert no_gains == [None] * n_sequences
 
 
-# --- what each of them learns
-
-
-# --- what each of them has in a cache
-
-
 # --- what is decoded in common
 
 

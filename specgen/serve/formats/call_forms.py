@@ -11,9 +11,8 @@ import ast
 import datetime
 import functools
 import json
-import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -35,6 +34,7 @@ _MARK = re.compile(r"\[[A-Z_]+\]|<[^<>\s]*>|<[^<>\s]+|[^\s{\[]+")
 #: Names of control tokens.
 _CONTROL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 _DECODER = json.JSONDecoder()
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _arguments(
 
 
 def raw_json(text: str, start: int) -> tuple[Any, int]:
-    """Read a value of JSON; a backslash that escapes nothing (as in ``C:\\path``) stands for itself."""
+    """Read a value of JSON; a backslash that escapes nothing, as those of Windows' paths, stands for itself."""
     try:
         return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -211,9 +211,7 @@ def _endings(form: CallForm) -> list[str]:
     return [literal for literal in (form.between, form.closing) if literal]
 
 
-def _value_end(
-    form: CallForm, text: str, start: int, *, is_last: bool
-) -> tuple[int, str] | None:
+def _value_end(form: CallForm, text: str, start: int, *, is_last: bool) -> tuple[int, str] | None:
     """Return where an argument ends, and its text: where its closing mark is followed by what may follow it."""
     assert form.pair is not None
     closing, place = form.pair.closing.strip(), start
@@ -264,7 +262,10 @@ def _gemma_value(text: str, start: int) -> tuple[int, Any]:
             key = None
             if is_object:
                 end = text.index(":", start) if ":" in text[start:] else len(text)
-                key, start = text[start:end].strip().removeprefix(quote).removesuffix(quote), end + 1
+                key, start = (
+                    text[start:end].strip().removeprefix(quote).removesuffix(quote),
+                    end + 1,
+                )
             start, value = _gemma_value(text, start)
             items.append((key, value) if is_object else value)
             if text[start] not in ",}]":
@@ -288,22 +289,34 @@ def _python_arguments(text: str, start: int) -> tuple[int, Arguments]:
             continue
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError(text[start:place])
-        names = {"true": True, "false": False, "null": None}
-
-        def value(node: ast.expr) -> Any:
-            named = isinstance(node, ast.Name) and node.id in names
-            return names[node.id] if named else ast.literal_eval(node)  # type: ignore[attr-defined]
-
-        return place, {str(each.arg): value(each.value) for each in call.keywords}
+        return place, {str(each.arg): _python_value(each.value) for each in call.keywords}
     raise IndexError
+
+
+def _python_value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return _JSON_NAMES[node.id]
+    return ast.literal_eval(node)
 
 
 # --- finding ------------------------------------------------------------------------------------
 
 _NAME, _OTHER = "probe_tool_qz", "second_tool_qz"
 _IDS = ("qzid00001", "qzid00002")
-_TYPES = {"text": "string", "number": "integer", "flag": "boolean", "items": "array", "fields": "object"}
-_PLAIN: Arguments = {"text": "plain qz", "number": 42, "flag": True, "items": ["a", "b"], "fields": {"k": 1}}
+_TYPES = {
+    "text": "string",
+    "number": "integer",
+    "flag": "boolean",
+    "items": "array",
+    "fields": "object",
+}
+_PLAIN: Arguments = {
+    "text": "plain qz",
+    "number": 42,
+    "flag": True,
+    "items": ["a", "b"],
+    "fields": {"k": 1},
+}
 #: The awkward text, and one for templates that write texts without escapes.
 _PROBES = tuple(
     {**_PLAIN, "text": text} for text in ("q\"<&\\\n'z {} </x>", 'a "quoted" <b> & {c}', "plain qz")
@@ -317,7 +330,10 @@ _AROUND = re.compile(
     re.IGNORECASE,
 )
 _TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": _SCHEMA}}
+    {
+        "type": "function",
+        "function": {"name": name, "description": "A tool.", "parameters": _SCHEMA},
+    }
     for name in (_NAME, _OTHER)
 ]
 #: Forms of templates that offer tools and write no call of their own, by a token that the calls begin with.
@@ -326,7 +342,11 @@ _BY_TOKEN = {
         "<|tool_call_start|>[", "", "]<|tool_call_end|>", ", ", style="python"
     ),
     "<|tool_call|>": CallForm(
-        '<|tool_call|>[{"name": "', '", "arguments": ', "}]", '}, {"name": "', keys=("name", "arguments")
+        '<|tool_call|>[{"name": "',
+        '", "arguments": ',
+        "}]",
+        '}, {"name": "',
+        keys=("name", "arguments"),
     ),
 }
 #: gpt-oss writes the channel before the name of the function, and its template behind it.
@@ -335,7 +355,9 @@ _HARMONY = CallForm(
 )
 
 
-def form_of(template: str, has_token: Callable[[str], bool] = lambda _name: False) -> CallForm | None:
+def form_of(
+    template: str, has_token: Callable[[str], bool] = lambda _name: False
+) -> CallForm | None:
     """Return the form of a template's calls; None if the template takes no tools, or writes calls in a form that
     specgen cannot read. `has_token` says whether the model has a control token of this name."""
     if not re.search(r"\btools\b", template):
@@ -372,11 +394,20 @@ def _written(template: str, calls: list[tuple[str, Arguments]]) -> str:
         ToolCall(identity, name, arguments)
         for identity, (name, arguments) in zip(_IDS, calls, strict=False)
     ]
-    user, plain, more = Message("user", "hello"), Message("assistant", _CONTENT), Message("user", "x")
+    user, plain, more = (
+        Message("user", "hello"),
+        Message("assistant", _CONTENT),
+        Message("user", "x"),
+    )
     called = Message("assistant", "", tool_calls=tuple(given))
-    results = [Message("tool", "result", tool_call_id=each.identity, name=each.name) for each in given]
+    results = [
+        Message("tool", "result", tool_call_id=each.identity, name=each.name) for each in given
+    ]
     # Some write calls that have results only, and some want an answer behind the results.
-    for with_calls, without in (([called], [plain]), ([called, *results, plain, more], [plain, more])):
+    for with_calls, without in (
+        ([called], [plain]),
+        ([called, *results, plain, more], [plain, more]),
+    ):
         try:
             called_text = _render(template, [user, *with_calls])
             plain_text = _render(template, [user, *without])
@@ -384,18 +415,28 @@ def _written(template: str, calls: list[tuple[str, Arguments]]) -> str:
             if len(without) > 1:
                 raise
             continue
-        start = _whole_tags(os.path.commonprefix([called_text, plain_text]))
+        start = _whole_tags(called_text[: _n_common(called_text, plain_text)])
         if called_text.find(_NAME, start) < 0:
             continue
-        n_same = len(os.path.commonprefix([called_text[start:][::-1], plain_text[start:][::-1]]))
+        n_same = _n_common(called_text[start:][::-1], plain_text[start:][::-1])
         end = len(called_text) - n_same
         if _is_open(called_text[start:end]):
             end = called_text.find(">", end) + 1
         behind = _TAG.search(plain_text[plain_text.find(_CONTENT) + len(_CONTENT) :])
         if len(without) > 1 and behind is not None:
-            end = called_text.find(behind[0], start, end) if behind[0] in called_text[start:end] else end
+            end = (
+                called_text.find(behind[0], start, end)
+                if behind[0] in called_text[start:end]
+                else end
+            )
         return _AROUND.sub("", called_text[start:end])
     return ""
+
+
+def _n_common(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginnings."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _is_open(text: str) -> bool:
@@ -409,7 +450,7 @@ def _whole_tags(text: str) -> int:
 
 
 def _render(template: str, messages: list[Message]) -> str:
-    now = datetime.datetime(2026, 1, 1)  # noqa: DTZ001 - of the template, no moment
+    now = datetime.datetime(2026, 1, 1)
     return render(template, messages, bos_token="", eos_token="", now=now, tools=_TOOLS)
 
 
@@ -477,7 +518,9 @@ def _forms_of_pairs(
     # Tags that end a value come before the tag that begins a key.
     while cut > 0 and after[: starts[0]].endswith(between[cut:]) is False:
         cut -= 1
-    while cut > 0 and after[: starts[0]].endswith(between[cut - 1 :]) and between[cut - 1].isspace():
+    while (
+        cut > 0 and after[: starts[0]].endswith(between[cut - 1 :]) and between[cut - 1].isspace()
+    ):
         cut -= 1
     closing, opening = between[:cut], between[cut:]
     if not opening or number < 0 or not closing.strip():
@@ -520,8 +563,9 @@ def _with_two(form: CallForm, two: str | None) -> CallForm:
         closing=numbers(form.closing),
     )
     functions = {_NAME: _SCHEMA, _OTHER: _SCHEMA}
-    begin = match(form.opening, two, 0)
-    found = read_call(form, two, begin, functions, is_last=True) if begin not in (None, UNCLEAR) else None  # type: ignore[arg-type]
+    begin, found = match(form.opening, two, 0), None
+    if begin is not None and begin != UNCLEAR:
+        found = read_call(form, two, begin, functions, is_last=True)
     if not isinstance(found, tuple):
         # What ends one call of pairs shows only with what is between two.
         if form.pair is None or (place := two.rfind(form.pair.closing.strip(), 0, other)) < 0:
@@ -554,8 +598,3 @@ def _gives_back(form: CallForm, written: str, two: str | None, probe: Arguments)
     if two is None or form.between is None:
         return is_read
     return is_read and list(read(two)) == [*wanted, (_OTHER, {})]
-
-
-def known_controls(forms: Collection[CallForm]) -> tuple[str, ...]:
-    """Return the names of control tokens of several forms."""
-    return tuple(dict.fromkeys(name for form in forms for name in form.controls))

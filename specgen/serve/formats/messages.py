@@ -113,7 +113,7 @@ def _messages(asked: _Body) -> tuple[Message, ...]:
     for number, turn in enumerate(asked.messages):
         where = f"messages[{number}].content"
         if turn.role == "assistant":  # consecutive ones stay apart
-            found.add(Message("assistant", ""))
+            found.messages.append(Message("assistant", ""))
         for at, block in enumerate(turn.content):
             _add_block(found, turn, f"{where}[{at}]", block)
     if not found.messages:

@@ -172,7 +172,7 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
         )
         thought = text_of(f"{where}.reasoning_content", turn.reasoning_content)
         role: Role = "system" if turn.role == "developer" else turn.role
-        found.add(Message(role, text, calls, reasoning=thought or None))
+        found.messages.append(Message(role, text, calls, reasoning=thought or None))
     return tuple(found.messages)
 
 

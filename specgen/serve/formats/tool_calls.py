@@ -62,7 +62,7 @@ _GEMMA = (
     "GEMMA_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|true|false|null/",
     'gemma_text: "<|\\"|>" GEMMA_STRING "<|\\"|>"',
     "GEMMA_STRING: /[^<>]*/",
-    "gemma_pair: /[A-Za-z_][A-Za-z0-9_]{0,63}/ \":\" gemma",
+    'gemma_pair: /[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" gemma',
 )
 
 
@@ -111,23 +111,31 @@ class _Rules:
             other = self._new(" | ".join(others))
             more = f"({between} {other})*"
             text = f"{text} {more}" if first else f"({other} {more})?"
-        opening, closing = {"python": "()", "gemma": "{}"}.get(self.form.style, ("", ""))
-        return self._new(f'"{opening}" {text} "{closing}"')
+        if self.form.style == "pairs":
+            return self._new(text or '""')
+        brackets = "()" if self.form.style == "python" else "{}"
+        return self._new(f'"{brackets[0]}" {text} "{brackets[1]}"')
 
     def _pair(self, key: str, schema: Any, function: Function) -> str:
         schema = schema if isinstance(schema, Mapping) else {}
         kind = schema.get("type")
         if self.form.style == "gemma":
-            return self._new(f"{_literal(key + ':')} {'gemma_text' if kind == 'string' else 'gemma'}")
+            return self._new(
+                f"{_literal(key + ':')} {'gemma_text' if kind == 'string' else 'gemma'}"
+            )
         if self.form.style == "python":
             return self._new(f"{_literal(key + '=')} {self._value(schema, function, key)}")
         pair = self.form.pair
         assert pair is not None
-        middle = pair.middles.get(kind if isinstance(kind, str) else "string", pair.middles["string"])
+        middle = pair.middles.get(
+            kind if isinstance(kind, str) else "string", pair.middles["string"]
+        )
         before = f"{_form_text(pair.opening)} {_literal(key)} {_form_text(middle)}"
         choices = schema.get("enum", ())
         if kind != "string":
-            return self._new(f"{before} {self._value(schema, function, key)} {_form_text(pair.closing)}")
+            return self._new(
+                f"{before} {self._value(schema, function, key)} {_form_text(pair.closing)}"
+            )
         if choices:
             texts = " | ".join(_literal(str(each)) for each in choices)
             return self._new(f"{before} ({texts}) {_form_text(pair.closing)}")
@@ -136,9 +144,15 @@ class _Rules:
         return self._new(f"{before} {text}")
 
     def _value(self, schema: Mapping[str, Any], function: Function, key: str) -> str:
-        outer = {name: function.parameters[name] for name in ("$defs", "definitions") if name in function.parameters}
+        outer = {
+            name: function.parameters[name]
+            for name in ("$defs", "definitions")
+            if name in function.parameters
+        }
         try:
-            grammar, left_out = lenient_schema_grammar(json.dumps({**outer, **(schema or {"type": "string"})}))
+            grammar, left_out = lenient_schema_grammar(
+                json.dumps({**outer, **(schema or {"type": "string"})})
+            )
         except UsageError as error:
             raise UsageError(f"{function.name}: {key}: {error.message}") from None
         if left_out:
@@ -234,9 +248,9 @@ class ToolCallParser:
         """Add a piece of the answer; return what is certain now."""
         self._rest += text
         # To read a long call anew with every token would take long.
-        if self._n_tried and len(self._rest) < self._n_tried + self._n_tried // 64:
-            if not any(sign in text for sign in "}])>"):
-                return []
+        is_soon = len(self._rest) < self._n_tried + self._n_tried // 64
+        if is_soon and not any(sign in text for sign in "}])>"):
+            return []
         return self._read(is_last=False)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
@@ -345,7 +359,9 @@ class ToolCallParser:
         start = begin + len(text[begin:]) - len(text[begin:].lstrip())
         if start == len(text):
             return UNCLEAR, []
-        if text[start] in "{[" and (form.keys is not None or not text[:begin].strip() or _FENCE in text[:begin]):
+        if text[start] in "{[" and (
+            form.keys is not None or not text[:begin].strip() or _FENCE in text[:begin]
+        ):
             return self._objects(start)
         place: int | None = start
         if not self._is_behind_call:
@@ -387,7 +403,11 @@ class ToolCallParser:
         return self._checked(name, arguments)
 
     def _checked(self, name: Any, arguments: Any) -> tuple[str, str] | None:
-        if not isinstance(name, str) or name not in self._schemas or not isinstance(arguments, dict):
+        if (
+            not isinstance(name, str)
+            or name not in self._schemas
+            or not isinstance(arguments, dict)
+        ):
             return None
         text = json.dumps(arguments, ensure_ascii=False)
         try:  # Python's reader also takes NaN, and half surrogate pairs
