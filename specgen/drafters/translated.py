@@ -194,16 +194,6 @@ class Translation:
             draft_prompt = [theirs] if self.draft.add_bos and theirs >= 0 else []
         return DraftText(draft_prompt, n_prompt, self.target, self.draft_lexicon)
 
-    def first_token(self, token: int) -> int:
-        """Return the draft's token that the text of one of the target's tokens starts with, or the
-        counterpart of a control token; -1 if there is none."""
-        data = self.target.token_bytes(token)
-        if not data:
-            own = counterpart(token, self.target, self.draft)
-            return -1 if own is None else own
-        spelled = self.draft_lexicon.spell(data)
-        return spelled[0][0] if spelled else -1
-
     def translate(self, draft: Draft, before: bytes, held_back: bytes) -> Draft:
         """Translate a chain to the target's tokens. `before` is the end of the text so far; `held_back` is
         the end of `before`, and the draft's tokens start with it."""

@@ -3,7 +3,6 @@ best numbers of threads. `specgen tune`, `specgen draft find` and `specgen draft
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import statistics
@@ -24,11 +23,12 @@ from specgen.measure.trial import (
     plain_figures,
     try_draft,
 )
-from specgen.models.files import FileIdentity, identify, shard_number
+from specgen.models.files import FileIdentity, identify, identity_of, shard_number
 from specgen.session.calibration import begin, short_context, time_batch
 from specgen.session.files import name_of
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
+from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.system.progress import human_bytes
 
@@ -86,19 +86,17 @@ class Search:
         return {
             "target": str(self.target),
             "plain_tokens_per_s": 1.0 / baseline.token_s,
-            "batch_s": {str(size): seconds for size, seconds in sorted(baseline.batch_s.items())},
+            "batch_s": baseline.batch_s,
             "n_prompts": len(baseline.answers),
             "n_tokens": baseline.n_tokens,
             "skipped_prompts": list(baseline.skipped),
-            "threads": {name: dataclasses.asdict(chosen) for name, chosen in self.threads.items()},
-            "drafts": [
-                {"draft": str(one.draft), **dataclasses.asdict(one.figures)} for one in self.tried
-            ],
-            "refused": [{"file": str(each.file), "reason": each.reason} for each in self.refused],
+            "threads": as_json(self.threads),
+            "drafts": [{"draft": str(one.draft), **as_json(one.figures)} for one in self.tried],
+            "refused": as_json(self.refused),
             "ties": [str(one.draft) for one in self.ties],
             "advice": list(advice(self)),
             "others_share": self.others_share,
-            "saved": None if self.saved is None else str(self.saved),
+            "saved": as_json(self.saved),
             "is_interrupted": self.is_interrupted,
         }
 
@@ -183,8 +181,7 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 def advice(search: Search) -> tuple[str, ...]:
     """Return three sentences: what was measured, what it means, and what to do. An interrupted search, or that of
     a busy machine, gets only the first: conclusions would rest on half of the measurements."""
-    baseline, best = search.baseline, search.tried[0]
-    figures = best.figures
+    baseline, best, figures = search.baseline, search.tried[0], search.tried[0].figures
     measured = (
         f"measured on {len(baseline.answers)} answers of {search.target.name}: {1.0 / baseline.token_s:.1f} tokens/s "
         "without a draft"
@@ -199,23 +196,20 @@ def advice(search: Search) -> tuple[str, ...]:
     n_rows = min(4, max(baseline.batch_s))
     batch = f"a batch of {n_rows} rows costs {baseline.costs.rows_s(n_rows) / baseline.token_s:.1f} tokens"
     if figures.speedup >= LEAST_GAIN:
-        share = f"{100 * (figures.acceptance_rate or 0.0):.0f} % of its tokens"
-        per_pass = f"{figures.mean_accepted_length:.1f} tokens come of a pass of the target"
-        return (
-            measured,
-            f"{batch} and the target accepts {share}, so {per_pass}",
-            f"use it: --draft {shlex.quote(str(best.draft))}",
+        accepted = (
+            f"the target accepts {100 * (figures.acceptance_rate or 0.0):.0f} % of its tokens"
         )
+        per_pass = f"{figures.mean_accepted_length:.1f} tokens come of a pass of the target"
+        use = f"use it: --draft {shlex.quote(str(best.draft))}"
+        return measured, f"{batch} and {accepted}, so {per_pass}", use
     why = [
         f"; {name_of(one.draft)}: {undrafted_text(one.figures.undrafted, one.figures.n_rounds)}"
         for one in search.tried
         if one.figures.undrafted
     ]
-    return (
-        measured,
-        f"{batch}, and no draft that was tried is clearly faster{''.join(why[:1])}",
-        "draft with another model (`specgen models list` shows some), or not at all: --draft none",
-    )
+    none = f"{batch}, and no draft that was tried is clearly faster{''.join(why[:1])}"
+    others = "draft with another model (`specgen models list` shows some)"
+    return measured, none, f"{others}, or not at all: --draft none"
 
 
 # --- the files that may be tried, by their names and sizes only ------------------------------------
@@ -239,23 +233,23 @@ def find_candidates(
     ]
     candidates: list[Path] = []
     refused: list[Refused] = []
-    of_target = identify(target)
-    seen: set[FileIdentity] = set()
+    of_target = identity_of(target)
+    seen: set[FileIdentity | None] = set()
     # Named files come first, since the first of equal files is used.
     for path in (*files, *in_folders, *known):
         identity, reason = identify(path), ""
-        if identity in seen:
-            continue
         if identity is None:
             reason = "there is no such file, or it cannot be read"
-        else:
-            seen.add(identity)
-            if identity == of_target or (of_target is not None and path.samefile(target)):
-                reason = "it is the target itself"
-            elif of_target is not None and identity.size_bytes > of_target.size_bytes:
-                size = human_bytes(identity.size_bytes)
-                if path not in files:
-                    reason = f"it is larger than the target ({size}): named itself, it is tried all the same"
+        elif identity in seen:
+            continue
+        elif identity == of_target or path.samefile(target):
+            reason = "it is the target itself"
+        elif identity.size_bytes > of_target.size_bytes and path not in files:
+            size = human_bytes(identity.size_bytes)
+            reason = (
+                f"it is larger than the target ({size}): named itself, it is tried all the same"
+            )
+        seen.add(identity)
         if not reason:
             candidates.append(path)
         elif path in files or path in in_folders:

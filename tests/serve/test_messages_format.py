@@ -19,9 +19,10 @@ from specgen.serve.formats.request import BodyError, Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import CHAT, MESSAGES, RESPONSES, written
+from tests.helpers.templates import FAMILIES
 from tests.long_runs.mutated_json import mutated
 
-HERMES_TEMPLATE = "{{ tools }} {{ enable_thinking }} <tool_call>"
+HERMES_TEMPLATE = FAMILIES["Hermes"] + "{{ enable_thinking }}"
 USER = {"role": "user", "content": "Hi"}
 
 

@@ -14,8 +14,9 @@ from specgen.serve.formats.request import BodyError, Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import written
+from tests.helpers.templates import FAMILIES
 
-TEMPLATE = "{{ tools }} <tool_call> {{ enable_thinking }}"
+TEMPLATE = FAMILIES["Hermes"] + "{{ enable_thinking }}"
 EVENT: TypeAdapter[Any] = TypeAdapter(api.ResponseStreamEvent)
 
 

@@ -16,15 +16,19 @@ from specgen.serve.formats.request import Request, with_call_form
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.formats import written
+from tests.helpers.templates import FAMILIES
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates by the marks of their calls, which are control tokens of the model.
 TEMPLATES = {
-    "Hermes": ("{{ tools }} <tool_call>", ("<tool_call>", "</tool_call>")),
-    "Llama": ("""{{ tools }} ipython '"parameters": '""", ("<|python_tag|>",)),
-    "Mistral": ("{{ tools }} [TOOL_CALLS]", ("[TOOL_CALLS]",)),
-    "Granite": ("{{ tools }} <|tool_call|>", ("<|tool_call|>",)),
-    "not control": ("{{ tools }} <tool_call>", ()),
+    "Hermes": (FAMILIES["Hermes"], ("<tool_call>", "</tool_call>")),
+    "Llama": (FAMILIES["Llama"], ("<|python_tag|>",)),
+    "Mistral": (FAMILIES["Mistral"], ("[TOOL_CALLS]",)),
+    "Granite": (FAMILIES["Granite"], ("<|tool_call|>",)),
+    "not control": (FAMILIES["Hermes"], ()),
+    "Kimi": (FAMILIES["Kimi"], ("<|section|>", "<|one|>", "<|args|>", "<|/one|>", "<|/section|>")),
+    **{name: (FAMILIES[name], ()) for name in ("Command", "Apertus", "Devstral", "GLM", "LFM")},
+    **{name: (FAMILIES[name], ()) for name in ("Qwen-Coder", "MiniMax", "DeepSeek")},
 }
 SCHEMA = {
     "type": "object",

@@ -232,7 +232,8 @@ class Server:
         options = model.session.options
         template = template_of(model.session.target, has_tools=True)
         found = read(body, options.sampler, options.generation)
-        return tuple(with_call_form(request, template) for request in found)
+        has_token = model.session.target.vocabulary.has_control
+        return tuple(with_call_form(request, template, has_token) for request in found)
 
     def _submit(
         self,
