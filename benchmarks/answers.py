@@ -122,10 +122,10 @@ def begin(session: Session, prompt: str) -> Prompt:
     return session.prompts.of_text(prompt, now=NOW)
 
 
-def answer(session: Session, prompt: str | Prompt, *, estimate_gain: bool = False) -> FinishedEvent:
+def answer(session: Session, prompt: str | Prompt) -> FinishedEvent:
     """Generate an answer to a prompt."""
     begun = begin(session, prompt) if isinstance(prompt, str) else prompt
-    *_, last = generate(session, begun, estimate_gain=estimate_gain)
+    *_, last = generate(session, begun)
     assert isinstance(last, FinishedEvent)
     return last
 

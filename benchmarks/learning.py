@@ -84,7 +84,7 @@ def opened(options: SessionOptions) -> Iterator[Engine]:
     """An engine with a session, and a memory of its own."""
     with (
         Session(options, time.perf_counter, open_memory()) as loaded,
-        Engine(loaded, estimate_gain=False, n_ctx=2048) as engine,
+        Engine(loaded, n_ctx=2048) as engine,
     ):
         calibrate(loaded)
         yield engine

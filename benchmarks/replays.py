@@ -224,7 +224,7 @@ class Entrant:
         loop = AnswerLoop(target, clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"
-        finished = loop.finish(generation, estimate_gain=False)
+        finished = loop.finish(generation, CostTable())
         seconds = finished.wall_s - finished.prompt_s
         reading_s = cast(Timed, drafting[0]).reading_s if drafting else 0.0
         plain_s = (len(told.tokens) + told.ended - 1) * self._costs[0].seconds(1)

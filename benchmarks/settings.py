@@ -50,7 +50,7 @@ def main() -> int:
         for prompt in prompts:
             plain = answer(sessions["none"], prompt.text)
             for setting in arguments.settings:
-                fast = answer(sessions[setting], prompt.text, estimate_gain=True)
+                fast = answer(sessions[setting], prompt.text)
                 if plain.tokens_per_s is None or fast.tokens_per_s is None:
                     continue
                 speedup = fast.tokens_per_s / plain.tokens_per_s

@@ -34,8 +34,7 @@ from specgen.events import (
     ReasonCount,
     RejectedBranch,
 )
-from specgen.render.marks import STYLES, RoundReader
-from specgen.render.rows import Flow, Row
+from specgen.render.rows import STYLES, Flow, RoundReader, Row
 from specgen.render.summary import print_summary
 
 #: Rich's picture asks a server for its font; without, the reader's own monospace is taken.

@@ -1,7 +1,4 @@
-"""Generate text from Python: open a target and its draft, then ask for answers.
-
-The answers are the same as those of the target alone. `docs/python.md` has examples.
-"""
+"""Generate text from Python: open a target and its draft, then ask for answers (docs/python.md)."""
 
 from __future__ import annotations
 
@@ -46,29 +43,19 @@ Asked: TypeAlias = "str | Sequence[Message] | Prompt"
 class AnswerOptions(TypedDict, total=False):
     """The options of one answer. An option that is left out has the value that was given to `load`."""
 
-    #: The most tokens of the answer; if negative, it continues until the text ends or the context is full.
-    max_tokens: int
-    #: Strings that end the answer; they are not part of it.
-    stop: Sequence[str]
-    #: 0 chooses the most likely token each time.
-    temperature: float
-    #: The same seed gives the same text.
-    seed: int
-    #: All samplers; `temperature` and `seed` change these.
-    sampling: SamplerOptions
-    #: A grammar (GBNF) that the answer follows.
-    grammar: str
-    #: A JSON schema, as text or as a mapping, that the answer follows.
-    json_schema: str | Mapping[str, Any]
-    #: Never choose an end-of-text token.
-    ignore_eos: bool
-    #: Report the log-probability of each token, and of this many of the most likely ones.
-    logprobs: int
-    #: A system message before the user's message; only for a prompt that is a text.
-    system: str
-    #: True: the text is a user's turn in the model's chat template. False: the text is continued without
-    #: a template. The default is True if the model has a template.
-    chat: bool
+    max_tokens: int  # if negative, the answer continues until the text ends or the context is full
+    stop: Sequence[str]  # strings that end the answer; they are not part of it
+    temperature: float  # 0 chooses the most likely token each time
+    seed: int  # the same seed gives the same text
+    sampling: SamplerOptions  # all samplers; `temperature` and `seed` change these
+    grammar: str  # a grammar (GBNF) that the answer follows
+    json_schema: str | Mapping[str, Any]  # a JSON schema that the answer follows
+    ignore_eos: bool  # never choose an end-of-text token
+    logprobs: (
+        int  # report the log-probability of each token, and of this many of the most likely ones
+    )
+    system: str  # a system message before a prompt that is a text
+    chat: bool  # whether the text is a user's turn in the model's chat template, if it has one, or is continued
 
 
 def load(
@@ -87,15 +74,13 @@ def load(
 ) -> Model:
     """Load a target and its draft. Close the result, or use it as a context manager.
 
-    `target` is a GGUF file, a name from `specgen models list`, or ``hf:USER/REPO:QUANT`` on the Hugging
-    Face hub; the model is downloaded if it is not on this disk. `draft` is also a file or a name, or ``ngram``, or ``none``. In a list, each draft drafts for
-    the one before it. None chooses a draft as `specgen run` does. Up to `n_parallel` answers are generated
-    at once, each in a context of `n_ctx` tokens (by default 4096, or the context that the target was
-    trained with if that is smaller). `note` receives the messages that the command line would print, for
-    example why a draft was chosen.
+    `target` is a GGUF file, a name from `specgen models list`, or ``hf:USER/REPO:QUANT`` on the Hugging Face hub, and
+    is downloaded if it is not on this disk. `draft` is also a file or a name, or ``ngram``, or ``none``; None chooses
+    one as `specgen run` does, and in a list each drafts for the one before it. Up to `n_parallel` answers are generated
+    at once, each in a context of `n_ctx` tokens (by default 4096, or what the target was trained with if that is
+    smaller). `note` receives what the command line would print, for example why a draft was chosen.
 
-    Raise `ModelFileError`, `PairError`, `UnknownModelError`, `FetchError`, `MemoryLimitError` or
-    `UsageError`.
+    Raise `ModelFileError`, `PairError`, `UnknownModelError`, `FetchError`, `MemoryLimitError` or `UsageError`.
     """
     drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
     sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
@@ -122,9 +107,7 @@ def load(
 class Model:
     """A target and its draft, ready to answer. `load` makes it.
 
-    The caches keep their texts: of a prompt that shares a prefix with an earlier text, only the rest is
-    decoded. The methods may be called from several threads; one thread at a time decodes, for the answers
-    of all.
+    Several threads may call it; one at a time decodes, for the answers of all.
     """
 
     def __init__(self, session: Session, engine: Engine) -> None:
@@ -138,30 +121,29 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Free the contexts and the weights, and save what was learnt about the models. Answers that are
-        not done fail. May be called twice."""
+        """Free all memory, and save what was learnt about the models. Answers that are not done fail."""
         self._engine.close()
         self._loaded.memory.save()
         self._loaded.close()
 
     @property
     def engine(self) -> Engine:
-        """Return the engine that makes the answers, for callers that step it themselves."""
+        """The engine that makes the answers, for callers that step it themselves."""
         return self._engine
 
     @property
     def target(self) -> str:
-        """Return the target's file name."""
+        """The target's file name."""
         return self._loaded.target.name
 
     @property
     def draft(self) -> str:
-        """Return the draft: a model's file name, ``ngram`` or ``none``."""
+        """The draft: a model's file name, ``ngram`` or ``none``."""
         return self._loaded.draft_name
 
     def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
-        """Return one whole answer, with its `text`, and its figures in `finished`. Raise the error that
-        ends it early, and `PromptError` or `UsageError` if the prompt or the options are not valid."""
+        """Return one whole answer: its `text`, and its figures in `finished`. Raise what ends it early, and
+        `PromptError` or `UsageError` if the prompt or the options are not valid."""
         answer = self.submit(prompt, **options)
         for _ in self._engine.stream(answer):
             pass
@@ -180,8 +162,7 @@ class Model:
     def generate_all(
         self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
     ) -> list[Request]:
-        """Return the answers to several prompts, in their order; up to `n_parallel` are generated at once.
-        If an answer fails, its `failure` has the error, and the other answers are still made."""
+        """Return the answers to several prompts, in their order. One that fails has the error as its `failure`."""
         answers = [self.submit(prompt, **options) for prompt in prompts]
         while not all(answer.is_done for answer in answers):
             self._engine.step()

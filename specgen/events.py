@@ -1,12 +1,7 @@
-"""What happens during a generation, as plain values.
+"""What happens during a generation, as plain values: `docs/events.md` and its schema are generated from these.
 
-The loop yields these; renderers and statistics consume them; `--json` prints them one a
-line. Nothing here computes or prints. The field descriptions in the docstrings are the
-reference: ``docs/events.md`` and ``docs/events.schema.json`` are generated from them.
-
-All times are seconds on a monotonic clock; ``time_s`` counts from the start of the
-generation. Text fields hold whole characters only: bytes of a character that is not
-complete yet are held back and belong to the token that completes it.
+All times are seconds on a monotonic clock; ``time_s`` counts from the start of the generation. Text fields hold whole
+characters only: bytes of a character that is not complete yet belong to the token that completes it.
 """
 
 from __future__ import annotations
@@ -74,17 +69,14 @@ class PromptEvent:
     draft: str
     #: Whether the draft has another vocabulary, so that its text is translated.
     translated: bool
-    #: Whose code computes: ``specgen`` and the instruction set of its kernels (``specgen avx512-vnni``),
-    #: ``llama.cpp``, ``workers``, or, with layers on a GPU, what computes where (``llama.cpp on the GPU
-    #: (12 of 29 layers), specgen avx512-vnni on the CPU``).
+    #: Whose code computes: ``specgen`` and an instruction set, ``llama.cpp``, ``workers``, or what computes where
+    #: (``llama.cpp on the GPU (12 of 29 layers), specgen avx512-vnni on the CPU``).
     kernels: str
     #: Size of the target's context, in tokens.
     n_ctx: int
-    #: Every setting of the samplers by the name of its option, `temperature` and `samplers`
-    #: (their order) among them, and the `seed` in use, also when it was chosen at random.
+    #: The settings of the samplers by the names of their options, and the `seed` in use.
     sampler: dict[str, Any]
-    #: How drafts are verified: ``auto``, ``match``, ``residual``, ``block`` or
-    #: ``spectr``.
+    #: How drafts are verified: ``auto``, ``match``, ``residual``, ``block`` or ``spectr``.
     verifier: str
     #: The grammar that the answer follows, in GBNF, or the JSON schema; null without one.
     grammar: str | None
@@ -182,8 +174,7 @@ class Piece:
     kind: TokenKind
     #: The drafter of an accepted token; ``grammar`` for a forced one; ``target`` otherwise.
     origin: str
-    #: With `--logprobs`, the natural logarithm of the target's probability of this token at
-    #: temperature 1, before samplers and grammar; null without, and for forced tokens.
+    #: With `--logprobs`, the natural logarithm of its probability (as below); null for forced tokens.
     logprob: float | None = None
     #: With `--logprobs N`, the N most likely tokens at this position, the likeliest first.
     top_logprobs: tuple[TokenLogprob, ...] = ()
@@ -193,8 +184,7 @@ class Piece:
 class CommittedEvent:
     """Tokens became part of the answer. The texts of all these events, joined, are the answer.
 
-    An end-of-text token is the last piece and has no text. After an interruption, one more
-    event may release text that was held back; its piece repeats the last token.
+    An end-of-text token is the last piece and has no text. An interruption may release text that was held back.
     """
 
     event: ClassVar[str] = "committed"
@@ -203,13 +193,11 @@ class CommittedEvent:
     time_s: float
     round: int
     pieces: tuple[Piece, ...]
-    #: The pieces' texts joined: what may be printed now. Text that may turn out to be the
-    #: beginning of a stop string is held back until that is decided.
+    #: The pieces' texts joined. What may turn out to be the beginning of a stop string is held back.
     text: str
     #: Tokens of the answer so far.
     n_tokens: int
-    #: Why the round drafted what it drafted: a name of the closed list below, and the reason in words
-    #: with its numbers. Null outside rounds.
+    #: Why the round drafted what it drafted: a name of the list below, and in words. Null outside rounds.
     reason: str | None = None
     reason_text: str | None = None
 
@@ -218,14 +206,14 @@ class CommittedEvent:
 class ReasonCount:
     """The number of rounds that drafted nothing for one reason."""
 
-    #: A name of the closed list of reasons, and the reason in words, as it was in the last of the rounds.
+    #: A name of the list of reasons, and the reason in words in the last of the rounds.
     reason: str
     text: str
     n_rounds: int
 
 
 def undrafted_text(reasons: Sequence[ReasonCount], n_rounds: int) -> str:
-    """Return a sentence that says why rounds drafted nothing, of `n_rounds` in all."""
+    """Say why rounds drafted nothing, of `n_rounds` in all."""
     n_undrafted = sum(each.n_rounds for each in reasons)
     rounds = "1 round" if n_rounds == 1 else f"{n_rounds} rounds"
     why = "; ".join(f"{each.text} ({each.n_rounds})" for each in reasons)
@@ -272,37 +260,32 @@ class FinishedEvent:
     n_accepted: int
     #: n_accepted / n_drafted; null when nothing was drafted.
     acceptance_rate: float | None
-    #: Tokens committed per round of the target (accepted ones and the target's own one, not
-    #: those that the grammar forced); null before the first round.
+    #: Tokens committed per round, without those that the grammar forced; null before the first round.
     mean_accepted_length: float | None
     #: Accepted and drafted counts by depth in the draft (index 0 is the first drafted token).
     accepted_by_depth: tuple[int, ...]
     drafted_by_depth: tuple[int, ...]
-    #: Tokens per second after the first one (and those that a grammar forced beside it); null
-    #: without more tokens.
+    #: Tokens per second after the first one; null without more tokens.
     tokens_per_s: float | None
     #: From the start of the prompt's decode to the first token; null without a token.
     time_to_first_token_s: float | None
     #: Decoding the prompt with the target (part of target_s).
     prompt_s: float
-    #: Time in the draft model's decodes, in the target's, and in specgen itself: choosing,
-    #: sampling, verifying, text. Rendering is not in any of them.
+    #: Time in the draft model's decodes, in the target's, and in specgen itself, without rendering.
     draft_s: float
     target_s: float
     loop_s: float
     #: Sum of the three.
     wall_s: float
-    #: Estimated tokens per second of plain decoding, the gain over it after the first token and for the
-    #: whole answer (reading the prompt included), and how it was estimated. Null when it was not: answers
-    #: of fewer than 30 tokens say too little.
+    #: Estimated tokens per second of plain decoding, the gain over it after the first token and with reading the
+    #: prompt, and how it was estimated. Null below 30 tokens, which say too little.
     plain_tokens_per_s: float | None = None
     estimated_speedup: float | None = None
     estimated_whole_speedup: float | None = None
     estimate: str | None = None
     #: Tokens of the answer that the grammar forced, without a model's part.
     n_forced: int = 0
-    #: Accepted and drafted counts by the rank among the siblings in a draft tree (index 0 is
-    #: the first guess for a position; chains have no other).
+    #: Accepted and drafted counts by the rank among the siblings in a draft tree (index 0: the first guess).
     accepted_by_rank: tuple[int, ...] = ()
     drafted_by_rank: tuple[int, ...] = ()
     #: How many of the prompt's tokens were in the target's cache already, from an answer before.
@@ -313,8 +296,7 @@ class FinishedEvent:
     ends_grammar: bool = False
     #: The share of all cores' time that other programs took during the answer; null if it was not measured.
     others_share: float | None = None
-    #: Between which two numbers `estimated_speedup` is, two standard errors apart from it: from how much the times of
-    #: decodes differ in this answer. Null if it was not estimated.
+    #: `estimated_speedup` minus and plus two standard errors, by the times of this answer's decodes.
     estimated_speedup_range: tuple[float, float] | None = None
 
 

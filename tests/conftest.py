@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import math
@@ -28,6 +29,8 @@ from specgen.llama.kernels.admission import (
     self_test_of,
 )
 from tests.helpers.cli import Cli, Specgen, in_process
+from tests.helpers.fetch import WebServer, use_hub, web_server
+from tests.helpers.tiny import write_respelled_model
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 # How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a profile that
@@ -177,6 +180,20 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def chat_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and a draft that have a chat template and say what is printable and in one line, a draft
+    with another vocabulary, and a target without a template; all have room for 2048 tokens."""
+    folder = tmp_path_factory.mktemp("chat")
+    plain = TinyConfig(logit_scale=6.0, n_ctx_train=2048, unprintable_scale=0.0)
+    target = dataclasses.replace(plain, chat_template=CHATML_TEMPLATE)
+    configs = {"target": target, "draft": target.draft(0.02), "plain": plain}
+    for name, config in configs.items():
+        write_tiny_model(folder / f"{name}.gguf", config)
+    write_respelled_model(folder / "respelled.gguf", target.draft(0.02))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target with a chat template, and with room for long answers: 1024 tokens."""
     config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=1024)
@@ -221,3 +238,11 @@ def _fetched(model: str) -> Path:
             else:
                 environment.delenv(name, raising=False)
         return fetch(load_registry().model(model))
+
+
+@pytest.fixture
+def hub_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
+    """A package index and hub, to which all requests go."""
+    with web_server() as running:
+        use_hub(monkeypatch, tmp_path, running)
+        yield running

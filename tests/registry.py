@@ -12,19 +12,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
-from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.cascade import Cascade, Guesses
 from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.drafters.heads import HeadsDrafter
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.mtp import MtpChainDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
-from specgen.drafters.staged import Guesses
 from specgen.drafters.states import LayerDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
-from specgen.drafters.tree import TreeModelDrafter
 from specgen.method.drafter import Drafter
 from specgen.method.policy import FixedPolicy
 from specgen.method.verify import (
@@ -104,13 +102,13 @@ def twice(text: Text) -> ModelDrafter:
     return model(text, guesses(text, Cascade(model=by_ngrams(text, 0.5))))
 
 
-def tree_model(text: Text, shape: str = "2,2", *, draws: bool = False) -> TreeModelDrafter:
+def tree_model(text: Text, shape: str = "2,2", *, draws: bool = False) -> ModelDrafter:
     backend = FakeBackend(text.vocabulary, text.language, n_ctx=256, n_batch=64, n_sequences=8)
     request = tree_request(shape, text.sampler, text.state, draws=draws, seed=text.seed)
-    return TreeModelDrafter(backend, request, n_shared_tokens=text.vocabulary.n_tokens)
+    return ModelDrafter(backend, request, n_shared_tokens=text.vocabulary.n_tokens)
 
 
-def drawn_tree_model(text: Text) -> TreeModelDrafter:
+def drawn_tree_model(text: Text) -> ModelDrafter:
     if not Sampler(text.sampler).is_random:
         return tree_model(text, "2x3")
     return tree_model(text, "2x3", draws=True)
@@ -192,8 +190,8 @@ DRAFTERS: dict[str, DrafterCase] = {
         draws=True,
         watched=True,
     ),
-    "tree of guesses": DrafterCase(TreeModelDrafter, tree_model, trees=True),
-    "drawn tree": DrafterCase(TreeModelDrafter, drawn_tree_model, draws=True, trees=True),
+    "tree of guesses": DrafterCase(ModelDrafter, tree_model, trees=True),
+    "drawn tree": DrafterCase(ModelDrafter, drawn_tree_model, draws=True, trees=True),
     "parallel": DrafterCase(ParallelDrafter, parallel, "parallel", draws=True),
     "translated": DrafterCase(
         TranslatedDrafter, translated, "respelled", translated="auto", grammar=False

@@ -18,8 +18,7 @@ from specgen.cli.command import COMMAND_LINE_ERROR, Command, in_words, without_f
 from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors
 from specgen.errors import EXIT_INTERRUPTED, MemoryLimitError, OutputError, SpecgenError
 
-#: By name: what the help says of a command or a group of commands. Its module is imported when it is called, so that
-#: the others cost nothing.
+#: By name: what the help says of a command or a group of commands. Its module is imported when it is called.
 COMMANDS = {
     "run": "Generate an answer to a prompt, faster and unchanged.",
     "chat": "Talk with a model, at a terminal or in a pipe.",
@@ -38,7 +37,7 @@ COMMANDS = {
 
 
 class _Group(typer.core.TyperGroup):
-    """A group of commands. It handles errors of standard output for every command."""
+    """A group of commands, which handles errors of standard output for all of them."""
 
     def get_params(self, ctx: Any) -> Any:
         return without_flag_types(super().get_params(ctx))
@@ -55,19 +54,16 @@ class _Group(typer.core.TyperGroup):
 
 
 class _CommandLine(_Group):
-    """All commands. Each is imported when it is called."""
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         self.load(*COMMANDS.keys() & args[:1])
         return super().resolve_command(ctx, args)
 
     def load(self, *names: str) -> None:
-        """Put commands, which are imported, in place of the lines that stand for them."""
+        """Put commands, from the modules of their names, in place of the lines that stand for them."""
         self.commands.update({name: _imported(name) for name in names})
 
 
 def _imported(name: str) -> Any:
-    """Return a command or a group of commands, from the module of its name."""
     module = importlib.import_module(f"specgen.cli.{name}")
     alone = typer.Typer(add_completion=False)
     if isinstance(app := getattr(module, "app", None), typer.Typer):
@@ -106,19 +102,13 @@ for _name, _help in COMMANDS.items():
 _NO_ROOM = "failed to map segment"
 
 
+_Version = typer.Option(
+    "--version", "-V", help="Show the version and exit.", callback=_show_version, is_eager=True
+)
+
+
 @app.callback()
-def _specgen(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            "-V",
-            help="Show the version and exit.",
-            callback=_show_version,
-            is_eager=True,
-        ),
-    ] = False,
-) -> None:
+def _specgen(version: Annotated[bool, _Version] = False) -> None:
     pass
 
 

@@ -22,9 +22,8 @@ from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import Contexts, KernelOptions, SessionOptions
-from specgen.render.text import counted
 from specgen.system.files import as_json
-from specgen.system.progress import ProgressView, duration
+from specgen.system.progress import ProgressView, counted, duration
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
@@ -46,7 +45,7 @@ _N_NAMED = 10
             min=1,
             metavar="N",
             help="How many answers to generate at once.",
-            show_default="as many as is measured to be fastest and fits into memory",
+            show_default="as many as are fastest and fit into memory",
         ),
         retry_errors=Option(
             "--retry-errors", help="Answer lines again whose result in OUT is an error."
@@ -55,18 +54,11 @@ _N_NAMED = 10
             "--allow-mixed",
             help="Go on although OUT has results of other settings or other lines; they are kept.",
         ),
-        host_timeout=Option(
-            "--host-timeout",
-            min=0.1,
-            metavar="SECONDS",
-            help="With --ray: give up after so long without a started actor.",
-        ),
         ray=Option(
             "--ray",
             metavar="ADDRESS",
-            help="Let a Ray cluster answer the lines, with an actor on each node: HOST:PORT, auto (the "
-            "cluster of this machine, or of RAY_ADDRESS), or local (this machine alone). Each node needs "
-            "specgen, and the model files at the same paths. Needs `pip install 'specgen-gguf[ray]'`.",
+            help="Let a Ray cluster answer the lines: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), "
+            "or local (this machine alone). Each node needs specgen, and the models at the same paths.",
         ),
         cpus_per_worker=Option(
             "--cpus-per-worker",
@@ -105,7 +97,6 @@ def batch(
     parallel: int | None = None,
     retry_errors: bool = False,
     allow_mixed: bool = False,
-    host_timeout: float = 120.0,
     ray: str | None = None,
     cpus_per_worker: float | None = None,
     gpus_per_worker: float | None = None,
@@ -127,9 +118,7 @@ def batch(
 
     name = "standard input" if source == STDIO else str(source)
     lines = read_lines(read_bytes(source), name, setup.sampling, setup.answer)
-    cluster = ray_cluster(
-        ray, setup.machine, (cpus_per_worker, gpus_per_worker), patience_s=host_timeout
-    )
+    cluster = ray_cluster(ray, setup.machine, (cpus_per_worker, gpus_per_worker))
     sources, options = setup.find(output)
     kernels, settings = setup.machine.kernels, _settings(options, template)
     now = datetime.datetime.now().astimezone()
@@ -200,13 +189,11 @@ def _check_files(source: Path, destination: Path | None) -> None:
 
 
 def _named(lines: Sequence[Line]) -> str:
-    """Return the numbers of the first lines; empty if there are none."""
-    shown = [
-        f"{line.number}{'' if line.custom_id == str(line.number) else f' ({line.custom_id:.40})'}"
-        for line in lines
-    ]
-    more = f" and {len(shown) - _N_NAMED} more" if len(shown) > _N_NAMED else ""
-    return f": line {', '.join(shown[:_N_NAMED])}{more}" if shown else ""
+    """Return the numbers of the first lines, and ids of their own; empty if there are none."""
+    names = [(str(line.number), line.custom_id) for line in lines]
+    shown = [name if name == own else f"{name} ({own:.40})" for name, own in names[:_N_NAMED]]
+    more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""
+    return f": line {', '.join(shown)}{more}" if shown else ""
 
 
 def _answer(
@@ -270,11 +257,7 @@ def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str,
 
 
 def ray_cluster(
-    address: str | None,
-    machine: Contexts,
-    per_worker: tuple[float | None, float | None],
-    *,
-    patience_s: float,
+    address: str | None, machine: Contexts, per_worker: tuple[float | None, float | None]
 ) -> Cluster | None:
     """Return the cluster of these options; None without one. Raise `UsageError` if Ray is not installed, the
     address is invalid, or other options exclude it."""
@@ -285,18 +268,15 @@ def ray_cluster(
     if machine.target.workers is not None:
         raise UsageError("--ray and --rpc exclude each other")
     if importlib.util.find_spec("ray") is None:
-        raise UsageError(
-            "--ray needs ray, which is not installed", hint="pip install 'specgen-gguf[ray]'"
-        )
+        hint = "pip install 'specgen-gguf[ray]'"
+        raise UsageError("--ray needs ray, which is not installed", hint)
     host, _, port = address.rpartition(":")
     if address not in {"local", "auto"} and not (host and "/" not in host and port.isdigit()):
-        raise UsageError(
-            f"--ray {address}: not the address of a cluster",
-            hint="give HOST:PORT as `ray start --head` prints it, or auto, or local",
-        )
+        hint = "give HOST:PORT as `ray start --head` prints it, or auto, or local"
+        raise UsageError(f"--ray {address}: not the address of a cluster", hint)
     from specgen.serve.batch.on_ray import Cluster
 
-    return Cluster(address, *per_worker, patience_s)
+    return Cluster(address, *per_worker)
 
 
 def open_on_node(

@@ -32,8 +32,8 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.render.text import counted
 from specgen.system.machine import notes_on_figures
+from specgen.system.progress import counted
 
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
 
@@ -221,7 +221,7 @@ def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> No
     if json_file == STDIO:
         print(text)
     elif sys.stdout.isatty():
-        from specgen.render.select import make_console
+        from specgen.render.streams import make_console
 
         print_bench_tables(figures, make_console(sys.stdout, os.environ))
     else:

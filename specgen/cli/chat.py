@@ -22,7 +22,7 @@ from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
-from specgen.render.text import clean, counted
+from specgen.system.progress import counted
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from specgen.events import Event
     from specgen.serve.chat import Chat, Conversation
-    from specgen.train.learner import Learner
+    from specgen.train.online_learning import Learner
 
 
 @flags.takes_options(
@@ -84,17 +84,15 @@ def chat(
         from specgen.serve.chat import Chat, check_template
         from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
-        from specgen.train.learner import Learner
+        from specgen.train.online_learning import Learner
 
         conversation = stack.enter_context(_kept(path, output))
         kernels, dialogue = setup.machine.kernels, _Dialogue(output)
         session = stack.enter_context(
             opened(options, kernels, output, sources.drafts, check_template)
         )
-        news, gains = calibrate(session), stats or output.json
-        engine = stack.enter_context(
-            Engine(session, interrupted=dialogue.interrupted, estimate_gain=gains)
-        )
+        news = calibrate(session)
+        engine = stack.enter_context(Engine(session, interrupted=dialogue.interrupted))
         engine.notify(news)
         stack.callback(session.memory.save)
         now = datetime.datetime.now().astimezone()
@@ -225,8 +223,8 @@ class _Dialogue:
         _say("A backslash at the end of a line goes on with another one. Ctrl-C stops an answer.")
 
     def regenerate(self, _argument: str) -> int:
-        if self._chat.says_the_same_again:
-            _say("note: at temperature 0 the new answer is the same (--temp 0.8 lets it vary)")
+        if self._chat.is_greedy:
+            _say("note: at temperature 0 an answer is always the same (--temp 0.8 lets it vary)")
         return self._answer(self._chat.regenerate())
 
     def undo(self, _argument: str) -> None:
@@ -267,7 +265,8 @@ class _Dialogue:
         _say(f"drafts from now on: {self._chat.draft_name}")
 
     def think(self, _argument: str) -> None:
-        from specgen.render.select import make_console
+        from specgen.render.rows import clean
+        from specgen.render.streams import make_console
         from specgen.session.prompts.template import thought_of
 
         prompt, last = self._chat.prompt, self._chat.finished
@@ -280,7 +279,7 @@ class _Dialogue:
         console.print(clean(thought), style="dim", soft_wrap=True)
 
     def stats(self, _argument: str) -> None:
-        from specgen.render.select import make_console
+        from specgen.render.streams import make_console
         from specgen.render.summary import print_summary, totals
 
         prompt, last = self._chat.prompt, self._chat.finished

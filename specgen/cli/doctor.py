@@ -105,7 +105,7 @@ def _show(report: DoctorReport, console: Console) -> None:
     """Print a report. No line is broken, so that the output of a pipe can be searched."""
     from rich.text import Text
 
-    sections = {"Machine": _machine(report), "Software": _software(report), "Files": _files(report)}
+    sections = _sections(report)
     width = max(len(label) for entries in sections.values() for label in entries)
     for heading, entries in sections.items():
         console.print(Text(heading, style="bold"))
@@ -118,32 +118,41 @@ def _show(report: DoctorReport, console: Console) -> None:
         console.print(entry, soft_wrap=True)
 
 
-def _machine(report: DoctorReport) -> Mapping[str, str]:
+def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
+    """Return what is shown, by headings and labels."""
+    from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
+    from specgen.models.files import cache_folder, config_folder, data_folder, packed_folder
     from specgen.system.progress import human_bytes
 
-    machine = report.machine
+    machine, build, packed = report.machine, report.build, packed_folder()
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
     available, total = human_bytes(machine.available_bytes), human_bytes(machine.memory_bytes)
-    return {
-        "system": machine.system,
-        "CPU": f"{machine.cpu}, {cores}",
-        "memory": f"{total}, {available} available",
-        "Python": machine.python,
-    }
-
-
-def _software(report: DoctorReport) -> Mapping[str, str]:
-    from specgen.system.progress import human_bytes
-
-    lines, build = {"specgen": report.version}, report.build
+    kept, room = human_bytes(kept_bytes(packed)), human_bytes(room_bytes(packed))
+    software = {"specgen": report.version}
     if build is not None:
-        lines["llama-cpp-python"] = f"{build.version}, llama.cpp {build.llama_version}"
-        lines |= {f"built in, {part}": " ".join(names) for part, names in build.features.items()}
-        lines["GPU offload"] = "yes" if build.gpu_offload else "no: this build finds no GPU"
+        software["llama-cpp-python"] = f"{build.version}, llama.cpp {build.llama_version}"
+        for part, names in build.features.items():
+            software[f"built in, {part}"] = " ".join(names)
+        software["GPU offload"] = "yes" if build.gpu_offload else "no: this build finds no GPU"
         for device in build.devices:
             memory = f", {human_bytes(device.memory_bytes)}" if device.memory_bytes else ""
-            lines[f"{device.name} ({device.kind})"] = f"{device.description}{memory}"
-    return lines | {"kernels on the CPU": kernels_line(report.kernels)}
+            software[f"{device.name} ({device.kind})"] = f"{device.description}{memory}"
+    return {
+        "Machine": {
+            "system": machine.system,
+            "CPU": f"{machine.cpu}, {cores}",
+            "memory": f"{total}, {available} available",
+            "Python": machine.python,
+        },
+        "Software": software | {"kernels on the CPU": kernels_line(report.kernels)},
+        "Files": {
+            "cache": folder_line(cache_folder()),
+            "packed weights": f"{kept}, {packed}; there is room for those of a model of {room}",
+            "configuration": str(config_folder()),
+            "data": folder_line(data_folder()),
+            **{name: str(path) for name, path in report.models.items()},
+        },
+    }
 
 
 def kernels_line(status: KernelStatus) -> str:
@@ -152,22 +161,6 @@ def kernels_line(status: KernelStatus) -> str:
         return status.label
     advice = f"; {status.hint}" if status.hint else ""
     return f"{status.label}'s own, not specgen's: {status.reason}{advice}"
-
-
-def _files(report: DoctorReport) -> Mapping[str, str]:
-    from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
-    from specgen.models.files import cache_folder, config_folder, data_folder, packed_folder
-    from specgen.system.progress import human_bytes
-
-    packed = packed_folder()
-    kept, room = human_bytes(kept_bytes(packed)), human_bytes(room_bytes(packed))
-    return {
-        "cache": folder_line(cache_folder()),
-        "packed weights": f"{kept}, {packed}; there is room for those of a model of {room}",
-        "configuration": str(config_folder()),
-        "data": folder_line(data_folder()),
-        **{name: str(path) for name, path in report.models.items()},
-    }
 
 
 def folder_line(folder: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,25 +12,15 @@ from specgen.cli.command import Command
 from specgen.cli.flags import model_names, pair_names
 from specgen.cli.inputs import is_terminal
 from specgen.errors import ModelFileError, UnknownModelError, UsageError
+from specgen.models import hub
 from specgen.models.download import fetch, fetch_reference, stderr_progress
-from specgen.models.hub import (
-    CachedModel,
-    cached_models,
-    find_in_cache,
-    find_removal,
-    locate,
-    page_of,
-    parse_reference,
-    quant_of,
-)
+from specgen.models.hub import locate, parse_reference
 from specgen.models.registry import CatalogueModel, Pair, Registry, load_registry
 from specgen.options import SourceChoice
 from specgen.system.progress import human_bytes
 
 app = typer.Typer(
-    name="models",
-    help="List, show, download and remove models.",
-    no_args_is_help=True,
+    name="models", help="List, show, download and remove models.", no_args_is_help=True
 )
 
 
@@ -62,14 +51,24 @@ def list_models(as_json: _Json = False) -> None:
     registry = load_registry()
     found = [(model, locate(model)) for model in registry.models.values()]
     named = {path for _model, path in found}
-    cached = [model for model in cached_models() if model.path not in named]
+    cached = [model for model in hub.cached_models() if model.path not in named]
     if as_json:
         document = {
             "default_pair": registry.default_pair,
             "general_draft": registry.general_draft,
-            "models": [_model_values(registry, model, path) for model, path in found],
+            "models": [_model_values(registry, model) for model, _path in found],
             "pairs": [_pair_values(registry, pair) for pair in registry.pairs.values()],
-            "hub_cache": [_cached_values(model) for model in cached],
+            "hub_cache": [
+                {
+                    "model": str(model.reference),
+                    "hub_repo": model.reference.repo,
+                    "hub_files": list(model.names),
+                    "quantisation": hub.quant_of(model.names[0]),
+                    "path": str(model.path),
+                    "size_bytes": model.size_bytes,
+                }
+                for model in cached
+            ],
         }
         _print_json(document)
         return
@@ -91,12 +90,12 @@ def list_models(as_json: _Json = False) -> None:
 def show(name: _Name, as_json: _Json = False) -> None:
     """Show what is known about a model or a pair."""
     if "/" in name:
-        repo = parse_reference(name).repo
-        raise UnknownModelError(f"{name} has no entry in models.toml", f"see {page_of(repo)}")
+        page = hub.page_of(parse_reference(name).repo)
+        raise UnknownModelError(f"{name} has no entry in models.toml", f"see {page}")
     registry = load_registry()
     found = registry.find(name)
     if isinstance(found, CatalogueModel):
-        values = _model_values(registry, found, locate(found))
+        values = _model_values(registry, found)
     else:
         values = _pair_values(registry, found)
     if as_json:
@@ -137,14 +136,13 @@ def path(name: _NameOrRepo) -> None:
     Of a model in several files it is the first one.
     """
     if "/" in name:
-        found = {name: find_in_cache(parse_reference(name))}
+        found = {name: hub.find_in_cache(parse_reference(name))}
     else:
         found = {model.name: locate(model) for model in load_registry().models_of(name)}
     for model_name, model_path in found.items():
         if model_path is None:
-            raise ModelFileError(
-                f"{model_name} is not on this disk", f"`specgen models pull {name}` downloads it"
-            )
+            hint = f"`specgen models pull {name}` downloads it"
+            raise ModelFileError(f"{model_name} is not on this disk", hint)
     print(*found.values(), sep="\n")
 
 
@@ -164,13 +162,15 @@ def remove_model(
     Other programs may use files in the hub's cache, too. Blobs that other
     files of the cache share stay.
     """
-    removal = find_removal(name, load_registry())
+    removal = hub.find_removal(name, load_registry())
     names = ", ".join(removal.names)
-    question = f"remove {names} ({human_bytes(removal.size_bytes)})?"
+    freed = human_bytes(removal.freed_bytes)
+    question = f"remove {names} ({freed})?"
     if not yes and not is_terminal():
         raise UsageError(f"there is no terminal to ask: {question}", "add --yes to do it")
     if yes or typer.confirm(question, err=True):
-        print(f"removed {names}: {human_bytes(removal.execute())} freed")
+        removal.execute()
+        print(f"removed {names}: {freed} freed")
 
 
 def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
@@ -180,10 +180,8 @@ def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> 
         print("  ".join(cells).rstrip())
 
 
-def _model_values(
-    registry: Registry, model: CatalogueModel, model_path: Path | None
-) -> dict[str, object]:
-    hub, pypi = model.hub, model.pypi
+def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, object]:
+    on_hub, pypi, path = model.hub, model.pypi, locate(model)
     return {
         "model": model.name,
         "description": model.description,
@@ -191,28 +189,16 @@ def _model_values(
         "quantisation": model.quantisation,
         "licence": model.licence,
         "licence_url": model.licence_url,
-        "path": None if model_path is None else str(model_path),
+        "path": None if path is None else str(path),
         "file": model.file,
         "size_bytes": model.size_bytes,
         "sha256": model.sha256,
-        "hub_repo": None if hub is None else hub.repo,
-        "hub_file": None if hub is None else hub.file,
-        "hub_revision": None if hub is None else hub.revision,
+        "hub_repo": on_hub and on_hub.repo,
+        "hub_file": on_hub and on_hub.file,
+        "hub_revision": on_hub and on_hub.revision,
         "pypi_packages": [] if pypi is None else [*map(pypi.package_of, range(pypi.parts))],
-        "pypi_version": None if pypi is None else pypi.version,
-        "pairs": [pair.name for pair in registry.pairs_with(model)],
-    }
-
-
-def _cached_values(model: CachedModel) -> dict[str, object]:
-
-    return {
-        "model": str(model.reference),
-        "hub_repo": model.reference.repo,
-        "hub_files": list(model.names),
-        "quantisation": quant_of(model.names[0]),
-        "path": str(model.path),
-        "size_bytes": model.size_bytes,
+        "pypi_version": pypi and pypi.version,
+        "pairs": [pair.name for pair in registry.pairs.values() if model.name in pair.model_names],
     }
 
 
@@ -227,13 +213,11 @@ def _pair_values(registry: Registry, pair: Pair) -> dict[str, object]:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, list):
         # The parts of a model are many, and called alike.
-        items = [str(item) for item in value]
-        return ", ".join(items if len(items) <= 3 else [items[0], "...", items[-1]]) or "-"
-    return "-" if value is None else str(value)
+        return ", ".join(value if len(value) <= 3 else [value[0], "...", value[-1]]) or "-"
+    words = {True: "yes", False: "no", None: "-"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _print_json(document: object) -> None:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
@@ -70,7 +70,7 @@ class Output:
         return self.stats if self.stats is not None else not (self.json or self.quiet)
 
     def note(self, text: str) -> None:
-        """Print a note on standard error, unless the command is to be quiet."""
+        """Print a note on standard error, unless it is to be quiet."""
         if self.quiet:
             return
         line = f"note: {text}"
@@ -80,7 +80,7 @@ class Output:
         print(line, file=sys.stderr)
 
     def check(self, answer: GenerationOptions) -> None:
-        """Raise `UsageError` if an answer's options ask for something that this output cannot show."""
+        """Raise `UsageError` if this output cannot show what is asked for."""
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
 
@@ -89,8 +89,8 @@ class Output:
     ) -> FinishedEvent | None:
         """Show an answer, and its summary; return its last event."""
         from specgen.events import FinishedEvent, PromptEvent
-        from specgen.render.live import LiveRenderer
-        from specgen.render.select import make_console, make_renderer
+        from specgen.render.live import LiveRenderer, make_renderer
+        from specgen.render.streams import make_console
         from specgen.render.summary import print_summary
 
         renderer = make_renderer(
@@ -105,14 +105,12 @@ class Output:
             in_chat=in_chat,
             newline=self.newline,
         )
-        prompt = finished = None
+        seen: dict[type[Event], Any] = {}
         with contextlib.closing(events), renderer:
             for event in events:
                 renderer.handle(event)
-                if isinstance(event, PromptEvent):
-                    prompt = event
-                elif isinstance(event, FinishedEvent):
-                    finished = event
+                seen[type(event)] = event
+        prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
         if finished is not None and prompt is not None and self.has_summary:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
             print_summary(
@@ -135,12 +133,11 @@ class Output:
 def show_answer(
     session: Session, prompt: Prompt, output: Output
 ) -> tuple[int, FinishedEvent | None]:
-    """Generate an answer and show it; return the exit code, and its last event."""
+    """Generate an answer and show it; return the exit code, and the last event."""
     from specgen.session.engine import generate
 
     with Interrupt() as interrupt:
-        gains = output.has_summary or output.json
-        events = generate(session, prompt, interrupted=interrupt, estimate_gain=gains)
+        events = generate(session, prompt, interrupted=interrupt)
         finished = output.show_answer(events)
     session.memory.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"

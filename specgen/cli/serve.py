@@ -12,35 +12,27 @@ import typer
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.flags.server import limits, server
+from specgen.cli.flags.server import ModelSetup, limits, model_setup, server
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
-from specgen.cli.served_models import (
-    MEMORY_SHARE,
-    ModelLoader,
-    ModelSetup,
-    model_setup,
-    read_models,
-)
 from specgen.errors import UsageError
-from specgen.serve.server.options import Limits, ServerOptions
+from specgen.serve.server.options import Limits, ServerOptions, bound_socket, url_of
+from specgen.system.machine import look_at_machine
 
-_UNITS = {"": 2**20, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+#: The default of --memory, as a share of the machine's memory.
+_MEMORY_SHARE = 0.8
 
 
 def _memory_size(text: str) -> int:
     """Parse a size, in bytes: 24GB, 24GiB, or a number of MiB."""
-    number = text.strip().lower().removesuffix("b")
-    unit = number.lstrip("0123456789.")
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
     try:
-        n_bytes = float(number.removesuffix(unit)) * {**_UNITS, **_BINARY_UNITS}[unit.strip()]
-    except (ValueError, KeyError):
-        n_bytes = 0.0
-    if not 1 <= n_bytes < 2**63:
-        raise typer.BadParameter(f"{text!r} is no size like 24GB, 24GiB or 24000 (MiB)")
-    return int(n_bytes)
+        return TypeAdapter(ByteSize).validate_python(f"{text}MiB" if text.isdigit() else text)
+    except ValidationError:
+        what = f"{text!r} is no size like 24GB, 24GiB or 24000 (MiB)"
+        raise typer.BadParameter(what) from None
 
 
 @flags.takes_options(
@@ -59,7 +51,7 @@ def _memory_size(text: str) -> int:
             parser=_memory_size,
             help="With --models: how much memory loaded models may take, for example 24GB or 24GiB. Idle ones "
             "that were not used for longest are unloaded.",
-            show_default=f"{MEMORY_SHARE:.0%} of the machine's memory",
+            show_default=f"{_MEMORY_SHARE:.0%} of the machine's memory",
         ),
         learn_across=Option(
             "--learn-across-requests",
@@ -88,27 +80,31 @@ def serve(
     answers, sampling and drafting apply to requests that leave them out. SIGTERM ends the server as
     soon as the current answers are finished.
     """
-    _check_installed()
-    server, stop = replace(server, limits=limits), Interrupt()
+    try:
+        from specgen.cli.served_models import ModelLoader, read_models
+        from specgen.serve.server.app import serve as answer_requests
+        from specgen.serve.server.model_pool import ModelPool
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        raise UsageError(
+            f"specgen serve needs {name}, which is not installed",
+            hint="pip install 'specgen-gguf[server]'",
+        ) from error
     if memory is not None and models is None:
         raise UsageError("--memory needs --models: a single model stays loaded")
     if server.alias is not None and models is not None:
         raise UsageError("--alias names a single model; with --models, each has a name")
-    wanted = model()
+    server, stop, wanted = replace(server, limits=limits), Interrupt(), model()
     with contextlib.ExitStack() as stack:
-        from specgen.serve.server.app import serve as answer_requests
-        from specgen.serve.server.model_pool import ModelPool
-        from specgen.serve.server.options import bound_socket, url_of
-        from specgen.system.machine import look_at_machine
-
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         stack.enter_context(log_shown(output))
         memory_bytes = None
         if models is not None:
-            memory_bytes = memory or MEMORY_SHARE * look_at_machine().memory_bytes
+            memory_bytes = memory or _MEMORY_SHARE * look_at_machine().memory_bytes
+            # Before any file is looked at with them.
+            use_kernels(wanted.setup.machine.kernels, output)
         loader = ModelLoader(output, learn_across, stop, memory_bytes)
         if models is not None:
-            use_kernels(wanted.setup.machine.kernels, output)
             entries = read_models(models, model, loader)
         else:
             entries = [loader.entry(server.alias or "", wanted)]
@@ -122,8 +118,7 @@ def serve(
             if stop():
                 return stop.exit_code
         else:
-            names = ", ".join(entry.name for entry in entries)
-            output.note(f"serving {names}")
+            output.note(f"serving {', '.join(entry.name for entry in entries)}")
         answer_requests(
             pool,
             server,
@@ -133,15 +128,3 @@ def serve(
             note=output.note,
         )
     return 0
-
-
-def _check_installed() -> None:
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"specgen serve needs {error.name}, which is not installed",
-            hint="pip install 'specgen-gguf[server]'",
-        ) from error

@@ -3,65 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from typer import Option
-
-from specgen.cli import flags
 from specgen.cli.command import COMMAND_LINE_ERROR
-from specgen.cli.model_loading import Setup, load
+from specgen.cli.flags.server import N_PARALLEL, ModelSetup, model_setup
+from specgen.cli.model_loading import load
 from specgen.cli.output import Output
+from specgen.drafters.kinds import refuse_draft
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
-from specgen.render.text import counted
+from specgen.llama import LlamaModel
+from specgen.llama.embeddings import Embedder, EmbeddingModel
+from specgen.llama.gguf_file import check_file
+from specgen.llama.kernels.attached import kernel_problem
+from specgen.llama.model import pooling_of
+from specgen.models.files import model_stem, shard_number
+from specgen.options import SessionOptions
+from specgen.serve.server.jobs import OpenedModel, Turns
+from specgen.serve.server.model_pool import ModelEntry
+from specgen.session.calibration import calibrate
+from specgen.session.engine import Engine
+from specgen.session.files import Sources
+from specgen.session.memory import Memory
+from specgen.session.open import embedder_needs, needed_bytes, open_memory
 from specgen.system.files import correct, read_toml
-from specgen.system.progress import human_bytes
+from specgen.system.progress import counted, human_bytes
+from specgen.train.online_learning import Learner
 
-if TYPE_CHECKING:
-    from specgen.llama.embeddings import Embedder
-    from specgen.options import SessionOptions
-    from specgen.serve.server.jobs import OpenedModel, Turns
-    from specgen.serve.server.model_pool import ModelEntry
-    from specgen.session.files import Sources
-    from specgen.session.memory import Memory
-
-#: The default number of answers at once, if the memory has room for as many.
-_N_PARALLEL = 4
 #: Options of the machine that all models share.
 _OF_ALL = {"kernels", "packed-cache"}
-#: Options that name a file, or something else.
-_OF_FILES = ("target", "model", "draft", "model-draft")
-#: The default of --memory, as a share of the machine's memory.
-MEMORY_SHARE = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSetup:
-    """The options of one of a server's models."""
-
-    setup: Setup
-    parallel: int | None = None
-
-
-#: The options that an entry of a file may have, and that the command line sets for all.
-model_setup = flags.group(
-    ModelSetup,
-    {"setup": flags.setup.without("answer_logprobs", "prompt_cache")},
-    flags.panel(
-        "Server",
-        parallel=Option(
-            "--parallel",
-            "-np",
-            min=1,
-            metavar="N",
-            help="How many answers to generate at once; each has a context of its own.",
-            show_default=f"{_N_PARALLEL}, or fewer if they do not fit into memory",
-        ),
-    ),
-)(ModelSetup)
 
 
 @dataclass(frozen=True)
@@ -78,19 +52,12 @@ class ModelLoader:
     def _memory(self) -> Memory:
         """What was learnt about this machine. All models share it: costs that were measured while other
         programs slowed the machine down are not kept in the file, but a second load uses them."""
-        from specgen.session.open import open_memory
-
         return open_memory()
 
     def entry(self, name: str, wanted: ModelSetup) -> ModelEntry:
         """Return a model of the server's pool. Files that are missing are fetched. It must fit into the memory, if
         necessary with fewer answers at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or
         `FetchError`."""
-        from specgen.llama.gguf_file import check_file
-        from specgen.llama.model import pooling_of
-        from specgen.serve.server.model_pool import ModelEntry
-        from specgen.session.open import needed_bytes
-
         if wanted.setup.learn and not self.learns_across:
             raise UsageError(
                 "--learn uses one user's texts to draft for the others",
@@ -100,7 +67,7 @@ class ModelLoader:
         name = name or sources.target.name.removesuffix(".gguf")
         if pooling_of(sources.target) is not None:
             return self._embedder(name, wanted, options)
-        n_parallel, is_fixed = wanted.parallel or _N_PARALLEL, wanted.parallel is not None
+        n_parallel, is_fixed = wanted.parallel or N_PARALLEL, wanted.parallel is not None
         n_bytes = 0
         if self.memory_bytes is not None:
             check_file(sources.target)
@@ -117,16 +84,11 @@ class ModelLoader:
         return ModelEntry(name, opened, n_bytes)
 
     def _embedder(self, name: str, wanted: ModelSetup, options: SessionOptions) -> ModelEntry:
-        from specgen.llama.embeddings import Embedder
-        from specgen.llama.gguf_file import check_file
-        from specgen.serve.server.model_pool import ModelEntry
-        from specgen.session.open import embedder_bytes, embedder_context
-
         if wanted.setup.models.draft is not None:
             raise UsageError(f"{name} is an embedding model: leave out --draft")
         file, context = options.target, options.target_context
         check_file(file)
-        n_ctx, n_bytes = embedder_context(file, context), embedder_bytes(file, context)
+        n_ctx, n_bytes = embedder_needs(file, context)
         self._check_memory(name, n_bytes)
 
         def opened(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
@@ -149,11 +111,6 @@ class ModelLoader:
         turns: Turns,
         interrupted: Callable[[], bool],
     ) -> OpenedModel:
-        from specgen.serve.server.jobs import OpenedModel
-        from specgen.session.calibration import calibrate
-        from specgen.session.engine import Engine
-        from specgen.train.learner import Learner
-
         def stops() -> bool:
             return self.stop() or interrupted()
 
@@ -205,10 +162,6 @@ class ModelLoader:
 def _weights(options: SessionOptions) -> Iterator[None]:
     """Load the weights of a target, which takes longest, while other models decode. (If kernels cannot
     compute it, they are switched while it loads, so that it is loaded later, when nothing decodes.)"""
-    from specgen.drafters.kinds import refuse_draft
-    from specgen.llama import LlamaModel
-    from specgen.llama.kernels.attached import kernel_problem
-
     refuse_draft(options.target)
     if kernel_problem(options.target):
         yield
@@ -271,8 +224,8 @@ def read_models(
 
 
 def _given(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the options in a table of a file. Its keys are the long names of options; paths are relative to
-    the file's folder. Raise `UsageError`, `COMMAND_LINE_ERROR`."""
+    """Return the options in a table of a file, by the long names of options; the name of a file in its folder is
+    that file. Raise `UsageError`, `COMMAND_LINE_ERROR`."""
     known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - _OF_ALL
     arguments: list[str] = []
     for key, value in values.items():
@@ -280,38 +233,16 @@ def _given(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             raise UsageError(f"{key}: a model has no such option")
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, bool):
-                if not each and f"no-{key}" not in known:
-                    raise UsageError(f"{key}: leave it out instead of false")
                 arguments.append(f"--{key}" if each else f"--no-{key}")
-            elif isinstance(each, str | int | float):
-                is_file = key in _OF_FILES and _is_file(folder, each)
-                arguments.append(f"--{key}={folder / str(each) if is_file else each}")
             else:
-                raise UsageError(f"{key}: {each!r} is no text, number, true or false")
-    given = model_setup.parse(arguments)
-    for name, value in given.items():
-        if isinstance(value, Path):
-            given[name] = folder / value
-        elif isinstance(value, list):
-            given[name] = [folder / each if isinstance(each, Path) else each for each in value]
-    return given
-
-
-def _is_file(folder: Path, value: object) -> bool:
-    try:
-        return (folder / str(value)).is_file()
-    except OSError:  # for example if the name is too long
-        return False
+                file = folder / str(each)
+                arguments.append(f"--{key}={file if os.path.isfile(file) else each}")  # noqa: PTH113
+    return model_setup.parse(arguments)
 
 
 def _in_folder(
     folder: Path, setup: Callable[..., ModelSetup], loader: ModelLoader
 ) -> list[ModelEntry]:
-    from specgen.llama import LlamaModel
-    from specgen.llama.embeddings import EmbeddingModel
-    from specgen.llama.model import pooling_of
-    from specgen.models.files import model_stem, shard_number
-
     entries: dict[str, ModelEntry] = {}
     for path in sorted(folder.rglob("*.gguf"), key=lambda each: (len(each.parts), each)):
         if shard_number(path) not in (None, 1):

@@ -1,14 +1,19 @@
-"""The drafters of one sequence: what costs nothing looks up first, a model drafts as planned."""
+"""Drafters that draft together: what costs nothing before a model, and a cheaper drafter for a draft model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.drafter import Drafter, Drafting, draft_alone
-from specgen.method.policy import RoundPlan, RoundResult, draft_up_to
+from specgen.method.drafter import Ask, Drafter, Drafting, draft_alone
+from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult, draft_up_to
 from specgen.method.tables import FREE, Price
+from specgen.system.arrays import Logits
+from specgen.text.prefix import n_common
 from specgen.text.text_state import TextState
+
+#: How fast the seconds of a drafted token follow the latest ones.
+_RATE = 0.1
 
 
 class Cascade:
@@ -16,11 +21,8 @@ class Cascade:
 
     In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is
     planned. Then `propose` carries out the plan: it proposes what was found, or lets the model draft, after
-    which n-grams may look up a continuation of the text and its draft.
-
-    With `merges`, n-gram tokens that differ from the model's become branches of its draft. This
-    is only for drafts that are not drawn at random. With `state`, nothing is found that its grammar
-    forbids.
+    which n-grams may look up a continuation. With `merges`, n-gram tokens that differ from the model's become branches
+    of its draft, which must not be drawn at random. With `state`, nothing is found that its grammar forbids.
     """
 
     def __init__(
@@ -33,15 +35,11 @@ class Cascade:
     ) -> None:
         self.free = free
         self.model = model
+        self._both = [each for each in (free, model) if each is not None]
         self._merges = merges
         self._state = state
         #: What the free drafter found in this round.
         self._found = NO_DRAFT
-
-    @property
-    def name(self) -> str:
-        """The names of the drafters."""
-        return "+".join(each.name for each in (self.free, self.model) if each is not None)
 
     @property
     def model_name(self) -> str | None:
@@ -51,7 +49,12 @@ class Cascade:
     def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
         """Begin a round, and return what the free drafter finds to follow the text; at most `n_max` tokens.
         The last `n_drafted` tokens of `context` are drafted too."""
-        self._found = self._free_draft(context, n_max, n_drafted)
+        self._found = NO_DRAFT
+        if self.free is not None and n_max > 0:
+            found = draft_alone(self.free.propose(context, draft_up_to(n_max), n_drafted))
+            if self._state is not None:
+                found = self._state.within_grammar(found, context[len(context) - n_drafted :])
+            self._found = found
         return self._found
 
     def price(self, n_context: int) -> Price:
@@ -62,64 +65,121 @@ class Cascade:
         """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""
         if self.model is None or plan.n_max < 1:
             return plan.found
+        found = self._found
         draft = yield from self.model.propose(context, plan, n_drafted)
         if not plan.extends or not len(draft):
             return draft
-        draft = self._extended(context, draft, plan.n_max, n_drafted)
-        if self._merges and len(self._found):
-            return plan.stop.cut(draft.merged_with(self._found)).first(plan.n_max)
+        if self.free is not None and draft.is_chain and not draft.walks:
+            text, n = [*context, *draft.tokens], len(draft)
+            draft = draft.followed_by(self.look_up(text, plan.n_max - n, n_drafted + n))
+            self.free.rewind(len(context))
+        if self._merges and len(found):
+            return plan.stop.cut(draft.merged_with(found)).first(plan.n_max)
         return draft
 
     def observe(self, result: RoundResult) -> None:
-        """Let the drafters learn from a round."""
-        for drafter in (self.free, self.model):
-            if drafter is not None:
-                drafter.observe(result)
+        for drafter in self._both:
+            drafter.observe(result)
 
     def rewind(self, n_tokens: int) -> None:
         """Forget all of the text but its first `n_tokens`; another text follows these."""
-        if self.free is not None:
-            self.free.rewind(n_tokens)
-        if self.model is not None:
-            self.model.rewind(n_tokens)
-
-    def _free_draft(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
-        if self.free is None or n_max < 1:
-            return NO_DRAFT
-        found = draft_alone(self.free.propose(context, draft_up_to(n_max), n_drafted))
-        if self._state is None or not len(found):
-            return found
-        return self._state.within_grammar(found, context[len(context) - n_drafted :])
-
-    def _extended(self, context: Sequence[int], draft: Draft, n_max: int, n_drafted: int) -> Draft:
-        """Return the model's draft with what the free drafter finds after it."""
-        if self.free is None or not draft.is_chain or draft.walks:
-            return draft
-        n_room, n_drafted = n_max - len(draft), n_drafted + len(draft)
-        more = self._free_draft([*context, *draft.tokens], n_room, n_drafted)
-        self.free.rewind(len(context))
-        return draft.followed_by(more)
+        for drafter in self._both:
+            drafter.rewind(n_tokens)
 
 
-class WrappedDrafter(Drafter):
-    """Forwards every call to another drafter; subclasses override what differs."""
+class Guesses:
+    """A cheaper drafter that guesses the tokens of a draft model (Spector & Re, arXiv:2308.04623, section 3.2).
 
-    def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
-        self.states = inner.states
+    The draft model decodes the guessed tokens in one batch, draws each token from its own distribution, and goes on in
+    the same batch while the drawn token is the guessed one (the rule of `MatchVerifier`). So its tokens and their
+    distributions are those that it would have without guesses. A policy decides how much to guess, by the costs of the
+    draft model's decodes.
+    """
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
+    def __init__(self, drafters: Cascade, policy: Policy) -> None:
+        self._drafters = drafters
+        self._policy = policy
+        #: The last guess, which follows the first `_n_before` drafted tokens, and what was found and guessed for it
+        #: before it was cut. Whether its result is still to be reported.
+        self._guess = NO_DRAFT
+        self._n_before = 0
+        self._proposed: tuple[Draft, ...] = ()
+        self._is_open = False
+        self._plan: RoundPlan = draft_up_to(0)
+        self._draft_s = self._decode_s = 0.0
+        #: Recent seconds for a drafted token; None before the first.
+        self._token_s: float | None = None
+        #: The drafted tokens behind the text that the drafter was shown, and the text's length then.
+        self._shown: tuple[int, ...] = ()
+        self._n_text = 0
 
-    def price(self, n_context: int) -> Price:
-        return self.inner.price(n_context)
+    def token_s(self, plain_s: float) -> float:
+        """Return the seconds for a drafted token; `plain_s` are those without guesses."""
+        return plain_s if self._token_s is None else min(plain_s, self._token_s)
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return self.inner.propose(context, plan, n_drafted)
+    def after(
+        self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int
+    ) -> Generator[Ask, Logits, Sequence[int]]:
+        """Guess at most `n_room` tokens that follow the draft. The last `n_before` tokens of the context
+        are drafted too, by another drafter."""
+        drafters, text, n_drafted = self._drafters, [*context, *drafted], n_before + len(drafted)
+        n_same = n_common(self._shown, text[self._n_text :])
+        if n_same < len(self._shown):  # some of what the drafter was shown did not become text
+            drafters.rewind(self._n_text + n_same)
+        self._shown, self._n_text = tuple(drafted), len(context)
+        self._n_before, self._is_open, self._draft_s = len(drafted), True, 0.0
+        n_max = min(self._policy.n_max, n_room)
+        found = drafters.look_up(text, n_max, n_drafted)
+        price = drafters.price(len(text))
+        plan = self._policy.plan(Offer(n_room + 1, n_max, found, drafters.model_name, price))
+        whole = yield from self._timed(drafters.propose(text, plan, n_drafted))
+        guess = plan.stop.cut(whole)
+        self._plan, self._proposed = plan, (found, whole)
+        self._guess = guess if guess.is_chain else NO_DRAFT
+        return self._guess.tokens
 
-    def observe(self, result: RoundResult) -> None:
-        self.inner.observe(result)
+    def decoded(self, seconds: float) -> None:
+        """Note how long the draft model took to decode the last guess and the token before it."""
+        self._decode_s = seconds
+
+    def settle(self, drafted: Sequence[int]) -> None:
+        """Report the result of the last guess; `drafted` are the tokens that the model has drafted."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        added = tuple(drafted[self._n_before :])
+        n_right = n_common(self._guess.tokens, added)
+        result = RoundResult(
+            self._plan,
+            self._guess.first(len(added)),
+            tuple(range(n_right)),
+            self._draft_s,
+            self._decode_s,
+            0,  # the draft model's decodes are in its cost table already
+            added[: n_right + 1],
+            # What goes on behind the draft is not compared with another one.
+            tuple(each.first(len(added)) for each in self._proposed if each.is_chain),
+        )
+        self._policy.observe(result)
+        self._drafters.observe(result)
+        token_s = (self._draft_s + self._decode_s) / (n_right + 1)
+        before = token_s if self._token_s is None else self._token_s
+        self._token_s = before + _RATE * (token_s - before)
 
     def rewind(self, n_tokens: int) -> None:
-        self.inner.rewind(n_tokens)
+        """Forget all of the text but its first `n_tokens`."""
+        self._drafters.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
+        self._shown, self._is_open = (), False
+
+    def _timed(self, drafting: Drafting) -> Drafting:
+        """Carry out a drafting, and count the seconds of its decodes."""
+        logits: Logits | None = None
+        while True:
+            try:
+                ask = next(drafting) if logits is None else drafting.send(logits)
+            except StopIteration as ended:
+                draft: Draft = ended.value
+                return draft
+            before_s = ask.backend.decode_s
+            logits = yield ask
+            self._draft_s += ask.backend.decode_s - before_s

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
-from specgen.drafters.expansion import DraftedChain
+from specgen.drafters.expansion import Expansion
 from specgen.drafters.kind import DraftRequest
 from specgen.drafters.states import StatesCache, StatesDrafter, TrainedDraft
 from specgen.llama.draft_contexts import DflashContext
 from specgen.llama.draft_models import DflashModel
 from specgen.method.backend import Batch
-from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan
 from specgen.method.tables import CostTable, Price
-from specgen.system.arrays import Logits
 
 
 class DflashDrafter(StatesDrafter):
@@ -31,69 +28,42 @@ class DflashDrafter(StatesDrafter):
     """
 
     name = "dflash"
+    n_most_unread = 0
 
     def __init__(self, backend: DflashContext, request: DraftRequest) -> None:
         super().__init__(backend, request)
         draft = backend.draft
-        self._mask, self._n_most = draft.mask, draft.n_most
+        self._mask, self._n_block = draft.mask, draft.n_most
         self._predicts_from_last = draft.predicts_from_last
-        self._cache = StatesCache(backend, request, self.states, n_left_out=0)
+        self._n_most = self._n_block
+        self._caches = [StatesCache(backend, request, self.states)]
         #: What filling the cache costs; it is not learnt with the blocks.
         self._fill_costs = CostTable()
 
     def price(self, n_context: int) -> Price:
         # All rows of a block are one decode; filling the cache costs less than its row of a token does.
-        block_s = self._costs.share_s(self._n_most + (not self._predicts_from_last))
-        n_new = self._n_read(n_context) - max(self._cache.n_held, self.states.first)
-        n_behind = max(0, n_new - self._n_most - 1)
+        block_s = self._costs.share_s(self._n_block + (not self._predicts_from_last))
+        n_new = self._n_read(n_context) - max(self._caches[0].n_held, self.states.first)
+        n_behind = max(0, n_new - self._n_block - 1)
         prefill_s = self._costs.share_s(n_behind) if n_behind else 0.0
         return Price(block_s, 0.0, prefill_s)
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        n_read = self._n_read(len(context))
-        if len(context) - 1 > n_read or not self._cache.find_start(n_read):
-            return NO_DRAFT
-        n_room = self._n_ctx - (len(context) - self._cache.n_skipped)
-        n_max = min(plan.n_max, self._n_most, n_room, self._request.n_deepest or plan.n_max)
-        if n_max < 1:
-            return NO_DRAFT
-        try:
-            yield from self._fill(context, n_read)
-            rows = yield from self._block(context[-1], n_read - self._cache.n_skipped, n_max)
-            before = context[len(context) - n_drafted :]
-            chain = DraftedChain(plan, self._request, before, self._backend.vocabulary.is_end)
-            for row in rows:
-                if not chain.extend(row):
-                    break
-            return chain.draft(self.name)
-        finally:
-            self._cache.drop_drafted()
-
-    def _fill(self, context: Sequence[int], n_read: int) -> Generator[Ask, Logits, None]:
-        """Add the tokens that the target has read since to the cache."""
-        while self._cache.n_held < n_read:
+    def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
+        cache = self._caches[0]
+        while cache.n_held < n_read:
             batch = Batch()
-            for index in range(self._cache.n_held, n_read)[: self._backend.n_batch]:
-                position = index - self._cache.n_skipped
-                batch.add(context[index], position, (self._slot.first,), False)
+            for index in range(cache.n_held, n_read)[: self._backend.n_batch]:
+                batch.add(context[index], index - cache.n_skipped, (self._slot.first,), False)
                 batch.hidden.append(self.states.after(index))
             yield Ask(self._backend, batch, self._fill_costs)
-            self._cache.n_held += len(batch)
-        self.states.forget(n_read)
-
-    def _block(self, last: int, position: int, n: int) -> Generator[Ask, Logits, Logits]:
-        """Decode a block; return the logits of the n tokens behind the last one, float32[n, n_vocab]."""
-        tokens = [last, *[self._mask] * (n - self._predicts_from_last)]
-        batch = Batch()
-        for offset, token in enumerate(tokens):
-            batch.add(token, position + offset, (self._slot.first,), True)
+            cache.n_held += len(batch)
+        n, batch = made.n_deepest, Batch()
+        block = [context[-1], *[self._mask] * (n - self._predicts_from_last)]
+        for position, token in enumerate(block, n_read - cache.n_skipped):
+            batch.add(token, position, (self._slot.first,), True)
             batch.hidden.append(None)
         rows = yield Ask(self._backend, batch, self._costs)
-        return rows[len(rows) - n :]
-
-    def rewind(self, n_tokens: int) -> None:
-        super().rewind(n_tokens)
-        self._cache.rewind(n_tokens)
+        return (yield from made.grow_from(rows[len(rows) - n :]))
 
 
 class DflashDraft(TrainedDraft):

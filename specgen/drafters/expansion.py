@@ -1,22 +1,21 @@
-"""How a tree of drafted tokens grows: beyond which nodes to look, and which of the found tokens to add.
+"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add.
 
-A draft model looks by a decode, decoder heads look at the target's hidden states. Trees grow in the
-same way for both.
+A draft model looks by a decode, decoder heads look at the target's hidden states. Drafts grow in the same way for all.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
-
 from specgen.drafters.kind import DraftRequest
-from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
+from specgen.method.backend import Backend, Vocabulary
+from specgen.method.draft import ROOT, Branches, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan, WhilePaying, best_nodes
+from specgen.method.tables import CostTable, Price
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits, best
 
@@ -26,367 +25,365 @@ _N_GUESSES = 4
 _LEAST = 0.02
 #: The most nodes that are looked beyond at once.
 WIDEST = 8
-#: Whether a token ends the text.
-IsEnd: TypeAlias = Callable[[int], bool]
+#: Returns the logits beyond nodes, float32[n_vocab] each.
+RowsBeyond: TypeAlias = Callable[[Sequence[int]], Generator[Ask, Logits, Iterable[Logits]]]
 
 
-class TreeBuilder:
-    """The nodes that a drafter proposes, in the order in which it found them; parents come first.
+@dataclass(eq=False)
+class Expansion(ABC):
+    """A draft of at most `n_max` tokens on at most `n_deepest` levels, as it grows. Parents come before their children.
 
-    To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's
-    children, the likeliest or first drawn one first. The look beyond the root starts the tree.
+    To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's children, the
+    likeliest or first drawn one first. The look beyond the root starts the draft.
     """
 
-    def __init__(self, origin: str) -> None:
-        self.origin = origin
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        #: The drafter's probability of each token, and the distribution that it was drawn from.
-        self.probabilities: list[float] = []
-        self.distributions: list[Distribution | None] = []
-        #: Children of the root have depth 0.
-        self.depths: list[int] = []
-        #: Each node's rank among its siblings.
-        self.ranks: list[int] = []
-        #: The nodes that were not looked beyond and may have children.
-        self._open: list[int] = []
+    origin: str
+    request: DraftRequest
+    shape: TreeShape
+    plan: RoundPlan
+    #: The tokens that another drafter drafted before.
+    before: tuple[int, ...]
+    is_end: Callable[[int], bool]
+    n_max: int
+    n_deepest: int
+    tokens: list[int] = field(default_factory=list, init=False)
+    parents: list[int] = field(default_factory=list, init=False)
+    #: Children of the root have depth 0.
+    depths: list[int] = field(default_factory=list, init=False)
+    probabilities: list[float | None] = field(default_factory=list, init=False)
+    distributions: list[Distribution | None] = field(default_factory=list, init=False)
+    #: The independent chains of a draft that consists of such chains; and the `looks` of a `Draft`.
+    walks: list[list[int]] = field(default_factory=list, init=False)
+    confidences: list[float] = field(default_factory=list, init=False)
+    #: The nodes that were not looked beyond and may have children.
+    _open: list[int] = field(default_factory=list, init=False)
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def add(
+    def grow(
         self,
-        parent: int,
-        token: int,
-        probability: float,
-        *,
-        source: Distribution | None = None,
-        is_end: bool = False,
-    ) -> int:
-        """Add a child of a node, or of `ROOT`, after its other children; return the new node. With `is_end`
-        its token ends the text, and the node gets no children."""
-        node = len(self.tokens)
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.probabilities.append(probability)
-        self.distributions.append(source)
-        self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
-        self.ranks.append(self.parents[:-1].count(parent))
-        if not is_end:
-            self._open.append(node)
-        return node
+        first: Logits,
+        rows_beyond: RowsBeyond,
+        n_most: Callable[[], int] = lambda: WIDEST,
+    ) -> Drafting:
+        """Grow from the logits beyond the root. There is room for at most `n_most()` looks at once."""
+        self._take(ROOT, first)
+        while nodes := self._frontier(n_most()):
+            rows = yield from rows_beyond(nodes)
+            for node, row in zip(nodes, rows, strict=True):
+                self._open.remove(node)
+                self._take(node, row)
+        return self._draft()
 
-    def look_beyond(self, node: int) -> None:
-        """Note that the drafter looks beyond a node."""
-        self._open.remove(node)
+    def grow_from(self, rows: Logits) -> Drafting:
+        """Grow from rows that are there already, float32[n, n_vocab]: one for the nodes of each depth."""
+
+        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+            yield from ()
+            return [rows[self.depths[node] + 1] for node in nodes]
+
+        self.n_deepest = min(self.n_deepest, len(rows))
+        return self.grow(rows[0], rows_beyond)
 
     def child(self, node: int, token: int) -> int | None:
-        """Return the child of a node, or of `ROOT`, with this token; None if there is none."""
+        """Return the child of a node, or of `ROOT`, with this token."""
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
         return None
 
-    def path(self, node: int) -> list[int]:
-        """Return the tokens from the root down to `node`; none for `ROOT`."""
-        tokens = []
+    def _path(self, node: int) -> tuple[int, ...]:
+        """Return the tokens between the text and the children of a node."""
+        tokens: tuple[int, ...] = ()
         while node != ROOT:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
+            tokens, node = (self.tokens[node], *tokens), self.parents[node]
+        return (*self.before, *tokens)
 
-    def open_nodes(self, n_deepest: int) -> list[int]:
-        """Return the nodes of depths below `n_deepest` that may have children and were not expanded yet."""
-        return [node for node in self._open if self.depths[node] < n_deepest]
+    def _add(
+        self, parent: int, token: int, probability: float | None, source: Distribution | None = None
+    ) -> int:
+        """Add a node behind its siblings; it gets no children if its token ends the text."""
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
+        self.probabilities.append(probability)
+        self.distributions.append(source)
+        if not self.is_end(token):
+            self._open.append(node)
+        return node
 
-    def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
-        """Return the whole tree as a draft; `walks` as in `Draft`."""
-        n = len(self.tokens)
+    def _open_nodes(self) -> list[int]:
+        return [node for node in self._open if self.depths[node] < self.n_deepest - 1]
+
+    def _draft(self) -> Draft:
         return Draft(
             tuple(self.tokens),
             tuple(self.parents),
-            (self.origin,) * n,
+            (self.origin,) * len(self.tokens),
             tuple(self.probabilities),
             tuple(self.distributions),
-            tuple(tuple(walk) for walk in walks),
+            tuple(tuple(walk) for walk in self.walks if walk),
+            tuple(self.confidences),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A model's prediction for a position: the likeliest tokens with their probabilities at
-    temperature 1, best first, or the distribution to draw tokens from. It is empty if the grammar
-    allows no token."""
-
-    guesses: tuple[tuple[int, float], ...] = ()
-    source: Distribution | None = None
-
-
-class Expansion(ABC):
-    """How one tree grows, starting with the look beyond its root."""
-
-    @property
-    def walks(self) -> Sequence[Sequence[int]]:
-        """The independent chains, if the tree consists of such chains."""
-        return ()
+    @abstractmethod
+    def _take(self, node: int, row: Logits) -> None:
+        """Add children of a node, or of `ROOT`, by the logits beyond it."""
 
     @abstractmethod
-    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
-        """Add tokens that a look beyond a node, or `ROOT`, found."""
-
-    @abstractmethod
-    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
-        """Return the nodes to look beyond next, at most `n_most`; none ends the tree."""
-
-    def cut(self, draft: Draft) -> Draft:
-        """Return the nodes of the finished tree that are proposed."""
-        return draft
+    def _frontier(self, n_most: int) -> list[int]:
+        """Return the nodes to look beyond next, at most `n_most`; none ends the draft."""
 
 
-def look(row: Logits, request: DraftRequest, path: Sequence[int]) -> Look:
-    """Return the prediction for the token after the text and a path, from logits, float32[n_vocab]."""
-    try:
-        source = request.shaper.distribution(row, path)
-    except NoTokenAllowedError:
-        return Look()
-    if request.draws:
-        return Look(source=source)
-    top, shape = request.shaper.top_probability(row, path), request.shape
-    n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
-    order = best(source.probs, n_guesses)
-    # The shaper may drop tokens, and rescales the others to a sum of 1.
-    probabilities = source.probs[order] * (top / source.probs[order[0]])
-    return Look(tuple(zip(source.token_ids[order].tolist(), probabilities.tolist(), strict=True)))
+@dataclass(eq=False)
+class Chain(Expansion):
+    """One branch, token by token as far as the plan wants: tokens drawn at random, or the likeliest."""
 
+    _goes_on: bool = field(default=True, init=False)
 
-class DraftedChain:
-    """A chain of at most `n_max` tokens that a drafter drafts one by one, from a row of logits for each. `before` are
-    the tokens that another drafter drafted."""
-
-    def __init__(
-        self,
-        plan: RoundPlan,
-        request: DraftRequest,
-        before: Sequence[int],
-        is_end: IsEnd,
-        n_max: int | None = None,
-    ) -> None:
-        self._plan = plan
-        self._request = request
-        self._before = before
-        self._is_end = is_end
-        self._n_max = plan.n_max if n_max is None else n_max
-        self.tokens: list[int] = []
-        self._looks: list[float] = []
-        self._probabilities: list[float | None] = []
-        self._distributions: list[Distribution | None] = []
-
-    def extend(self, row: Logits) -> bool:
-        """Draft the next token from its row of logits, float32[n_vocab], if the plan wants one; return whether
-        another row is worth its cost. Whether a token is drafted depends on the row, and not on which it is."""
-        plan, path, request = self._plan, [*self._before, *self.tokens], self._request
-        top = None
+    def _take(self, node: int, row: Logits) -> None:
+        request, plan, path = self.request, self.plan, (*self.before, *self.tokens)
+        top, self._goes_on = None, False
         if plan.stop.needs_confidence:
             top = request.shaper.top_probability(row, path)
-        self._looks.append(1.0 if top is None else top)
-        if not plan.wants_token(self._looks):
-            return False
+        self.confidences.append(1.0 if top is None else top)
+        # Whether a token is drafted depends on the row, and not on which it is.
+        if not plan.wants_token(self.confidences):
+            return
         try:
             source = request.shaper.distribution(row, path)
         except NoTokenAllowedError:
-            return False
-        token = source.draw(request.rng)
-        self._probabilities.append(source.probability(token) if request.draws else top)
-        self._distributions.append(source if request.draws else None)
-        self.tokens.append(token)
-        if len(self.tokens) >= self._n_max or self._is_end(token):
-            return False
-        return plan.wants_decode(self._looks)
+            return
+        if request.draws:
+            token = source.draw(request.rng)
+            self._add(node, token, source.probability(token), source)
+        else:
+            self._add(node, source.mode, top)
+        self._goes_on = plan.wants_decode(self.confidences)
 
-    def draft(self, origin: str) -> Draft:
-        """Return the chain as a draft; `origin` is the drafter's name."""
-        return Draft.chain(
-            self.tokens, origin, self._probabilities, self._distributions, self._looks
+    def _frontier(self, n_most: int) -> list[int]:
+        return self._open_nodes() if self._goes_on else []
+
+
+class Tree(Expansion):
+    """Several branches."""
+
+    def _take(self, node: int, row: Logits) -> None:
+        request, shape, path = self.request, self.request.shape, self._path(node)
+        try:
+            source = request.shaper.distribution(row, path)
+        except NoTokenAllowedError:
+            return
+        if request.draws:
+            self._draw(node, source)
+            return
+        top = request.shaper.top_probability(row, path)
+        order = best(
+            source.probs, max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
         )
+        # The shaper may drop tokens, and rescales the others to a sum of 1.
+        chances = source.probs[order] * (top / source.probs[order[0]])
+        self._guess(node, source.token_ids[order].tolist(), chances.tolist())
+
+    @abstractmethod
+    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
+        """Add children: the likeliest tokens, with their probabilities at temperature 1."""
+
+    def _draw(self, node: int, source: Distribution) -> None:
+        """Add children that are drawn from a distribution."""
+        raise NotImplementedError
+
+    def _frontier(self, n_most: int) -> list[int]:
+        return self._open_nodes()[:n_most] if len(self.tokens) < self.n_max else []
 
 
-def grow(
-    tree: TreeBuilder,
-    request: DraftRequest,
-    plan: RoundPlan,
-    before: Sequence[int],
-    is_end: IsEnd,
-    first: Look,
-    rows_beyond: Callable[[Sequence[int]], Generator[Ask, Logits, Iterable[Logits]]],
-    *,
-    n_max: int,
-    n_most: Callable[[], int] = lambda: WIDEST,
-    n_deepest: int | None = None,
-    looks: dict[int, Look] | None = None,
-) -> Drafting:
-    """Grow a tree of the request's shape, to at most `n_max` nodes on `n_deepest` levels (None: those of the request),
-    from the look beyond its root. `rows_beyond` returns the logits beyond nodes, float32[n_vocab] each, of which
-    there are at most `n_most()`. `before` are the tokens that another drafter drafted; `looks` gets all looks."""
-    expansion = _expansion(request, plan, n_max, n_deepest, is_end)
-    looks = {} if looks is None else looks
-    looks[ROOT] = first
-    expansion.take(tree, ROOT, first)
-    while nodes := expansion.frontier(tree, n_most()):
-        rows = yield from rows_beyond(nodes)
-        for node, row in zip(nodes, rows, strict=True):
-            tree.look_beyond(node)
-            looks[node] = look(row, request, (*before, *tree.path(node)))
-            expansion.take(tree, node, looks[node])
-    return expansion.cut(tree.draft(expansion.walks))
-
-
-def _expansion(
-    request: DraftRequest, plan: RoundPlan, n_max: int, n_deepest: int | None, is_end: IsEnd
-) -> Expansion:
-    limits = (n_max, n_deepest, request.n_deepest)
-    n_deepest, shape = min(n for n in limits if n is not None), request.shape
-    if shape.kind == "levels":
-        return Levels(shape, n_max, n_deepest, request.rng, is_end)
-    if shape.kind != "walks" and isinstance(plan.stop, WhilePaying):
-        return Worthwhile(plan.stop, request.costs.share_s, n_max, n_deepest, is_end)
-    if shape.kind != "walks":  # only costs say where a tree is worth a branch
-        shape = TreeShape("walks", (1, n_max))
-    return Walks(shape, n_max, n_deepest, request.rng, is_end)
-
-
-class Worthwhile(Expansion):
-    """Expansion for as long as it is worthwhile by the plan: all likely tokens are added, the likeliest
+@dataclass(eq=False)
+class Worthwhile(Tree):
+    """A tree that grows for as long as costs say that it is worthwhile: all likely tokens are added, the likeliest
     paths are followed, and the nodes that are worth a row are verified."""
 
-    def __init__(
-        self,
-        stop: WhilePaying,
-        seconds: Callable[[int], float],
-        n_max: int,
-        n_deepest: int,
-        is_end: IsEnd,
-    ) -> None:
-        self._stop = stop
-        self._seconds = seconds
-        self._n_max = n_max
-        self._n_deepest = n_deepest
-        self._is_end = is_end
-        #: For each node, the probability that it and all before it are accepted.
-        self._probabilities: list[float] = []
-        self._looks: list[float] = []
+    #: For each node, its number among its siblings, and the probability that it and all before it are accepted.
+    _ranks: list[int] = field(default_factory=list, init=False)
+    _chances: list[float] = field(default_factory=list, init=False)
 
-    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
-        before = 1.0 if node == ROOT else self._probabilities[node]
-        self._looks += [probability for _, probability in look.guesses[:1]]
-        for rank, (token, probability) in enumerate(look.guesses):
+    @property
+    def _stop(self) -> WhilePaying:
+        assert isinstance(self.plan.stop, WhilePaying)
+        return self.plan.stop
+
+    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
+        before = 1.0 if node == ROOT else self._chances[node]
+        self.confidences.append(chances[0])
+        for rank, (token, probability) in enumerate(zip(tokens, chances, strict=True)):
             if rank == 0 or probability >= _LEAST:
-                tree.add(node, token, probability, is_end=self._is_end(token))
-                self._probabilities.append(
-                    before * self._stop.chance(self._stop.origin, probability, rank)
-                )
+                self._add(node, token, probability)
+                self._ranks.append(rank)
+                chance = self._stop.chance(self._stop.origin, probability, rank)
+                self._chances.append(before * chance)
 
-    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
+    def _frontier(self, n_most: int) -> list[int]:
         """Return as many of the likeliest nodes as are worth the model's batch together."""
-        stop, probabilities = self._stop, self._probabilities
+        stop, chances = self._stop, self._chances
         if stop.rule is None:
             return []
         nodes = [
             node
-            for node in tree.open_nodes(self._n_deepest - 1)
-            if tree.ranks[node] > 0 or tree.probabilities[node] >= stop.p_min
+            for node in self._open_nodes()
+            if self._ranks[node] > 0 or (self.probabilities[node] or 0.0) >= stop.p_min
         ]
-        nodes.sort(key=probabilities.__getitem__, reverse=True)
-        n_taken = len(best_nodes(probabilities, stop.token_s, stop.extra_s))
-        best, best_s, gain_s = 0, 0.0, 0.0
+        nodes.sort(key=chances.__getitem__, reverse=True)
+        n_taken = len(best_nodes(chances, stop.token_s, stop.extra_s))
+        n_best, best_s, gain_s = 0, 0.0, 0.0
         for n, node in enumerate(nodes[:n_most]):
             # Tokens behind several nodes compete for the same rows.
-            n_rows = max(n_taken + n, tree.depths[node] + 1)
+            n_rows = max(n_taken + n, self.depths[node] + 1)
             if n_rows >= len(stop.extra_s) - 1:
                 break
             # A larger batch may cost less, but that is no gain of a token.
             idle_s, look_s = (
                 max(0.0, stop.rule.value(n_rows, chance) + stop.next_s)
-                for chance in (0.0, probabilities[node])
+                for chance in (0.0, chances[node])
             )
             gain_s += look_s - idle_s
-            if gain_s - self._seconds(n + 1) > best_s:
-                best, best_s = n + 1, gain_s - self._seconds(n + 1)
-        return nodes[:best]
+            decode_s = self.request.costs.share_s(n + 1)
+            if gain_s - decode_s > best_s:
+                n_best, best_s = n + 1, gain_s - decode_s
+        return nodes[:n_best]
 
-    def cut(self, draft: Draft) -> Draft:
-        kept = self._stop.cut(draft).first(self._n_max)  # the likeliest come first
-        return replace(kept, looks=tuple(self._looks))
+    def _draft(self) -> Draft:
+        return self._stop.cut(super()._draft()).first(self.n_max)  # likeliest first
 
 
-@dataclass
-class Levels(Expansion):
-    """A fixed number of children for each node of a depth: the likeliest tokens, or tokens drawn
+class Levels(Tree):
+    """A tree with a fixed number of children for each node of a depth: the likeliest tokens, or tokens drawn
     without replacement."""
 
-    shape: TreeShape
-    n_max: int
-    n_deepest: int
-    rng: np.random.Generator
-    is_end: IsEnd
+    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
+        n_children = self._n_children(node)
+        for token, probability in zip(tokens[:n_children], chances, strict=False):
+            self._add(node, token, probability)
 
-    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
-        depth = 0 if node == ROOT else tree.depths[node] + 1
-        n_children = min(self.shape.numbers[depth], self.n_max - len(tree))
-        for token, probability in look.guesses[:n_children]:
-            tree.add(node, token, probability, is_end=self.is_end(token))
-        source = look.source
-        for _ in range(n_children):
-            if source is None:
+    def _draw(self, node: int, source: Distribution) -> None:
+        left: Distribution | None = source
+        for _ in range(self._n_children(node)):
+            if left is None:
                 break
-            token = source.draw(self.rng)
-            probability = source.probability(token)
-            tree.add(node, token, probability, source=source, is_end=self.is_end(token))
-            source = source.without(token)
+            token = left.draw(self.request.rng)
+            self._add(node, token, left.probability(token), left)
+            left = left.without(token)
 
-    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
-        if len(tree) >= self.n_max:
-            return []
-        n_levels = min(self.shape.n_levels, self.n_deepest)
-        return tree.open_nodes(n_levels - 1)[:n_most]
+    def _n_children(self, node: int) -> int:
+        depth = 0 if node == ROOT else self.depths[node] + 1
+        return min(self.shape.numbers[depth], self.n_max - len(self.tokens))
 
 
-class Walks(Expansion):
-    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is
-    drawn.
+@dataclass(eq=False)
+class Walks(Tree):
+    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is drawn.
 
-    If there is no room for all, there are fewer or shorter chains; this is decided before anything
-    is drawn.
+    If there is no room for all, there are fewer or shorter chains; this is decided before anything is drawn.
     """
 
-    def __init__(
-        self, shape: TreeShape, n_max: int, n_deepest: int, rng: np.random.Generator, is_end: IsEnd
-    ) -> None:
-        n_walks = min(shape.numbers[0], n_max)
-        self._n_levels = min(shape.n_levels, n_deepest, n_max // n_walks)
-        self._rng = rng
-        self._is_end = is_end
-        self._walks: list[list[int]] = [[] for _ in range(n_walks)]
-        self._is_drawn = False
+    def __post_init__(self) -> None:
+        self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]
+        self.n_deepest = min(self.n_deepest, self.n_max // len(self.walks))
+
+    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
+        self._add(node, tokens[0], chances[0])
+
+    def _draw(self, node: int, source: Distribution) -> None:
+        for walk in self.walks:
+            if (walk[-1] if walk else ROOT) == node:
+                token = source.draw(self.request.rng)
+                child = self.child(node, token)
+                if child is None:
+                    child = self._add(node, token, source.probability(token), source)
+                walk.append(child)
+
+
+def price_after(costs: CostTable, n_new: int, n_usual: int, n_more: int = 0) -> Price:
+    """Return the price of a draft that begins with a decode of `n_new` rows, of which more than `n_usual` are prefill,
+    and `n_more` decodes of a row each."""
+    first_s, next_s = costs.share_s(min(n_new, n_usual)), costs.share_s(1)
+    return Price(first_s + n_more * next_s, next_s, max(0.0, costs.share_s(n_new) - first_s))
+
+
+def expansion(
+    origin: str,
+    request: DraftRequest,
+    plan: RoundPlan,
+    before: Sequence[int],
+    vocabulary: Vocabulary,
+    n_max: int,
+) -> Expansion:
+    """Begin a draft of at most `n_max` tokens behind `before`: a chain, or a tree of the request's shape."""
+    kind: type[Expansion] = Chain
+    shape, n_deepest = request.shape, min(n_max, request.n_deepest or n_max)
+    if request.branches and not shape.is_fixed:
+        kind = Worthwhile
+        if not isinstance(plan.stop, WhilePaying):  # only costs say where a tree is worth a branch
+            kind, shape = Walks, TreeShape("walks", (1, n_max))
+    elif request.branches:
+        kind, n_deepest = Levels, min(n_deepest, shape.n_levels)
+        if shape.kind == "walks":
+            kind = Walks
+    is_end = vocabulary.is_end
+    return kind(origin, request, shape, plan, tuple(before), is_end, n_max, n_deepest)
+
+
+class NodeBranches:
+    """The branches of a draft, each in its own sequence of the model's cache. A sequence ends on a node, its tip. The
+    first child of a tip continues the sequence; any other node gets one of its own, which shares the cells up to its
+    parent."""
+
+    def __init__(self, backend: Backend, slot: Branches) -> None:
+        self._backend = backend
+        self._trunk = slot.first
+        #: The sequences for branches; sequences outside the slot belong to other texts.
+        self._others = range(slot.first + 1, slot.first + slot.n_branches)
+        #: The sequence of each decoded node, and the node on which each sequence ends.
+        self._sequences: dict[int, int] = {}
+        self._tips: dict[int, int] = {}
+        self._free: list[int] = []
+        for sequence in self._others:  # an earlier answer may have left cells
+            if backend.length(sequence):
+                backend.remove(sequence)
+
+    def __contains__(self, node: int) -> bool:
+        """Return whether a node is decoded."""
+        return node in self._sequences and node != ROOT
 
     @property
-    def walks(self) -> Sequence[Sequence[int]]:
-        return self._walks if self._is_drawn else ()
+    def n_free(self) -> int:
+        """How many more nodes can be decoded, wherever in the tree they are."""
+        return len(self._free)
 
-    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
-        if look.source is None:
-            for token, probability in look.guesses[:1]:
-                tree.add(node, token, probability, is_end=self._is_end(token))
-            return
-        self._is_drawn = True
-        for walk in self._walks:
-            if (walk[-1] if walk else ROOT) != node:
-                continue
-            token = look.source.draw(self._rng)
-            child = tree.child(node, token)
-            if child is None:
-                probability, is_end = look.source.probability(token), self._is_end(token)
-                child = tree.add(node, token, probability, source=look.source, is_end=is_end)
-            walk.append(child)
+    def begin(self) -> None:
+        """Begin a draft after the text."""
+        self._free = list(reversed(self._others))
+        self._sequences = {ROOT: self._trunk}
+        self._tips = {self._trunk: ROOT}
 
-    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
-        return tree.open_nodes(self._n_levels - 1)[:n_most]
+    def follow(self, node: int, parent: int, position: int) -> int:
+        """Return the sequence for a node that is about to be decoded at a position."""
+        sequence = self._sequences[parent]
+        if self._tips[sequence] != parent:
+            branch = self._free.pop()
+            self._backend.copy(sequence, branch, 0, position)
+            sequence = branch
+        self._sequences[node] = sequence
+        self._tips[sequence] = node
+        return sequence
+
+    def keep(self, node: int, n_before: int, n_kept: int) -> None:
+        """Keep the text, of `n_before` tokens, and the path of `n_kept` nodes down to `node` in the trunk."""
+        backend, trunk = self._backend, self._trunk
+        sequence = self._sequences.get(node, trunk)
+        if sequence != trunk:
+            backend.remove(trunk, n_before)
+            backend.copy(sequence, trunk, n_before, n_before + n_kept)
+        if backend.length(trunk) > n_before + n_kept:
+            backend.remove(trunk, n_before + n_kept)
+        for other in self._tips:
+            if other != trunk:
+                backend.remove(other)
+        self._sequences, self._tips, self._free = {}, {}, []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
+from specgen.drafters.expansion import Expansion
 from specgen.drafters.kind import Reads
-from specgen.drafters.states import MOST_UNREAD, StatesDrafter, TrainedDraft
+from specgen.drafters.states import StatesDrafter, TrainedDraft
 from specgen.llama.draft_contexts import AssistantContext
 from specgen.llama.draft_models import AssistantModel
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan
-from specgen.method.tables import Price
 from specgen.system.arrays import Logits
 
 
@@ -23,26 +22,21 @@ class AssistantDrafter(StatesDrafter):
 
     name = "gemma4-assistant"
 
-    def price(self, n_context: int) -> Price:
-        token_s = self._costs.share_s(1)
-        return Price((n_context - self._n_read(n_context)) * token_s, token_s)
-
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        n_read = self._n_read(len(context))
+    def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
         state = self.states.after(n_read - 1)
-        if state is None or plan.n_max < 1 or len(context) - 1 - n_read > MOST_UNREAD:
+        if state is None:
             return NO_DRAFT
-        self.states.forget(n_read)
         for token in context[n_read:-1]:
             yield from self._row_after(token, n_read, state)
             state = self._backend.state(self._slot.first)
-        before = context[len(context) - n_drafted :]
         row = yield from self._row_after(context[-1], n_read, state)
 
-        def step(token: int, _n: int) -> Generator[Ask, Logits, Logits]:
-            return self._row_after(token, n_read, self._backend.state(self._slot.first))
+        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+            state = self._backend.state(self._slot.first)
+            row = yield from self._row_after(made.tokens[nodes[0]], n_read, state)
+            return [row]
 
-        return (yield from self._chain(row, before, step, plan, plan.n_max))
+        return (yield from made.grow(row, rows_beyond))
 
 
 class AssistantDraft(TrainedDraft):

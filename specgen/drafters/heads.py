@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.expansion import DraftedChain, IsEnd, TreeBuilder, grow, look
+from specgen.drafters.expansion import expansion
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.backend import Vocabulary
+from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting, ready
-from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.policy import RoundPlan
 from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import LastHidden
@@ -39,79 +40,49 @@ class HeadsDrafter(Drafter):
     a distribution like any other.
     """
 
-    def __init__(self, heads: DecoderHeads, request: DraftRequest, is_end: IsEnd) -> None:
+    name = "heads"
+
+    def __init__(self, heads: DecoderHeads, request: DraftRequest, vocabulary: Vocabulary) -> None:
         self._heads = heads
         self._request = request
         self._costs = request.costs
-        self._is_end = is_end
-        #: The target's hidden states, which the loop adds to.
+        self._vocabulary = vocabulary
         self.states: LastHidden = LastHidden()
         #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
         self._row = np.full(heads.n_vocab, -np.inf, np.float32)
-
-    @property
-    def name(self) -> str:
-        return "heads"
 
     def price(self, n_context: int) -> Price:
         look_s = self._costs.share_s(1)
         return Price(look_s, look_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        found = self.states.before(len(context))
-        if found is None or len(context) - found[0] > _MOST_UNREAD:
+        n_read, state = self.states.last or (len(context), self._row)
+        unread, before = context[n_read:], context[len(context) - n_drafted :]
+        if not 0 < len(unread) <= _MOST_UNREAD:
             return ready(NO_DRAFT)
-        n_read, state = found
-        unread = context[n_read:]
         states = self._heads.begin(state, unread[0])
         for token in unread[1:]:
             states = self._heads.advance(states, [token])
-        before = context[len(context) - n_drafted :]
-        if self._request.branches:
-            return self._tree(states, before, plan)
-        return ready(self._chain(states, before, plan))
-
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        self.states.rewind(n_tokens)
-
-    def _chain(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Draft:
-        n_max = min(plan.n_max, self._request.n_deepest or plan.n_max)
-        chain = DraftedChain(plan, self._request, before, self._is_end, n_max)
-        while chain.extend(self._whole(self._rows(states)[0])):
-            states = self._heads.advance(states, [chain.tokens[-1]])
-        return chain.draft(self.name)
-
-    def _tree(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Drafting:
-        tree, request = TreeBuilder(self.name), self._request
         behind = {ROOT: states}
+        made = expansion(self.name, self._request, plan, before, self._vocabulary, plan.n_max)
 
         def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Iterable[Logits]]:
             yield from ()
-            parents = [behind[tree.parents[node]] for node in nodes]
-            reached = self._heads.advance(
-                np.concatenate(parents), [tree.tokens[node] for node in nodes]
-            )
+            parents = np.concatenate([behind[made.parents[node]] for node in nodes])
+            reached = self._heads.advance(parents, [made.tokens[node] for node in nodes])
             behind.update((node, reached[index : index + 1]) for index, node in enumerate(nodes))
-            return map(self._whole, self._rows(reached))
+            return self._rows(reached)
 
-        first = look(self._whole(self._rows(states)[0]), request, before)
-        made = (tree, request, plan, before, self._is_end, first, rows_beyond)
-        return (yield from grow(*made, n_max=plan.n_max))
+        return made.grow(next(self._rows(states)), rows_beyond)
 
-    def _rows(self, states: Hidden) -> Logits:
-        """Return the logits of the frequent tokens for each state: float32[n, n_frequent]."""
+    def _rows(self, states: Hidden) -> Iterator[Logits]:
+        """Yield the row of each state over the target's vocabulary, float32[n_vocab]. A row is valid until the next."""
         before_s = self._heads.compute_s
         rows = self._heads.logits(states)
         self._costs.observe(len(rows), self._heads.compute_s - before_s)
-        return rows
-
-    def _whole(self, row: Logits) -> Logits:
-        """Return a row over the target's vocabulary, float32[n_vocab], valid until the next call."""
-        self._row[self._heads.tokens] = row
-        return self._row
+        for row in rows:
+            self._row[self._heads.tokens] = row
+            yield self._row
 
 
 class LoadedHeads(LoadedDraft):
@@ -141,7 +112,7 @@ class LoadedHeads(LoadedDraft):
 
     def drafter(self, request: DraftRequest) -> HeadsDrafter:
         request = replace(request, costs=self._costs)
-        return HeadsDrafter(self._heads, request, self._vocabulary.is_end)
+        return HeadsDrafter(self._heads, request, self._vocabulary)
 
     def close(self) -> None:
         self._heads.close()

@@ -7,9 +7,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specgen.drafters.chain import ModelDrafter
-from specgen.drafters.expansion import DraftedChain, TreeBuilder, grow, look
+from specgen.drafters.expansion import expansion
 from specgen.drafters.kind import DraftRequest
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import UsageError
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT
@@ -32,31 +32,27 @@ _PARD = re.compile(r"(?<![a-z])pard-?2?(?![a-z0-9])", re.IGNORECASE)
 class ParallelDrafter(ModelDrafter):
     """Drafts with a model that was trained to predict K tokens in one decode (PARD, arXiv:2504.18583).
 
-    The decode has the tokens that the model has not read yet and K - 1 times the token `mask`, at
-    consecutive positions. The row of the last token of the text predicts the next token, as in any model,
-    and the row of mask i predicts token i + 1. The plan says how many tokens that are (`n_at_once`), and
-    its `wants_token` decides with the confidence of each row how many are drafted.
+    The decode has the tokens that the model has not read yet and K - 1 times the token `mask`. The row of the last
+    token of the text predicts the next token, as in any model, and the row of mask i predicts token i + 1. The plan
+    says how many rows that are (`n_at_once`), and decides by their confidence how many tokens are drafted.
 
-    A row depends on the text and not on the tokens drafted before. So each token of a draft that is drawn
-    is drawn from a distribution that does not depend on the draws before, except through the shaper
-    (grammar, penalties). That is a valid distribution for every verifier. With `branches` the draft is a
-    tree: siblings are the likeliest tokens of a row, and all nodes of one depth share a row.
-
-    The masks leave the cache right after the decode, which then holds the text and nothing else. The
-    drafted tokens were never decoded, so those that become text are read with the next decode.
+    A row does not depend on the tokens drafted before, so each drawn token is from a distribution that is known
+    before, which suits every verifier. In a tree all nodes of one depth have children from one row. The masks leave
+    the cache right after the decode, and the drafted tokens that become text are read with the next one.
     """
 
     def __init__(
         self, backend: Backend, request: DraftRequest, *, mask: int, n_shared_tokens: int
     ) -> None:
         super().__init__(backend, request, n_shared_tokens=n_shared_tokens)
+        self._request = replace(request, costs=CostTable())  # a tree's rows are there already
         self._mask = mask
         self._n_most = min(max(1, request.n_max), backend.n_outputs)
 
     def price(self, n_context: int) -> Price:
         if not self._costs:
             return FREE
-        n_behind = max(1, n_context - self._n_agreed - len(self._ahead))
+        n_behind = max(1, n_context - self.n_skipped - self._backend.length(self._sequence))
         # After a full acceptance, all drafted tokens and the target's own are new to the model.
         n_usual = min(n_behind, self._n_most + 1)
         at_once_s = tuple(self._costs.share_s(n_usual + n) for n in range(self._n_most))
@@ -64,114 +60,65 @@ class ParallelDrafter(ModelDrafter):
         return Price(at_once_s[0], 0.0, prefill_s, at_once_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        n_rows = self._make_room(len(context), self._n_at_once(plan))
+        request, shape = self._request, self._request.shape
+        limits = (plan.n_max, self._n_most, plan.n_at_once, request.n_deepest)
+        n_rows = min(n for n in limits if n is not None)
+        if request.branches and shape.is_fixed:
+            n_rows = min(n_rows, shape.n_levels)
+        n_rows = self._make_room(len(context), n_rows)
         if n_rows < 1:
             return NO_DRAFT
         rows = yield from self._predictions(context, n_rows)
-        before = context[len(context) - n_drafted :]
-        if self._request.branches:
-            return (yield from self._tree(rows, plan, before))
-        chain = DraftedChain(plan, self._request, before, self._backend.vocabulary.is_end)
-        for row in rows:
-            if not chain.extend(row):
-                break
-        return chain.draft(self.name)
-
-    def _n_at_once(self, plan: RoundPlan) -> int:
-        limits = [plan.n_max, self._n_most]
-        if plan.n_at_once is not None:
-            limits.append(plan.n_at_once)
-        request = self._request
-        if request.branches and request.shape.is_fixed:
-            limits.append(request.shape.n_levels)
-        if request.n_deepest is not None:
-            limits.append(request.n_deepest)
-        return min(limits)
+        before, vocabulary = context[len(context) - n_drafted :], self._backend.vocabulary
+        made = expansion(self.name, request, plan, before, vocabulary, plan.n_max)
+        return (yield from made.grow_from(rows))
 
     def _predictions(self, context: Sequence[int], n_rows: int) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; returns the logits of the next `n_rows` tokens,
+        """Bring the cache to `context`; return the logits of the next `n_rows` tokens,
         float32[n_rows, n_shared_tokens]."""
         backend, missing = self._backend, self._missing(context)
         n_masks = n_rows - 1
         # A prompt is read in batches of its own, and so is everything where a rollback would decode it again.
         is_long = len(missing) + n_masks > backend.n_batch
         if len(missing) > 1 and (is_long or backend.rollback == "states"):
-            yield from self._decode_rows(missing[:-1], n_wanted=0)
+            yield from self._decode(missing[:-1], n_wanted=0)
             missing = missing[-1:]
         backend.checkpoint(self._sequence)
-        position = backend.length(self._sequence)
-        tokens = [*missing, *[self._mask] * n_masks]
-        n_silent = len(missing) - 1
-        batch = Batch(
-            tokens,
-            list(range(position, position + len(tokens))),
-            [(self._sequence,)] * len(tokens),
-            [False] * n_silent + [True] * n_rows,
-        )
+        position, batch = backend.length(self._sequence), Batch()
+        for offset, token in enumerate((*missing, *[self._mask] * n_masks)):
+            wants = offset >= len(missing) - 1
+            batch.add(token, position + offset, (self._sequence,), wants)
         rows = yield Ask(backend, batch, self._costs)
         if n_masks:
             backend.remove(self._sequence, position + len(missing))
         self._n_agreed = len(context)
-        found: Logits = rows[:, : self._n_shared_tokens]
-        return found
-
-    def _tree(self, rows: Logits, plan: RoundPlan, before: Sequence[int]) -> Drafting:
-        """Draft a tree in which the nodes of one depth have children from the same row."""
-        tree = TreeBuilder(self.name)
-        request = replace(self._request, costs=CostTable())  # the rows are there already
-
-        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
-            yield from ()
-            return [rows[tree.depths[node] + 1] for node in nodes]
-
-        first, is_end = look(rows[0], request, before), self._backend.vocabulary.is_end
-        n_max, n_deepest = plan.n_max, len(rows)
-        return (
-            yield from grow(
-                *(tree, request, plan, before, is_end, first, rows_beyond),
-                n_max=n_max,
-                n_deepest=n_deepest,
-            )
-        )
+        return rows[:, : self._n_shared_tokens]
 
 
 def mask_token(model: LlamaModel, wanted: str) -> int | None:
     """Return the mask token with which a model predicts several tokens at once; None if it predicts one.
 
-    `wanted` is ``auto`` (what the file says), ``off``, a token's number, or its text. Raises `UsageError`
-    if the model has no such token.
+    `wanted` is ``auto`` (what the file says), ``off``, a token's number, or its text in the vocabulary. Raise
+    `UsageError` if the model has no such token.
     """
     if wanted == "off":
         return None
-    if wanted != "auto":
-        return _named(model, wanted)
-    found = model.metadata(_MASK_KEY) if is_parallel_draft(model) else None
-    return int(found) if found is not None and 0 <= int(found) < model.vocabulary.n_tokens else None
+    vocabulary, found = model.vocabulary, None
+    if wanted == "auto":
+        found = model.metadata(_MASK_KEY) if is_parallel_draft(model) else None
+        return int(found) if found is not None and int(found) < vocabulary.n_tokens else None
+    if wanted.isdecimal() and int(wanted) < vocabulary.n_tokens:
+        return int(wanted)
+    for token in range(vocabulary.n_tokens):
+        if vocabulary.token_text(token) == wanted:
+            return token
+    raise UsageError(
+        f"--draft-mask {wanted}: {model.name} has no such token",
+        hint=f"give the number of a token, from 0 to {vocabulary.n_tokens - 1}",
+    )
 
 
 def is_parallel_draft(model: LlamaModel) -> bool:
     """Return whether a model's names say that it predicts several tokens at once."""
     names = (model.name, *(model.metadata(key) or "" for key in _NAME_KEYS))
     return any(_PARD.search(name) for name in names)
-
-
-def _named(model: LlamaModel, wanted: str) -> int:
-    vocabulary = model.vocabulary
-    n_tokens = vocabulary.n_tokens
-    if wanted.isdecimal():
-        if int(wanted) >= n_tokens:
-            raise UsageError(
-                f"--draft-mask {wanted}: {model.name} has {n_tokens} tokens",
-                hint=f"give a number up to {n_tokens - 1}",
-            )
-        return int(wanted)
-    tokens = vocabulary.tokenize(wanted, add_special=False, parse_special=True)
-    if len(tokens) == 1:
-        return tokens[0]
-    # No text has the tokens that fill a vocabulary, which is why they serve as masks: [PAD151665].
-    for token in range(n_tokens):
-        if vocabulary.token_text(token) == wanted:
-            return token
-    raise UsageError(
-        f"--draft-mask {wanted}: {model.name} has no such token", hint="give the token's number"
-    )

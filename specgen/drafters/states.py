@@ -3,37 +3,32 @@ for one target have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from abc import abstractmethod
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from specgen.drafters.expansion import WIDEST, DraftedChain, TreeBuilder, grow, look
+from specgen.drafters.expansion import WIDEST, Expansion, NodeBranches, expansion, price_after
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads, Room
-from specgen.drafters.pairing import check_pair
-from specgen.drafters.tree import NodeBranches
+from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama.gguf_file import architecture_of
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting
-from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.policy import RoundPlan
 from specgen.method.tables import Price
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import HiddenTrail, StatesBackend
 
 if TYPE_CHECKING:
-    from specgen.llama import LlamaBackend
+    from specgen.llama import LlamaBackend, LlamaModel
     from specgen.llama.draft_models import TrainedModel
 
-#: The most tokens behind those that the target has read: its own next token, and tokens that a
-#: grammar or another drafter added. Each but the first takes a decode of its own.
-MOST_UNREAD = 16
 #: The most rows that count as those of the last round, and not as a prefill.
 N_USUAL = 8
 #: Cells behind those of a text, for what is drafted.
 CELLS_BEHIND = 256
-#: Decodes a token of a chain, which comes with its number from 1; returns the logits after it.
-Step: TypeAlias = Callable[[int, int], Generator[Ask, Logits, Logits]]
 
 
 class StatesCache:
@@ -44,14 +39,13 @@ class StatesCache:
     """
 
     def __init__(
-        self, backend: StatesBackend, request: DraftRequest, trail: HiddenTrail, n_left_out: int
+        self, backend: StatesBackend, request: DraftRequest, trail: HiddenTrail, n_left_out: int = 0
     ) -> None:
         self._backend = backend
         self._trail = trail
         self._costs = request.costs
         self._sequence = request.slot.branches(backend).first
-        #: The number of tokens that the cache holds, counted from the text's beginning, and how many of
-        #: the first are left out.
+        #: The number of the text's first tokens that the cache holds, and how many of the first are left out.
         self.n_held = n_left_out + len(request.reused(backend, n_left_out))
         self.n_skipped = n_left_out
 
@@ -61,8 +55,7 @@ class StatesCache:
         return self.n_held - self.n_skipped
 
     def n_missing(self, n_read: int) -> int:
-        """Return the number of rows that the next draft decodes before it drafts: those up to that of token
-        `n_read`."""
+        """Return the number of rows that the next draft decodes before it drafts."""
         return max(1, n_read + 1 - max(self.n_held, self._trail.first))
 
     def find_start(self, n_read: int) -> bool:
@@ -93,12 +86,12 @@ class StatesCache:
         while start < n_rows:
             batch = Batch()
             for index in range(start, n_rows)[: self._backend.n_batch]:
-                is_text, wants = index < len(context), index == n_rows - 1
-                token = context[index] if is_text else drafted[index - len(context)]
+                n_behind = index - len(context)
+                token = context[index] if n_behind < 0 else drafted[n_behind]
+                wants = index == n_rows - 1
                 batch.add(token, index - self.n_skipped, (self._sequence,), wants)
-                is_read = index <= n_read
-                state = self._trail.after(index - 1) if is_read else behind[index - n_read - 1]
-                batch.hidden.append(state)
+                state = self._trail.after(index - 1)
+                batch.hidden.append(state if index <= n_read else behind[index - n_read - 1])
             rows = yield Ask(self._backend, batch, self._costs)
             start += len(batch)
             self.n_held = min(start, n_read + 1)
@@ -115,33 +108,57 @@ class StatesCache:
         if self._backend.length(self._sequence) > self.length:
             self._backend.remove(self._sequence, self.length)
 
-    def rewind(self, n_tokens: int) -> None:
-        """Drop the rows of all but the text's first `n_tokens` tokens."""
-        if n_tokens < self.n_held:
-            self.n_held = max(n_tokens, self.n_skipped)
-            self._backend.remove(self._sequence, self.length)
-
 
 class StatesDrafter(Drafter):
-    """The base of drafters that read the target's hidden states along the text (`states`, which the loop fills)."""
+    """The base of drafters that read the target's hidden states along the text (`states`, which the loop fills).
+    Nothing is read before the plan asks for a draft, so what does not pay costs nothing."""
 
     name: ClassVar[str]
+    #: The most tokens behind those that the target has read: its own next token, and tokens that a grammar or another
+    #: drafter added. Each but the first takes a decode of its own.
+    n_most_unread = 16
 
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
         self._backend = backend
         self._request = request
         self._costs = request.costs
         self._slot = request.slot.branches(backend)
-        self._n_ctx = request.slot.n_ctx(backend)
         #: The target's hidden states along the text.
         self.states: HiddenTrail = backend.trails[request.slot.number]
         self.states.begin(request.prompt, backend.trails)
+        #: What it holds of the text; and the most tokens that it can draft behind those that the target has read.
+        self._caches: list[StatesCache] = []
+        self._n_most: int | None = None
 
-    def observe(self, result: RoundResult) -> None:
-        pass
+    def price(self, n_context: int) -> Price:
+        n_read = self._n_read(n_context)
+        n_rows = self._caches[0].n_missing(n_read) if self._caches else 1
+        return price_after(self._costs, n_rows, N_USUAL, n_context - 1 - n_read)
 
-    def rewind(self, n_tokens: int) -> None:
-        self.states.rewind(n_tokens)
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        n_read = self._n_read(len(context))
+        n_max, n_unread = plan.n_max, len(context) - 1 - n_read
+        if self._n_most is not None:
+            n_max = min(n_max, self._n_most - n_unread)
+        if n_unread > self.n_most_unread or n_max < 1:
+            return NO_DRAFT
+        if not all(cache.find_start(n_read) for cache in self._caches):
+            return NO_DRAFT
+        before, vocabulary = context[len(context) - n_drafted :], self._backend.vocabulary
+        made = expansion(self.name, self._request, plan, before, vocabulary, n_max)
+        try:
+            return (yield from self._grow(made, context, n_read))
+        finally:
+            self._drop_drafted()
+            self.states.forget(min((each.n_held - 1 for each in self._caches), default=n_read))
+
+    @abstractmethod
+    def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
+        """Let a draft grow after the text, of which the target has read `n_read` tokens."""
+
+    def _drop_drafted(self) -> None:
+        for cache in self._caches:
+            cache.drop_drafted()
 
     def _n_read(self, n_context: int) -> int:
         """Return the number of tokens of a text that the target has read, at most all but the last."""
@@ -158,17 +175,6 @@ class StatesDrafter(Drafter):
         row: Logits = rows[0]
         return row
 
-    def _chain(
-        self, row: Logits, before: Sequence[int], step: Step, plan: RoundPlan, n_max: int
-    ) -> Drafting:
-        """Draft a chain from the logits before it. `step` decodes its n-th token, from 1."""
-        n_max = min(n_max, self._request.n_deepest or n_max)
-        is_end = self._backend.vocabulary.is_end
-        chain = DraftedChain(plan, self._request, before, is_end, n_max)
-        while chain.extend(row):
-            row = yield from step(chain.tokens[-1], len(chain.tokens))
-        return chain.draft(self.name)
-
 
 class LayerDrafter(StatesDrafter):
     """Drafts with a layer that has a cache: a chain or a tree.
@@ -176,7 +182,7 @@ class LayerDrafter(StatesDrafter):
     Its row of a token reads the hidden state before the token: the target's or, behind what the target has read, the
     layer's own. The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its
     last row begins the draft. Rows of drafted tokens are dropped afterwards, since the target's states of the accepted
-    ones are better. Nothing is read before the plan asks for a draft, so a layer that does not pay costs nothing.
+    ones are better.
     """
 
     name = "mtp"
@@ -187,74 +193,35 @@ class LayerDrafter(StatesDrafter):
         super().__init__(backend, request)
         self._nodes = NodeBranches(backend, self._slot)
         self._cache = StatesCache(backend, request, self.states, self.n_left_out)
+        self._caches = [self._cache]
 
-    def price(self, n_context: int) -> Price:
-        n_read = self._n_read(n_context)
-        n_rows = self._cache.n_missing(n_read)
-        n_usual = min(n_rows, N_USUAL)
-        next_s, first_s = self._costs.share_s(1), self._costs.share_s(n_usual)
-        prefill_s = max(0.0, self._costs.share_s(n_rows) - first_s)
-        n_unread = n_context - 1 - n_read
-        return Price(first_s + n_unread * next_s, next_s, prefill_s)
-
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        n_read = self._n_read(len(context))
-        if len(context) - 1 - n_read > MOST_UNREAD or not self._cache.find_start(n_read):
-            return NO_DRAFT
-        # The last drafted token is not decoded, so n tokens need n - 1 cells behind the text.
-        n_max = min(plan.n_max, self._n_ctx - (len(context) - self._cache.n_skipped) + 1)
-        if n_max < 1:
-            return NO_DRAFT
-        before = context[len(context) - n_drafted :]
-        try:
-            row = yield from self._cache.catch_up(context, n_read)
-            self.states.forget(self._cache.n_held - 1)
-            for position in range(n_read + 1, len(context)):
-                row = yield from self._step(context[position], position)
-            if self._request.branches:
-                n_text = len(context) - self._cache.n_skipped
-                return (yield from self._tree(row, before, n_text, plan, n_max))
-            n_text = len(context) - 1
-            return (
-                yield from self._chain(
-                    row, before, lambda token, n: self._step(token, n_text + n), plan, n_max
-                )
-            )
-        finally:
-            self._nodes.keep(ROOT, self._cache.length, 0)
-
-    def rewind(self, n_tokens: int) -> None:
-        super().rewind(n_tokens)
-        self._cache.rewind(n_tokens)
-
-    def _step(self, token: int, index: int) -> Generator[Ask, Logits, Logits]:
-        """Decode the token at `index` of the text and the draft; return the logits after it."""
-        return self._row_after(token, index - self._cache.n_skipped, self._cache.state())
-
-    def _tree(
-        self, row: Logits, before: Sequence[int], n_text: int, plan: RoundPlan, n_max: int
-    ) -> Drafting:
-        backend, tree, request = self._backend, TreeBuilder(self.name), self._request
-        behind = {ROOT: self._cache.state()}
-        self._nodes.begin()
+    def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
+        backend, nodes_at, n_skipped = self._backend, self._nodes, self._cache.n_skipped
 
         def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
             batch, ends = Batch(), []
             for node in nodes:
-                parent, position = tree.parents[node], n_text + tree.depths[node]
-                ends.append(self._nodes.follow(node, parent, position))
-                batch.add(tree.tokens[node], position, (ends[-1],), True)
+                parent, position = made.parents[node], len(context) - n_skipped + made.depths[node]
+                ends.append(nodes_at.follow(node, parent, position))
+                batch.add(made.tokens[node], position, (ends[-1],), True)
                 batch.hidden.append(behind[parent])
             rows: Logits = yield Ask(backend, batch, self._costs)
             behind.update((node, backend.state(end)) for node, end in zip(nodes, ends, strict=True))
             return rows
 
-        def n_most() -> int:
-            return min(WIDEST, backend.n_outputs, self._nodes.n_free)
+        row = yield from self._cache.catch_up(context, n_read)
+        for index in range(n_read + 1, len(context)):
+            row = yield from self._row_after(context[index], index - n_skipped, self._cache.state())
+        behind = {ROOT: self._cache.state()}
+        nodes_at.begin()
+        return (
+            yield from made.grow(
+                row, rows_beyond, lambda: min(WIDEST, backend.n_outputs, nodes_at.n_free)
+            )
+        )
 
-        first, is_end = look(row, request, before), backend.vocabulary.is_end
-        made = (tree, request, plan, before, is_end, first, rows_beyond)
-        return (yield from grow(*made, n_max=n_max, n_most=n_most))
+    def _drop_drafted(self) -> None:
+        self._nodes.keep(ROOT, self._cache.length, 0)
 
 
 class StatesDraft(LoadedDraft):
@@ -266,20 +233,37 @@ class StatesDraft(LoadedDraft):
     def __init__(self, name: str, key: Path | str, setup: DraftSetup) -> None:
         super().__init__(name, key)
         self.timed = key
-        self._has_guard = setup.target.n_window > 0
+        self._target = setup.target
         self._grows_trees = setup.drafting.grows_trees
 
-    def n_branches(self, n_rows: int) -> int:
-        """Return the most branches of a text in its context, if a batch of the target has `n_rows` rows."""
+    def n_sequences(self, n_rows: int) -> int:
+        return self._n_branches(n_rows) + (self._target.n_window > 0)
+
+    def _n_branches(self, n_rows: int) -> int:
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
-    def n_sequences(self, n_rows: int) -> int:
-        return self.n_branches(n_rows) + self._has_guard
+    def _sizes(self, room: Room) -> dict[str, Any]:
+        """Return the sizes of its context."""
+        n_ctx, n_branches = room.n_ctx + CELLS_BEHIND, self._n_branches(room.n_rows)
+        sizes = {"n_ctx": n_ctx, "n_branches": n_branches, "n_slots": room.n_slots}
+        return {**sizes, "clock": room.clock}
+
+    def _n_shared(self, model: LlamaModel) -> int:
+        """Take a loaded model as the draft's, and return the number of tokens that it shares with the target. Raise
+        `PairError`."""
+        self.models = (model,)
+        try:
+            return check_pair(
+                self._target.vocabulary, model.vocabulary, self._target.name, model.name
+            )
+        except PairError:
+            self.close()
+            raise
 
 
 class TrainedDraft(StatesDraft):
-    """A loaded draft that was trained for one target, whose layers or cache it reads: a GGUF file with an architecture
-    of its own, by which its tokens are named. A subclass names what makes its parts."""
+    """A loaded draft that was trained for one target, in a GGUF file with an architecture of its own, by which its
+    tokens are named. A subclass names what makes its parts."""
 
     model_type: ClassVar[type[TrainedModel]]
     context_type: ClassVar[type[Any]]
@@ -288,17 +272,10 @@ class TrainedDraft(StatesDraft):
 
     def __init__(self, path: Path, setup: DraftSetup) -> None:
         super().__init__(path.name, path, setup)
-        target, own = setup.target, None if self.draws_trees else f"{path.name} drafts chains"
+        own = None if self.draws_trees else f"{path.name} drafts chains"
         self.origin, self.why_chains = self.model_type.file_architecture, setup.why_chains or own
-        self._model = self.model_type(path, target, n_gpu_layers=setup.context.n_gpu_layers)
-        self.models = (self._model,)
-        try:
-            self._n_shared_tokens = check_pair(
-                target.vocabulary, self._model.vocabulary, target.name, self.name
-            )
-        except PairError:
-            self.close()
-            raise
+        self._model = self.model_type(path, setup.target, n_gpu_layers=setup.context.n_gpu_layers)
+        self._n_shared_tokens = self._n_shared(self._model)
 
     @classmethod
     def kind(cls) -> DraftKind:
@@ -313,17 +290,11 @@ class TrainedDraft(StatesDraft):
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
         if room.target is None:  # it decodes elsewhere
             return ()
-        context: LlamaBackend = self.context_type(
-            self._model,
-            room.target,
-            room.options_of(self._model.path),
-            n_ctx=room.n_ctx + CELLS_BEHIND,
-            clock=room.clock,
-            n_shared_tokens=self._n_shared_tokens,
-            n_branches=self.n_branches(room.n_rows),
-            n_slots=room.n_slots,
+        options, sizes = room.options_of(self._model.path), self._sizes(room)
+        n_shared = self._n_shared_tokens
+        return (
+            self.context_type(self._model, room.target, options, n_shared_tokens=n_shared, **sizes),
         )
-        return (context,)
 
     def drafter(self, request: DraftRequest) -> Drafter:
         made: Drafter = self.drafter_type(request.caches[0], request)

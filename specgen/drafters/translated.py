@@ -7,37 +7,169 @@ the target's tokenizer would after the text so far.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from specgen.drafters.cascade import WrappedDrafter
-from specgen.drafters.draft_text import DraftText
-from specgen.drafters.spelling import Lexicon, counterpart, n_unfinished
+from specgen.drafters.vocabularies import Lexicon, counterpart, n_unfinished
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import NO_DRAFT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting
-from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.policy import RoundPlan
 from specgen.method.tables import Price
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
+from specgen.text.prefix import n_common
 from specgen.text.sampling import Sampler, top_probability
 from specgen.text.text_state import Shaper, TextState
 
-#: Bytes of the text before a draft that the target's tokenizer is shown with it.
-_BEFORE = 32
+#: Bytes of the text that are spelled again with what follows them, and those that the target's tokenizer is shown
+#: before a draft: tokenizers look back.
+_BEFORE, _SHOWN = 48, 32
+#: The most tokens that a new spelling may replace. If the spellings differ further back, the text was
+#: cut in the middle of something, and the old spelling stays.
+_MAX_REPLACED = 4
 #: The most tokens to take back at the end of the text.
 _MAX_HELD_BACK = 4
 #: A token, and the draft's probability for it, if there is one.
 _Spelled: TypeAlias = tuple[int, float | None]
 
 
-class Translation:
-    """The translation between the vocabularies of a target and a draft, made once for a pair. Whole
-    vocabularies are read only when they are first needed.
+class DraftText:
+    """The target's text, spelled with the draft's vocabulary.
 
-    A translated draft has no distributions: verifiers treat its tokens as chosen without chance, and match them.
+    `follow` adds the tokens that were committed; its cost does not depend on the length of the text. Where the text
+    went on as drafted, the tokens that the draft proposed stay, since the draft's cache holds them. The rest is spelled
+    as the draft's tokenizer would spell it, together with the last few tokens before, which may change. No token
+    reaches over a control token. `prompt` is the draft's version of the target's first `n_prompt` tokens, for example
+    in its own chat template.
     """
+
+    def __init__(
+        self, prompt: Sequence[int], n_prompt: int, target: Vocabulary, draft: Lexicon
+    ) -> None:
+        self._target = target
+        self._lexicon, self._draft = draft, draft.vocabulary
+        #: The text in the draft's tokens, without the bytes that are held back. Read only.
+        self.tokens: list[int] = list(prompt)
+        #: How many of `tokens`, from the first on, have not changed since the last call of `follow`.
+        self.n_unchanged = len(prompt)
+        #: The number of the target's tokens that the text has followed.
+        self.n_followed = n_prompt
+        self._bytes = bytearray()
+        #: The end in the bytes of each of `tokens`.
+        self.ends = [0] * len(prompt)
+        #: The number of bytes that are in tokens, or have none.
+        self._n_told = 0
+        #: The number of bytes and of tokens up to the last control token.
+        self._border = (0, len(prompt))
+
+    @property
+    def held_back(self) -> bytes:
+        """The end of the text that is in no token yet."""
+        return bytes(self._bytes[self._n_told :])
+
+    def last_bytes(self, n: int) -> bytes:
+        """Return at most the last n bytes of the text, from a whole character behind the last control token on."""
+        start = max(self._border[0], len(self._bytes) - n)
+        for _ in range(3):  # a character has no more bytes behind its first
+            if start < len(self._bytes) and self._bytes[start] & 0xC0 == 0x80:
+                start += 1
+        return bytes(self._bytes[start:])
+
+    def follow(self, context: Sequence[int], drafted: Draft = NO_DRAFT) -> None:
+        """Add the new tokens of `context`, which holds all of the target's tokens. `drafted` is the
+        last draft, after `tokens`, in the draft's own tokens."""
+        self.n_unchanged = len(self.tokens)
+        for token in context[self.n_followed :]:
+            data = self._target.token_bytes(token)
+            self._bytes += data
+            if not data:
+                self._tell(drafted)
+                drafted, own = NO_DRAFT, counterpart(token, self._target, self._draft)
+                if own is not None:
+                    self._add(own, len(self._bytes))
+                self._border = (len(self._bytes), len(self.tokens))
+        self.n_followed = max(self.n_followed, len(context))
+        self._tell(drafted)
+
+    def ending(self, n_tokens: int) -> bytes:
+        """Return the bytes of the last `n_tokens` tokens, if `hold_back` could take them back; else none."""
+        n_left = len(self.tokens) - n_tokens
+        if n_left < max(1, self._border[1]) or self._n_told < len(self._bytes):
+            return b""
+        spelled = b"".join(map(self._draft.token_bytes, self.tokens[n_left:]))
+        is_all = self._begin(n_left) + len(spelled) == len(self._bytes)
+        return spelled if is_all else b""
+
+    def hold_back(self, n_tokens: int) -> None:
+        """Take the last tokens back, so that the draft may choose longer ones in their place."""
+        n_left = len(self.tokens) - n_tokens
+        self._n_told = self._begin(n_left)
+        self._cut(n_left)
+
+    def _start(self, index: int) -> int:
+        """Return the offset at which the token before `index` ends."""
+        n_bytes, n_tokens = self._border
+        return self.ends[index - 1] if index > n_tokens else n_bytes
+
+    def _begin(self, index: int) -> int:
+        """Return the offset at which token `index` starts: after bytes that have no token, if there are any."""
+        return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
+
+    def _add(self, token: int, end: int) -> None:
+        self.tokens.append(token)
+        self.ends.append(end)
+
+    def _cut(self, n_tokens: int) -> None:
+        del self.tokens[n_tokens:], self.ends[n_tokens:]
+        self.n_unchanged = min(self.n_unchanged, n_tokens)
+
+    def _tell(self, drafted: Draft) -> None:
+        """Put all bytes into tokens: the draft's own tokens for as long as they say what the text does."""
+        for token in drafted.tokens:
+            data = self._draft.token_bytes(token)
+            if not data or not self._bytes.startswith(data, self._n_told):
+                break
+            self._n_told += len(data)
+            self._add(token, self._n_told)
+        if self._n_told < len(self._bytes):
+            self._spell()
+            self._n_told = len(self._bytes)
+
+    def _spell(self) -> None:
+        """Spell the bytes that are in no token, together with the text before them."""
+        n_tokens, n_unchanged = len(self.tokens), self.n_unchanged
+        replaced: list[int] = []
+        first = bisect_right(self.ends, self._n_told - _BEFORE, lo=self._border[1])
+        if first < n_tokens:
+            start = self._begin(first)
+        else:  # there may be many bytes that have no token
+            start = max(self._start(first), self._n_told - _BEFORE)
+        joint = self._lexicon.spell(bytes(self._bytes[start:]))
+        common = {0, *(end for _, end in joint)}
+        for n_kept in range(n_tokens, max(first, n_tokens - _MAX_REPLACED) - 1, -1):
+            place = max(0, self._start(n_kept) - start)
+            if place in common:
+                offset = start
+                replaced = self.tokens[n_kept:n_unchanged]
+                self._cut(n_kept)
+                new = [(token, end) for token, end in joint if end > place]
+                break
+        else:
+            before = bytes(self._bytes[start : self._n_told])
+            offset = self._n_told
+            new = self._lexicon.spell_after(before, bytes(self._bytes[self._n_told :]))
+        for token, end in new:
+            self._add(token, offset + end)
+        # The same tokens may stand for other bytes, if some bytes have no token.
+        self.n_unchanged += n_common(replaced, [token for token, _ in new])
+
+
+class Translation:
+    """The translation between the vocabularies of a target and a draft. A translated draft has no distributions:
+    verifiers match its tokens."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
         self.target = target
@@ -45,8 +177,7 @@ class Translation:
         self._target_lexicon, self.draft_lexicon = Lexicon(target), Lexicon(draft)
 
     def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
-        """Return a text for the draft to follow. `draft_prompt` replaces the target's `prompt`, in the
-        draft's tokens; None translates the prompt."""
+        """Return a text for the draft to follow. `draft_prompt` replaces the `prompt`; None translates it."""
         n_prompt = len(prompt)
         if draft_prompt is None:
             # Each tokenizer decides how a text begins.
@@ -54,16 +185,6 @@ class Translation:
             n_prompt = int(prompt[0] == own)
             draft_prompt = [theirs] if self.draft.add_bos and theirs >= 0 else []
         return DraftText(draft_prompt, n_prompt, self.target, self.draft_lexicon)
-
-    def first_token(self, token: int) -> int:
-        """Return the draft's token that the text of one of the target's tokens starts with, or the
-        counterpart of a control token; -1 if there is none."""
-        data = self.target.token_bytes(token)
-        if not data:
-            own = counterpart(token, self.target, self.draft)
-            return -1 if own is None else own
-        spelled = self.draft_lexicon.spell(data)
-        return spelled[0][0] if spelled else -1
 
     def translate(self, draft: Draft, before: bytes, held_back: bytes) -> Draft:
         """Translate a chain to the target's tokens. `before` is the end of the text so far; `held_back` is
@@ -85,7 +206,8 @@ class Translation:
                 own = counterpart(token, self.draft, self.target) if is_end else None
                 end = None if own is None else (own, probability)
                 break
-            starts.append((len(data) - len(held_back), probability))
+            # What is held back counts as the start of what follows.
+            starts.append((max(0, len(data) - len(held_back)), probability))
             data += piece
         if not data.startswith(held_back):
             return
@@ -107,23 +229,16 @@ class Translation:
 
 def _product(starts: Sequence[tuple[int, float | None]], start: int, end: int) -> float | None:
     """Return the product of the probabilities of the draft's tokens that start between two offsets; 1 if
-    none does, None if one of the probabilities is unknown. Tokens that start before the end of the text, at
-    negative offsets, count as starting at 0."""
-    found = [
-        probability
-        for offset, probability in starts
-        if start <= max(0, offset) < end and (offset >= start or start == 0)
-    ]
+    none does, None if one of the probabilities is unknown."""
+    found = [probability for offset, probability in starts if start <= offset < end]
     known = [probability for probability in found if probability is not None]
     return math.prod(known) if len(known) == len(found) else None
 
 
 class PrefixShaper(Shaper):
-    """The draft's most likely text that starts with given bytes.
-
-    The target's text may end in the middle of one of the draft's tokens. A model may, for example, spell a line
-    break and the indentation of the next line as one token; after a line break that is a token by itself, it does
-    not expect an indented line. `never` are tokens that are not drafted.
+    """The draft's most likely text that starts with given bytes, since the target's text may end in the middle of one
+    of the draft's tokens: a line break with the indentation of the next line, for example. `never` are tokens that are
+    not drafted.
     """
 
     def __init__(self, lexicon: Lexicon, never: Sequence[int] = ()) -> None:
@@ -145,13 +260,14 @@ class PrefixShaper(Shaper):
         return top_probability(logits[self._lexicon.with_prefix(self.prefix)])
 
 
-class TranslatedDrafter(WrappedDrafter):
+class TranslatedDrafter(Drafter):
     """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens.
 
-    `shaper` is the shaper of `inner`: where the text ends in the middle of a token, it is given the bytes that a
-    draft must start with. `holds_back` allows tokens at the end of the text to be taken back,
-    which is not worth it for a model whose cache cannot easily drop cells.
+    `shaper` is the shaper of `inner`. `holds_back` allows tokens at the end of the text to be taken back, which is not
+    worth it for a model whose cache cannot easily drop cells.
     """
+
+    name = "model"
 
     def __init__(
         self,
@@ -162,7 +278,7 @@ class TranslatedDrafter(WrappedDrafter):
         *,
         holds_back: bool = True,
     ) -> None:
-        super().__init__(inner)
+        self.inner = inner
         self._translation = translation
         self.text = text
         self._shaper = shaper
@@ -190,22 +306,13 @@ class TranslatedDrafter(WrappedDrafter):
         self._shaper.prefix = held_back = text.held_back
         # The tokens that are held back are drafted again first.
         self.drafted = yield from self.inner.propose(text.tokens, plan.after(n_held_back))
-        draft = self._translation.translate(self.drafted, text.last_bytes(_BEFORE), held_back)
+        draft = self._translation.translate(self.drafted, text.last_bytes(_SHOWN), held_back)
         return replace(draft.first(plan.n_max), looks=self.drafted.looks[n_held_back:])
 
-    def observe(self, result: RoundResult) -> None:
-        """Ignore the target's tokens: no drafter of another vocabulary learns from them."""
-
-    def rewind(self, n_tokens: int) -> None:
-        self.text.rewind(n_tokens)
-        self.inner.rewind(len(self.text.tokens))
-        self.drafted = NO_DRAFT
-
     def _n_to_hold_back(self) -> int:
-        """Return the number of the drafter's tokens to take back at the end of the text, because longer
-        tokens may replace them: the tokens of an incomplete character, or a last token of white space,
-        where vocabularies differ most."""
-        n_bytes = n_unfinished(self.text.last_bytes(_BEFORE))
+        """Return the number of the drafter's tokens at the end of the text that longer ones may replace: those of an
+        incomplete character, or a last token of white space, where vocabularies differ most."""
+        n_bytes = n_unfinished(self.text.last_bytes(_SHOWN))
         for n_tokens in range(1, _MAX_HELD_BACK + 1):
             ending = self.text.ending(n_tokens)
             if len(ending) >= n_bytes:

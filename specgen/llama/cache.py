@@ -1,8 +1,4 @@
-"""The KV cache of a context, with checks of every native result.
-
-What is dropped after a round is decided in `specgen.method.draft.keep_path`; models with a recurrent state go back by
-`recurrent_rollback`.
-"""
+"""The KV cache of a context, with checks of every native result. Recurrent states go back by `recurrent_rollback`."""
 
 from __future__ import annotations
 
@@ -23,13 +19,12 @@ _PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 class Cache:
     """llama.cpp's memory of a context: the cells or states of each sequence.
 
-    `name` is the model's name, for messages. `n_window` is the number of tokens that layers with a
-    sliding window see; 0 if there are none. `call` makes native calls that may wait for workers.
+    `n_window` is the number of tokens that layers with a sliding window see; 0 if there are none. `call` makes native
+    calls that may wait for workers.
 
-    llama.cpp gives cells that are outside the sliding window of their sequence's end to any sequence that
-    asks for some, even if others are free. A rollback moves the end back, and may then need them. But
-    llama.cpp never takes a cell that belongs to two sequences. So `guards` names a second sequence for
-    each sequence whose cells must stay; it always has the same cells, and nothing else uses it.
+    llama.cpp gives cells outside the sliding window of their sequence's end to any sequence that asks for some. A
+    rollback moves the end back, and may then need them. But llama.cpp never takes a cell that belongs to two sequences.
+    So `guards` names a second sequence, with the same cells, for each sequence whose cells must stay.
     """
 
     def __init__(

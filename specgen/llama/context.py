@@ -122,23 +122,20 @@ class LlamaBackend:
             self.decode_s = before_s + self._clock() - started
 
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
-        """Decode as `decode` does, and also return the final hidden states (after the last norm, before
-        the output matrix) of the rows that want logits: float32[n_wanted, n_embd]. Both results are
-        valid until the next decode. With `all_rows` they are the states of all rows that a draft reads: those
-        for MTP layers, or the inputs of the layers of `hand_out`.
+        """Decode as `decode` does, and also return the final hidden states (after the last norm) of the rows that want
+        logits: float32[n_wanted, n_embd]. Both are valid until the next decode. With `all_rows` they are the states of
+        all rows that a draft reads: those for MTP layers, or the inputs of the layers of `hand_out`.
 
-        llama.cpp computes an output for each row of a batch without `all_rows`, which is expensive for a
-        prompt. Raise `BackendError` then also for models with a recurrent state: their batches may contain
-        more rows, which are decoded again.
+        Without `all_rows` llama.cpp computes an output for each row of a batch, which is expensive for a prompt. Raise
+        `BackendError` then also for models with a recurrent state: more rows may be decoded again.
         """
         if all_rows:
             return self._decode_all_rows(batch)
         if self._rewinder is not None:
             raise BackendError(f"{self.model.name}: no hidden states of a recurrent model")
         if len(batch) > self.n_outputs:
-            raise BackendError(
-                f"a batch wants {len(batch)} rows of hidden states; {self.n_outputs} at most"
-            )
+            what = f"{len(batch)} rows of hidden states; {self.n_outputs} at most"
+            raise BackendError(f"a batch wants {what}")
         llama_cpp.llama_set_embeddings(self.handle, True)
         try:
             self.decode(batch)
@@ -185,8 +182,8 @@ class LlamaBackend:
         return np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
 
     def hand_out(self, layers: Sequence[int]) -> None:
-        """Let `decode_hidden` with `all_rows` return the inputs of these layers from now on, one behind the other.
-        The architecture must be one of `draft_models.HOOKED`: llama.cpp ends the process otherwise."""
+        """Let `decode_hidden` with `all_rows` return the inputs of these layers from now on, one behind the other. The
+        architecture must be one of `draft_models.HOOKED`."""
         for layer in set(layers) - set(self._layers):
             set_layer_input(self.handle, layer, True)
         self._layers = tuple(layers)
@@ -258,9 +255,8 @@ class LlamaBackend:
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         if self._rewinder is not None:
-            raise BackendError(
-                f"{self.model.name}: sequence {source} has a recurrent state, which cannot be shared"
-            )
+            why = f"sequence {source} has a recurrent state, which cannot be shared"
+            raise BackendError(f"{self.model.name}: {why}")
         if end > 0 and self._cache.n_window:
             self._cache.check_window(source, end)
         self._cache.copy(source, destination, start, end)
@@ -344,9 +340,8 @@ class _RowBuffers:
         if not 0 < n <= len(self._tokens):
             raise BackendError(f"a batch of {n} rows; 1 to {len(self._tokens)} can be decoded")
         if n_wanted > self._n_outputs:
-            raise BackendError(
-                f"a batch wants {n_wanted} rows of logits; {self._n_outputs} at most"
-            )
+            what = f"{n_wanted} rows of logits; {self._n_outputs} at most"
+            raise BackendError(f"a batch wants {what}")
         return n_wanted
 
     def fill(self, batch: Batch) -> int:

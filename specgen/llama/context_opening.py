@@ -23,9 +23,8 @@ _SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
 
 @dataclass(frozen=True, slots=True)
 class ContextSize:
-    """The sizes of a context."""
+    """The sizes of a context, in tokens and rows."""
 
-    #: Tokens in the cache.
     n_ctx: int
     #: The most rows of a batch, and the most of them that may want logits.
     n_rows: int
@@ -81,9 +80,9 @@ def open_context(
         n_sequences = first_guard + len(guarded)
         needed = _needed_bytes(model, options, size, n_sequences * (1 + n))
         available = _available_bytes(model, options)
-        if needed > available and n:
-            continue
         if needed > available:
+            if n:
+                continue
             raise MemoryLimitError(
                 f"{model.name}: a context of {size.n_ctx} tokens needs about "
                 f"{needed / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB are free",

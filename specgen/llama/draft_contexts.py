@@ -6,13 +6,13 @@ import ctypes
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
-from specgen.llama.draft_models import AssistantModel, DflashModel, EagleModel
+from specgen.llama.draft_models import AssistantModel, DflashModel, EagleModel, TrainedModel
 from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.llama.mtp_layers import WANTED_ROWS_ONLY
@@ -31,15 +31,26 @@ _N_ROWS = 8
 _MROPE, _N_POSITIONS = 8, 4
 
 
+class Rows(NamedTuple):
+    """What the rows of a context read and give."""
+
+    #: The number of values of the target's hidden states that are kept for rows still to be read.
+    n_read: int
+    #: The number of values that a row reads beside its token.
+    n_inputs: int = 0
+    #: The most rows that may want logits, for each text.
+    n_outputs: int = 1
+    #: Whether the context gives hidden states of its own: of rows that want logits, or of all.
+    states: Literal["none", "wanted", "all"] = "wanted"
+
+
 class StatesContext(LlamaBackend):
     """A context of a draft that reads what its target computes; `n_slots` texts of `n_ctx` tokens share it.
 
-    The target's hidden states of `n_read` values each are kept along each slot's text (`trails`), for rows that the
-    draft may still have to read. A row of a batch has a token and, in contexts with `n_inputs`, so many values of the
-    hidden state before it (`Batch.hidden`); where none is given, it reads zeros. Logits are those of the first
-    `n_shared_tokens` tokens, which the vocabularies share. With `has_states` the context gives hidden states of its
-    own, of rows that want logits only if `of_wanted`. Close it before the context of the `target`. Other parameters
-    and the errors are those of `LlamaBackend`.
+    The target's hidden states are kept along each slot's text (`trails`), for rows that the draft may still have to
+    read. A row of a batch has a token and the hidden state before it (`Batch.hidden`; None: zeros). Logits are those of
+    the first `n_shared_tokens` tokens, which the vocabularies share. Close it before the context of the `target`, which
+    from now on hands out the inputs of the layers that the draft reads.
     """
 
     def __init__(
@@ -50,40 +61,43 @@ class StatesContext(LlamaBackend):
         *,
         n_ctx: int,
         clock: Callable[[], float],
-        n_read: int,
-        n_inputs: int = 0,
         n_shared_tokens: int | None = None,
         n_branches: int = 1,
-        n_outputs: int = 1,
         n_slots: int = 1,
-        has_states: bool = True,
-        of_wanted: bool = True,
     ) -> None:
+        self._kind = kind = self._rows_of(model, target, n_branches, n_slots)
         super().__init__(
             model,
             options,
             n_ctx=n_ctx * n_slots,
             clock=clock,
             n_sequences=n_branches * n_slots,
-            n_outputs=n_outputs * n_slots,
+            n_outputs=kind.n_outputs * n_slots,
             n_branches=n_branches,
             is_mtp=target is None,
             other=target.handle if target is not None else None,
         )
         self._n_shared_tokens = n_shared_tokens
-        n_most = most_states(n_read, n_slots)
+        n_most = most_states(kind.n_read, n_slots)
         self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
         #: The draft's hidden state after each sequence's last row that wanted logits.
         self._states: dict[int, Hidden] = {}
-        self._has_states, self._of_wanted = has_states, of_wanted
-        if has_states:
+        if kind.states != "none":
+            of_wanted = kind.states == "wanted"
             llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, of_wanted)
+        if target is not None and isinstance(model, TrainedModel):
+            target.hand_out(model.layers)
         n_rows = max(self.n_batch, self.n_outputs)
         self._inputs = np.empty((n_rows, 0), np.float32)
-        if n_inputs:
-            memory = (ctypes.c_float * (n_rows * n_inputs))()
+        if kind.n_inputs:
+            memory = (ctypes.c_float * (n_rows * kind.n_inputs))()
             self._rows.native.embd = memory
-            self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, n_inputs)
+            self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, kind.n_inputs)
+
+    def _rows_of(
+        self, model: Any, target: LlamaBackend | None, n_branches: int, n_slots: int
+    ) -> Rows:
+        raise NotImplementedError
 
     def state(self, sequence: int) -> Hidden:
         """Return the draft's hidden state after the sequence's last row that wanted logits."""
@@ -110,11 +124,12 @@ class StatesContext(LlamaBackend):
                 inputs[row] = 0.0 if state is None else state
         logits = super().decode_rows(batch)
         n_wanted = sum(batch.wants_logits)
-        if n_wanted and self._has_states:
-            states = self._mtp_states(n_wanted if self._of_wanted else len(batch))
+        if n_wanted and self._kind.states != "none":
+            of_wanted = self._kind.states == "wanted"
+            states = self._mtp_states(n_wanted if of_wanted else len(batch))
             wanted = [row for row, wants in enumerate(batch.wants_logits) if wants]
             for index, row in enumerate(wanted):
-                state = states[index if self._of_wanted else row].copy()
+                state = states[index if of_wanted else row].copy()
                 self._states.update(dict.fromkeys(batch.sequences[row], state))
         return logits
 
@@ -140,17 +155,7 @@ class MtpContext(StatesContext):
     ) -> None:
         if model.why_no_mtp:
             raise BackendError(f"{model.name}: {model.why_no_mtp}")
-        super().__init__(
-            model,
-            None,
-            options,
-            n_read=model.n_embd_out,
-            n_inputs=model.n_embd_out,
-            n_branches=n_branches,
-            n_outputs=min(n_branches, _WIDEST),
-            of_wanted=model.architecture in WANTED_ROWS_ONLY,
-            **sizes,
-        )
+        super().__init__(model, None, options, n_branches=n_branches, **sizes)
         self.compute_frequent_tokens()
         llama_cpp_ext.llama_set_nextn_layer_offset(self.handle, layer)
         #: The contexts of all layers, if this is the first one's.
@@ -162,6 +167,10 @@ class MtpContext(StatesContext):
             self.close()
             raise
 
+    def _rows_of(self, model: LlamaModel, _target: object, n_branches: int, n_slots: int) -> Rows:
+        n, are_wanted = model.n_embd_out, model.architecture in WANTED_ROWS_ONLY
+        return Rows(n, n, min(n_branches, _WIDEST), "wanted" if are_wanted else "all")
+
     def close(self) -> None:
         for layer in self.layers[1:]:
             layer.close()
@@ -172,40 +181,21 @@ class EagleContext(StatesContext):
     """A context of an EAGLE-3 draft: a cache of its layer, beside the target's.
 
     The row of a token has the hidden state before it (`Batch.hidden`): the inputs of the target's layers (`trails`),
-    which are encoded then, or, for a drafted token, the draft's own. From now on the context of the target hands out
-    the inputs of the layers that the draft reads.
+    which are encoded then, or, for a drafted token, the draft's own.
     """
 
-    def __init__(
-        self,
-        model: EagleModel,
-        target: LlamaBackend,
-        options: ContextOptions,
-        *,
-        n_branches: int = 1,
-        n_slots: int = 1,
-        **sizes: Any,
-    ) -> None:
-        self._n_read = len(model.layers) * target.model.n_embd
-        super().__init__(
-            model,
-            target,
-            options,
-            n_read=self._n_read,
-            n_inputs=model.n_embd,
-            n_branches=n_branches,
-            n_outputs=max(-(-_MOST_OUTPUTS // n_slots), min(n_branches, _WIDEST)),
-            n_slots=n_slots,
-            **sizes,
-        )
-        target.hand_out(model.layers)
+    def _rows_of(
+        self, model: EagleModel, target: LlamaBackend | None, n_branches: int, n_slots: int
+    ) -> Rows:
+        n_outputs = max(-(-_MOST_OUTPUTS // n_slots), min(n_branches, _WIDEST))
+        return Rows(model.n_read, model.n_embd, n_outputs)
 
     def _encode(self, batch: Batch) -> None:
         """Encode what the target's layers read, float32[n_read] for a row, as hidden states, float32[n_embd]."""
         rows = [
             row
             for row, state in enumerate(batch.hidden)
-            if state is not None and len(state) == self._n_read
+            if state is not None and len(state) == self._kind.n_read
         ]
         for start in range(0, len(rows), _MOST_OUTPUTS):
             some = rows[start : start + _MOST_OUTPUTS]
@@ -251,26 +241,17 @@ class DflashContext(StatesContext):
     have none (None) and all want logits. (DSpark adds a bias by the token before, the likeliest one, to each.)
     """
 
-    def __init__(
-        self, model: DflashModel, target: LlamaBackend, options: ContextOptions, **sizes: Any
-    ) -> None:
-        n_read = len(model.layers) * target.model.n_embd
-        super().__init__(
-            model,
-            target,
-            options,
-            n_read=n_read,
-            n_outputs=model.n_most + 1,
-            has_states=False,
-            **sizes,
-        )
+    def __init__(self, model: DflashModel, *context: Any, **sizes: Any) -> None:
+        super().__init__(model, *context, **sizes)
         #: The draft, and what it predicts from.
         self.draft = model
-        target.hand_out(model.layers)
         is_causal = model.metadata("dflash.attention.causal") == "true"
         llama_cpp.llama_set_causal_attn(self.handle, is_causal)
         rope = llama_cpp.llama_model_rope_type(model.handle)
         self._n_positions = _N_POSITIONS if rope == _MROPE else 1
+
+    def _rows_of(self, model: DflashModel, *_: object) -> Rows:
+        return Rows(model.n_read, n_outputs=model.n_most + 1, states="none")
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         hidden, start = batch.hidden or [None] * len(batch), 0
@@ -330,18 +311,13 @@ class AssistantContext(StatesContext):
         n_slots: int = 1,
         **sizes: Any,
     ) -> None:
-        own = {"n_ctx": target.n_ctx // n_slots, "n_branches": target.n_sequences // n_slots}
-        super().__init__(
-            model,
-            target,
-            replace(options, n_batch=_N_ROWS * n_slots),
-            n_read=model.n_embd_out,
-            n_inputs=model.n_embd_out,
-            n_outputs=_N_ROWS,
-            n_slots=n_slots,
-            **(sizes | own),
-        )
+        sizes |= {"n_ctx": target.n_ctx // n_slots, "n_branches": target.n_sequences // n_slots}
+        options = replace(options, n_batch=_N_ROWS * n_slots)
+        super().__init__(model, target, options, n_slots=n_slots, **sizes)
         self.compute_frequent_tokens()
+
+    def _rows_of(self, model: AssistantModel, *_: object) -> Rows:
+        return Rows(model.n_embd_out, model.n_embd_out, _N_ROWS)
 
     def decode(self, batch: Batch) -> Logits:
         return self.decode_rows(batch)

@@ -97,8 +97,9 @@ class TrainedModel(DraftModel):
     file_architecture: ClassVar[str]
     #: Whether it may read what the last layer made, as if a further layer read it.
     reads_last: ClassVar[bool] = False
-    #: The target's layers whose inputs it reads.
+    #: The target's layers whose inputs it reads, and the number of their values together.
     layers: tuple[int, ...] = ()
+    n_read = 0
 
     def _check_usable(self) -> None:
         if self.architecture != self.file_architecture:
@@ -118,6 +119,7 @@ class TrainedModel(DraftModel):
                 f"({target.architecture}), which {self.kind} reads",
             )
         self._check_states(target, self._n_target(), target.n_embd)
+        self.n_read = len(self.layers) * target.n_embd
         n_layers = target.n_layer + (self.reads_last and target.architecture in _LAST)
         if not all(0 <= layer < n_layers for layer in self.layers):
             named = ", ".join(map(str, self.layers))

@@ -15,8 +15,7 @@ from specgen.llama.model import LlamaModel
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden
 
-#: A text with more bytes for each token of the context is refused before it is tokenized, where nothing
-#: better is known: entries of vocabularies that drop spaces have fewer bytes.
+#: A text with more bytes for each token of the context is refused before it is tokenized.
 _MOST_TOKEN_BYTES = 64
 
 
@@ -47,8 +46,7 @@ class Embedder:
             self.n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
             architecture = self.model.architecture
             causal = self.model.metadata(f"{architecture}.attention.causal")
-            #: Whether the last hidden state is enough, and earlier ones do not depend on it. A long text is then
-            #: decoded in pieces; otherwise all of it must be in one batch.
+            #: Whether the last hidden state is enough: a long text is then decoded in pieces, not in one batch.
             self._in_pieces = pooling == llama_cpp.LLAMA_POOLING_TYPE_LAST and causal != "false"
             self._n_batch = min(options.n_batch, self.n_ctx) if self._in_pieces else self.n_ctx
             n_outputs = 1 if self._in_pieces else self.n_ctx
@@ -60,8 +58,8 @@ class Embedder:
         self.n_embd = self.model.n_embd_out
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the model wants around it. Names of control tokens are plain
-        text. Raise `PromptLengthError` if it does not fit into the context."""
+        """Return the tokens of a text, with those that the model wants around it. Raise `PromptLengthError` if it does not
+        fit into the context."""
         vocabulary, n_bytes = self.model.vocabulary, len(text.encode())
         if n_bytes > self.n_ctx:
             n_least = vocabulary.fewest_tokens(text) or n_bytes // _MOST_TOKEN_BYTES
@@ -88,8 +86,7 @@ class Embedder:
         if self._memory:
             llama_cpp.llama_memory_clear(self._memory, True)
         if self._in_pieces:
-            # A token of its own gives the vector: llama.cpp computes logits for each row of a batch with
-            # embeddings.
+            # llama.cpp computes logits for each row of a batch with embeddings: the last one has its own.
             *head, last = tokens
             llama_cpp.llama_set_embeddings(self._handle, False)
             for start in range(0, len(head), self._n_batch):

@@ -43,9 +43,8 @@ def parts_of(file: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a file, without its data."""
+    """A tensor of a file, without its data. It is valid as long as the metadata that it comes from."""
 
-    #: The native tensor, valid as long as the metadata that it comes from.
     handle: int
     name: str
     #: GGML's number of its type, and its shape, GGML's first dimension first.
@@ -61,8 +60,7 @@ class _InitParameters(ctypes.Structure):
 
 
 class GgufMetadata:
-    """The metadata of a GGUF file, with functions of gguf.h as methods; without a file, empty metadata. Used as a context
-    manager. Raises `BackendError` if the file is none."""
+    """The metadata of a GGUF file (None: empty metadata), as a context manager. Raises `BackendError` if it is none."""
 
     def __init__(self, file: Path | None) -> None:
         self._resources = ExitStack()
@@ -90,10 +88,12 @@ class GgufMetadata:
         count = ggml("gguf_get_n_kv", ctypes.c_int64, ctypes.c_void_p)(self.handle)
         return [name(self.handle, index).decode("utf-8", "replace") for index in range(count)]
 
-    def get(self, name: str, result: Any, key: str) -> Any:
+    def _find(self, key: str) -> int:
         find = ggml("gguf_find_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
-        index = find(self.handle, key.encode())
-        if index < 0:
+        return int(find(self.handle, key.encode()))
+
+    def get(self, name: str, result: Any, key: str) -> Any:
+        if (index := self._find(key)) < 0:
             return None
         return ggml(name, result, ctypes.c_void_p, ctypes.c_int64)(self.handle, index)
 
@@ -129,10 +129,8 @@ class GgufMetadata:
     def texts(self, key: str) -> Iterator[bytes]:
         if self.length(key) is None or self.get("gguf_get_arr_type", ctypes.c_int, key) != _STRING:
             return
-        find = ggml("gguf_find_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
         about = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t)
-        text = ggml("gguf_get_arr_str", ctypes.c_char_p, *about)
-        index = find(self.handle, key.encode())
+        text, index = ggml("gguf_get_arr_str", ctypes.c_char_p, *about), self._find(key)
         for number in range(self.length(key) or 0):
             yield text(self.handle, index, number) or b""
 
@@ -318,9 +316,7 @@ def _check_tokens(path: Path, metadata: GgufMetadata) -> None:
 
 
 def _check_values(path: Path, metadata: GgufMetadata) -> None:
-    """Raise `ModelFileError` if a value of the file's own architecture is wrong. (A file may have keys of other
-    architectures, or for a part of a model, which llama.cpp does not read.)"""
-    architecture = metadata.text("general.architecture")
+    architecture = metadata.text("general.architecture")  # a file may have keys of others
     for key in (_LAYERS, *_FINITE):
         name = f"{architecture}.{key}"
         value = metadata.value(name)

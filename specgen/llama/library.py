@@ -1,8 +1,6 @@
 """Load the native library, keep its log for error messages, describe its build, and report its end.
 
-The rest of the package imports llama_cpp from here: llama-cpp-python, or the part of it that the wheel
-carries. A library that cannot be loaded therefore raises
-the same `BackendError` wherever it is first needed.
+The rest of the package imports llama_cpp from here: llama-cpp-python, or the part of it that the wheel carries.
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ try:
         llama_cpp = importlib.import_module(BUNDLE)
         llama_cpp_ext = importlib.import_module(f"{BUNDLE}.llama_cpp_ext")
 except (ImportError, OSError, RuntimeError) as error:
-    raise BackendError(
-        f"llama-cpp-python cannot be loaded: {error}",
-        hint=REBUILD,
-    ) from error
+    raise BackendError(f"llama-cpp-python cannot be loaded: {error}", hint=REBUILD) from error
 
 LogSink = Callable[[str], None]
 
@@ -45,7 +40,6 @@ _log_sinks: list[LogSink] = []
 
 
 def _on_log(_level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
-    """Keep llama.cpp's last log lines for error messages, and pass each to the current sink."""
     line = text.decode("utf-8", "replace")
     _log_lines.append(line)
     for sink in _log_sinks[-1:]:
@@ -83,11 +77,10 @@ def last_error() -> str:
 
 @functools.cache
 def ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the GGML libraries, which llama-cpp-python loads but does not declare. Raise
-    `BackendError` if this build has none of that name.
+    """Return a function of the GGML libraries, which llama-cpp-python loads but does not declare. Raise `BackendError` if
+    this build has none of that name.
 
-    Wheels have copies of these libraries under several names (libggml.so, libggml.so.0). The function
-    must come from the copy that llama.cpp is linked to: any other copy has its own list of devices.
+    Wheels have several copies of these libraries. That to which llama.cpp is linked has the list of devices.
     """
     for library in _ggml_libraries():
         with contextlib.suppress(AttributeError):
@@ -135,9 +128,8 @@ def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
 def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
     """Set whether a context hands out what a layer reads. llama.cpp ends the process if the graph of the
     model's architecture does not (`specgen.llama.draft_models.HOOKED`)."""
-    _extension("set", None, "P13llama_contextjb", ctypes.c_uint32, ctypes.c_bool)(
-        context, layer, wanted
-    )
+    types = (ctypes.c_uint32, ctypes.c_bool)
+    _extension("set", None, "P13llama_contextjb", *types)(context, layer, wanted)
 
 
 def layer_input(context: Any, layer: int) -> Any:
@@ -148,8 +140,7 @@ def layer_input(context: Any, layer: int) -> Any:
 
 @functools.cache
 def _extension(verb: str, result: Any, types: str, *arguments: Any) -> Any:
-    """Return a function of llama.cpp's llama-ext.h, which exports it under its C++ name. Raise `BackendError`
-    if this build has none."""
+    """Return a function of llama.cpp's llama-ext.h, exported under its C++ name. Raise `BackendError`."""
     name = f"llama_{verb}_embeddings_layer_inp"
     of_windows = {
         "set": f"?{name}@@YAXPEAUllama_context@@I_N@Z",
@@ -160,9 +151,16 @@ def _extension(verb: str, result: Any, types: str, *arguments: Any) -> Any:
     return ggml(of_windows[verb], result, ctypes.c_void_p, *arguments)
 
 
+def procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
+    """Return a function of a backend, which may be in a library of its own; None if it has none of that name."""
+    types = 2 * (ctypes.c_void_p,)
+    find = ggml("ggml_backend_reg_get_proc_address", *types, ctypes.c_char_p)
+    address = find(registry, name)
+    return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
+
+
 def _ggml_libraries() -> Iterator[Any]:
-    """Yield llama.cpp's library, which also finds the symbols of the libraries that it is linked to.
-    Then yield the GGML libraries by name, for systems where it does not."""
+    """Yield llama.cpp's library, which mostly also finds the symbols of the libraries that it is linked to, then these."""
     yield llama_cpp.llama_cpp._lib  # noqa: SLF001
     extensions = importlib.import_module(f"{llama_cpp.__name__}._ctypes_extensions")
     for name in ("ggml", "ggml-base", "ggml-cpu"):
@@ -171,14 +169,13 @@ def _ggml_libraries() -> Iterator[Any]:
 
 
 def native_folder() -> Path:
-    """Return the folder of the native libraries, as llama-cpp-python finds it."""
+    """Return the folder of the native libraries."""
     return Path(llama_cpp.llama_cpp._base_path)  # noqa: SLF001
 
 
 def _load_backends() -> None:
-    """Load the backends that are libraries of their own (GGML_BACKEND_DL), among them the CPU's for this
-    processor. Other builds are linked to theirs. Both load one more that `GGML_BACKEND_PATH` names. Raise
-    `BackendError` if it cannot be loaded."""
+    """Load the backends that are libraries of their own (GGML_BACKEND_DL); other builds are linked to theirs. Both load
+    one more that `GGML_BACKEND_PATH` names. Raise `BackendError` if it cannot be loaded."""
     try:
         n_linked = ggml("ggml_backend_reg_count", ctypes.c_size_t)()
     except BackendError:  # an older GGML
@@ -186,8 +183,7 @@ def _load_backends() -> None:
     if not n_linked:
         load = ggml("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
         load(os.fsencode(native_folder()))
-    path = os.environ.get("GGML_BACKEND_PATH")
-    if path and n_linked:
+    elif path := os.environ.get("GGML_BACKEND_PATH"):
         load = ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)
         if not load(os.fsencode(path)):
             raise BackendError(f"{path} (GGML_BACKEND_PATH) cannot be loaded: {last_error()}")
@@ -223,7 +219,7 @@ def has_gpu() -> bool:
 
 
 def _devices() -> tuple[Device, ...]:
-    """Return GGML's devices; none if the functions of GGML cannot be found in this llama-cpp-python."""
+    """Return GGML's devices; none if this llama-cpp-python lacks the functions."""
     with contextlib.suppress(BackendError, ImportError, OSError, RuntimeError):
         return tuple(map(device_of, native_devices()))
     return ()
@@ -244,7 +240,7 @@ def device_of(handle: int) -> Device:
     kind = ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
     size_p = ctypes.POINTER(ctypes.c_size_t)
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    memory = ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
+    memory = ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, *2 * (size_p,))
     memory(handle, ctypes.byref(free), ctypes.byref(total))
     return Device(
         name=name.decode("utf-8", "replace"),
@@ -257,39 +253,45 @@ def device_of(handle: int) -> Device:
 
 # --- if native code ends the process --------------------------------------------------------------
 
-#: The callbacks, kept for as long as they may be called. The first one is `before_end`.
-_kept: list[Any] = []
+#: Called with the message of a failed assertion, in the thread that failed. Whoever can go on never returns.
+abort_listeners: list[Callable[[str], None]] = []
+#: Called first if native code ends the process, and the callbacks, kept for as long as they may be called.
+_before_end: list[Callable[[], None]] = []
+_callbacks: list[Any] = []
 _ending = threading.Lock()
 _IN_SOURCE = re.compile(r"(?P<path>\S+?):(?P<line>\d+): (?P<what>.*)", re.DOTALL)
 _ASSERTED = "a damaged model file does this; fetch or convert it again, or report what led to it"
-#: Parts of the assertions with which GGML checks that memory was allocated.
-_NO_MEMORY = ("mem_buffer != NULL",)
+#: Part of the assertion with which GGML checks that memory was allocated.
+_NO_MEMORY = "mem_buffer != NULL"
 _SMALLER = "close other programs, or take a smaller model or --ctx-size"
 _SHORTER = "put the whole file back, or fetch the model again"
 
 
-def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
-    """Print one line (and a hint) on standard error if native code ends the process, and exit with the code
-    of a `BackendError` or `MemoryLimitError`. `before_end` is called first, to write pending output. Only
-    the first call has an effect."""
-    if _kept:
-        return
-    _kept.append(before_end)
+@functools.cache
+def watch_aborts() -> None:
+    """Let GGML call `abort_listeners` before it ends the process."""
     with contextlib.suppress(BackendError):  # an older GGML
-        callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort)
+        _callbacks.append(ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort))
         set_callback = ggml("ggml_set_abort_callback", ctypes.c_void_p, ctypes.c_void_p)
-        set_callback(ctypes.cast(callback, ctypes.c_void_p))
-        _kept.append(callback)
+        set_callback(ctypes.cast(_callbacks[-1], ctypes.c_void_p))
+
+
+def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
+    """Print one line and a hint on standard error if native code ends the process, and exit with the code of a
+    `BackendError` or `MemoryLimitError`. `before_end` is called first, to write pending output. Call it once."""
+    if _before_end:
+        return
+    _before_end.append(before_end)
+    watch_aborts()
     if hasattr(signal, "SIGBUS"):
         # Set through the C library. Python would run its own handler only after the failed instruction,
         # which would be repeated for ever.
-        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error)
-        ctypes.CDLL(None).signal(signal.SIGBUS, handler)
-        _kept.append(handler)
+        _callbacks.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error))
+        ctypes.CDLL(None).signal(signal.SIGBUS, _callbacks[-1])
 
 
 def asserted(message: str) -> str:
-    """Return the error message for a failed assertion, from GGML's own `message`."""
+    """Return the error message for GGML's own `message` of a failed assertion."""
     found = _IN_SOURCE.fullmatch(message.strip())
     if found is None:
         return f"llama.cpp ended the process: {' '.join(message.split())}"
@@ -299,9 +301,14 @@ def asserted(message: str) -> str:
 
 def _on_abort(message: bytes | None) -> None:
     reason = (message or b"it gives no reason").decode("utf-8", "replace")
-    if any(sign in reason for sign in _NO_MEMORY):
+    for listener in abort_listeners:
+        listener(reason)
+    if not _before_end:
+        os.write(2, f"{reason}\n".encode())
+    elif _NO_MEMORY in reason:
         _end(f"there is not enough memory; {asserted(reason)}", _SMALLER, MemoryLimitError)
-    _end(asserted(reason), _ASSERTED)
+    else:
+        _end(asserted(reason), _ASSERTED)
 
 
 def _on_bus_error(_number: int) -> None:
@@ -311,7 +318,7 @@ def _on_bus_error(_number: int) -> None:
 def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> NoReturn:
     _ending.acquire()  # never released: if several threads fail at once, only the first one reports
     with contextlib.suppress(Exception):
-        _kept[0]()
+        _before_end[0]()
     with contextlib.suppress(OSError):
         os.write(2, f"error: {message}\nhint: {hint}\n".encode())
     os._exit(kind.exit_code)

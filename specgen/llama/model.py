@@ -35,29 +35,39 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
 ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
 #: Architectures of encoders that make embeddings, and llama.cpp's numbers of how hidden states are pooled.
 _ENCODERS = frozenset(
-    {
-        "bert",
-        "eurobert",
-        "gemma-embedding",
-        "jina-bert-v2",
-        "jina-bert-v3",
-        "modern-bert",
-        "neo-bert",
-        "nomic-bert",
-        "nomic-bert-moe",
-    }
+    (
+        *("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3"),
+        *("modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe"),
+    )
 )
 _MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4
+#: Why rows of models of an architecture depend on their batch, whatever computes.
+_ROW_EXCEPTIONS = {
+    "minimax-01": "llama.cpp computes its lightning attention in blocks as long as the batch "
+    "(SCALE of q_decay_exp)",
+    "chameleon": "llama.cpp excludes the tokens of images only in the first row of a batch "
+    "(SET of result_output)",
+}
+#: Types without a packed form that llama.cpp multiplies otherwise from 8 rows on, by GGML's number.
+_TILED_TYPES = {
+    16: "iq2_xxs",
+    17: "iq2_xs",
+    18: "iq3_xxs",
+    19: "iq1_s",
+    21: "iq3_s",
+    22: "iq2_s",
+    29: "iq1_m",
+}
 
 
 class LlamaModel:
     """A GGUF model: its weights, vocabulary and metadata. Contexts are made from it. All open models of
     the same file share one copy of the weights in memory.
 
-    `weights` is a copy of the file that is loaded in its place. `workers` are other machines that hold
-    its layers. With `mtp` its MTP layers are loaded too, if there are some that can draft. With `vocabulary_only` its tensors stay on disk: no context can be made, and the sizes
-    are not known. Raises `ModelFileError` if the file cannot be used to generate text,
-    `MemoryLimitError` if it does not fit into memory, `WorkerLostError` if a worker does not answer.
+    `weights` is a copy of the file that is loaded in its place. `workers` are other machines that hold its layers. With
+    `mtp` its MTP layers are loaded too, if there are some that can draft. With `vocabulary_only` its tensors stay on
+    disk: no context can be made, and the sizes are not known. Raises `ModelFileError` if the file cannot be used to
+    generate text, `MemoryLimitError` if it does not fit into memory, `WorkerLostError` if a worker does not answer.
     """
 
     def __init__(
@@ -89,8 +99,7 @@ class LlamaModel:
             workers=workers,
             mtp=not self.why_no_mtp,
         )
-        #: What computes: `WORKERS`, or the kernels on the CPU as `computing` names them, with llama.cpp for the
-        #: layers on a GPU.
+        #: What computes: `WORKERS`, or the kernels as `computing` names them, with llama.cpp for layers on a GPU.
         self.kernels = WORKERS
         if workers is None:
             self.kernels = self._computing_with(0 if vocabulary_only else n_gpu_layers)
@@ -119,14 +128,13 @@ class LlamaModel:
 
     @property
     def has_equal_rows(self) -> bool:
-        """Whether the model is batch-invariant, also after a prompt that was decoded in any pieces:
-        specgen's kernels compute on the CPU, and the model is no `row_exception`."""
+        """Whether the model is batch-invariant, also after a prompt that was decoded in any pieces."""
         return self.has_kernels and not self.row_exception
 
     @property
     def has_kernels(self) -> bool:
-        computed_by_others = LLAMA_CPP in self.kernels or self.kernels == WORKERS
-        return not computed_by_others and not lacks_attention()
+        is_ours = LLAMA_CPP not in self.kernels and self.kernels != WORKERS
+        return is_ours and not lacks_attention()
 
     def _computing_with(self, n_gpu_layers: int) -> str:
         on_cpu = self._weights.kernels
@@ -148,8 +156,15 @@ class LlamaModel:
 
     @cached_property
     def row_exception(self) -> str:
-        """Why rows of this model depend on their batch, whatever computes; empty if they need not."""
-        return row_exception(self.file, self.architecture)
+        """Why rows of this model depend on their batch, whatever computes, with the operator; else empty."""
+        if self.architecture in _ROW_EXCEPTIONS:
+            return _ROW_EXCEPTIONS[self.architecture]
+        with opened_parts(self.file) as (_, tensors):
+            # Rows of the embeddings are only copied.
+            types = {tensor.type for tensor in tensors if "token_embd" not in tensor.name}
+        tiled = " and ".join(sorted(_TILED_TYPES[kind] for kind in types & _TILED_TYPES.keys()))
+        how = f"adds up products of {tiled} weights in another order for 8 and more rows (MUL_MAT)"
+        return f"llama.cpp {how}" if tiled else ""
 
     @property
     def is_remote(self) -> bool:
@@ -157,16 +172,14 @@ class LlamaModel:
 
     @property
     def computed_where(self) -> str:
-        """Where its layers are computed, if not by this process; else empty. Drafts that read what its layers computed
-        need it here."""
+        """Where its layers are computed, if not by this process; else empty."""
         if self.is_remote:
             return "on workers (--rpc)"
         return "" if self.n_layer else "elsewhere"  # only its vocabulary is loaded
 
     @property
     def call(self) -> Callable[..., Any]:
-        """Makes native calls that may wait for workers: `call(function, *arguments)`. It raises
-        `WorkerLostError` if a worker is lost."""
+        """Makes native calls that may wait for workers: `call(function, *arguments)`. Raises `WorkerLostError`."""
         return self._weights.call
 
     @property
@@ -204,8 +217,7 @@ class LlamaModel:
 
     @property
     def has_recurrent_state(self) -> bool:
-        """Whether it has a state that every token changes, as recurrent models have, and hybrid models
-        beside a cache of cells."""
+        """Whether it has a state that every token changes, alone or (hybrid models) beside a cache of cells."""
         return bool(
             llama_cpp.llama_model_is_recurrent(self.handle)
             or llama_cpp.llama_model_is_hybrid(self.handle)
@@ -242,38 +254,27 @@ class LlamaModel:
             capacity = n + 1
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """Return the model's chat template (Jinja), or the one with this name: some files have a separate
-        one for tools. None if there is none."""
+        """Return the model's chat template (Jinja), or the one with this name: some files have one for tools."""
         key = name.encode() if name is not None else None
         template = llama_cpp.llama_model_chat_template(self.handle, key)
         return template.decode("utf-8", "replace") if template else None
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
-        """Estimate the size of the KV cache for a context of n_ctx tokens.
-
-        The estimate assumes that each layer is like the first, the only one that llama.cpp describes.
-        It is too small for hybrid models that begin with a recurrent layer. A sliding window saves
-        nothing, because the cache keeps all tokens (`swa_full` in `context_opening`).
-        """
-        n_head = int(llama_cpp.llama_model_n_head(self.handle)) or 1
+        """Estimate the size of the KV cache for a context of n_ctx tokens, as if each layer were like the first, the only
+        one that llama.cpp describes: too small for hybrid models that begin with a recurrent layer."""
         n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
-        n_layer = self.n_layer
-        head_size = int(llama_cpp.llama_model_n_embd(self.handle)) // n_head
+        head_size = self.n_embd // (int(llama_cpp.llama_model_n_head(self.handle)) or 1)
         size_k = self.number("attention.key_length") or head_size
         size_v = self.number("attention.value_length") or head_size
         a_token = size_k * CACHE_TYPES[type_k][1] + size_v * CACHE_TYPES[type_v][1]
-        return int(n_ctx * n_layer * n_head_kv * a_token)
+        return int(n_ctx * self.n_layer * n_head_kv * a_token)
 
     def state_bytes(self) -> int:
-        """Estimate the size of one recurrent state; 0 for models without one.
-
-        The estimate assumes that each layer has a part of the state, except for full-attention layers
-        if the metadata gives their interval.
-        """
+        """Estimate the size of one recurrent state; 0 for models without one. Each layer counts, except for full-attention
+        layers if the metadata gives their interval."""
         if not self.has_recurrent_state:
             return 0
-        n_embd = int(llama_cpp.llama_model_n_embd(self.handle))
-        n_layer = self.n_layer
+        n_embd, n_layer = self.n_embd, self.n_layer
         if interval := self.number("full_attention_interval"):
             n_layer -= n_layer // interval
         inner, state = self.number("ssm.inner_size"), self.number("ssm.state_size")
@@ -289,8 +290,8 @@ class LlamaModel:
         return int(value) if value.isdecimal() else 0
 
     def close(self) -> None:
-        """Close the model: contexts that were made from it can decode nothing more. The weights are
-        freed with the last model or context of this process that uses them. May be called twice."""
+        """Close the model: its contexts decode nothing more. The weights are freed with the last model or context of this
+        process that uses them. May be called twice."""
         if not self.is_closed:
             self.is_closed = True
             self._weights.release()
@@ -334,8 +335,7 @@ class LlamaModel:
 
 
 def pooling_of(file: Path) -> int | None:
-    """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is no embedding
-    model. Encoders whose file does not say it have the mean."""
+    """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is none."""
     with contextlib.suppress(BackendError), GgufMetadata(file) as about:
         architecture = about.text("general.architecture")
         return _pooling(architecture, about.number(f"{architecture}.pooling_type"))
@@ -346,41 +346,3 @@ def _pooling(architecture: str, pooling: int) -> int | None:
     if pooling in (_MEAN, _CLS, _LAST):
         return pooling
     return _MEAN if architecture in _ENCODERS and pooling != _RANK else None
-
-
-# --- rows that depend on their batch --------------------------------------------------------------
-
-#: By architecture.
-_ARCHITECTURES = {
-    "minimax-01": "llama.cpp computes its lightning attention in blocks as long as the batch "
-    "(SCALE of q_decay_exp)",
-    "chameleon": "llama.cpp excludes the tokens of images only in the first row of a batch "
-    "(SET of result_output)",
-}
-#: Types without a packed form that llama.cpp multiplies otherwise from 8 rows on, by GGML's number.
-_TILED_TYPES = {
-    16: "iq2_xxs",
-    17: "iq2_xs",
-    18: "iq3_xxs",
-    19: "iq1_s",
-    21: "iq3_s",
-    22: "iq2_s",
-    29: "iq1_m",
-}
-
-
-def row_exception(path: Path, architecture: str) -> str:
-    """Return why rows of a model depend on their batch, with the operator; empty if they do not."""
-    if architecture in _ARCHITECTURES:
-        return _ARCHITECTURES[architecture]
-    types = set[int]()
-    with contextlib.suppress(BackendError), opened_parts(path) as (_, tensors):
-        # Rows of the embeddings are only copied.
-        types = {tensor.type for tensor in tensors if "token_embd" not in tensor.name}
-    tiled = sorted(_TILED_TYPES[kind] for kind in types & _TILED_TYPES.keys())
-    if not tiled:
-        return ""
-    return (
-        f"llama.cpp adds up products of {' and '.join(tiled)} weights in another order for 8 and more "
-        "rows (MUL_MAT)"
-    )

@@ -17,43 +17,32 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError
-from specgen.llama.library import N_TENSORS, forget_log, ggml, last_error, new_tensor, no_data
+from specgen.llama.library import (
+    N_TENSORS,
+    forget_log,
+    ggml,
+    last_error,
+    new_tensor,
+    no_data,
+    procedure,
+)
 
 FloatArray: TypeAlias = NDArray[np.float32]
 IndexArray: TypeAlias = NDArray[np.int32]
 
-#: The types of weights: GGUF's names and GGML's numbers. (GGML reads past the end of a table for others.)
+#: The types of weights, and GGML's numbers of them. (GGML reads past the end of a table for others.)
 TYPE_NUMBERS = {
-    "f32": 0,
-    "f16": 1,
-    "bf16": 30,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 6,
-    "q5_1": 7,
-    "q8_0": 8,
-    "q2_k": 10,
-    "q3_k": 11,
-    "q4_k": 12,
-    "q5_k": 13,
-    "q6_k": 14,
-    "iq2_xxs": 16,
-    "iq2_xs": 17,
-    "iq3_xxs": 18,
-    "iq1_s": 19,
-    "iq4_nl": 20,
-    "iq3_s": 21,
-    "iq2_s": 22,
-    "iq4_xs": 23,
-    "iq1_m": 29,
-    "tq1_0": 34,
-    "tq2_0": 35,
-    "mxfp4": 39,
+    name: GGMLQuantizationType[name.upper()].value
+    for name in (
+        *("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k"),
+        *("q5_k", "q6_k", "iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s", "iq4_nl", "iq3_s", "iq2_s"),
+        *("iq4_xs", "iq1_m", "tq1_0", "tq2_0", "mxfp4"),
+    )
 }
-
 #: GGML's plain buffer type for the CPU, and that of specgen's kernels.
 CPU_BUFFER = "CPU"
 SPECGEN_BUFFER = "specgen"
@@ -69,11 +58,10 @@ _CPU_DEVICE = 0
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A matrix, or one for each expert, in one of GGML's types."""
+    """A matrix, or one for each expert, in one of the types of `TYPE_NUMBERS`."""
 
-    #: One of `TYPE_NUMBERS`.
     type_name: str
-    #: (n_rows, n_columns) or (n_experts, n_rows, n_columns); the columns are contiguous in memory.
+    #: (n_rows, n_columns) or (n_experts, n_rows, n_columns).
     shape: tuple[int, ...]
     #: The bytes as in a GGUF file: one row after the other.
     data: NDArray[np.uint8]
@@ -151,7 +139,11 @@ class Matrix:
         with ExitStack() as on_error:
             context = on_error.enter_context(no_data())
             self.tensor = new_tensor(context, TYPE_NUMBERS[weights.type_name], weights.shape)
-            buffer = _allocate(on_error, context, _find_buffer_type(buffer_type))
+            known = buffer_types()
+            if buffer_type not in known:
+                what = f"{buffer_type}; it has {', '.join(known)}"
+                raise BackendError(f"GGML has no buffer type {what}")
+            buffer = _allocate(on_error, context, known[buffer_type])
             set_usage = ggml("ggml_backend_buffer_set_usage", None, _POINTER, ctypes.c_int)
             set_usage(buffer, _USAGE_WEIGHTS)
             copy_tensor("ggml_backend_tensor_set", self.tensor, weights.data)
@@ -248,9 +240,8 @@ def attend(
 
 def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
     forget_log()
-    name = "ggml_backend_alloc_ctx_tensors_from_buft"
-    buffer = ggml(name, _POINTER, *2 * (_POINTER,))(context, buffer_type)
-    if not buffer:
+    allocate = ggml("ggml_backend_alloc_ctx_tensors_from_buft", *3 * (_POINTER,))
+    if not (buffer := allocate(context, buffer_type)):
         raise BackendError(f"GGML could not allocate tensors: {last_error()}")
     resources.callback(ggml("ggml_backend_buffer_free", None, _POINTER), buffer)
     return buffer
@@ -272,11 +263,10 @@ def _compute(build: Callable[[Any], _Graph], shape: tuple[int, ...], n_threads: 
     with ExitStack() as resources:
         context = resources.enter_context(no_data())
         result, inputs = build(context)
-        types = (_POINTER, ctypes.c_size_t, ctypes.c_bool)
-        make_graph = ggml("ggml_new_graph_custom", _POINTER, *types)
-        graph = make_graph(context, N_TENSORS, False)
+        sizes = (ctypes.c_size_t, ctypes.c_bool)
+        graph = ggml("ggml_new_graph_custom", *2 * (_POINTER,), *sizes)(context, N_TENSORS, False)
         ggml("ggml_build_forward_expand", None, *2 * (_POINTER,))(graph, result)
-        _allocate(resources, context, _find_buffer_type(CPU_BUFFER))
+        _allocate(resources, context, ggml("ggml_backend_cpu_buffer_type", _POINTER)())
         for tensor, data in inputs:
             copy_tensor("ggml_backend_tensor_set", tensor, data)
         start = ggml("ggml_backend_dev_init", *2 * (_POINTER,), ctypes.c_char_p)
@@ -284,8 +274,9 @@ def _compute(build: Callable[[Any], _Graph], shape: tuple[int, ...], n_threads: 
         if not backend:
             raise BackendError("GGML could not start its CPU backend")
         resources.callback(ggml("ggml_backend_free", None, _POINTER), backend)
-        if set_threads := _procedure_of_cpu(b"ggml_backend_set_n_threads"):
-            ctypes.CFUNCTYPE(None, _POINTER, ctypes.c_int)(set_threads)(backend, n_threads)
+        types = (None, _POINTER, ctypes.c_int)
+        if set_threads := _procedure_of_cpu(b"ggml_backend_set_n_threads", *types):
+            set_threads(backend, n_threads)
         compute = ggml("ggml_backend_graph_compute", ctypes.c_int, *2 * (_POINTER,))
         if status := compute(backend, graph):
             raise BackendError(f"GGML could not compute an operator (status {status})")
@@ -297,28 +288,17 @@ def _compute(build: Callable[[Any], _Graph], shape: tuple[int, ...], n_threads: 
 def buffer_types() -> dict[str, Any]:
     """Return the CPU's buffer types by name. They may change when a library is loaded, so they are not cached."""
     found: dict[str, Any] = {CPU_BUFFER: ggml("ggml_backend_cpu_buffer_type", _POINTER)()}
-    address = _procedure_of_cpu(b"ggml_backend_dev_get_extra_bufts")
-    if address:
-        pointers = ctypes.POINTER(_POINTER)
-        listed = ctypes.CFUNCTYPE(pointers, _POINTER)(address)(_cpu_device())
+    pointers = ctypes.POINTER(_POINTER)
+    if list_extra := _procedure_of_cpu(b"ggml_backend_dev_get_extra_bufts", pointers, _POINTER):
         name_of = ggml("ggml_backend_buft_name", ctypes.c_char_p, _POINTER)
-        for buffer_type in itertools.takewhile(bool, listed or ()):
+        for buffer_type in itertools.takewhile(bool, list_extra(_cpu_device()) or ()):
             found[name_of(buffer_type).decode("utf-8", "replace")] = buffer_type
     return found
 
 
-def _find_buffer_type(name: str) -> Any:
-    known = buffer_types()
-    if name not in known:
-        raise BackendError(f"GGML has no buffer type {name}; it has {', '.join(known)}")
-    return known[name]
-
-
-def _procedure_of_cpu(name: bytes) -> Any:
-    """Return the address of a function of the CPU backend, which may be in a library of its own; or None."""
+def _procedure_of_cpu(name: bytes, result: Any, *arguments: Any) -> Any:
     registry = ggml("ggml_backend_dev_backend_reg", _POINTER, _POINTER)(_cpu_device())
-    find = "ggml_backend_reg_get_proc_address"
-    return ggml(find, _POINTER, _POINTER, ctypes.c_char_p)(registry, name)
+    return procedure(registry, name, result, *arguments)
 
 
 def _cpu_device() -> Any:

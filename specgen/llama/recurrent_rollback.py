@@ -1,8 +1,7 @@
 """Drop the end of a sequence of a recurrent or hybrid model, whose cache cannot drop single tokens.
 
-An attention cache has one cell for each token, and single cells can be dropped. A recurrent model has
-one state for each sequence, and every token changes it. A rollback must go back to an earlier state.
-There are three ways; the first one that is possible is used:
+A recurrent model has one state for each sequence, and every token changes it. A rollback must go back to an earlier
+state. There are three ways; the first one that is possible is used:
 
 - llama.cpp's *snapshots*, for some architectures: a decode of n rows of a sequence keeps the states
   after each of the last few rows. They reach back to the state after the first row of the last decode,
@@ -11,9 +10,8 @@ There are three ways; the first one that is possible is used:
   new end of the sequence are decoded again.
 - The whole sequence is decoded again from its beginning.
 
-A removal does none of this yet: it only changes the remembered text of the sequence. Before the
-sequence's next decode, the cache is made to agree with the text. Several removals therefore cost no more
-than one, and tokens that must be decoded again come before the new rows in the same batch.
+A removal only changes the remembered text of the sequence. Before the sequence's next decode, the cache is made to
+agree with the text: tokens that must be decoded again come before the new rows in the same batch.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ class _Text:
     """A sequence: its tokens, and how many of them the cache holds."""
 
     tokens: list[int] = field(default_factory=list)
-    #: The number of tokens that the cache holds, and how many of them, from the first, are still those
-    #: of the text.
+    #: The number of tokens that the cache holds, and how many of the first are still those of the text.
     n_cached: int = 0
     n_agreed: int = 0
     #: The earliest position that snapshots go back to; `n_cached` if there are none.
@@ -55,11 +52,8 @@ class _Text:
 
 
 class Rewinder:
-    """Decodes for a context with recurrent states, and rolls them back.
-
-    `decode` decodes a batch of at most `n_rows` rows without changes. `n_snapshots` is the number of
-    tokens that llama.cpp's snapshots can go back; 0 if there are none.
-    """
+    """Decodes for a context with recurrent states, and rolls them back. `decode` decodes a batch of at most `n_rows` rows.
+    `n_snapshots` is the number of tokens that llama.cpp's snapshots can go back; 0 if there are none."""
 
     def __init__(
         self,

@@ -15,23 +15,36 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
-from specgen.llama.library import device_of, forget_log, ggml, last_error, llama_cpp, native_devices
+from specgen.llama.library import (
+    abort_listeners,
+    device_of,
+    forget_log,
+    ggml,
+    last_error,
+    llama_cpp,
+    native_devices,
+    procedure,
+    watch_aborts,
+)
 from specgen.options import Workers
 from specgen.system.machine import LIBRARY, REINSTALL, stamp_of
 from specgen.system.processes import leave_running
 from specgen.system.worker_probe import check_protocol, lost_among, probe
 
+_POINTER: Any = ctypes.c_void_p
 _BUILD_HINT = (
     "in a checkout of specgen: make rpc; with pip: "
     f'CMAKE_ARGS="-DGGML_RPC=on -DCMAKE_CXX_FLAGS=-fno-dse" {REINSTALL}'
 )
 #: The tensor names of an output matrix, as a regular expression. Models without one use the embeddings.
 _OUTPUT_MATRIX = rb"^(output|token_embd)\.weight$"
-#: The longest that a worker may take to answer a probe, in seconds.
+#: The longest that a worker may take to answer a probe.
 _PROBE_S = 10.0
 _RESTART = "start the worker again (`specgen worker`), then repeat the command"
 _SLOW = "if the workers are only slow, --rpc-timeout gives them longer; if not, start them again"
@@ -46,8 +59,7 @@ def library_path() -> Path | None:
 def load_rpc() -> Any:
     """Return GGML's registry entry of the RPC backend: the one in this build of llama.cpp, or that of the
     library. Raise `BackendError`, with a hint how to build it, if there is neither."""
-    find = ggml("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
-    if found := find(b"RPC"):
+    if found := ggml("ggml_backend_reg_by_name", _POINTER, ctypes.c_char_p)(b"RPC"):
         return found
     path = library_path()
     if path is None:
@@ -62,16 +74,14 @@ def load_rpc() -> Any:
             hint=_BUILD_HINT,
         )
     forget_log()
-    loaded = ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)(os.fsencode(path))
-    if not loaded:
-        raise BackendError(f"GGML did not take {path.name}: {last_error()}", hint=_BUILD_HINT)
-    return loaded
+    if loaded := ggml("ggml_backend_load", _POINTER, ctypes.c_char_p)(os.fsencode(path)):
+        return loaded
+    raise BackendError(f"GGML did not take {path.name}: {last_error()}", hint=_BUILD_HINT)
 
 
 def check_workers(workers: Workers, file: Path) -> None:
     """Probe workers before a model is loaded onto them, because these errors are clearer than GGML's. Raise
-    `WorkerLostError` if one does not answer, `BackendError` if one has another protocol,
-    `MemoryLimitError` if they offer too little memory."""
+    `WorkerLostError`, `BackendError` if one has another protocol, `MemoryLimitError` if they offer too little."""
     found = [probe(name, min(workers.timeout_s, _PROBE_S)) for name in workers.endpoints]
     for worker in found:
         check_protocol(worker)
@@ -86,8 +96,7 @@ def check_workers(workers: Workers, file: Path) -> None:
 
 
 def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCalls]:
-    """Load a model onto workers. Return its native handle, None if llama.cpp cannot load it, and what makes its
-    calls."""
+    """Load a model onto workers. Return its native handle, None if llama.cpp cannot, and what makes its calls."""
     remote = RemoteCalls(workers.endpoints, workers.timeout_s)
 
     def go_on(_share: float, _data: object) -> bool:
@@ -107,14 +116,11 @@ def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCal
 
 
 def _remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
-    """Return the devices of workers, in the order of `endpoints`, as native pointers. They are not added to
-    GGML's list of devices, so that no other model is placed on them. Raise `WorkerLostError` if a worker
-    does not answer, `BackendError` if it has no device."""
-    add_server = _procedure(
-        load_rpc(), b"ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p
-    )
-    count = ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, ctypes.c_void_p)
-    get = ggml("ggml_backend_reg_dev_get", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    """Return the devices of workers, in the order of `endpoints`, as native pointers. They are not added to GGML's list
+    of devices, so that no other model is placed on them. Raise `WorkerLostError`, `BackendError` if there is none."""
+    add_server = _procedure(b"ggml_backend_rpc_add_server", _POINTER, ctypes.c_char_p)
+    count = ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, _POINTER)
+    get = ggml("ggml_backend_reg_dev_get", _POINTER, _POINTER, ctypes.c_size_t)
     devices: list[int] = []
     for endpoint in endpoints:
         server = calls(add_server, endpoint.encode())
@@ -125,24 +131,22 @@ def _remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
 
 
 def _spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
-    """Set the parameters that spread a model over the devices of workers. Return the objects that must be
-    kept alive until the model is loaded. Raise `UsageError` if there are more shares than devices."""
-    array = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
-    params.devices = ctypes.cast(array, ctypes.c_void_p).value
+    """Spread a model over the devices of workers. Return what must be kept alive until it is loaded. Raise `UsageError`
+    if there are more shares than devices."""
+    array = (_POINTER * (len(devices) + 1))(*devices, None)
+    params.devices = ctypes.cast(array, _POINTER).value
     kept: list[Any] = [array]
     if split := workers.tensor_split:
         if len(split) > len(devices):
-            raise UsageError(
-                f"--tensor-split has {len(split)} shares, but the workers have "
-                f"{len(devices)} devices"
-            )
+            n_devices = f"the workers have {len(devices)} devices"
+            raise UsageError(f"--tensor-split has {len(split)} shares, but {n_devices}")
         shares = (ctypes.c_float * int(llama_cpp.llama_max_devices()))(*split)
         params.tensor_split = shares
         kept.append(shares)
     if workers.output_here:
-        here = ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+        here = ggml("ggml_backend_cpu_buffer_type", _POINTER)()
         overrides = (_Placement * 2)(_Placement(_OUTPUT_MATRIX, here), _Placement(None, None))
-        params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p).value
+        params.tensor_buft_overrides = ctypes.cast(overrides, _POINTER).value
         kept.append(overrides)
     return kept
 
@@ -163,8 +167,8 @@ class Offered:
 
 
 def offered_devices(memory_bytes: int | None) -> list[Offered]:
-    """Return this machine's GPUs, or its CPU if there are none. `memory_bytes` limits the free memory that
-    is reported to clients for each device; clients spread a model by it."""
+    """Return this machine's GPUs, or its CPU if there are none. `memory_bytes` limits the free memory of each that is
+    reported to clients, which spread a model by it."""
     load_rpc()
     kinds = {device: device_of(device).kind for device in native_devices()}
     chosen = [device for device, kind in kinds.items() if kind not in ("cpu", "accelerator")]
@@ -175,41 +179,34 @@ def offered_devices(memory_bytes: int | None) -> list[Offered]:
 def serve_devices(
     endpoint: str, devices: Sequence[Offered], n_threads: int, cache: Path | None
 ) -> None:
-    """Compute for clients, one after the other, until the process ends. Return only if llama.cpp gives up.
-    `cache` is a folder for tensors, so that clients need not send them again."""
-    types = (*2 * (ctypes.c_char_p,), *2 * (ctypes.c_size_t,), ctypes.c_void_p)
-    start = _procedure(load_rpc(), b"ggml_backend_rpc_start_server", None, *types)
-    array = (ctypes.c_void_p * len(devices))(*(device.handle for device in devices))
+    """Compute for clients, one after the other; return only if llama.cpp gives up. `cache` is a folder for tensors, so
+    that clients need not send them again."""
+    types = (*2 * (ctypes.c_char_p,), *2 * (ctypes.c_size_t,), _POINTER)
+    start = _procedure(b"ggml_backend_rpc_start_server", None, *types)
+    array = (_POINTER * len(devices))(*(device.handle for device in devices))
     folder = None if cache is None else os.fsencode(cache)
     start(endpoint.encode(), folder, n_threads, len(devices), array)
 
 
 # --- GGML's structures -----------------------------------------------------------------------------
 
-_GET_MEMORY = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
-)
+_GET_MEMORY = ctypes.CFUNCTYPE(None, _POINTER, *2 * (ctypes.POINTER(ctypes.c_size_t),))
 
 
 class _Placement(ctypes.Structure):
     """llama.cpp's `llama_model_tensor_buft_override`: the buffer type of tensors with some names."""
 
-    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", _POINTER))
 
 
 class _DeviceStruct(ctypes.Structure):
-    """The beginning of GGML's `ggml_backend_device`: function pointers; the third one returns the memory."""
+    """The beginning of GGML's `ggml_backend_device`: pointers to functions."""
 
-    _fields_ = (
-        ("name", ctypes.c_void_p),
-        ("description", ctypes.c_void_p),
-        ("memory", ctypes.c_void_p),
-    )
+    _fields_ = (("name", _POINTER), ("description", _POINTER), ("memory", _POINTER))
 
 
 def _limit_memory(device: int, limit: int) -> Any:
-    """Make a device report at most `limit` bytes of memory, in this process. Return the callback, which
-    must be kept alive."""
+    """Make a device report at most `limit` bytes of memory. Return the callback, which must be kept alive."""
     struct = _DeviceStruct.from_address(device)
     own = ctypes.cast(struct.memory, _GET_MEMORY)
 
@@ -217,57 +214,55 @@ def _limit_memory(device: int, limit: int) -> Any:
         own(asked, free, total)
         free[0], total[0] = min(limit, free[0]), min(limit, total[0])
 
-    struct.memory = ctypes.cast(limited := _GET_MEMORY(tell), ctypes.c_void_p).value
+    struct.memory = ctypes.cast(limited := _GET_MEMORY(tell), _POINTER).value
     return limited
 
 
-def _procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
-    find = ggml(
-        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
-    )
-    address = find(registry, name)
-    if not address:
+def _procedure(name: bytes, result: Any, *arguments: Any) -> Any:
+    found = procedure(load_rpc(), name, result, *arguments)
+    if found is None:
         raise BackendError(f"llama.cpp's RPC backend has no {name.decode()}", hint=_BUILD_HINT)
-    return ctypes.CFUNCTYPE(result, *arguments)(address)
+    return found
 
 
 # --- calls that may wait for workers ---------------------------------------------------------------
+
+_open: list[RemoteCalls] = []
 
 
 class RemoteCalls:
     """Makes the native calls of one target in a thread, one at a time.
 
-    `endpoints` are the addresses of the workers. A call is given up, with all later calls, if it takes
-    longer than `timeout_s` seconds without a call of `alive`. (As `alive` only sets a flag that is checked
-    every `timeout_s` seconds, the wait after it is up to twice as long.)
-    """
+    `endpoints` are the addresses of the workers. A call is given up, with all later calls, if it takes longer than
+    `timeout_s` seconds without a call of `alive` (twice as long at most, since that is checked so often)."""
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float) -> None:
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._task: _Task | None = None
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._calls = queue.SimpleQueue()
+        self._waiting: Future[Any] | None = None
         self._is_alive = False
-        #: Why the workers cannot be called any more, and what to do about it.
+        #: Why the workers cannot be called any more, and what to do about it; and which are lost, once asked for.
         self._lost: tuple[str, str] | None = None
-        #: The workers that are lost, once somebody has asked.
         self._names: Sequence[str] = ()
-        _watch_aborts()
+        if _on_abort not in abort_listeners:
+            abort_listeners.append(_on_abort)
+        watch_aborts()
         _open.append(self)
         self._thread = threading.Thread(target=self._work, name="remote calls", daemon=True)
         self._thread.start()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Make a native call and return its result. Raise `WorkerLostError` if a worker is lost during the
-        call, or was lost before."""
+        """Make a native call. Raise `WorkerLostError` if a worker is lost during the call, or was lost before."""
         self.check()
         if threading.current_thread() is self._thread:
             return function(*arguments)
         self._is_alive = False
-        task = self._task = _Task(function, arguments)
-        self._tasks.put(task)
+        call = self._waiting = Future[Any]()
+        self._calls.put((call, partial(function, *arguments)))
         try:
-            while not task.is_over.wait(self._timeout_s):
+            while not wait([call], self._timeout_s).done:
                 if not self._is_alive:
                     self.give_up(f"no answer within {self._timeout_s:g} s", _SLOW)
                 self._is_alive = False
@@ -275,11 +270,9 @@ class RemoteCalls:
             self.give_up("a call to them was interrupted")
             raise
         finally:
-            self._task = None
+            self._waiting = None
         self.check()
-        if task.error is not None:
-            raise task.error
-        return task.result
+        return call.result()
 
     def check(self) -> None:
         if self._lost is not None:
@@ -296,72 +289,33 @@ class RemoteCalls:
         if self._lost is None:
             self._lost = reason, hint
             leave_running(f"a call to {', '.join(self._endpoints)}")
-        task = self._task
-        if task is not None:
-            task.is_over.set()
+        if (call := self._waiting) is not None:
+            with contextlib.suppress(InvalidStateError):  # it is over
+                call.set_result(None)
 
     def close(self) -> None:
         """End the thread after its current call. (It never ends if it waits for a lost worker.)"""
-        self._tasks.put(None)
+        self._calls.put(None)
         with contextlib.suppress(ValueError):
             _open.remove(self)
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task.run()
+        while (task := self._calls.get()) is not None:
+            call, run = task
+            with contextlib.suppress(InvalidStateError):  # it was given up
+                try:
+                    call.set_result(run())
+                except Exception as error:  # noqa: BLE001 - the caller's thread raises it again
+                    call.set_exception(error)
 
 
-class _Task:
-    """A call, and its result or error."""
-
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._function = function
-        self._arguments = arguments
-        self.result: Any = None
-        self.error: Exception | None = None
-        self.is_over = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self.result = self._function(*self._arguments)
-        except Exception as error:  # noqa: BLE001 - the caller's thread raises it again
-            self.error = error
-        self.is_over.set()
-
-
-# --- the end of a connection ---------------------------------------------------------------------
-
-_open: list[RemoteCalls] = []
-_ABORT_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-#: The callback, and the one that was there before, kept for as long as GGML may call them.
-_callbacks: list[Any] = []
-
-
-def _watch_aborts() -> None:
-    """Register a callback that GGML calls before it ends the process. Only the first call does anything."""
-    if _callbacks:
-        return
-    callback = _ABORT_CALLBACK(_on_abort)
-    set_callback = ggml("ggml_set_abort_callback", ctypes.c_void_p, _ABORT_CALLBACK)
-    before = set_callback(callback)
-    _callbacks.extend((callback, _ABORT_CALLBACK(before) if before else None))
-
-
-def _on_abort(message: bytes) -> None:
-    """Handle a failed assertion. GGML calls this in the thread of the error, and aborts the process when
-    it returns."""
-    if b"ggml-rpc" not in message:
-        if _callbacks[1] is not None:
-            _callbacks[1](message)
-        else:
-            os.write(2, message + b"\n")
+def _on_abort(message: str) -> None:
+    """Handle the end of a connection. GGML calls this in the thread of the error, and aborts the process when it
+    returns."""
+    if "ggml-rpc" not in message:
         return
     # The message does not say which connection it was, so all calls to all workers are given up.
-    if b"connect to" in message or b"handshake" in message:
-        reason = "the connection was refused"
-    else:
-        reason = "the connection ended"
+    is_refused = "connect to" in message or "handshake" in message
     for calls in _open.copy():
-        calls.give_up(reason)
-    # Never return: that would abort the process. The `WorkerLostError` ends it properly.
-    threading.Event().wait()
+        calls.give_up("the connection was refused" if is_refused else "the connection ended")
+    threading.Event().wait()  # the `WorkerLostError` ends the process properly

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from specgen.errors import BackendError
+from specgen.errors import BackendError, UsageError
 from specgen.llama.library import llama_cpp
 
 #: The size of the first buffer for a token's bytes; most tokens fit.
@@ -23,6 +25,14 @@ _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNO
 _NAMED = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 #: A marker before text that continues other text; no vocabulary has a token that joins it to the text.
 _MARKER = "☺"
+#: llama.cpp splits a text into words by std::regex, which calls itself for each character of a word (or of white
+#: space): in 8 MB some 20,000 of them end the process (llama.cpp #21919, #26965). A frame has some 400 bytes. Texts
+#: with runs longer than the first are tokenized in a thread with a stack of their own; longer than the last are refused.
+_RUN, _FRAME_BYTES, LONGEST_RUN = 1000, 1024, 1 << 20
+_LONG_RUN = re.compile(rf"\S{{{_RUN}}}|\s{{{_RUN}}}", re.ASCII)
+_RUNS = re.compile(r"\S+\s*|\s+", re.ASCII)
+#: The size of a thread's stack is set for all threads that begin meanwhile; and one such stack at a time is enough.
+_deep = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,23 @@ class LlamaVocabulary:
         }
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        data = text.encode()
+        """Tokenize a text. Raise `UsageError` if over a million of its characters follow one another without
+        white space (or are white space), where words are found by recursion."""
+
+        def tokenize() -> list[int]:
+            return self._tokenize(text.encode(), add_special, parse_special)
+
+        if self.kind != llama_cpp.LLAMA_VOCAB_TYPE_BPE or not _LONG_RUN.search(text):
+            return tokenize()
+        longest = max(len(run[0]) for run in _RUNS.finditer(text))
+        if longest > LONGEST_RUN:
+            raise UsageError(
+                f"{longest} characters of the text follow one another without white space, or are white space: "
+                f"{LONGEST_RUN} can be tokenized"
+            )
+        return _with_stack(longest * _FRAME_BYTES, tokenize)
+
+    def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
         capacity = len(data) + 8
         while True:
             buffer = (llama_cpp.llama_token * capacity)()
@@ -130,6 +156,9 @@ class LlamaVocabulary:
         if len(tokens) != 1 or self.token_text(tokens[0]) != entry:
             return -1
         return tokens[0] if self.token_bytes(tokens[0]) == b"" else -1
+
+    def has_control(self, entry: str) -> bool:
+        return self.control_token(entry) >= 0
 
     def showing(self, entries: Sequence[str]) -> LlamaVocabulary:
         """Return a vocabulary of the same tokens in which control tokens with these entries add them to
@@ -225,3 +254,32 @@ class LlamaVocabulary:
             if n >= 0:
                 return buffer.raw[:n]
             capacity = -n
+
+
+def _with_stack(n_bytes: int, function: Callable[[], list[int]]) -> list[int]:
+    """Call a function in a thread with a stack of this size."""
+    results: list[list[int] | Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(function())
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is wanted
+            results.append(error)
+
+    with _deep:
+        before = threading.stack_size(n_bytes + (1 << 20))
+        try:
+            thread = threading.Thread(target=work, name="tokenizer")
+            thread.start()
+        except RuntimeError as error:
+            raise BackendError("there is no memory to tokenize so long a word") from error
+        finally:
+            threading.stack_size(before)
+        try:
+            thread.join()
+        finally:
+            while thread.is_alive():  # after Ctrl-C: the model must stay until the text is read
+                thread.join()
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specgen.errors import (
     MemoryLimitError,
@@ -28,9 +28,18 @@ from specgen.options import Workers
 if TYPE_CHECKING:
     from specgen.llama.rpc import RemoteCalls
 
-#: A version of a file (device, inode, size, time), the number of layers on a GPU, the kernels, whether
-#: only the vocabulary is loaded, whether MTP layers are, and the workers.
-_Key: TypeAlias = tuple[int, int, int, int, int, str, bool, bool, Workers | None]
+
+class _Key(NamedTuple):
+    """What loaded weights are known by: a version of a file (device, inode, size, time), the number of layers on a GPU,
+    the kernels, whether only the vocabulary is loaded, whether MTP layers are, and the workers."""
+
+    version: tuple[int, int, int, int]
+    n_gpu_layers: int
+    kernels: str
+    vocabulary_only: bool = False
+    mtp: bool = False
+    workers: Workers | None = None
+
 
 _loaded: dict[_Key, LoadedWeights] = {}
 #: The threads of `load_ahead`.
@@ -38,8 +47,7 @@ _ahead: dict[_Key, threading.Thread] = {}
 
 
 class LoadedWeights:
-    """The native model of a file. `lease_weights` makes it. It counts its users, and is freed when the
-    last one releases it."""
+    """The native model of a file (`lease_weights`). It counts its users, and is freed with the last one."""
 
     def __init__(
         self,
@@ -62,7 +70,7 @@ class LoadedWeights:
     @property
     def kernels(self) -> str:
         """The kernels that the weights were loaded for, as `computing` names them."""
-        return self._key[5]
+        return self._key.kernels
 
     @property
     def lacks_disk_room(self) -> bool:
@@ -106,18 +114,17 @@ def lease_weights(
     mtp: bool = False,
     goes_on: Callable[[], bool] | None = None,
 ) -> LoadedWeights:
-    """Return the weights of a file, or its vocabulary only, and count the caller as a user. They are
-    loaded if nothing in this process uses them already. `workers`, if given, hold the layers. The MTP
-    layers are loaded only with `mtp`. `goes_on` is asked between tensors whether to load on. Raise
-    `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError` if there is not enough memory,
-    `OSError` if the file is gone, `WorkerLostError` if a worker does not answer."""
+    """Return the weights of a file, or its vocabulary only, and count the caller as a user. They are loaded if nothing in
+    this process uses them already, onto `workers` if given, with MTP layers if `mtp`. `goes_on` is asked between tensors
+    whether to load on. Raise `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError`, `OSError` if the
+    file is gone, `WorkerLostError` if a worker does not answer."""
     problem = "" if vocabulary_only else kernel_problem(file)
-    key = _key(file, n_gpu_layers, problem, vocabulary_only, mtp, workers)
+    kernels = LLAMA_CPP if problem else computing()
+    key = _Key(_version(file), n_gpu_layers, kernels, vocabulary_only, mtp, workers)
     others = [each for each in _ahead.values() if each is not threading.current_thread()]
     if _ahead.get(key) in others:
         _ahead[key].join()
-    known = _loaded.get(key)
-    if known is not None:
+    if (known := _loaded.get(key)) is not None:
         known.share()
         return known
     params = llama_cpp.llama_model_default_params()
@@ -145,7 +152,7 @@ def lease_weights(
     else:
         from specgen.llama.rpc import check_workers, load_onto
 
-        held = {endpoint for each in _loaded if each[-1] for endpoint in each[-1].endpoints}
+        held = {name for each in _loaded if each.workers for name in each.workers.endpoints}
         # A worker that serves this process already would not answer a second connection.
         if held.isdisjoint(workers.endpoints):
             check_workers(workers, file)
@@ -154,52 +161,33 @@ def lease_weights(
     if not handle:
         if remote is not None:
             remote.close()
-        reason = last_error()
-        if "allocate" in reason:
-            raise MemoryLimitError(
-                f"{file}: not enough memory for this model: {reason}",
-                hint="close other programs, or use a smaller model or a smaller quantisation",
-            )
-        raise ModelFileError(
-            f"{file}: llama.cpp cannot load this model: {reason}",
-            hint="this llama.cpp is older than the model: upgrade specgen"
-            if "unknown model architecture" in reason
-            else "if the download was cut short, fetch the file again; else upgrade specgen",
-        )
+        raise _load_error(file, last_error())
     weights = _loaded[key] = LoadedWeights(key, handle, problem, remote, packed)
     return weights
 
 
-def _key(
-    file: Path,
-    n_gpu_layers: int,
-    problem: str,
-    vocabulary_only: bool,
-    mtp: bool,
-    workers: Workers | None,
-) -> _Key:
+def _load_error(file: Path, reason: str) -> SpecgenError:
+    if "allocate" in reason:
+        hint = "close other programs, or use a smaller model or a smaller quantisation"
+        return MemoryLimitError(f"{file}: not enough memory for this model: {reason}", hint)
+    hint = "if the download was cut short, fetch the file again; else upgrade specgen"
+    if "unknown model architecture" in reason:
+        hint = "this llama.cpp is older than the model: upgrade specgen"
+    return ModelFileError(f"{file}: llama.cpp cannot load this model: {reason}", hint)
+
+
+def _version(file: Path) -> tuple[int, int, int, int]:
     about = file.stat()
-    return (
-        about.st_dev,
-        about.st_ino,
-        about.st_size,
-        about.st_mtime_ns,
-        n_gpu_layers,
-        LLAMA_CPP if problem else computing(),
-        vocabulary_only,
-        mtp,
-        workers,
-    )
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
-    """Load the weights of a file, which passed `check_file`, in a thread: most of the time goes into the
-    vocabulary, for which llama.cpp uses one core. `lease_weights` waits for the thread, and raises what it could
-    not load. Return a function that ends the thread and its use of the weights; it may be called twice. Raise
-    what `kernel_problem` raises."""
+    """Load the weights of a file, which passed `check_file`, in a thread: llama.cpp uses one core for the vocabulary.
+    `lease_weights` waits for the thread, and raises what it could not load. Return a function that ends the thread and
+    its use of the weights; it may be called twice. Raise what `kernel_problem` raises."""
     if kernel_problem(file):  # kernels are switched off for the whole process while it is loaded
         return lambda: None
-    key = _key(file, n_gpu_layers, "", vocabulary_only=False, mtp=False, workers=None)
+    key = _Key(_version(file), n_gpu_layers, computing())
     if key in _ahead or key in _loaded:
         return lambda: None
     held = ExitStack()
@@ -229,29 +217,27 @@ def _interrupt_between_tensors(
     """Let Ctrl-C stop the loading of a model, or in another thread `goes_on`. The signal handler only makes
     llama.cpp's progress callback ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the
     callback, ctypes would print it and lose it."""
-    if threading.current_thread() is not threading.main_thread():
-        ask = goes_on or (lambda: True)
-        callback = llama_cpp.llama_progress_callback(lambda _share, _data: ask())
-        params.progress_callback = callback
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:
-        yield
-        return
-    is_wanted = False
+    is_stopped = False
 
-    def want(_number: int, _frame: FrameType | None) -> None:
-        nonlocal is_wanted
-        is_wanted = True
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_stopped
+        is_stopped = True
+
+    def go_on(_share: float, _data: object) -> bool:
+        return not is_stopped and (goes_on is None or goes_on())
 
     # Keep the callback until llama.cpp is done, which would call freed memory otherwise.
-    goes_on = llama_cpp.llama_progress_callback(lambda _share, _data: not is_wanted)
-    params.progress_callback = goes_on
-    signal.signal(signal.SIGINT, want)
+    callback = llama_cpp.llama_progress_callback(go_on)
+    params.progress_callback = callback
+    before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    is_ours = is_main and before is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if is_wanted:
+        if is_ours:
+            signal.signal(signal.SIGINT, before)
+        if is_stopped:
             raise KeyboardInterrupt

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from specgen import __version__
 from specgen.errors import PromptError, SpecgenError, UsageError
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 #: The name of plain decoding.
 PLAIN = "plain"
-NGRAM: Literal["ngram"] = "ngram"
 #: The category of figures over all categories.
 OVERALL = "overall"
 #: A prompt that fits every context, and how many tokens of an answer warm up.
@@ -49,24 +48,19 @@ Stages: TypeAlias = tuple[DraftSource, ...]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A target and a way to draft by their names in tables, the names of what drafts (n-grams may draft beside a
-    model), and the options."""
+    """A target and a way to draft by their names in tables, and the options."""
 
     target: str
     name: str
-    drafters: tuple[str, ...]
     options: SessionOptions
 
 
 def find_drafts(
     targets: Sequence[str], drafts: Sequence[str], *, quiet: bool
 ) -> dict[Path, list[Stages]]:
-    """Find targets (none: the default pair's) and their drafts; fetch them if need be.
-
-    `drafts` are for every target; a plus sign in one separates a draft from its own draft. Without `drafts` a
-    target has the one that `specgen run` would pick, and n-grams. Raise `UsageError`, `UnknownModelError`,
-    `FetchError`.
-    """
+    """Find targets (none: the default pair's) and the drafts of each; fetch them if need be. A plus sign separates a
+    draft from its own draft. Without `drafts` a target has the one that `specgen run` would pick, and n-grams. Raise
+    `UsageError`, `UnknownModelError`, `FetchError`."""
     found: dict[Path, list[Stages]] = {}
     named: list[str | None] = [*targets] or [None]
     for target in named:
@@ -75,7 +69,7 @@ def find_drafts(
             own = found.setdefault(sources.target, [])
             own.append((sources.draft, *sources.helpers))
             if not drafts:
-                own.append((NGRAM,))
+                own.append(("ngram",))
     return found
 
 
@@ -118,19 +112,17 @@ def entries_of(
     for name, target in _named_apart(list(drafts)).items():
         options = in_context(replace(base, target=target), target, "target_context")
         plain = replace(options, drafting=replace(base.drafting, policy="fixed"))
-        own = [Entry(name, PLAIN, (), replace(plain, draft="none", helpers=()))]
+        own = [Entry(name, PLAIN, replace(plain, draft="none", helpers=()))]
         for draft_name, (draft, *helpers) in _by_name(drafts[target]).items():
             drafted = replace(options, draft=draft, helpers=tuple(helpers))
             drafted = in_context(drafted, draft, "draft_context")
             for way in ways:
-                beside = (NGRAM,) if way.adds_ngrams and draft_name != NGRAM else ()
                 parts = [draft_name]
                 if len(policies) > 1 and not way.tree.is_fixed:
                     parts.append(way.policy)
                 if len(trees) > 1:
                     parts.append(f"tree {way.tree}")
-                in_this_way = replace(drafted, drafting=way)
-                own.append(Entry(name, ", ".join(parts), (draft_name, *beside), in_this_way))
+                own.append(Entry(name, ", ".join(parts), replace(drafted, drafting=way)))
         for temperature in temperatures:
             sampler = replace(base.sampler, temperature=temperature)
             entries += (
@@ -200,9 +192,7 @@ def contender_of(
     def events(text: str) -> Iterator[Event]:
         prompt = session.prompts.of_text(text, chat=chat, now=NOW)
         # Closing the generator frees the contexts.
-        with contextlib.closing(
-            generate(session, prompt, interrupted=interrupted, estimate_gain=False)
-        ) as found:
+        with contextlib.closing(generate(session, prompt, interrupted=interrupted)) as found:
             yield from found
 
     def answer(text: str) -> Outcome:
@@ -250,7 +240,8 @@ class Failure:
 @dataclass(slots=True)
 class Runs:
     """The results so far, the contenders that failed and had no further turn, the prompts that plain decoding could
-    not answer, what computed each target, and the error that ended the measurement."""
+    not answer, what computed each target, the error that ended the measurement, and the share of all cores' time that
+    other programs took meanwhile."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -258,29 +249,7 @@ class Runs:
     kernels: dict[str, str] = field(default_factory=dict)
     error: SpecgenError | None = None
     is_interrupted: bool = False
-    #: The share of all cores' time that other programs took meanwhile; None if it is unknown.
     others_share: float | None = None
-
-    def is_out(self, contender: Contender, prompt: BenchPrompt) -> bool:
-        name = contender.target, contender.temperature, contender.name
-        return any((f.target, f.temperature, f.contender) == name for f in self.failures) or any(
-            (f.target, f.prompt) == (contender.target, prompt.number) for f in self.skipped
-        )
-
-    @contextlib.contextmanager
-    def failing(self, contender: Contender, prompt: int | None = None) -> Iterator[None]:
-        """Note what the block raises. Raise it if plain decoding failed: there is nothing to compare with."""
-        try:
-            yield
-        except SpecgenError as error:
-            own = contender.target, contender.temperature, contender.name
-            failure = Failure(*own, prompt, error.message)
-            if contender.name != PLAIN:
-                self.failures.append(failure)
-            elif prompt is not None and isinstance(error, PromptError):
-                self.skipped.append(failure)
-            else:
-                raise
 
 
 def take_turns(
@@ -292,40 +261,47 @@ def take_turns(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
+    """Let all contenders of a target answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
 
     At each temperature plain decoding is the first contender. Each prompt is answered by all one after the other, so
-    that a machine that is slow for a while slows all of them. An interrupted answer is not a result. Raise the
-    `SpecgenError` of plain decoding, and `PromptError` if no prompt could be answered.
-    """
-    n_before = len(runs.results)
-    for contender in contenders:
-        if interrupted():
-            return
-        with runs.failing(contender):
-            contender.warm_up()
-    rounds = [(number, prompt) for number in range(1, n_rounds + 1) for prompt in prompts]
-    turns = [
-        (number, prompt, contender)
-        for turn, (number, prompt) in enumerate(rounds)
-        for contender in _in_turn(contenders, turn)
+    that a machine that is slow for a while slows all of them. Raise the `SpecgenError` of plain decoding, and
+    `PromptError` if no prompt could be answered."""
+    turns: list[tuple[int, BenchPrompt | None, Contender]] = [
+        (0, None, each) for each in contenders
     ]
-    for n_done, (number, prompt, contender) in enumerate(turns):
+    rounds = [(number, prompt) for number in range(1, n_rounds + 1) for prompt in prompts]
+    for turn, (number, prompt) in enumerate(rounds):
+        turns += ((number, prompt, contender) for contender in _in_turn(contenders, turn))
+    failed, skipped = set[Contender](), set[int]()
+    for n_done, (number, asked, contender) in enumerate(turns):
         progress(n_done, len(turns))
         if interrupted():
             return
-        outcome = None
-        if not runs.is_out(contender, prompt):
-            with runs.failing(contender, prompt.number):
-                outcome = contender.answer(prompt.text)
-        if outcome is None:
+        who = contender.target, contender.temperature, contender.name
+        if contender in failed or (asked is not None and asked.number in skipped):
+            continue
+        try:
+            if asked is None:
+                contender.warm_up()
+                continue
+            outcome = contender.answer(asked.text)
+        except SpecgenError as error:
+            failure = Failure(*who, None if asked is None else asked.number, error.message)
+            if contender.name != PLAIN:
+                failed.add(contender)
+                runs.failures.append(failure)
+            elif asked is not None and isinstance(error, PromptError):
+                skipped.add(asked.number)
+                runs.skipped.append(failure)
+            else:
+                raise
             continue
         if outcome.finish_reason == "interrupted" or interrupted():
             return
-        who = contender.target, contender.temperature, contender.name, contender.name == PLAIN
-        runs.results.append(Result(*who, prompt.number, prompt.category, number, outcome))
+        is_plain = contender.name == PLAIN
+        runs.results.append(Result(*who, is_plain, asked.number, asked.category, number, outcome))
     progress(len(turns), len(turns))
-    if len(runs.results) == n_before and runs.skipped:
+    if runs.skipped and len(skipped) == len(prompts):
         last = runs.skipped[-1]
         raise PromptError(f"no prompt can be answered; prompt {last.prompt}: {last.message}")
 
@@ -440,7 +416,7 @@ def _figures(
     for result in results:
         if (other := plain.get(_place(result))) is None:
             continue
-        if (ratio := speedup_of(result, other)) is not None:
+        if (ratio := _speedup(result, other)) is not None:
             by_prompt[result.prompt].append(ratio)
         own_s, other_s = (each.outcome.time_to_first_token_s for each in (result, other))
         firsts += [own_s / other_s] if own_s is not None and other_s else []
@@ -473,8 +449,7 @@ def _figures(
     )
 
 
-def speedup_of(result: Result, plain: Result) -> float | None:
-    """Return tokens a second over those of plain decoding for the same prompt in the same round."""
+def _speedup(result: Result, plain: Result) -> float | None:
     fast, slow = result.outcome.tokens_per_s, plain.outcome.tokens_per_s
     return fast / slow if fast and slow else None
 

@@ -13,28 +13,21 @@ from specgen.system.arrays import ProbArray
 #: int64[n_cells]: how often each cell was drawn.
 CountArray = npt.NDArray[np.int64]
 
-#: `g_test` pools cells with a smaller expected count than this; its docstring says why.
+#: `g_test` pools cells with a smaller expected count than this.
 MIN_EXPECTED = 20.0
-#: How far from 1 the sum of exact probabilities may be.
 _SUM_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class GTest:
-    """The result of `g_test`. `statistic` is the log-likelihood ratio 2 Σ count·ln(count / expected) over
-    the cells after pooling; it is infinite if something impossible was drawn. `n_pooled` is the number of
-    cells in the pool. `p_value` is the probability that a correct sampler gives at least this
-    statistic."""
+    """The result of `g_test`. `statistic` is the log-likelihood ratio 2 Σ count·ln(count / expected) over `n_cells` cells,
+    one of which pools `n_pooled` rare ones; it is infinite if something impossible was drawn. `p_value` is the
+    probability that a correct sampler gives at least this statistic."""
 
     statistic: float
-    degrees_of_freedom: int
+    n_cells: int
     p_value: float
     n_pooled: int
-
-    @property
-    def n_cells(self) -> int:
-        """The number of cells after pooling."""
-        return self.degrees_of_freedom + 1
 
 
 def g_test(
@@ -50,53 +43,41 @@ def g_test(
     A single cell has p-value 1, because nothing could differ.
 
     The p-value is that of the chi-square distribution, which the statistic follows only if the expected
-    counts are large. Two measures keep the p-value correct. First, cells with an expected count below
-    `min_expected` are pooled, and then the rarest other cells until the pool's expected count is that
-    large. Second, the statistic is divided by Williams's correction (Biometrika 63, 1976, p. 33),
-    1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)); without it the error grows with the number of cells. The real
-    false-alarm rate is then at most 1.5 times the nominal one, down to a level of 1e-5 (simulated; 5 to 15
-    times without them).
+    counts are large. So cells with an expected count below `min_expected` are pooled, and then the rarest other
+    cells until the pool's expected count is that large; this must not depend on counts, which would bias the test.
+    And the statistic is divided by Williams's correction (Biometrika 63, 1976, p. 33),
+    1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The real false-alarm rate is then at most 1.5 times the nominal one, down
+    to a level of 1e-5 (simulated; 5 to 15 times without them).
 
-    Raise `ValueError` if there are no draws, or the probabilities are not valid.
+    Raise `ValueError` if there are no draws, or the probabilities are not positive or do not sum to 1.
     """
-    exact_probs = _normalised(exact_probs)
     n = int(counts.sum()) if n_draws is None else n_draws
-    n_impossible = n - int(counts.sum())
+    n_impossible, total = n - int(counts.sum()), float(exact_probs.sum())
+    if not bool((exact_probs > 0.0).all()) or not abs(total - 1.0) <= _SUM_TOLERANCE:
+        raise ValueError(f"the exact probabilities must be positive and sum to 1, not to {total}")
     if len(counts) != len(exact_probs) or n < 1 or n_impossible < 0:
         raise ValueError(
             f"{counts.sum()} draws of {n} in {len(counts)} of {len(exact_probs)} cells"
         )
-    pooled = _pooled(exact_probs, n, min_expected)
-    n_pooled = int(pooled.sum())
-    probs, observed = exact_probs[~pooled], counts[~pooled].astype(np.float64)
+    probs, observed = exact_probs / total, counts.astype(np.float64)
+    order = probs.argsort(kind="stable")
+    n_pooled = int(np.count_nonzero(n * probs < min_expected))
     if n_pooled:
-        probs = np.append(probs, exact_probs[pooled].sum())
-        observed = np.append(observed, float(counts[pooled].sum()))
-    degrees = len(probs) - 1
+        enough = int((n * probs[order]).cumsum().searchsorted(min_expected)) + 1
+        n_pooled = min(max(n_pooled, enough), len(probs))
+        pool, kept = order[:n_pooled], order[n_pooled:]
+        probs = np.append(probs[kept], probs[pool].sum())
+        observed = np.append(observed[kept], observed[pool].sum())
     if n_impossible:
-        return GTest(math.inf, degrees, 0.0, n_pooled)
-    if degrees == 0:
-        return GTest(0.0, 0, 1.0, n_pooled)
+        return GTest(math.inf, len(probs), 0.0, n_pooled)
+    if len(probs) == 1:
+        return GTest(0.0, 1, 1.0, n_pooled)
     seen = observed > 0.0
     ratios = np.log(observed[seen] / (n * probs[seen]))
     # Rounding may leave a perfect fit a hair below zero.
-    statistic = max(0.0, 2.0 * float(observed[seen] @ ratios))
+    statistic, degrees = max(0.0, 2.0 * float(observed[seen] @ ratios)), len(probs) - 1
     correction = 1.0 + (float((1.0 / probs).sum()) - 1.0) / (6.0 * n * degrees)
-    return GTest(statistic, degrees, chi_square_tail(statistic / correction, degrees), n_pooled)
-
-
-def _pooled(exact_probs: ProbArray, n: int, min_expected: float) -> npt.NDArray[np.bool_]:
-    """Return which cells are pooled, bool[n_cells]: those with too small an expected count, and as many of
-    the rarest others as the pool needs. This must not depend on counts, which would bias the test."""
-    expected = n * exact_probs
-    order = expected.argsort(kind="stable")
-    n_pooled = int(np.count_nonzero(expected < min_expected))
-    if n_pooled:
-        enough = int(expected[order].cumsum().searchsorted(min_expected)) + 1
-        n_pooled = min(max(n_pooled, enough), len(expected))
-    pooled = np.zeros(len(expected), np.bool_)
-    pooled[order[:n_pooled]] = True
-    return pooled
+    return GTest(statistic, len(probs), chi_square_tail(statistic / correction, degrees), n_pooled)
 
 
 def chi_square_tail(x: float, degrees: int) -> float:
@@ -109,22 +90,3 @@ def chi_square_tail(x: float, degrees: int) -> float:
     log_gamma = np.array([math.lgamma(power + 1.0) for power in powers], np.float64)
     terms = np.exp(powers * math.log(x / 2.0) - x / 2.0 - log_gamma)
     return min(1.0, first + float(terms.sum()))
-
-
-def split_level(level: float, n_tests: int) -> float:
-    """Return the level for each of several tests, such that the probability of any false alarm is at most
-    `level`: level / n_tests (Bonferroni), whether the tests depend on each other or not."""
-    if not 0.0 < level < 1.0 or n_tests < 1:
-        raise ValueError(f"a level of {level} cannot be split over {n_tests} tests")
-    return level / n_tests
-
-
-def _normalised(probs: ProbArray) -> ProbArray:
-    """Return probabilities divided by their sum. Raise `ValueError` unless they are positive and their sum
-    is 1 up to rounding."""
-    total = float(probs.sum())
-    if not len(probs) or not bool((probs > 0.0).all()):
-        raise ValueError("the exact probability of each cell must be positive")
-    if abs(total - 1.0) > _SUM_TOLERANCE:
-        raise ValueError(f"the exact probabilities sum to {total}")
-    return probs / total

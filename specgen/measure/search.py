@@ -3,7 +3,6 @@ best numbers of threads. `specgen tune`, `specgen draft find` and `specgen draft
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import statistics
@@ -11,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import words_for
 from specgen.events import undrafted_text
@@ -24,16 +23,17 @@ from specgen.measure.trial import (
     plain_figures,
     try_draft,
 )
-from specgen.method.backend import Backend
-from specgen.models.files import FileIdentity, identify, shard_number
+from specgen.models.files import FileIdentity, identify, identity_of, shard_number
 from specgen.session.calibration import begin, short_context, time_batch
 from specgen.session.files import name_of
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
+from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.system.progress import human_bytes
 
 if TYPE_CHECKING:
+    from specgen.llama import LlamaBackend
     from specgen.options import DraftSource
     from specgen.session.session import Session
     from specgen.system.progress import Progress
@@ -86,19 +86,17 @@ class Search:
         return {
             "target": str(self.target),
             "plain_tokens_per_s": 1.0 / baseline.token_s,
-            "batch_s": {str(size): seconds for size, seconds in sorted(baseline.batch_s.items())},
+            "batch_s": baseline.batch_s,
             "n_prompts": len(baseline.answers),
             "n_tokens": baseline.n_tokens,
             "skipped_prompts": list(baseline.skipped),
-            "threads": {name: dataclasses.asdict(chosen) for name, chosen in self.threads.items()},
-            "drafts": [
-                {"draft": str(one.draft), **dataclasses.asdict(one.figures)} for one in self.tried
-            ],
-            "refused": [{"file": str(each.file), "reason": each.reason} for each in self.refused],
+            "threads": as_json(self.threads),
+            "drafts": [{"draft": str(one.draft), **as_json(one.figures)} for one in self.tried],
+            "refused": as_json(self.refused),
             "ties": [str(one.draft) for one in self.ties],
             "advice": list(advice(self)),
             "others_share": self.others_share,
-            "saved": None if self.saved is None else str(self.saved),
+            "saved": as_json(self.saved),
             "is_interrupted": self.is_interrupted,
         }
 
@@ -183,8 +181,7 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 def advice(search: Search) -> tuple[str, ...]:
     """Return three sentences: what was measured, what it means, and what to do. An interrupted search, or that of
     a busy machine, gets only the first: conclusions would rest on half of the measurements."""
-    baseline, best = search.baseline, search.tried[0]
-    figures = best.figures
+    baseline, best, figures = search.baseline, search.tried[0], search.tried[0].figures
     measured = (
         f"measured on {len(baseline.answers)} answers of {search.target.name}: {1.0 / baseline.token_s:.1f} tokens/s "
         "without a draft"
@@ -199,23 +196,20 @@ def advice(search: Search) -> tuple[str, ...]:
     n_rows = min(4, max(baseline.batch_s))
     batch = f"a batch of {n_rows} rows costs {baseline.costs.rows_s(n_rows) / baseline.token_s:.1f} tokens"
     if figures.speedup >= LEAST_GAIN:
-        share = f"{100 * (figures.acceptance_rate or 0.0):.0f} % of its tokens"
-        per_pass = f"{figures.mean_accepted_length:.1f} tokens come of a pass of the target"
-        return (
-            measured,
-            f"{batch} and the target accepts {share}, so {per_pass}",
-            f"use it: --draft {shlex.quote(str(best.draft))}",
+        accepted = (
+            f"the target accepts {100 * (figures.acceptance_rate or 0.0):.0f} % of its tokens"
         )
+        per_pass = f"{figures.mean_accepted_length:.1f} tokens come of a pass of the target"
+        use = f"use it: --draft {shlex.quote(str(best.draft))}"
+        return measured, f"{batch} and {accepted}, so {per_pass}", use
     why = [
         f"; {name_of(one.draft)}: {undrafted_text(one.figures.undrafted, one.figures.n_rounds)}"
         for one in search.tried
         if one.figures.undrafted
     ]
-    return (
-        measured,
-        f"{batch}, and no draft that was tried is clearly faster{''.join(why[:1])}",
-        "draft with another model (`specgen models list` shows some), or not at all: --draft none",
-    )
+    none = f"{batch}, and no draft that was tried is clearly faster{''.join(why[:1])}"
+    others = "draft with another model (`specgen models list` shows some)"
+    return measured, none, f"{others}, or not at all: --draft none"
 
 
 # --- the files that may be tried, by their names and sizes only ------------------------------------
@@ -239,23 +233,23 @@ def find_candidates(
     ]
     candidates: list[Path] = []
     refused: list[Refused] = []
-    of_target = identify(target)
-    seen: set[FileIdentity] = set()
+    of_target = identity_of(target)
+    seen: set[FileIdentity | None] = set()
     # Named files come first, since the first of equal files is used.
     for path in (*files, *in_folders, *known):
         identity, reason = identify(path), ""
-        if identity in seen:
-            continue
         if identity is None:
             reason = "there is no such file, or it cannot be read"
-        else:
-            seen.add(identity)
-            if identity == of_target or (of_target is not None and path.samefile(target)):
-                reason = "it is the target itself"
-            elif of_target is not None and identity.size_bytes > of_target.size_bytes:
-                size = human_bytes(identity.size_bytes)
-                if path not in files:
-                    reason = f"it is larger than the target ({size}): named itself, it is tried all the same"
+        elif identity in seen:
+            continue
+        elif identity == of_target or path.samefile(target):
+            reason = "it is the target itself"
+        elif identity.size_bytes > of_target.size_bytes and path not in files:
+            size = human_bytes(identity.size_bytes)
+            reason = (
+                f"it is larger than the target ({size}): named itself, it is tried all the same"
+            )
+        seen.add(identity)
         if not reason:
             candidates.append(path)
         elif path in files or path in in_folders:
@@ -274,20 +268,8 @@ BATCH_ROWS = 6
 _FEW_CORES, _SHARES = 4, (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 #: A number is chosen if it is faster than the default by this share, and so in this share of the rounds.
 _MARGIN, _MAJORITY = 0.03, 0.75
-#: The most rounds, and the least with which anything is changed. After `_N_ALL` rounds, or once the budget of time is
-#: spent, only the quickest numbers so far are timed.
-_N_ROUNDS, _N_LEAST, _N_ALL = 9, 4, 2
-
-#: The seconds of a single row and of a batch, by the number of threads.
-_Times: TypeAlias = Mapping[int, float]
-
-
-class ThreadedBackend(Backend, Protocol):
-    """A backend whose number of threads can be changed."""
-
-    def set_threads(self, n_single: int, n_batch: int) -> None:
-        """Decode one row with `n_single` threads from now on, and more rows with `n_batch`."""
-        ...
+#: The most rounds, and the least with which anything is changed.
+_N_ROUNDS, _N_LEAST = 9, 4
 
 
 def _tuned_threads(
@@ -323,7 +305,7 @@ def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
 
 
 def measure_threads(
-    backend: ThreadedBackend,
+    backend: LlamaBackend,
     counts: Collection[int],
     default: int,
     budget_s: float,
@@ -337,44 +319,33 @@ def measure_threads(
     """
     backend.set_threads(default, default)
     text, before_s = begin(backend), backend.decode_s
-    rounds: tuple[list[_Times], list[_Times]] = ([], [])  # of single rows, and of batches
-    left = [default, *sorted(set(counts) - {default}, reverse=True)]
-    for number in range(_N_ROUNDS if len(left) > 1 else 0):
-        spent_s = backend.decode_s - before_s
-        if spent_s > (_PATIENCE if number < _N_LEAST else 1.0) * budget_s:
+    #: By the rows of the batch: the seconds by the number of threads, of each round.
+    rounds: dict[int, list[dict[int, float]]] = {1: [], BATCH_ROWS: []}
+    tried = sorted({default, *counts}, reverse=True)
+    for number in range(_N_ROUNDS if len(tried) > 1 else 0):
+        patience = _PATIENCE if number < _N_LEAST else 1.0
+        if interrupted() or backend.decode_s - before_s > patience * budget_s:
             break
-        if number == _N_ALL or (number and spent_s > budget_s):
-            best = {_quickest(kind, left) for kind in rounds if any(kind)}
-            left = [default, *sorted(best - {default}, reverse=True)]
-        found: tuple[dict[int, float], dict[int, float]] = ({}, {})
-        for count in left:
+        for times in rounds.values():
+            times.append({})
+        for count in tried:
             if interrupted():
                 break
             backend.set_threads(count, count)
             # The first decode after a change may have to start threads: it is not timed.
             time_batch(backend, text, 1)
-            for n_rows, times in zip((1, BATCH_ROWS), found, strict=True):
+            for n_rows, times in rounds.items():
                 if seconds := time_batch(backend, text, n_rows):
-                    times[count] = seconds
-        if interrupted():
-            rounds = ([], [])
-            break
-        for kind, times in zip(rounds, found, strict=True):
-            kind.append(times)
+                    times[-1][count] = seconds
     backend.remove(0)
-    chosen = Threads(*(choose_threads(kind, default) for kind in rounds))
+    chosen = Threads(default, default)
+    if not interrupted():
+        chosen = Threads(*(choose_threads(times, default) for times in rounds.values()))
     backend.set_threads(chosen.n_single, chosen.n_batch)
     return chosen
 
 
-def _quickest(rounds: Sequence[_Times], counts: Sequence[int]) -> int:
-    def median_s(count: int) -> float:
-        return statistics.median(times[count] for times in rounds if count in times)
-
-    return min((n for n in counts if any(n in times for times in rounds)), key=median_s)
-
-
-def choose_threads(rounds: Sequence[_Times], default: int) -> int:
+def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
     """Return the number of threads that takes the least time, from the seconds by number of each round;
     `default` unless another one is clearly faster."""
     best, least = default, 1.0 - _MARGIN

@@ -23,11 +23,10 @@ from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW
-from specgen.method.backend import Batch
+from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
-from specgen.session.agreement import read_states
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
@@ -38,6 +37,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
+from specgen.text.hidden_trail import TargetStates
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
 
@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
-#: After each answer, the first `_N_OFTEN` sizes of batches are timed `_N_REPEATS` times, but for a single row, which the
-#: answer itself times; larger sizes once.
-_N_REPEATS = 3
-_N_OFTEN = 6
+#: After each answer, the first sizes of batches are timed so often, but for a single row, which the answer itself times;
+#: larger sizes once.
+_N_OFTEN, _N_REPEATS = 6, 3
 #: Speed-ups that differ by a smaller share are a tie; those that differ by a larger share are none.
 _LEAST_NOISE, _MOST_NOISE = 0.03, 0.2
 
@@ -344,18 +343,31 @@ def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt:
     """Return the final hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd].
     The context must be empty, and is empty again afterwards."""
     pieces: list[Hidden] = []
-    start = 0
-    while start < len(tokens) - 1:
-        is_prompt = start < n_prompt - 1
-        size = target.n_batch if is_prompt else target.n_outputs
-        end = min(start + size, n_prompt - 1 if is_prompt else len(tokens) - 1)
+    first, last, start = n_prompt - 1, len(tokens) - 1, 0
+    ends = [*range(target.n_batch, first, target.n_batch), first]
+    for end in (*ends, *range(first + target.n_outputs, last, target.n_outputs), last):
         batch = Batch()
         for position in range(start, end):
-            batch.add(tokens[position], position, (0,), not is_prompt)
-        if is_prompt:
-            target.decode(batch)
-        else:
+            batch.add(tokens[position], position, (0,), end > first)
+        if end > first:
             pieces.append(target.decode_hidden(batch)[1].copy())
+        elif len(batch):
+            target.decode(batch)
         start = end
     target.remove(0)
     return np.concatenate(pieces)
+
+
+def read_states(target: Backend, tokens: abc.Sequence[int], trail: TargetStates) -> None:
+    """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
+    context must be empty, and is empty again afterwards."""
+    try:
+        for start in range(0, len(tokens), target.n_batch):
+            batch = Batch()
+            for position in range(start, min(start + target.n_batch, len(tokens))):
+                batch.add(tokens[position], position, (0,), False)
+            batch.wants_logits[-1] = True
+            _, hidden = target.decode_hidden(batch, all_rows=True)
+            trail.take_rows(hidden, tokens, start + len(batch))
+    finally:
+        target.remove(0)

@@ -63,12 +63,13 @@ class Drafter(Protocol):
         ...
 
     def observe(self, result: RoundResult) -> None:
-        """Learn from the result of the last round."""
-        ...
+        """Learn from the result of the last round; nothing by default."""
+        del result
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`; another text follows these."""
-        ...
+        """Forget all of the text but its first `n_tokens`; another text follows these. Only n-grams and models, which
+        draft for other drafters, are asked for this."""
+        raise BackendError(f"{self.name} cannot go back to {n_tokens} tokens")
 
 
 def ready(draft: Draft) -> Drafting:

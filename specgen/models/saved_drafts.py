@@ -43,35 +43,27 @@ def saved_drafts_file() -> Path:
     return config_folder() / "drafts.json"
 
 
-def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | None:
-    """Return the draft that was saved for a target; None if there is none.
-
-    `file` defaults to `saved_drafts_file()`. Unknown fields are ignored. Raise `UsageError` if the file
-    cannot be read or is damaged.
-    """
-    path = file or saved_drafts_file()
-    entry = _read(path)["drafts"].get(_key(target))
+def saved_draft(target: FileIdentity) -> SavedDraft | None:
+    """Return the draft that was saved for a target. Unknown fields are ignored. Raise `UsageError` if the file cannot
+    be read or is damaged."""
+    entry = _read()["drafts"].get(_key(target))
     if entry is None:
         return None
     draft = entry.get("draft") if isinstance(entry, dict) else None
     if not isinstance(draft, str) or not draft:
-        raise _damaged(path, f'"{_key(target)}": draft: is no path, and no word after --draft')
+        raise _damaged(f'"{_key(target)}": draft: is no path, and no word after --draft')
     source = draft if draft == "none" or is_word(draft) else Path(draft)
     try:
         return TypeAdapter(SavedDraft).validate_python({**entry, "draft": source})
     except ValidationError as error:
         first = error.errors()[0]
-        raise _damaged(path, f'"{_key(target)}": {first["loc"][0]}: {first["msg"]}') from error
+        raise _damaged(f'"{_key(target)}": {first["loc"][0]}: {first["msg"]}') from error
 
 
-def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None) -> Path:
-    """Save a draft for a target, replacing an earlier one; return the file.
-
-    The file is replaced whole, so that no reader ever sees half of it. Raise `UsageError` if the
-    present file is damaged, `OutputError` if it cannot be written.
-    """
-    path = file or saved_drafts_file()
-    document = _read(path)
+def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
+    """Save a draft for a target, replacing an earlier one. Raise `UsageError` if the present file is damaged,
+    `OutputError` if it cannot be written."""
+    path, document = saved_drafts_file(), _read()
     values = TypeAdapter(SavedDraft).dump_python(saved, mode="json", exclude_none=True)
     if isinstance(saved.draft, Path):
         values["draft"] = str(saved.draft.absolute())
@@ -80,14 +72,14 @@ def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        reason = error.strerror or error
+        hint = "set SPECGEN_CONFIG to another folder"
         raise OutputError(
-            f"{path} could not be written: {reason}", "set SPECGEN_CONFIG to another folder"
+            f"{path} could not be written: {error.strerror or error}", hint
         ) from error
-    return path
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read() -> dict[str, Any]:
+    path = saved_drafts_file()
     try:
         document: object = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -95,13 +87,14 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, too
-        raise _damaged(path, f"is not JSON: {error}") from error
+        raise _damaged(f"is not JSON: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.setdefault("drafts", {}), dict):
-        raise _damaged(path, "is not a JSON object with an object named drafts")
+        raise _damaged("is not a JSON object with an object named drafts")
     return document
 
 
-def _damaged(path: Path, problem: str) -> UsageError:
+def _damaged(problem: str) -> UsageError:
+    path = saved_drafts_file()
     return UsageError(f"{path}: {problem}", correct(path))
 
 

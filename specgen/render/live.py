@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, TextIO
 
 from rich.console import Console
 
@@ -18,11 +21,32 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import Show
-from specgen.render.marks import LEGEND, Round, RoundReader, Run, coded, pens
-from specgen.render.rows import Cell, Flow, Row, append_cells, row_codes, wrap
-from specgen.render.streams import Renderer, output_errors, reading
-from specgen.render.text import clean_line, counted
+from specgen.render.rows import (
+    LEGEND,
+    Cell,
+    Flow,
+    Pens,
+    Round,
+    RoundReader,
+    Row,
+    Run,
+    append_cells,
+    clean_line,
+    coded,
+    pens,
+    wrap,
+)
+from specgen.render.streams import (
+    JsonlRenderer,
+    Renderer,
+    TextRenderer,
+    make_console,
+    output_errors,
+    print_notice,
+    reading,
+)
 from specgen.session.prompts.template import ThoughtReader, is_thinking
+from specgen.system.progress import counted
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"
@@ -48,18 +72,14 @@ class Line(NamedTuple):
 
 
 class Region:
-    """Writes rows that stay, and below them rows that are replaced the next time.
-
-    `write` takes text with escape codes and must put it out at once.
-    """
+    """Writes rows that stay, and below them rows that are replaced the next time."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self._open = False
 
     def paint(self, settled: Sequence[Line], moving: Sequence[Line]) -> None:
-        """Replace the region: `settled` rows scroll away for good, `moving` is the new region: at least one
-        row, and fewer than the screen has."""
+        """Let `settled` rows scroll away for good; `moving` is the new region, less than the screen."""
         parts = ["\r"] if self._open else [_HIDE_CURSOR, "\r"]
         if settled:
             parts += (_ERASE_BELOW, *_settled_codes(settled))
@@ -84,8 +104,7 @@ class Region:
         """Write the last rows in the region's place and give the cursor back."""
         if self._open or settled:
             self._open = False
-            parts = ("\r", _ERASE_BELOW, *_settled_codes(settled), _SHOW_CURSOR)
-            self._write("".join(parts))
+            self._write("".join(("\r", _ERASE_BELOW, *_settled_codes(settled), _SHOW_CURSOR)))
 
 
 def _settled_codes(lines: Sequence[Line]) -> Iterator[str]:
@@ -134,9 +153,8 @@ class LiveRenderer(Renderer):
             self._notice(event)
         self._status.update(event)
         if isinstance(event, PromptEvent) and self._folds:
-            self._thought = _FoldedThought(
-                Flow(self._flow.columns), is_begun=is_thinking(event.text)
-            )
+            flow, is_begun = Flow(self._flow.columns), is_thinking(event.text)
+            self._thought = _FoldedThought(flow, is_begun=is_begun)
         completed = self._rounds.read(event)
         if completed is not None and isinstance(event, CommittedEvent):
             self._add(completed, event)
@@ -164,10 +182,9 @@ class LiveRenderer(Renderer):
         """Lay the text out again if the window's width has changed. Call this before text is added: rows
         that become settled must have been laid out for the present width."""
         columns = max(2, self._console.width)
-        if columns != self._flow.columns:
-            self._flow.resize(columns)
-            if self._thought is not None:
-                self._thought.flow.resize(columns)
+        for flow in (self._flow, *([self._thought.flow] if self._thought is not None else ())):
+            if columns != flow.columns:
+                flow.resize(columns)
 
     def _paint(self) -> None:
         self._fit()
@@ -175,15 +192,14 @@ class LiveRenderer(Renderer):
         # A spare row between text and status line keeps the latter in place if rejected text needs a second
         # row.
         n_spare, n_status = (0, 0) if self._show == "none" else (height >= 6, height >= 4)
-        room = max(1, height - n_spare - n_status - 1)
-        status = [Line(self._status_codes(self._flow.columns - 1))] if n_status else []
+        room, last_column = max(1, height - n_spare - n_status - 1), self._flow.columns - 1
+        status = [Line(self._status.codes(last_column, self._pens))] if n_status else []
         if self._thought is not None and self._thought.is_open:
             self._region.paint((), [*self._lines(self._thought.rows(room)), *status])
             return
         rows = self._flow.take_settled(min(room, _MOVING_ROWS), min(room, _MOST_MOVING_ROWS))
-        settled = self._lines(rows)
-        moving = self._lines(self._flow.rows)
-        first, second = self._rejected_codes(self._flow.columns - 1, self._flow.rows[-1])
+        settled, moving = self._lines(rows), self._lines(self._flow.rows)
+        first, second = self._rejected_codes(last_column, self._flow.rows[-1])
         if first:
             moving[-1] = Line(moving[-1].codes + first)
         if n_spare:
@@ -192,38 +208,23 @@ class LiveRenderer(Renderer):
 
     def _lines(self, rows: Sequence[Row]) -> list[Line]:
         columns = self._flow.columns
-        return [Line(row_codes(row, self._pens), row.width >= columns, row.joined) for row in rows]
+        return [Line(row.codes(self._pens), row.width >= columns, row.joined) for row in rows]
 
     def _rejected_codes(self, columns: int, last: Row) -> tuple[str, str]:
         """Return the rejected text of this round within `columns` columns: the part after the text's last
         row, and the part in the row below."""
         cells: list[Cell] = []
         for text in self._rejected:
-            if cells:
-                append_cells(cells, "  ", "plain", join=False)
+            append_cells(cells, "  " if cells else "", "plain", join=False)
             append_cells(cells, clean_line(text), "rejected", join=False)
         if not cells:
             return "", ""
         room = max(0, columns - last.width)
         first, *others = wrap(cells, max(1, columns - 1), first_columns=room)
-        second = row_codes(others[0], self._pens) if others else ""
+        second = others[0].codes(self._pens) if others else ""
         if len(others) > 1:
             second += coded("…", self._pens["faint"])
-        return row_codes(first, self._pens), second
-
-    def _status_codes(self, columns: int) -> str:
-        """Return the fullest status line that fits: with the legend, else fewer figures."""
-        texts = self._status.texts()
-        legend = "  ".join(coded(mark, self._pens[mark]) for mark in LEGEND)
-        n_legend = len("  ".join(LEGEND))
-        if self._status.has_legend:
-            for text in texts[:-2]:
-                if n_legend + len(_GAP + text) <= columns:
-                    return f"{legend}{_GAP}{coded(text, self._pens['faint'])}"
-            if n_legend <= columns:
-                return legend
-        fitting = next((text for text in texts if len(text) <= columns), "")
-        return coded(fitting, self._pens["faint"])
+        return first.codes(self._pens), second
 
     def _write(self, codes: str) -> None:
         encoding = self._console.encoding
@@ -236,24 +237,18 @@ class _Status:
     """The content of the status line."""
 
     def __init__(self) -> None:
-        self._n_prompt_tokens = 0
-        self._reading: ReadingEvent | None = None
+        self._reading = ["reading", ""]
         self._has_draft = True
         self._first: CommittedEvent | None = None
         self._last: CommittedEvent | None = None
-        self._n_drafted = 0
-        self._n_accepted = 0
-
-    @property
-    def has_legend(self) -> bool:
-        return self._has_draft and self._first is not None
+        self._n_drafted = self._n_accepted = 0
 
     def update(self, event: Event) -> None:
         if isinstance(event, PromptEvent):
-            self._n_prompt_tokens = event.n_prompt_tokens
+            self._reading.insert(0, f"reading {event.n_prompt_tokens} prompt tokens")
             self._has_draft = event.draft != "none"
         elif isinstance(event, ReadingEvent):
-            self._reading = event
+            self._reading = [reading(event), *self._reading[-3:]]
         elif isinstance(event, DraftedEvent):
             self._n_drafted += len(event.nodes)
         elif isinstance(event, VerifiedEvent):
@@ -262,19 +257,24 @@ class _Status:
             self._first = self._first or event
             self._last = event
 
-    def texts(self) -> list[str]:
-        """Return the possible texts, from the fullest to the shortest; the last two are for narrow windows."""
-        if self._first is None or self._last is None:
-            texts = [f"reading {self._n_prompt_tokens} prompt tokens", "reading", ""]
-            return texts if self._reading is None else [reading(self._reading), *texts]
-        count = self._last.n_tokens
-        figures = [f"{count} tokens"]
-        seconds = self._last.time_s - self._first.time_s
-        if seconds > 0:
-            figures.append(f"{(count - self._first.n_tokens) / seconds:.1f}/s")
-        if self._n_drafted:
-            figures.append(f"{100 * self._n_accepted / self._n_drafted:.0f}% accepted")
-        return ["  ".join(figures[:n]) for n in range(len(figures), 0, -1)] + [str(count), ""]
+    def codes(self, columns: int, pens: Pens) -> str:
+        """Return the fullest line that fits: with the legend, or with fewer figures."""
+        texts, narrow = self._reading, list[str]()
+        if self._first is not None and self._last is not None:
+            n, seconds = self._last.n_tokens, self._last.time_s - self._first.time_s
+            figures, narrow = [f"{n} tokens"], [str(n), ""]
+            if seconds > 0:
+                figures.append(f"{(n - self._first.n_tokens) / seconds:.1f}/s")
+            if self._n_drafted:
+                figures.append(f"{100 * self._n_accepted / self._n_drafted:.0f}% accepted")
+            texts = ["  ".join(figures[:n]) for n in range(len(figures), 0, -1)]
+            room = columns - len("  ".join(LEGEND))
+            if self._has_draft and room >= 0:
+                legend = "  ".join(coded(mark, pens[mark]) for mark in LEGEND)
+                text = next((f"{_GAP}{text}" for text in texts if len(_GAP + text) <= room), "")
+                return legend + coded(text, pens["faint"])
+        fitting = next((text for text in [*texts, *narrow] if len(text) <= columns), "")
+        return coded(fitting, pens["faint"])
 
 
 class _FoldedThought:
@@ -286,8 +286,7 @@ class _FoldedThought:
         self._rows: list[Row] = []
         self._is_blank = True
         self._first_s: float | None = None
-        self._last_s = 0.0
-        self._n_tokens = 0
+        self._last_s, self._n_tokens = 0.0, 0
 
     @property
     def is_open(self) -> bool:
@@ -321,15 +320,62 @@ class _FoldedThought:
         """Yield the line for the thinking block once, if there was one, and then text that was held back as a
         possible tag."""
         if self._first_s is not None:
-            seconds = self._last_s - self._first_s
-            tokens = counted(self._n_tokens, "token")
+            about = f"{self._last_s - self._first_s:.1f} s, {counted(self._n_tokens, 'token')}"
             self._first_s = None
-            yield Run(f"thought for {seconds:.1f} s, {tokens} (/think shows it)\n", "faint")
-        answer = self._reader.finish()[1]
-        if answer:
+            yield Run(f"thought for {about} (/think shows it)\n", "faint")
+        if answer := self._reader.finish()[1]:
             yield Run(answer, "plain")
 
     def rows(self, n_most: int) -> list[Row]:
         """Return the last rows of the thinking block."""
         self._rows = (self._rows + self.flow.take_settled(1, 1))[-_THOUGHT_ROWS:]
         return (self._rows + self.flow.rows)[-min(n_most, _THOUGHT_ROWS) :]
+
+
+# --- which renderer
+
+
+def make_renderer(
+    *,
+    stdout: TextIO,
+    stderr: TextIO,
+    environ: Mapping[str, str],
+    json: bool = False,
+    show: Show = "accepted",
+    stats: bool = True,
+    quiet: bool = False,
+    verbose: bool = False,
+    in_chat: bool = False,
+    newline: bool = False,
+) -> Renderer:
+    """Return the renderer of one generation.
+
+    The answer goes to `stdout`, marked as `show` says, or with `json` the events as JSON Lines. Notices (with
+    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. `in_chat`
+    always ends an answer's last line, and puts a line in the place of a thinking block on a terminal.
+    `newline` ends the last line in a pipe, and in a file that standard error shares; on a terminal it always
+    ends, and where the summary follows in the same pipe or file.
+    """
+    console = make_console(stdout, environ)
+    stdout.flush()  # so that earlier output comes first
+    if json:
+        return JsonlRenderer(stdout.buffer)
+    errors = make_console(stderr, environ)
+    notice = None if quiet else partial(print_notice, errors, verbose=verbose)
+    is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
+    if stdout.isatty() and not is_dumb:
+        return LiveRenderer(console, show, notice, folds=in_chat)
+    if stdout.isatty():
+        return TextRenderer(stdout.buffer, notice, encoding=console.encoding, is_terminal=True)
+    out, err = _status_of(stdout), _status_of(stderr)
+    is_pipe = out is not None and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
+    is_shared = out is not None and err is not None and os.path.samestat(out, err)  # as with 2>&1
+    ends_line = in_chat or (newline and is_pipe) or ((newline or stats) and is_shared)
+    return TextRenderer(stdout.buffer, notice, ends_line=ends_line, ends_empty=in_chat)
+
+
+def _status_of(stream: TextIO) -> os.stat_result | None:
+    try:
+        return os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return None

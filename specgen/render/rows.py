@@ -1,28 +1,191 @@
-"""Text in rows of a terminal.
+"""Text for a terminal: cleaned, marked by where it comes from, and laid out in rows.
 
 A `Cell` is what a reader takes for one character (a letter with its accents, an emoji of several code points).
-Terminals disagree about the width of emoji sequences: a family of three takes two columns in one and six in
-another. A cell's width is the largest that is usual, so that a row never runs over the edge.
-
-Lines are broken where the terminal itself would break them, so that it joins their rows when text is copied. A row
-never depends on anything after the first cell of the next row, so all rows of a growing text (`Flow`) except the
-last are settled.
+Terminals disagree about the width of emoji sequences, so a cell's width is the largest that is usual, and a row never
+runs over the edge. Lines are broken where the terminal itself would break them, so that it joins their rows when text
+is copied. A row never depends on anything after the first cell of the next row, so all rows of a growing text (`Flow`)
+except the last are settled.
 """
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.style import Style
 from wcwidth import iter_graphemes, wcwidth
 
-from specgen.render.marks import Pens, Run, coded
-from specgen.render.text import Cleaner, clean_line
+from specgen.events import (
+    CommittedEvent,
+    DraftedEvent,
+    DraftNode,
+    Event,
+    Piece,
+    TokenKind,
+    VerifiedEvent,
+)
+
+# --- text that a terminal does not obey
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+#: What stands for control characters (U+2400 is the sign of NUL), for what would reorder the text on the screen, and for
+#: what UTF-8 cannot express.
+_SIGNS: dict[int, str] = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: "\N{SYMBOL FOR DELETE}",
+    **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F)), _REPLACEMENT),
+    **dict.fromkeys((*range(0x2066, 0x206A), *range(0xD800, 0xE000)), _REPLACEMENT),
+    **dict.fromkeys((0x2028, 0x2029), "\n"),
+}
+
+
+class Cleaner:
+    """Replaces characters that a terminal would obey, or UTF-8 cannot express, in a stream of text. Line feeds and
+    tabs pass; CR LF and the Unicode line and paragraph separators become line feeds."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Return the clean text; a carriage return at the end waits for the next piece."""
+        text = self._held + text
+        self._held = "\r" if text.endswith("\r") else ""
+        text = text.removesuffix("\r")
+        # To translate is slow, and rarely needed.
+        return text if text.isprintable() else text.replace("\r\n", "\n").translate(_SIGNS)
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        held, self._held = self._held, ""
+        return held.translate(_SIGNS)
+
+
+def clean(text: str) -> str:
+    """Return a whole text, cleaned."""
+    cleaner = Cleaner()
+    return cleaner.feed(text) + cleaner.finish()
+
+
+def clean_line(text: str) -> str:
+    """Return a text cleaned for where it must not break the line."""
+    newline = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
+    return clean(text).replace("\n", newline).replace("\t", "    ")
+
+
+# --- marks
+
+#: The origin of a piece of text; ``faint`` marks text that is not the answer, such as the reason of a round.
+Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
+#: The marks of a legend: all except those that only grammars cause.
+LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
+#: By mark. The colours are the terminal's own sixteen, which suit dark and light backgrounds, and the attributes say
+#: the same without them: accepted tokens are underlined, tokens that the target chose itself bold, bonus tokens both.
+STYLES: Mapping[str, Style] = {
+    "accepted": Style(color="green", underline=True),
+    "corrected": Style(color="magenta", bold=True),
+    "bonus": Style(color="cyan", bold=True, underline=True),
+    "plain": Style.null(),
+    "forced": Style(color="blue"),
+    "rejected": Style(color="red", strike=True),
+    "aside": Style(color="red", dim=True),
+    "faint": Style(dim=True),
+}
+#: Escape codes before and after a stretch of text, by mark.
+Pens: TypeAlias = Mapping[str, tuple[str, str]]
+
+
+def pens(console: Console) -> Pens:
+    """Return the escape codes for each mark on this console. Without colours (NO_COLOR) the attributes stay, and
+    rejected text is also dimmed: not every terminal strikes text through."""
+    styles = dict(STYLES)
+    if console.no_color:
+        styles["rejected"] += styles["faint"]
+        styles = {mark: style.without_color for mark, style in styles.items()}
+    system = None if console.color_system is None else ColorSystem.STANDARD
+    found = {"": ("", "")}
+    for mark, style in styles.items():
+        before, _, after = style.render("\0", color_system=system).partition("\0")
+        found[mark] = (before, after)
+    return found
+
+
+def coded(text: str, pen: tuple[str, str]) -> str:
+    """Return text with its codes; nothing for an empty text."""
+    return f"{pen[0]}{text}{pen[1]}" if text else ""
+
+
+class Run(NamedTuple):
+    """A stretch of text with one mark."""
+
+    text: str
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The text that one round added to the answer, and the branches that it rejected."""
+
+    pieces: tuple[Piece, ...]
+    #: (index of the piece that took its place, text) for each rejected branch of the draft.
+    rejected: tuple[tuple[int, str], ...]
+    #: Why the round drafted what it drafted, in words; empty if the round before had the same reason.
+    reason: str = ""
+
+    def runs(self, *, shows_all: bool) -> Iterator[Run]:
+        """Yield the text in order, and with `shows_all` each rejected branch at its position, and the
+        reason at the end of the round's last line. A branch is struck out if it was the only one and no
+        drafted token took its place; otherwise it is in brackets, so that the text stays legible."""
+        for index, piece in enumerate(self.pieces):
+            lost = [text for place, text in self.rejected if place == index and text]
+            if shows_all and len(lost) == 1 and piece.kind != "accepted":
+                yield Run(lost[0], "rejected")
+            elif shows_all and lost:
+                yield Run(f"[{'|'.join(lost)}]".replace("\n", "\\n"), "aside")
+            has_reason = shows_all and self.reason and index == len(self.pieces) - 1
+            line = piece.text.rstrip("\n") if has_reason else piece.text
+            if line:
+                yield Run(line, piece.kind)
+            if has_reason:
+                yield Run(f" [{self.reason}]", "faint")
+            if line != piece.text:
+                yield Run(piece.text.removeprefix(line), piece.kind)
+
+
+class RoundReader:
+    """Combines the events of a round, so that views need not know how a draft's tree relates to the text."""
+
+    def __init__(self) -> None:
+        self._nodes: tuple[DraftNode, ...] = ()
+        self._rejected: tuple[tuple[int, str], ...] = ()
+        self._reason: str | None = None
+
+    def read(self, event: Event) -> Round | None:
+        """Return the round at its last event; None at the others."""
+        if isinstance(event, DraftedEvent):
+            self._nodes = event.nodes
+        elif isinstance(event, VerifiedEvent):
+            # A rejected branch begins at the root, or at the accepted node that is its first node's parent.
+            path = (-1, *event.accepted)
+            self._rejected = tuple(
+                (path.index(self._nodes[branch.nodes[0]].parent), branch.text)
+                for branch in event.rejected
+            )
+        if not isinstance(event, CommittedEvent):
+            return None
+        reason = event.reason_text or "" if event.reason != self._reason else ""
+        found = Round(event.pieces, self._rejected, reason)
+        self._rejected, self._reason = (), event.reason or self._reason
+        return found
+
+
+# --- cells and rows
 
 #: Distance of the tab stops, in columns.
 TAB_COLUMNS = 8
@@ -35,21 +198,16 @@ class Cell(NamedTuple):
     """A user-perceived character."""
 
     text: str
-    #: The most columns that it may take.
+    #: The most columns that it may take, and whether every terminal agrees on them.
     width: int
-    #: Whether every terminal agrees on the width.
     exact: bool
-    #: The name of its style. A space has none unless it is rejected, so that underlining does not run from word
-    #: to word.
+    #: Its style. A space has none unless it is rejected, so that underlining does not run from word to word.
     mark: str
 
 
 def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) -> None:
-    """Cut clean text without line feeds and tabs into cells, at the end of `cells`.
-
-    The first characters may belong to the last cell that is there, unless `join` is false;
-    such a cell keeps its mark.
-    """
+    """Cut clean text without line feeds and tabs into cells, at the end of `cells`. With `join`, the first characters
+    may belong to the last cell that is there, which keeps its mark."""
     if not text:
         return
     first_mark = mark
@@ -76,33 +234,28 @@ def _pieces(grapheme: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _cell(text: str, mark: str) -> Cell:
-    width = sum(map(_width, text))
+    width, code = sum(map(_width, text)), ord(text[0])
     if text == " " and mark != "rejected":
         mark = ""
     if "\N{VARIATION SELECTOR-16}" in text:
         width = max(width, 2)
-    return Cell(text, width, len(text) == 1 and _is_exact(ord(text), width), mark)
+    # Nobody disputes the width of Latin, Greek and Cyrillic, nor of Chinese, Japanese and Korean.
+    is_european = (0x20 <= code < 0x300 or 0x370 <= code < 0x483) and code != 0xAD
+    exact = (width == 1 and is_european) or (width == 2 and 0x3001 <= code < 0xFF61)
+    return Cell(text, width, exact and len(text) == 1, mark)
 
 
 def _width(character: str) -> int:
     return 2 if 0x1F000 <= ord(character) < 0x1FB00 else max(0, wcwidth(character))
 
 
-def _is_exact(code: int, width: int) -> bool:
-    """Return whether nobody disputes the width: Latin, Greek, Cyrillic; Chinese, Japanese and Korean."""
-    is_european = 0x20 <= code < 0x300 or 0x370 <= code < 0x483
-    return (width == 1 and is_european and code != 0xAD) or (width == 2 and 0x3001 <= code < 0xFF61)
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the screen."""
+    """One row of the screen, of at most `width` columns."""
 
     cells: tuple[Cell, ...]
-    #: Columns of the cells, at most.
     width: int
-    #: The next row goes on without a line feed: the terminal itself breaks the line there,
-    #: and text copied from it comes out in one piece.
+    #: The next row goes on without a line feed: the terminal itself breaks the line there.
     joined: bool = False
 
     def runs(self) -> Iterator[tuple[str, str]]:
@@ -110,17 +263,17 @@ class Row:
         for mark, cells in groupby(self.cells, attrgetter("mark")):
             yield "".join(cell.text for cell in cells), mark
 
+    def codes(self, pens: Pens) -> str:
+        """Return the row with its codes, for a terminal."""
+        return "".join([coded(text, pens[mark]) for text, mark in self.runs()])
+
 
 EMPTY_ROW = Row((), 0)
 
 
 def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) -> list[Row]:
-    """Lay one line out in at least one row.
-
-    The screen has at least 2 `columns`; the first row has room for `first_columns`, if that is less. A row is
-    as wide as the screen only if all its cells have an exact width, otherwise one column less. A cell wider
-    than the screen has a row of its own.
-    """
+    """Lay one line out in at least one row, the first with room for `first_columns`, if that is less than `columns`.
+    A row is as wide as the screen only if all its cells have an exact width, otherwise one column less."""
     rows: list[Row] = []
     start, room = 0, columns if first_columns is None else first_columns
     while True:
@@ -132,16 +285,10 @@ def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) 
             width, end = width + cell.width, end + 1
         if end == start < len(cells) and room == columns:
             width, end = cells[start].width, end + 1
-        row = Row(tuple(cells[start:end]), width, joined=width == columns and end < len(cells))
-        rows.append(row)
+        rows.append(Row(tuple(cells[start:end]), width, width == columns and end < len(cells)))
         if end == len(cells):
             return rows
         start, room = end, columns
-
-
-def row_codes(row: Row, codes: Pens) -> str:
-    """Return a row with its codes, for a terminal."""
-    return "".join([coded(text, codes[mark]) for text, mark in row.runs()])
 
 
 class Flow:
@@ -182,10 +329,8 @@ class Flow:
         self._lay_out(cells)
 
     def take_settled(self, n_kept: int, n_most: int) -> list[Row]:
-        """Hand out the rows of finished lines, and those of the last line except `n_kept`.
-
-        Joined rows are handed out together, but at most `n_most` rows are kept.
-        """
+        """Hand out the rows of finished lines, and those of the last line except `n_kept`; joined rows are handed out
+        together, but at most `n_most` rows are kept."""
         n_rows = len(self.rows)
         n_taken = max(0, n_rows - n_kept)
         while n_taken and self.rows[n_taken - 1].joined:
@@ -205,8 +350,7 @@ class Flow:
         return settled
 
     def _append(self, cells: list[Cell], text: str, mark: str) -> None:
-        rejected = mark == "rejected"
-        join = not cells or (cells[-1].mark == "rejected") == rejected
+        join = not cells or (cells[-1].mark == "rejected") == (mark == "rejected")
         before, *others = text.split("\t")
         append_cells(cells, before, mark, join=join)
         for part in others:

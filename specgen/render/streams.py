@@ -1,4 +1,4 @@
-"""Renderers: their interface, and those that write to a stream, as text or as JSON Lines."""
+"""Consoles and renderers: their interface, and those that write to a stream, as text or as JSON Lines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -26,7 +26,7 @@ from specgen.events import (
     VerifiedEvent,
     to_json_object,
 )
-from specgen.render.text import Cleaner, clean, clean_line
+from specgen.render.rows import Cleaner, clean, clean_line
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,6 +37,29 @@ _READING_S = 5.0
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
+class TerminalConsole(Console):
+    """A Rich console that reports a closed pipe instead of ending the program."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def make_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
+    """Return a console for a standard stream. It prints text unchanged: no markup, no emoji codes, no
+    highlighting."""
+    ignored = set() if environ.get("FORCE_COLOR") else {"FORCE_COLOR"}
+    if stream.isatty():  # the terminal itself knows its size, also after a change
+        ignored |= {"COLUMNS", "LINES"}
+    return TerminalConsole(
+        file=stream,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        no_color=bool(environ.get("NO_COLOR")),
+        _environ={name: value for name, value in environ.items() if name not in ignored},
+    )
+
+
 class Renderer(ABC):
     """Shows the events of one generation. Used as a context manager; it closes only once."""
 
@@ -44,17 +67,16 @@ class Renderer(ABC):
 
     @abstractmethod
     def handle(self, event: Event) -> None:
-        """Show one event. Everything visible of it is written when this returns. Raise `BrokenPipeError` if
-        the reader of the output went away, and `OutputError` if it could not be written."""
+        """Show one event, at once. Raise `BrokenPipeError` if the reader went away, and `OutputError`."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Finish the output and leave the terminal as it was; `close` calls this the first time."""
 
     def close(self) -> None:
-        """Finish the output and leave the terminal as it was; further calls do nothing."""
         if not self._closed:
             self._closed = True
             self._finish()
-
-    def _finish(self) -> None:  # noqa: B027 - some have nothing to finish
-        """Close the renderer: `close` calls this the first time."""
 
     def __enter__(self) -> Self:
         return self
@@ -67,8 +89,7 @@ class Renderer(ABC):
 
 
 class TextRenderer(Renderer):
-    """Writes the answer's text to a binary stream with each round, and nothing else: for pipes and files in
-    UTF-8, whatever the locale, with no line feed changed.
+    """Writes the answer's text to a binary stream with each round, and nothing else.
 
     With `is_terminal` it is for one without escape codes: control characters are replaced by signs, and notices
     start a line. A prompt that takes long to read has a line in `notice` now and then. `ends_line` ends the last
@@ -85,7 +106,8 @@ class TextRenderer(Renderer):
         ends_empty: bool = False,
         is_terminal: bool = False,
     ) -> None:
-        self._stream, self._notice, self._encoding = stream, notice, encoding
+        self._stream, self._encoding = stream, encoding
+        self._notice = notice or (lambda _event: None)
         self._ends_line, self._is_terminal = ends_line or is_terminal, is_terminal
         self._in_line, self._ends_empty, self._said_s = False, ends_empty, 0.0
         self._cleaner = Cleaner()
@@ -94,14 +116,13 @@ class TextRenderer(Renderer):
         if isinstance(event, FinishedEvent):
             self._in_line = self._in_line or (self._ends_empty and not event.text)
             self.close()
-        elif isinstance(event, NoticeEvent) and self._notice is not None:
+        elif isinstance(event, NoticeEvent):
             if self._is_terminal and self._in_line:
                 self._put("\n")
             self._notice(event)
-        elif isinstance(event, ReadingEvent) and self._notice is not None:
-            if event.time_s - self._said_s >= _READING_S:
-                self._said_s = event.time_s
-                self._notice(event)
+        elif isinstance(event, ReadingEvent) and event.time_s - self._said_s >= _READING_S:
+            self._said_s = event.time_s
+            self._notice(event)
         elif isinstance(event, CommittedEvent):
             self._put(self._cleaner.feed(event.text) if self._is_terminal else event.text)
 
@@ -116,8 +137,6 @@ class TextRenderer(Renderer):
         self._put(self._cleaner.finish())
         if self._ends_line and self._in_line:
             self._put("\n")
-        with output_errors():
-            self._stream.flush()
 
 
 class JsonlRenderer(Renderer):
@@ -129,9 +148,9 @@ class JsonlRenderer(Renderer):
     def handle(self, event: Event) -> None:
         with output_errors():
             self._stream.write(json_line(to_json_object(event)))
-            # These two events of a round are followed at once by its last one.
-            if not isinstance(event, (DraftedEvent, VerifiedEvent)):
-                self._stream.flush()
+        # These two events of a round are followed at once by its last one.
+        if not isinstance(event, (DraftedEvent, VerifiedEvent)):
+            self._finish()
 
     def _finish(self) -> None:
         with output_errors():

@@ -11,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from specgen.events import FinishedEvent, undrafted_text
-from specgen.render.marks import FAINT, legend
+from specgen.render.rows import LEGEND, STYLES, clean_line
 from specgen.render.streams import say
-from specgen.render.text import clean_line, counted
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.progress import duration, seconds_text, three_digits
+from specgen.system.progress import counted, duration, seconds_text, three_digits
 from specgen.text.tally import is_impossible
 
 if TYPE_CHECKING:
@@ -38,15 +37,16 @@ def print_summary(
 ) -> None:
     """Print the summary: on a terminal in two columns; elsewhere a line for each item, so that it can be
     searched. `draft` and `kernels` are those of the prompt's event."""
-    items = list(summary_items(finished, draft=draft, kernels=kernels))
+    items = [(label, Text(text)) for label, text in summary_items(finished, draft, kernels)]
     if show_legend and finished.n_drafted:
-        items.append(("legend", legend()))
+        legend = Text("  ").join(Text(mark, STYLES[mark]) for mark in LEGEND)
+        items.append(("legend", legend))
     if not console.is_terminal:
         for label, text in items:
             say(console, Text.assemble(f"{label}: ", text))
         return
     table = Table.grid(padding=(0, 2))
-    table.add_column(style=FAINT, no_wrap=True)
+    table.add_column(style=STYLES["faint"], no_wrap=True)
     table.add_column()
     for item in items:
         table.add_row(*item)
@@ -55,52 +55,52 @@ def print_summary(
 
 
 def summary_items(
-    finished: FinishedEvent, *, draft: str | None = None, kernels: str | None = None
-) -> Iterator[tuple[str, Text]]:
-    """Return (label, text) for all known figures."""
-    yield "answer", Text(", ".join(_answer(finished)))
-    if finished.tokens_per_s is not None or finished.time_to_first_token_s is not None:
-        yield "speed", Text(", ".join(_speed(finished)))
-    if finished.n_cached_tokens:
-        n_all = counted(finished.n_prompt_tokens, "token")
-        yield "prompt", Text(f"{n_all}, {finished.n_cached_tokens} of them not read again")
-    if finished.n_drafted:
-        rate = finished.acceptance_rate
+    finished: FinishedEvent, draft: str | None = None, kernels: str | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) for all known figures."""
+    of, prompt = finished, counted(finished.n_prompt_tokens, "prompt token")
+    length = f"{of.mean_accepted_length or 0.0:.2f} tokens per pass of the target"
+    length = length if of.mean_accepted_length is not None else ""
+    forced = f"{of.n_forced} forced by the grammar" if of.n_forced else ""
+    counts = counted(of.n_tokens, "token"), counted(of.n_rounds, "round")
+    yield "answer", _listed(*counts, length, forced)
+    speed, first_s = of.tokens_per_s, of.time_to_first_token_s
+    if speed is not None or first_s is not None:
+        per_s = f"{three_digits(speed)} tokens/s" if speed is not None else ""
+        first = (
+            f"first token after {seconds_text(first_s)} ({prompt})" if first_s is not None else ""
+        )
+        yield "speed", _listed(per_s, first)
+    if of.n_cached_tokens:
+        n_all = counted(of.n_prompt_tokens, "token")
+        yield "prompt", f"{n_all}, {of.n_cached_tokens} of them not read again"
+    if of.n_drafted:
+        rate = of.acceptance_rate
         share = "" if rate is None else f"acceptance rate {rate:.0%}, "
-        n_drafted = counted(finished.n_drafted, "token")
-        yield "drafts", Text(f"{share}{finished.n_accepted} of {n_drafted} accepted")
-        yield "by depth", Text(_shares(finished.accepted_by_depth, finished.drafted_by_depth))
-        if len(finished.drafted_by_rank) > 1:  # second guesses for a position beside the first ones
-            yield "by guess", Text(_shares(finished.accepted_by_rank, finished.drafted_by_rank))
-    elif finished.n_rounds and draft not in (None, "none"):
-        yield "drafts", Text("nothing was drafted")
-    n_undrafted = sum(each.n_rounds for each in finished.undrafted)
-    if draft != "none" and n_undrafted > _LITTLE * finished.n_rounds:
-        yield "reasons", Text(undrafted_text(finished.undrafted, finished.n_rounds))
-    if finished.wall_s > 0:
-        yield "time", Text(", ".join(_time(finished)))
+        yield "drafts", f"{share}{of.n_accepted} of {counted(of.n_drafted, 'token')} accepted"
+        yield "by depth", _shares(of.accepted_by_depth, of.drafted_by_depth)
+        if len(of.drafted_by_rank) > 1:  # second guesses for a position beside the first ones
+            yield "by guess", _shares(of.accepted_by_rank, of.drafted_by_rank)
+    elif of.n_rounds and draft not in (None, "none"):
+        yield "drafts", "nothing was drafted"
+    n_undrafted = sum(each.n_rounds for each in of.undrafted)
+    if draft != "none" and n_undrafted > _LITTLE * of.n_rounds:
+        yield "reasons", undrafted_text(of.undrafted, of.n_rounds)
+    if of.wall_s > 0:
+        parts = {"prompt": of.prompt_s, "draft": of.draft_s}
+        parts |= {"target": of.target_s - of.prompt_s, "specgen": of.loop_s}
+        shares = {name: part_s / of.wall_s for name, part_s in parts.items() if part_s > 0}
+        texts = (f"{n} {s:.0%}" if s >= 0.01 else f"{n} under 1%" for n, s in shares.items())
+        yield "time", _listed(seconds_text(of.wall_s), *texts)
     if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
-        yield "kernels", Text(kernels)
-    if finished.estimated_speedup is not None:
-        yield "gain", _gain(finished, draft)
-    yield "end", Text(_end(finished))
+        yield "kernels", str(kernels)
+    if of.estimated_speedup is not None:
+        yield "gain", _gain(of, of.estimated_speedup, draft)
+    yield "end", _end(of)
 
 
-def _answer(finished: FinishedEvent) -> Iterator[str]:
-    yield counted(finished.n_tokens, "token")
-    yield counted(finished.n_rounds, "round")
-    if finished.mean_accepted_length is not None:
-        yield f"{finished.mean_accepted_length:.2f} tokens per pass of the target"
-    if finished.n_forced:
-        yield f"{finished.n_forced} forced by the grammar"
-
-
-def _speed(finished: FinishedEvent) -> Iterator[str]:
-    if finished.tokens_per_s is not None:
-        yield f"{three_digits(finished.tokens_per_s)} tokens/s"
-    if finished.time_to_first_token_s is not None:
-        prompt = counted(finished.n_prompt_tokens, "prompt token")
-        yield f"first token after {seconds_text(finished.time_to_first_token_s)} ({prompt})"
+def _listed(*texts: str) -> str:
+    return ", ".join(filter(None, texts))
 
 
 def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int]) -> str:
@@ -112,50 +112,38 @@ def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int]) -> str:
     return f"{bars}  {numbers}"
 
 
-def _time(finished: FinishedEvent) -> Iterator[str]:
-    yield seconds_text(finished.wall_s)
-    for name, part_s in (
-        ("prompt", finished.prompt_s),
-        ("draft", finished.draft_s),
-        ("target", finished.target_s - finished.prompt_s),
-        ("specgen", finished.loop_s),
-    ):
-        if part_s > 0:
-            share = part_s / finished.wall_s
-            yield f"{name} {share:.0%}" if share >= 0.01 else f"{name} under 1%"
-
-
-def _gain(finished: FinishedEvent, draft: str | None) -> Text:
+def _gain(finished: FinishedEvent, speedup: float, draft: str | None) -> str:
     """Return between which two numbers the gain over plain decoding is, and advice if it is a loss. A gain that may
     be none is not called one, and on a busy machine nothing is known."""
     if finished.others_share is not None and is_busy(finished.others_share):
-        return Text(f"not known, since the machine was busy: {busy_text(finished.others_share)}")
-    speedup = finished.estimated_speedup or 0.0
+        return f"not known, since the machine was busy: {busy_text(finished.others_share)}"
     low, high = finished.estimated_speedup_range or (speedup, speedup)
-    whole = finished.estimated_whole_speedup
-    details = []
+    whole, plain, details = (
+        finished.estimated_whole_speedup,
+        finished.plain_tokens_per_s,
+        ["", "", ""],
+    )
     # Reading a long prompt takes the same time with drafts and without.
     if whole is not None and abs(whole - speedup) > _NOISE:
-        details.append(f"{_between(low, high)} times after the first token")
+        details[0] = f"{_between(low, high)} times after the first token"
         prompt = finished.prompt_s / finished.wall_s
         low, high = (prompt + (whole - prompt) * each / speedup for each in (low, high))
-    if finished.plain_tokens_per_s is not None:
-        details.append(f"{three_digits(finished.plain_tokens_per_s)} tokens/s plain")
+    if plain is not None:
+        details[1] = f"{three_digits(plain)} tokens/s plain"
     if finished.estimate:
-        details.append(f"estimated {finished.estimate}")
-    about = f" ({', '.join(details)})" if details else ""
+        details[2] = f"estimated {finished.estimate}"
+    about = f" ({_listed(*details)})" if any(details) else ""
     if is_impossible(speedup, finished.mean_accepted_length):
         length = f"{finished.mean_accepted_length:.2f} tokens per pass"
         about += f"; {length} allow no more: the machine's speed changed meanwhile"
     times = _between(low, high)
     if round(low, 1) > 1.0:
-        return Text(f"{times} times as fast as plain decoding{about}")
+        return f"{times} times as fast as plain decoding{about}"
     if round(high, 1) >= 1.0:
-        return Text(f"about as fast as plain decoding: {times} times{about}")
+        return f"about as fast as plain decoding: {times} times{about}"
     others = "" if draft == "ngram" else ", `--draft ngram`"
-    slower = f"drafting made this slower: {times} times the speed of plain decoding"
     advice = f"try `--draft none`{others} or a smaller `--draft-max`"
-    return Text.assemble((slower, "bold"), f"{about}; {advice}")
+    return f"drafting made this slower: {times} times the speed of plain decoding{about}; {advice}"
 
 
 def _between(low: float, high: float) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from rich.table import Table
 from rich.text import Text
 
-from specgen.render.text import clean_line, counted
+from specgen.render.rows import clean_line
 from specgen.session.files import name_of
+from specgen.system.progress import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,9 +18,6 @@ if TYPE_CHECKING:
     from specgen.measure.bench import Figures
     from specgen.measure.search import Search, Tried
     from specgen.measure.trial import DraftFigures
-
-#: The first cell of a row, the others, and the style.
-_Row: TypeAlias = tuple[str, Sequence[str], str]
 
 #: The figures of a contender: the column's name in a pipe, its heading on a terminal (none there if empty), and
 #: the figure.
@@ -58,8 +57,7 @@ def _cell(value: float | None, missing: str = "") -> str:
 
 def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
     """Yield the columns' names, then a line for each contender, followed by one for each of its categories if
-    there are several. Tabs separate the columns, which are empty where there is no figure. Without figures
-    there are no lines."""
+    there are several, with tabs between. Without figures there are no lines."""
     if figures:
         names = [name for name, _, _ in _BENCH]
         yield "\t".join(("target", "temperature", "contender", "category", *names))
@@ -75,36 +73,32 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
     for target, temperature in dict.fromkeys((e.target, e.temperature) for e in figures):
         every = [e for e in figures if (e.target, e.temperature) == (target, temperature)]
         best = max((each.speedup or 0.0 for each in every), default=0.0)
-        rows: list[_Row] = [
-            (
-                each.contender,
-                [_cell(figure(each), "-") for _, figure in shown],
-                "bold" if each.speedup == best else "",
-            )
-            for each in every
-        ]
+        table = _table("contender", *(heading for heading, _ in shown))
+        for each in every:
+            style = "bold" if each.speedup == best else ""
+            cells = [_cell(figure(each), "-") for _, figure in shown]
+            table.add_row(Text(each.contender), *cells, style=style)
         console.print(Text(f"{target}, temperature {temperature:g}", style="bold"))
-        _print_table(console, "contender", [heading for heading, _ in shown], rows)
+        console.print(table)
         speedups = [{own.category: own.speedup for own in each.categories} for each in every]
         if len(categories := dict.fromkeys(name for own in speedups for name in own)) > 1:
-            rows = [
-                (clean_line(name), [_cell(own.get(name), "-") for own in speedups], "")
-                for name in categories
-            ]
-            _print_table(console, "category", [each.contender for each in every], rows)
+            table = _table("category", *(each.contender for each in every))
+            for name in categories:
+                cells = [_cell(own.get(name), "-") for own in speedups]
+                table.add_row(Text(clean_line(name)), *cells)
+            console.print(table)
         console.print()
     explanation = (
-        "Each prompt was answered by all in turn: the speed-up over plain decoding of the same prompt (geometric "
-        "means), its first and third quartile over the answers, and that of the worst prompt; tokens a second after "
-        "the first (median); the share of drafted tokens that the target accepts; tokens per pass of the target; the "
-        "time to the first token relative to plain decoding; answers whose text differs from plain decoding's."
+        "Each prompt was answered by all in turn: the speed-up over plain decoding (geometric mean), its quartiles "
+        "and its least; tokens a second after the first (median); the share of drafted tokens that the target "
+        "accepts; tokens per pass of the target; the time to the first token relative to plain decoding; answers "
+        "whose text differs from plain decoding's."
     )
     console.print(Text(explanation, style="dim"))
 
 
 def draft_lines(tried: Sequence[Tried]) -> list[str]:
-    """Return the columns' names and a line for each draft, the columns separated by tabs; empty where there is
-    no figure."""
+    """Return the columns' names and a line for each draft, with tabs between."""
     rows = [
         (str(one.draft), *(_cell(figure(one.figures)) for _, _, figure in _DRAFT)) for one in tried
     ]
@@ -113,35 +107,25 @@ def draft_lines(tried: Sequence[Tried]) -> list[str]:
 
 def print_draft_table(search: Search, sentences: Sequence[str], console: Console) -> None:
     """Print the drafts as a table, an explanation of the figures, and sentences about them."""
-    rows = [
-        (
-            name_of(one.draft),
-            [_cell(figure(one.figures), "-") for _, _, figure in _DRAFT],
-            "bold" if number == 0 else "",
-        )
-        for number, one in enumerate(search.tried)
-    ]
-    _print_table(console, "draft", [heading for _, heading, _ in _DRAFT], rows)
+    table = _table("draft", *(heading for _, heading, _ in _DRAFT))
+    for number, one in enumerate(search.tried):
+        cells = [_cell(figure(one.figures), "-") for _, _, figure in _DRAFT]
+        table.add_row(Text(name_of(one.draft)), *cells, style="" if number else "bold")
+    console.print(table)
     explanation = (
         f"For {search.target.name} at temperature 0, on {counted(len(search.baseline.answers), 'answer')}: the "
-        "speed-up over plain decoding, and that of the worst prompt; tokens a second; the share of drafted tokens "
-        "that the target accepts; tokens per pass of the target; milliseconds to draft a token, and to begin, since "
-        "a draft model reads the prompt too (that is not in the speed-up)."
+        "speed-up over plain decoding, and its least; tokens a second; the share of drafted tokens that the target "
+        "accepts; tokens per pass of the target; milliseconds to draft a token, and to begin, since a draft model "
+        "reads the prompt too (that is not in the speed-up)."
     )
     console.print(Text(explanation, style="dim"))
     for sentence in sentences:
         console.print(Text(sentence))
 
 
-def _print_table(
-    console: Console, first: str, headings: Sequence[str], rows: Sequence[_Row]
-) -> None:
-    """Print a table. If the console is too narrow for it, the first cell of a row has a line of its own."""
-    columns = zip(headings, *(cells for _, cells, _ in rows), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    first_width = max(map(len, (first, *(name for name, _, _ in rows))))
-    is_narrow = first_width + sum(widths) + 2 * len(widths) > console.width
-    for name, cells, style in ((first, headings, "dim"), *rows):
-        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        whole = f"{name}\n  {line}" if is_narrow else f"{name:<{first_width}}  {line}"
-        console.print(Text(whole, style), soft_wrap=True)
+def _table(first: str, *headings: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column(first, overflow="fold")
+    for heading in headings:
+        table.add_column(Text(heading), justify="right", no_wrap=True)
+    return table

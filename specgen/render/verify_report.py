@@ -9,7 +9,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from specgen.measure.verify import Difference, GreedyResult, SampledResult, VerifyReport, WayName
-from specgen.render.text import clean_line, counted
+from specgen.render.rows import clean_line
+from specgen.system.progress import counted
 
 #: Wide enough to read where output goes to a file.
 _WIDTH = 100
@@ -52,18 +53,27 @@ def _lines(report: VerifyReport) -> Iterator[tuple[int, str | Text]]:
         yield 4, _greedy(results)
         for result in results:
             if result.difference is not None:
-                yield 6, _difference(result, result.difference)
+                yield 6, _difference(result.prompt, result.difference)
     if report.sampled:
-        heading = (
-            f"Sampled at temperature {report.sampler.temperature:g}: the target's distribution?"
-        )
-        yield 0, Text(heading, "bold")
+        heat = f"{report.sampler.temperature:g}"
+        yield 0, Text(f"Sampled at temperature {heat}: the target's distribution?", "bold")
     elif report.check != "greedy" and not report.is_interrupted:
         yield 0, "Sampled: nothing was drafted in any answer, so there was nothing to sample"
     for place in report.sampled:
         yield 2, _WAYS[place.way]
         yield 4, _sampled(place)
-    yield 0, _verdict(report)
+    yield (
+        0,
+        {
+            "defect": Text("Not lossless: at least one defect.", _DEFECT),
+            "interrupted": Text("Interrupted: no defect in what was checked.", "bold"),
+            "nothing drafted": Text(
+                f"Nothing was drafted, so nothing was checked: {', '.join(report.undrafted)}.",
+                _DEFECT,
+            ),
+            "lossless": Text("Lossless: no defect found.", "bold green"),
+        }[report.verdict],
+    )
 
 
 def _greedy(results: Sequence[GreedyResult]) -> str:
@@ -75,7 +85,7 @@ def _greedy(results: Sequence[GreedyResult]) -> str:
     return f"{counted(len(results), 'prompt')}, {n_tokens}: {counts}; {_drafts(results)}"
 
 
-def _difference(result: GreedyResult, difference: Difference) -> Text:
+def _difference(prompt: int, difference: Difference) -> Text:
     plain, drafted = (
         repr(clean_line(text.replace("Ġ", " ").replace("▁", " "))) if text else "the end"
         for text in (difference.plain, difference.drafted)
@@ -88,7 +98,7 @@ def _difference(result: GreedyResult, difference: Difference) -> Text:
     if difference.same_in_batches_of is not None:
         why += f" (plain decoding does the same in batches of {difference.same_in_batches_of})"
     kind = ("defect", _DEFECT) if difference.is_defect else ("near-tie", "")
-    where = f"prompt {result.prompt}, token {difference.position + 1}: "
+    where = f"prompt {prompt}, token {difference.position + 1}: "
     return Text.assemble(where, kind, f": {why}")
 
 
@@ -109,17 +119,6 @@ def _sampled(place: SampledResult) -> Text:
         verdict,
         f"; {_drafts([place])}",
     )
-
-
-def _verdict(report: VerifyReport) -> Text:
-    if report.verdict == "defect":
-        return Text("Not lossless: at least one defect.", _DEFECT)
-    if report.verdict == "interrupted":
-        return Text("Interrupted: no defect in what was checked.", "bold")
-    if report.verdict == "nothing drafted":
-        checks = ", ".join(report.undrafted)
-        return Text(f"Nothing was drafted, so nothing was checked: {checks}.", _DEFECT)
-    return Text("Lossless: no defect found.", "bold green")
 
 
 def _drafts(results: Sequence[GreedyResult] | Sequence[SampledResult]) -> str:

@@ -7,8 +7,6 @@ from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from specgen.errors import BackendError
 from specgen.events import Event, FinishedEvent, ReadingEvent
 from specgen.method.backend import Batch
@@ -21,8 +19,6 @@ from specgen.text.sequence import Sequence
 #: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
 #: beside a round while costs are not known.
 N_READ_BESIDE = 32
-#: Single-token decodes timed by `plain_token_s`.
-_N_PROBES = 3
 #: Tokens of the shortest answer that is compared with plain decoding.
 _SHORTEST_COMPARED = 30
 
@@ -60,16 +56,14 @@ class AnswerLoop(Loop):
         return logits, hidden, other_s
 
     def start(self, sequence: Sequence) -> list[Event]:
-        """Decode a prompt, commit the first token, and return the events. Nothing drafts before, so the first token
-        comes as early as in plain decoding."""
+        """Decode a prompt, and commit the first token: as early as in plain decoding, since nothing drafts before."""
         events: list[Event] = []
         while not (sequence.is_started or sequence.is_finished):
             events += self.read(sequence)
         return events
 
     def read(self, sequence: Sequence, n_most: int | None = None) -> list[Event]:
-        """Decode one piece of a prompt, at most `n_most` tokens (by default as many as the target takes at
-        once). After the last piece, commit the first token. Return the events."""
+        """Decode a piece of a prompt, of at most `n_most` tokens; after the last one, commit the first token."""
         if sequence.is_finished:
             return []
         started, target_s = self.clock(), self.target.decode_s
@@ -85,21 +79,19 @@ class AnswerLoop(Loop):
         return events + self.after_chunk(sequence, logits, self.target.decode_s - target_s, started)
 
     def begin_reading(self, sequence: Sequence, started: float) -> list[Event]:
-        """Prepare for the first piece of a prompt, if nothing was read yet. Return the events."""
+        """Note when the first piece of a prompt is read, and commit what a grammar forces before any logits."""
         if sequence.read_since_s is not None:
             return []
         sequence.read_since_s = started
         sequence.n_cached = self.target.length(sequence.slot.first)
-        # Tokens that the grammar forces need no decode: they are decoded with the prompt.
         events = sequence.take_forced(started - self._started_s)
         if events:
             sequence.tally.time_to_first_token_s = self.clock() - started
         return events
 
     def add_piece(self, batch: Batch, sequence: Sequence, n_most: int) -> bool:
-        """Add to a batch the next tokens of the text that the cache does not hold yet: of the prompt, and
-        tokens that the grammar forces after it. Return whether these are the last ones; their last row
-        then wants logits."""
+        """Add the next tokens of the text that the cache lacks to a batch. Return whether these are the last ones, whose
+        last row wants logits."""
         text, first = sequence.tokens, sequence.slot.first
         start = self.target.length(first)
         for offset, token in enumerate(text[start : start + n_most]):
@@ -133,45 +125,12 @@ class AnswerLoop(Loop):
         reading = ReadingEvent(sequence.index, self.now_s, n_read, sequence.n_prompt, left_s)
         return [*events, reading]
 
-    def finish(
-        self, sequence: Sequence, *, estimate_gain: bool, costs: CostTable | None = None
-    ) -> FinishedEvent:
-        """Return the summary of a finished sequence. A sequence that had drafts, and is not so short that noise would
-        decide, is compared with plain decoding: with `estimate_gain` by its own decodes, which may take a few more,
-        otherwise by the `costs` of the target's batches."""
-        token_s, how, n_times = None, "", 1  # decodes next to one another count as one time
+    def finish(self, sequence: Sequence, costs: CostTable) -> FinishedEvent:
+        """Return the summary of a finished sequence. One that had drafts, and is not so short that noise would decide,
+        is compared with plain decoding by the `costs` of the target's batches."""
         is_compared = sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED
-        if is_compared and not estimate_gain and costs is not None:
-            token_s = sequence.tally.priced_token_s(costs)
-            how = "from the measured costs of the target's batches"
-        elif is_compared and estimate_gain:
-            token_s = sequence.tally.plain_token_s()
-            n_plain = len(sequence.tally.target_s_by_rows[1])
-            how = f"from the {n_plain} rounds of this answer that had no draft"
-            n_times = max(1, n_plain)
-            if token_s is None and sequence.finish_reason != "interrupted":
-                token_s = self.plain_token_s(sequence)
-                how = f"from {_N_PROBES} single-token decodes at the end of the answer"
-                n_times = 1
-        return sequence.finished_event(self.now_s, token_s, how, n_times)
-
-    def plain_token_s(self, sequence: Sequence) -> float | None:
-        """Return the target's time for one token: the median seconds of a few decodes of the text's last
-        token, after which the cache is as before. None if there is no room."""
-        first = sequence.slot.first
-        length = self.target.length(first)
-        if length == 0 or length >= sequence.n_ctx:
-            return None
-        samples = []
-        for _ in range(_N_PROBES):
-            self.target.checkpoint(first)
-            batch = Batch()
-            batch.add(sequence.tokens[-1], length, (first,), True)
-            before = self.target.decode_s
-            self.target.decode(batch)
-            samples.append(self.target.decode_s - before)
-            self.target.remove(first, length)
-        return float(np.median(samples))
+        token_s = sequence.tally.priced_token_s(costs) if is_compared else None
+        return sequence.finished_event(self.now_s, token_s)
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""What decodes cost on this machine, how often a draft agrees with the target, and the speed-up that is expected of it.
+"""What decodes cost on this machine, which is measured at first use, and the speed-up that is expected of a draft.
 
-Both are measured at first use. `specgen run` expects a speed-up before a draft model is used that was never tried with
-its target; `specgen.measure.trial` measures one, by the same quotient, `speedup`. `memory.py` keeps the costs, and a
-`CostTable` corrects them while it runs.
+`specgen run` expects a speed-up before a draft model is used that was never tried with its target;
+`specgen.measure.trial` measures one, by the same quotient, `speedup`. `memory.py` keeps the costs, and a `CostTable`
+corrects them while it runs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,9 @@ from dataclasses import dataclass
 from specgen.drafters.kind import Key
 from specgen.method.backend import Backend, Batch
 from specgen.method.tables import CostTable
-from specgen.session.agreement import N_KNOWN, N_TOKENS, TEXT, read_states, sample_agreement
-from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.prompts import Prompt, tokenize
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.system.progress import seconds_text
-from specgen.text.hidden_trail import StatesBackend
-from specgen.text.text_state import TextState
 
 #: The usual acceptance rate of draft models of the target's own family, if drafts stop where they are unsure.
 ACCEPTANCE = 0.7
@@ -193,17 +188,14 @@ def fastest_parallel(
 
 
 def calibrate(session: Session, interrupted: Callable[[], bool] = _never) -> str:
-    """Measure what drafting costs here and how often the draft agrees with the target, if costs decide how much is
-    drafted and this is not known, in short contexts of their own. Return a sentence that says so; empty if all
-    was known. Raise what `measure_if_new` raises, and `MemoryLimitError`."""
-    draft = session.draft
-    if not session.options.drafting.is_by_cost or draft is None:
-        return ""
-    if is_pair_measured(session, draft.timed) and not _wants_agreement(session):
+    """Measure what drafting costs here if costs decide how much is drafted and they are not known. Return a sentence
+    that says so; else an empty one. Raise what `measure_in_short_contexts` raises."""
+    draft, is_by_cost = session.draft, session.options.drafting.is_by_cost
+    if not is_by_cost or draft is None or is_pair_measured(session, draft.timed):
         return ""
     took = seconds_text(measure_in_short_contexts(session, interrupted))
     again = "; the machine was busy, so they will be measured again" * session.costs.was_busy
-    return f"measured the costs of drafting and the expected acceptance in {took}{again}"
+    return f"measured the costs of drafting in {took}{again}"
 
 
 def short_context(session: Session) -> int:
@@ -224,67 +216,24 @@ def measure_if_new(
     drafts: Sequence[Backend],
     interrupted: Callable[[], bool] = _never,
 ) -> float:
-    """Measure the costs of decodes and, if costs decide how much is drafted, how often a draft model agrees with the
-    target, unless they are known. The contexts must be empty. Return the seconds that this took; 0 if all was known.
+    """Measure the costs of decodes, unless they are known, in empty contexts. Return the seconds that this took.
 
     Costs that were measured while the machine was busy (`ModelCosts.was_busy`) are of this process only: by them
     perhaps no draft pays, and then no decode would correct them. Raise `BackendError`, and `KeyboardInterrupt` if
     `interrupted` returns True between decodes; that measurement is not kept."""
     started, costs = session.clock(), session.costs
     timed = session.draft.timed if session.draft is not None else None
-    is_known = is_pair_measured(session, timed)
-    if not is_known:
-        load = LoadOfOthers()
-        sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
-        complete(costs.table(), target, sizes, session.n_rows_max, interrupted)
-        if drafts and timed is not None:
-            complete(costs.table(timed), drafts[0], _DRAFT_SIZES, interrupted=interrupted)
-        costs.was_busy = is_busy(load.share)
-        if costs.was_busy:
-            costs.do_not_keep(None, timed)
-    if drafts and _wants_agreement(session):
-        is_known = not _sample_agreement(session, target, drafts, interrupted) and is_known
-    return 0.0 if is_known else session.clock() - started
-
-
-def _wants_agreement(session: Session) -> bool:
-    """Return whether the draft's agreement with the target is to be measured: it is not known, and the draft would
-    pay if it always agreed."""
-    draft, acceptance = session.draft, DrafterFactory(session).acceptance()
-    if draft is None or draft.timed is None or draft.reads == "cache":
-        return False
-    is_known = draft.origin in acceptance and acceptance[draft.origin].n_judged >= N_KNOWN
-    if is_known or not session.options.drafting.is_by_cost:
-        return False
-    costs = known_costs(session, draft.timed)
-    return costs is not None and expected_gain(costs, 1.0).speedup > 1.0
-
-
-def _sample_agreement(
-    session: Session,
-    target: Backend,
-    drafts: Sequence[Backend],
-    interrupted: Callable[[], bool],
-) -> int:
-    """Measure how often the draft agrees with the target. Return the number of tokens that were compared."""
-    tokens = tokenize(session.target.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
-    factory, state = DrafterFactory(session), TextState(())
-    drafter = factory.chain_drafter(Prompt(TEXT, tuple(tokens[:1])), drafts, state)
-    if isinstance(drafts[0], StatesBackend):
-        read_states(target, tokens[: target.n_ctx], drafts[0].trails[0])
-    try:
-        return sample_agreement(
-            target,
-            drafter,
-            state,
-            tokens,
-            factory.acceptance(),
-            is_translated=session.own_vocabulary is not None,
-            interrupted=interrupted,
-        )
-    finally:
-        for each in drafts:
-            each.remove(0)
+    if is_pair_measured(session, timed):
+        return 0.0
+    load = LoadOfOthers()
+    sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
+    complete(costs.table(), target, sizes, session.n_rows_max, interrupted)
+    if drafts and timed is not None:
+        complete(costs.table(timed), drafts[0], _DRAFT_SIZES, interrupted=interrupted)
+    costs.was_busy = is_busy(load.share)
+    if costs.was_busy:
+        costs.do_not_keep(None, timed)
+    return session.clock() - started
 
 
 # --- timing ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
+from specgen.session.prompt_cache import CachedContext, PromptCache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.session.scheduler import Scheduler
@@ -38,16 +38,14 @@ from specgen.text.sequence import Sequence
 
 
 class Engine:
-    """Generates up to `n_parallel` answers at once with loaded models, and any number one after the
-    other. Use it as a context manager; it does not close the models.
+    """Generates up to `n_parallel` answers at once with loaded models, which it does not close. Use it as a context
+    manager.
 
-    The contexts stay open: if a prompt shares a prefix with a text that is still in a cache, only the rest
-    of it is decoded, by the target and by the draft model. A round of several answers is one batch of the
-    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Session.usual_n_ctx`.
+    The contexts stay open: of a prompt that begins like a text in a cache, only the rest is decoded. A round of
+    several answers is one batch of the target. `n_ctx` is the number of tokens for one prompt and its answer.
 
     `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
-    that they have. `estimate_gain` allows a few decodes at the end of each answer to measure the cost of plain
-    decoding. With `learn_alone`, the acceptance statistics that an answer adds are dropped with it, so that
+    that they have. With `learn_alone`, the acceptance statistics that an answer adds are dropped with it, so that
     drafts of an answer never depend on the text of another one. `prepare` is called with each request and its
     sequence before the prefill, and may change the sequence.
 
@@ -62,7 +60,6 @@ class Engine:
         n_parallel: int = 1,
         n_ctx: int | None = None,
         interrupted: Callable[[], bool] = lambda: False,
-        estimate_gain: bool = False,
         learn_alone: bool = False,
         prepare: Callable[[Request, Sequence], None] = lambda _request, _generation: None,
     ) -> None:
@@ -80,7 +77,6 @@ class Engine:
         self.n_ctx = n_ctx if n_ctx is not None else session.usual_n_ctx
         #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
         self.stepping = threading.RLock()
-        self._estimates_gain = estimate_gain
         self._prepare = prepare
         learning = session.options.learning
         self._kept = KeptAnswers(learning) if learning is not None else None
@@ -140,7 +136,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the contexts. Answers that are not done fail. May be called twice."""
+        """Free the contexts. Answers that are not done fail."""
         with self.stepping:
             try:
                 self._resources.close()
@@ -162,11 +158,10 @@ class Engine:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> Request:
-        """Queue a request, with the models' options unless others are given. A text becomes a user's turn
-        in the model's chat template, if it has one. Without `draft`, the answer is decoded plainly;
-        `n_drafted_max` limits the tokens that are drafted in a round. Raise `PromptError` if the prompt is
-        invalid or too long for the context, `UsageError` if the options cannot be met, and `BackendError`
-        if the engine is closed."""
+        """Queue a request, with the session's options unless others are given. A text becomes a user's turn
+        in the model's chat template, if it has one. `n_drafted_max` limits the tokens that are drafted in a round.
+        Raise `PromptError` if the prompt is invalid or too long, `UsageError` if the options cannot be met, and
+        `BackendError` if the engine is closed."""
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompts.of_text(prompt)
@@ -188,8 +183,8 @@ class Engine:
 
     def reload_draft(self) -> bool:
         """Load the draft model again, with the weights that it learnt last, and return True. While
-        answers are being generated, do nothing and return False. The draft model's new contexts are
-        empty. Raise `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
+        answers are being generated, do nothing and return False. Raise `ModelFileError` or `MemoryLimitError`;
+        nothing drafts then."""
         with self.stepping:
             if self.n_busy:
                 return False
@@ -205,15 +200,15 @@ class Engine:
             self._notices.append(message)
 
     def _open_drafts(self) -> tuple[LlamaBackend, ...]:
-        """Open contexts of the draft model and of the models that draft for it."""
-        contexts = self._session.draft_contexts(
-            self.n_ctx, target=self.target, n_slots=len(self.slots)
-        )
-        return self._draft_contexts.enter_context(contexts)
+        own = self._session.draft_contexts(self.n_ctx, target=self.target, n_slots=self.n_parallel)
+        return self._draft_contexts.enter_context(own)
 
     def _use_prompt_cache(self, file: Path) -> None:
         """Let the contexts hold the text of a prompt cache, and write theirs to it before they are closed."""
-        if why := why_no_prompt_cache(self.target):
+        why = "is on other machines" if self.target.model.is_remote else ""
+        if self.target.rollback != "cells":
+            why = "has a recurrent state, which cannot go back to the end of a prompt"
+        if why:
             self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
             return
         cache = PromptCache(file)
@@ -223,7 +218,6 @@ class Engine:
         self._resources.callback(lambda: cache.save(self._cached_contexts()))
 
     def _cached_contexts(self) -> list[CachedContext]:
-        """Return the contexts whose texts a prompt cache keeps."""
         options = self._session.options
         found = [CachedContext(self.target, options.target_context)]
         if not self._reads_rows:
@@ -238,7 +232,7 @@ class Engine:
         return draft is not None and draft.reads in ("all states", "cache")
 
     def take_notices(self) -> list[str]:
-        """Return the messages that wait for the next answer. That answer no longer gets them."""
+        """Take the messages that wait for the next answer."""
         notices = list(self._notices)
         self._notices.clear()
         return notices
@@ -263,12 +257,14 @@ class Engine:
         return table.seconds(len(decoding)) / len(decoding) if table else None
 
     def step(self) -> list[Event]:
-        """Start the next request if there is room for its answer, decode a piece of one prompt, and run one
+        """Begin the next request if there is room for its answer, decode a piece of one prompt, and run one
         round of all answers that have started. Return the events. An answer that fails has a `failure` and
-        no more events. Raise `BackendError` if the target cannot decode the round's batch; all answers of
-        the round have failed then."""
+        no more events. Raise `BackendError` if all answers of the round fail, since its batch cannot be decoded."""
         with self.stepping:
             events = self._begin_next()
+            for request in self._scheduler.busy:
+                if request.is_cancelled:
+                    request.running.finish("interrupted")
             reading = self._scheduler.next_reading()
             if reading is None or self._scheduler.can_read_beside(reading):
                 return events + self._round(reading)
@@ -293,11 +289,9 @@ class Engine:
                 try:
                     self.step()
                 except WorkerLostError:
-                    if (
-                        request.state == "decoding"
-                    ):  # it cannot continue: the target decodes nothing
+                    if request.state == "decoding":
                         request.running.finish("interrupted")
-                        yield request.running.finished_event(self._loop.now_s, None, "")
+                        yield request.running.finished_event(self._loop.now_s, None)
                     raise
         finally:
             if not request.is_done:  # nobody wants the rest
@@ -306,8 +300,7 @@ class Engine:
             raise request.failure
 
     def answers(self, prompts: abc.Sequence[str | Prompt]) -> list[str]:
-        """Return the answers to prompts, in their order. Up to `n_parallel` of them are generated at once.
-        Raise the first failure."""
+        """Return the answers to prompts, in their order. Raise the first failure."""
         requests = [self.insert(prompt) for prompt in prompts]
         for _ in self.run():
             pass
@@ -322,8 +315,7 @@ class Engine:
             return []
         slot, session = request.slot, self._session
         assert slot is not None, "it was given one"
-        request.load = LoadOfOthers()
-        events: list[Event] = []
+        request.load, events = LoadOfOthers(), list[Event]()
         with self._failing([request]):
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
             n_again = 1 if self._reads_rows else 0
@@ -356,8 +348,9 @@ class Engine:
                 verifier=request.settings.verifier,
                 grammar=grammar.text if grammar is not None else None,
             )
-            now_s = begun.time_s
-            notices = (NoticeEvent(request.index, now_s, text) for text in self.take_notices())
+            notices = (
+                NoticeEvent(request.index, begun.time_s, text) for text in self.take_notices()
+            )
             events += self._pass_on(request, begun, *notices)
         return events
 
@@ -365,8 +358,6 @@ class Engine:
         """Read a piece of a prompt between two rounds."""
         events: list[Event] = []
         with self._failing([request]):
-            if request.is_cancelled:
-                request.running.finish("interrupted")
             events += self._loop.read(request.running, self._scheduler.n_piece())
             request.events.extend(events)
             events += self._settle(request)
@@ -378,11 +369,7 @@ class Engine:
         busy, beside = decoding, None
         if reading is not None:
             busy = [*decoding, reading]
-            costs = self._session.costs.table()
-            beside = ChunkedPrefill(self._loop, reading.running, costs)
-        for request in busy:
-            if request.is_cancelled:
-                request.running.finish("interrupted")
+            beside = ChunkedPrefill(self._loop, reading.running, self._session.costs.table())
         with self._failing(busy, raises=True):
             events = self._loop.round([request.running for request in decoding], beside)
         requests = {request.index: request for request in busy}
@@ -394,7 +381,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _failing(self, requests: abc.Sequence[Request], *, raises: bool = False) -> Iterator[None]:
-        """End the requests with what the block raises. Unless `raises`, an error of ours ends there."""
+        """End the requests with what the block raises, which an error of ours does not leave unless it `raises`."""
         try:
             yield
         except WorkerLostError:  # the answers have not failed: another process may make them
@@ -425,13 +412,9 @@ class Engine:
         except OutputError as error:  # the answer itself has not failed
             text = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
-        finished = self._loop.finish(
-            sequence,
-            estimate_gain=self._estimates_gain,
-            costs=self._session.costs.table(n_past=sequence.n_prompt),
-        )
-        others_share = None if request.load is None else request.load.share
-        finished = replace(finished, others_share=others_share)
+        finished = self._loop.finish(sequence, self._session.costs.table(n_past=sequence.n_prompt))
+        if request.load is not None:
+            finished = replace(finished, others_share=request.load.share)
         events = self._pass_on(request, *notices, finished)
         request.finished = finished  # after its events: another thread may wait for them
         self._free(request)
@@ -459,41 +442,26 @@ class Engine:
         return list(events)
 
     def _keep(self, prompt: Prompt, tokens: abc.Sequence[int]) -> None:
-        """Store a finished text, prompt and answer, for lookups of later answers and for drafts to learn
-        from, if the options ask for that. Raise `OutputError` if it cannot be written for learning; it is
-        then written with the next one."""
+        """Store a finished text for lookups of later answers and for drafts to learn from, if the options ask for
+        that. Raise `OutputError` if it cannot be written for learning; it is then written with the next one."""
         self._session.keep_text(tokens)
         if self._kept is None:
             return
-        own = self._session.own_vocabulary if prompt.draft_tokens is not None else None
-        self._kept.add(
-            KeptAnswer(
-                prompt.tokens,
-                tuple(tokens[len(prompt.tokens) :]),
-                draft_prompt=prompt.draft_tokens if own is not None else None,
-                draft_vocabulary=own.vocabulary.digest() if own is not None else None,
-            )
-        )
+        answer = KeptAnswer(prompt.tokens, tuple(tokens[len(prompt.tokens) :]))
+        own = self._session.own_vocabulary
+        if own is not None and prompt.draft_tokens is not None:
+            digest = own.vocabulary.digest()
+            answer = replace(answer, draft_prompt=prompt.draft_tokens, draft_vocabulary=digest)
+        self._kept.add(answer)
 
 
 def generate(
-    session: Session,
-    prompt: Prompt,
-    *,
-    interrupted: Callable[[], bool] = lambda: False,
-    estimate_gain: bool = True,
+    session: Session, prompt: Prompt, *, interrupted: Callable[[], bool] = lambda: False
 ) -> Generator[Event, None, None]:
-    """Generate an answer to a prompt in contexts of its own, and yield its events; the last one is a
-    `FinishedEvent`.
-
-    `interrupted` and `estimate_gain` are those of `Engine`. Raise `PromptError` if the prompt does not fit
-    into the context, `MemoryLimitError` if the context does not fit into memory, and `BackendError` if the
-    models are closed.
-    """
-    n_ctx = session.context_size(len(prompt.tokens))
-    news = calibrate(session, interrupted)
-    with Engine(
-        session, n_ctx=n_ctx, interrupted=interrupted, estimate_gain=estimate_gain
-    ) as engine:
+    """Generate an answer in contexts of its own, and yield its events; the last one is a `FinishedEvent`. Raise
+    `PromptError` if the prompt does not fit into the context, `MemoryLimitError` if the context does not fit into
+    memory, and `BackendError` if the models are closed."""
+    n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted)
+    with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         engine.notify(news)
         yield from engine.stream(engine.insert(prompt))

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,18 +32,14 @@ from specgen.system.files import (
 ANSWERS = "answers.jsonl"
 #: The most bytes of a file of answers; if it grows beyond that, its older half is removed.
 MAX_BYTES = 16 << 20
-#: The most tokens that are kept: the last ones of a prompt, and the first ones of an answer.
-MAX_PROMPT_TOKENS = 512
-MAX_ANSWER_TOKENS = 4096
-#: Answers with fewer tokens are not kept: they teach nothing.
-_LEAST_TOKENS = 8
+#: The most tokens that are kept: the last ones of a prompt, and the first ones of an answer. Answers with fewer than
+#: `_LEAST_TOKENS` teach nothing.
+MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS, _LEAST_TOKENS = 512, 4096, 8
 #: The longest wait for another process's lock, in seconds; a write takes milliseconds.
 _WAIT_S = 5.0
 #: The last line, with its answer's number, fits into this many bytes at the end of the file.
 _TAIL_BYTES = 1 << 18
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
-
-
 #: Token ids, of a line of JSON too.
 _Tokens = tuple[Annotated[int, Field(strict=True)], ...]
 
@@ -83,37 +78,24 @@ class KeptAnswers:
             return
         self._unwritten.append(answer)
         make_folder(self.folder)
-        with _locked_for_writing(self.folder), AppendedFile.opened(self._file, _FILE_MODE) as file:
-            number = self._mend(file)
-            lines = b"".join(
-                to_line(_to_json(each, number + place))
-                for place, each in enumerate(self._unwritten, 1)
-            )
-            file.append(lines)
+        held = OutputError(f"{self._file}: another process does not stop writing to it")
+        with (
+            locked(self.folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S),
+            AppendedFile.opened(self._file, _FILE_MODE) as file,
+            write_errors(self._file),
+        ):
+            start, tail = _tail(self._file)
+            n_whole = tail.rfind(b"\n") + 1
+            if n_whole < len(tail):  # half a line, as a killed process leaves it
+                file.cut(start + n_whole if n_whole or start == 0 else 0)
+            first = _last_number(tail[:n_whole]) + 1
+            lines = (_to_json(each, n) for n, each in enumerate(self._unwritten, first))
+            file.append(b"".join(map(to_line, lines)))
             self._unwritten.clear()
-            self._bound()
-
-    def _mend(self, file: AppendedFile) -> int:
-        """Cut off half a line, as a killed process leaves it, and return the last answer's number."""
-        with write_errors(self._file), self._file.open("rb") as old:
-            n_bytes = old.seek(0, os.SEEK_END)
-            start = max(0, n_bytes - _TAIL_BYTES)
-            old.seek(start)
-            tail = old.read()
-        n_whole = tail.rfind(b"\n") + 1
-        if n_whole < len(tail):
-            file.cut(start + n_whole if n_whole or start == 0 else 0)
-        numbers = [answer.number for answer in _parsed(tail[:n_whole])]
-        return max(numbers, default=0)
-
-    def _bound(self) -> None:
-        """Remove the older half of the file if it is too large."""
-        with write_errors(self._file):
-            if self._file.stat().st_size <= self._max_bytes:
-                return
-            data = self._file.read_bytes()
-            start = data.find(b"\n", len(data) - self._max_bytes // 2) + 1
-            replace_bytes(self._file, data[start:])
+            if self._file.stat().st_size > self._max_bytes:
+                data = self._file.read_bytes()
+                start = data.find(b"\n", len(data) - self._max_bytes // 2) + 1
+                replace_bytes(self._file, data[start:])
 
 
 def read_answers(folder: Path) -> list[KeptAnswer]:
@@ -130,9 +112,8 @@ def read_answers(folder: Path) -> list[KeptAnswer]:
 
 def last_number(folder: Path) -> int:
     """Return the number of the last answer in a folder; 0 if there is none."""
-    with contextlib.suppress(OSError), (folder / ANSWERS).open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        return max((answer.number for answer in _parsed(file.read())), default=0)
+    with contextlib.suppress(OSError):
+        return _last_number(_tail(folder / ANSWERS)[1])
     return 0
 
 
@@ -143,12 +124,15 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
 
 
-@contextlib.contextmanager
-def _locked_for_writing(folder: Path) -> Iterator[None]:
-    """Hold the lock on a folder's answers, so that no other process writes them. Raises `OutputError`."""
-    held = OutputError(f"{folder / ANSWERS}: another process does not stop writing to it")
-    with locked(folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S):
-        yield
+def _tail(path: Path) -> tuple[int, bytes]:
+    """Return the end of a file, and where it begins."""
+    with path.open("rb") as file:
+        start = file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return start, file.read()
+
+
+def _last_number(data: bytes) -> int:
+    return max((answer.number for answer in _parsed(data)), default=0)
 
 
 def _parsed(data: bytes) -> list[KeptAnswer]:
@@ -172,15 +156,13 @@ def _to_json(answer: KeptAnswer, number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """The result of a draft's learning."""
+    """The result of a draft's learning: the name of a file in the folder with the `weights`, empty if the original
+    ones are better; the number of the last answer then, and of all answers that it learnt from; and the shares of
+    the places of the latest answers where the draft with the original weights, and the learnt ones, agreed."""
 
-    #: The name of a model file in the folder, with the weights; empty if the original weights are better.
     weights: str = ""
-    #: The number of the last answer when it learnt, and the number of all answers that it learnt from.
     last_number: int = 0
     n_answers: int = 0
-    #: The agreement of the draft with the target on the latest answers, as a share of their places:
-    #: with the original weights, and with the learnt ones.
     agreement_before: float = 0.0
     agreement_after: float = 0.0
 
@@ -189,8 +171,8 @@ _LEARNT = TypeAdapter(Learnt)
 
 
 def state_file(folder: Path, draft: Path) -> Path:
-    """Return the path of the JSON file about a draft model's learning, in the folder of a target. A draft
-    file of the same name and another size is another draft."""
+    """Return the path of the file about a draft model's learning, in the folder of a target. A draft of the same name
+    and another size is another draft."""
     n_bytes = 0
     with contextlib.suppress(OSError):
         n_bytes = draft.stat().st_size
@@ -199,28 +181,24 @@ def state_file(folder: Path, draft: Path) -> Path:
 
 
 def read_learnt(folder: Path, draft: Path) -> Learnt:
-    """Return what a draft model learnt; the default values if the file is missing or damaged."""
+    """See `read_state`."""
     return read_state(state_file(folder, draft))
 
 
 def read_state(path: Path) -> Learnt:
-    """Return the contents of such a file; the default values if it is missing or damaged."""
+    """Return what a draft model learnt; the default values if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         return _LEARNT.validate_json(path.read_bytes(), strict=True)
     return Learnt()
 
 
 def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
-    """Write what a draft model learnt to its file. Raises `OSError`."""
+    """Write what a draft model learnt. Raise `OSError`."""
     replace_text(state_file(folder, draft), json.dumps(asdict(learnt)) + "\n")
 
 
 def learnt_weights(folder: Path | None, draft: Path) -> Path | None:
     """Return the path of the weights that a draft model learnt; None if there are none."""
-    if folder is None:
-        return None
-    name = read_learnt(folder, draft).weights
-    if not name or Path(name).name != name:
-        return None
-    path = folder / name
-    return path if path.is_file() else None
+    name = read_learnt(folder, draft).weights if folder is not None else ""
+    is_there = folder is not None and Path(name).name == name and (folder / name).is_file()
+    return folder / name if is_there and folder is not None else None

@@ -1,9 +1,7 @@
-"""What was learnt on this machine: what decodes cost, which drafts are accepted, and with how
-many threads a model is fastest.
+"""What was learnt on this machine: what decodes cost, which drafts are accepted, how many threads are fastest.
 
-It is kept in one JSON file. Each process reads the file once, corrects the entries that it used, and
-writes these into the file as it is by then. If two processes correct the same entry, the later one
-wins.
+It is kept in one JSON file. Each process reads the file once, corrects the entries that it used, and writes these into
+the file as it is by then. If two processes correct the same entry, the later one wins.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from specgen.drafters.kind import Key
 from specgen.llama import default_threads
@@ -106,19 +104,16 @@ class Memory:
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
         if key not in self._acceptance:
-            kept = self._known[_CHANCES].get(key, {})
-            entries = kept.items() if isinstance(kept, dict) else ()
-            found = {origin: _valid(_COUNTS, entry) for origin, entry in entries}
+            kept = self._known[_CHANCES].get(key)
             self._acceptance[key] = {
-                origin: AcceptanceRates(origin, counts.to_counts())
-                for origin, counts in found.items()
-                if counts is not None
+                origin: AcceptanceRates(origin, _counts_of(found))
+                for origin, entry in (kept if isinstance(kept, dict) else {}).items()
+                if (found := _valid(_COUNTS, entry)) is not None
             }
         return self._acceptance[key]
 
     def save(self) -> None:
-        """Write what was learnt to the file. A file that cannot be written stays as it is, and the rest
-        is learnt again."""
+        """Write what was learnt to the file. If that is not possible, it is learnt again."""
         with contextlib.suppress(OSError):
             self.write()
 
@@ -134,11 +129,8 @@ class Memory:
             if table and key not in self._unkept:
                 _move_last(costs, key, {n: round(s, 7) for n, s in table.known.items()})
         for key, by_origin in self._acceptance.items():
-            counted = {
-                origin: _Counts.of(rates.counts).model_dump(exclude_defaults=True)
-                for origin, rates in by_origin.items()
-                if rates.n_judged
-            }
+            judged = {origin: rates for origin, rates in by_origin.items() if rates.n_judged}
+            counted = {origin: _entry_of(rates.counts) for origin, rates in judged.items()}
             if counted:
                 _move_last(chances, key, counted)
         for key, threads in self._threads.items():
@@ -233,8 +225,7 @@ class ModelCosts:
 
 
 def _identity(model: Path) -> str:
-    """Return the identity of a model file in any folder: its name and size; only the name if it is
-    missing."""
+    """Return a model file's identity in any folder: its name and size; only the name if it is missing."""
     try:
         return f"{model.name}:{model.stat().st_size}"
     except OSError:
@@ -269,31 +260,28 @@ _SECONDS = TypeAdapter(
 _THREAD_COUNTS = TypeAdapter(Threads)
 
 
-class _Counts(BaseModel):
+@dataclass(frozen=True, slots=True)
+class _Counts:
     """The counts of `AcceptanceCounts` as JSON values."""
-
-    model_config = ConfigDict(strict=True)
 
     judged: _Bins
     accepted: _Bins
     seen: _Bins
     trial_credit: _Number = 0.0
 
-    @classmethod
-    def of(cls, counts: AcceptanceCounts) -> _Counts:
-        return cls(
-            judged=counts.n_judged.round(3).tolist(),
-            accepted=counts.n_accepted.round(3).tolist(),
-            seen=counts.n_seen.round(3).tolist(),
-            trial_credit=round(counts.trial_credit, 4),
-        )
-
-    def to_counts(self) -> AcceptanceCounts:
-        judged, accepted, seen = map(np.array, (self.judged, self.accepted, self.seen))
-        return AcceptanceCounts(judged, np.minimum(accepted, judged), seen, self.trial_credit)
-
 
 _COUNTS = TypeAdapter(_Counts)
+
+
+def _counts_of(entry: _Counts) -> AcceptanceCounts:
+    judged, accepted, seen = map(np.array, (entry.judged, entry.accepted, entry.seen))
+    return AcceptanceCounts(judged, np.minimum(accepted, judged), seen, entry.trial_credit)
+
+
+def _entry_of(counts: AcceptanceCounts) -> dict[str, Any]:
+    arrays = (counts.n_judged, counts.n_accepted, counts.n_seen)
+    judged, accepted, seen = (each.round(3).tolist() for each in arrays)
+    return asdict(_Counts(judged, accepted, seen, round(counts.trial_credit, 4)))
 
 
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
@@ -304,8 +292,7 @@ def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
 
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the contents of the file by kind; empty if it is missing, not readable, or makes no
-    sense."""
+    """Return the contents of the file by kind; empty if it cannot be read, or makes no sense."""
     document: object = None
     if file is not None:
         with contextlib.suppress(OSError, ValueError, RecursionError):

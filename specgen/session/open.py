@@ -136,7 +136,8 @@ def open_session(
         check(session)
         chosen = [use_first(session, drafts)] if is_chosen else []
         on_error.pop_all()
-    for text in (*chosen, *_notes(session, options, drafts)):
+    is_plain = bool(drafts) and options.draft == "none"
+    for text in (*chosen, *_notes(session, options, is_plain=is_plain)):
         note(text)
     return session
 
@@ -181,9 +182,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
 # --- notes ----------------------------------------------------------------------------------------
 
 
-def _notes(
-    session: Session, options: SessionOptions, drafts: Sequence[DraftChoice]
-) -> Iterator[str]:
+def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iterator[str]:
     """Yield what the user should know of the loaded models, and of options that change nothing or slow things down."""
     models = session.models
     for model in models:
@@ -199,15 +198,14 @@ def _notes(
             f"{no_room}: its packed weights are not kept, so every start packs them anew: the disk has "
             "too little room (a tenth of it stays free; this note is shown once)"
         )
-    if drafts and options.draft == "none":
-        plain = DraftOptions()
-        for field in fields(plain):
-            # What a variable of the environment sets holds for all commands; a store gets texts all the same.
-            says_more = "envvar" in field.metadata or field.name == "lookup_store"
-            is_set = getattr(options.drafting, field.name) != getattr(plain, field.name)
-            if is_set and field.metadata and not says_more:
-                name = field.metadata["spellings"][0].partition("/")[0]
-                yield f"{name} has no effect: with `--draft none` nothing drafts"
+    plain = DraftOptions()
+    for field in fields(plain) if is_plain else ():
+        # What a variable of the environment sets holds for all commands; a store gets texts all the same.
+        says_more = "envvar" in field.metadata or field.name == "lookup_store"
+        is_set = getattr(options.drafting, field.name) != getattr(plain, field.name)
+        if is_set and field.metadata and not says_more:
+            name = field.metadata["spellings"][0].partition("/")[0]
+            yield f"{name} has no effect: with `--draft none` nothing drafts"
     yield from layers_without_gpu(options.target_context, options.draft_context)
     n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count()
     if n_cores is not None and n_threads > n_cores:
@@ -261,19 +259,16 @@ def needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_paral
     return _model_bytes(target, context, n_ctx) + max(sizes(drafts), default=0) + helpers
 
 
-def embedder_bytes(target: Path, context: ContextOptions) -> int:
-    """Estimate the memory of an embedding model. Raise `ModelFileError` if a file is no model."""
-    n_ctx = embedder_context(target, context)
-    with GgufMetadata(target) as about:
-        n_vocab = about.length("tokenizer.ggml.tokens") or 0
-    return _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab  # llama.cpp's room for logits
-
-
-def embedder_context(target: Path, context: ContextOptions) -> int:
-    """Return the most tokens of a text for an embedding model."""
+def embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
+    """Return the most tokens of a text for an embedding model, and estimate its memory. Raise `ModelFileError` if a
+    file is no model."""
     n_train = _trained_context(target)
     n_ctx = usual_n_ctx(context.n_ctx, n_train)
-    return min(n_ctx, n_train) if n_train else n_ctx
+    n_ctx = min(n_ctx, n_train) if n_train else n_ctx
+    with GgufMetadata(target) as about:
+        n_vocab = about.length("tokenizer.ggml.tokens") or 0
+    # llama.cpp has room for logits too.
+    return n_ctx, _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab
 
 
 def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:

@@ -1,7 +1,7 @@
-"""A prompt cache file: the text that the contexts held when a process ended, with what they had computed of it.
+"""A prompt cache file: the text that the contexts held when a process ended, with what they had computed of it, so that
+the next process does not read it again (llama.cpp's `--prompt-cache`).
 
-The next process that is asked about the same text does not read it again (llama.cpp's `--prompt-cache`). The file has a
-line of JSON and, for the target and each draft model, the tokens and llama.cpp's own form of a sequence's state.
+It has a line of JSON and, for the target and each draft model, the tokens and llama.cpp's own form of a sequence's state.
 """
 
 from __future__ import annotations
@@ -33,11 +33,6 @@ class CachedContext:
     backend: LlamaBackend
     options: ContextOptions
 
-    @property
-    def text(self) -> list[int]:
-        """The tokens of the text."""
-        return list(self.backend.text(0))
-
     def identity(self) -> list[Any]:
         """Return what the state of a text depends on, as JSON reads it back."""
         options, model = self.options, self.backend.model
@@ -56,8 +51,8 @@ class PromptCache:
         self._header, self._start = _read_header(path)
 
     def restore(self, contexts: Sequence[CachedContext]) -> str:
-        """Let the contexts, the target's first, hold the file's text. Return why they cannot, as a sentence; empty
-        if they can, or if there is no file yet."""
+        """Let the contexts, the target's first, hold the file's text. Return why they cannot; empty if they can, or if
+        there is no file yet."""
         if self._header is None:
             return ""
         parts = self._header["parts"]
@@ -78,12 +73,12 @@ class PromptCache:
             tokens = data[:n_token_bytes].view("<i4").tolist()
             if not backend.restore_text(0, tokens, data[n_token_bytes:]):
                 return f"{self._path}: llama.cpp does not take its state: the prompt is read again"
-        self._restored = [context.text for context in contexts]
+        self._restored = [list(context.backend.text(0)) for context in contexts]
         return ""
 
     def save(self, contexts: Sequence[CachedContext]) -> None:
         """Write the file, if the texts changed. Raise `OutputError`."""
-        texts = [context.text for context in contexts]
+        texts = [list(context.backend.text(0)) for context in contexts]
         if not texts[0] or texts == self._restored:
             return
         parts: list[dict[str, Any]] = []
@@ -104,8 +99,7 @@ class PromptCache:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any] | None, int]:
-    """Return the first line of a prompt cache and where the next one begins; None if there is no file. Raise
-    `UsageError`."""
+    """Return the first line of a prompt cache, if there is one, and where the next line begins."""
     try:
         with path.open("rb") as file:
             line = file.readline(_LONGEST_HEADER)
@@ -126,12 +120,3 @@ def _read_header(path: Path) -> tuple[dict[str, Any] | None, int]:
             hint="name another file; this one is not overwritten",
         )
     return header, len(line)
-
-
-def why_no_prompt_cache(target: LlamaBackend) -> str:
-    """Return why a target's texts cannot be kept in a file; empty if they can."""
-    if target.rollback != "cells":
-        return "has a recurrent state, which cannot go back to the end of a prompt"
-    if target.model.is_remote:
-        return "is on other machines"
-    return ""

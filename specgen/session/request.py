@@ -22,18 +22,15 @@ from specgen.text.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """Samplers, grammar and drafting options of one request. Requests with the same settings share one
-    object; it never changes."""
+    """Options of a request, and what was built of them. Requests with the same settings share one object. The sampler
+    uses the options `in_use`: `sampling`, with the biases that `generation` adds."""
 
-    #: The options as they were given.
     sampling: SamplerOptions
     generation: GenerationOptions
     drafting: DraftOptions
-    #: The options that the sampler uses: `sampling`, with the biases that `generation` adds.
     in_use: SamplerOptions
     breakers: DryBreakers | None
     sampler: Sampler
-    #: The grammar at the beginning of an answer.
     grammar: GrammarState | None
 
     @staticmethod
@@ -43,8 +40,8 @@ class RequestSettings:
         generation: GenerationOptions,
         drafting: DraftOptions,
     ) -> RequestSettings:
-        """Build the samplers and the grammar. Raise `UsageError` if a bias names a token that does
-        not exist, or the grammar is invalid."""
+        """Build the samplers and the grammar. Raise `UsageError` for a bias of a token that does not exist, or an
+        invalid grammar."""
         vocabulary, in_use = model.vocabulary, sampling
         for token, _ in sampling.logit_bias:
             if not 0 <= token < vocabulary.n_tokens:
@@ -95,15 +92,10 @@ class RequestSettings:
             return replace(self, generation=generation, drafting=drafting)
         return RequestSettings.of(model, sampling, generation, drafting)
 
-    def most_likely(self) -> RequestSettings:
-        """Return the settings at temperature 0, for a model that drafts for a draft model."""
-        in_use = replace(self.in_use, temperature=0.0, dynatemp_range=0.0)
-        return replace(self, in_use=in_use, sampler=Sampler(in_use, self.breakers))
-
     @property
     def verifier(self) -> VerifierName:
-        """The verifier. With ``auto``, drafts are matched if the user gave a seed and draft lengths
-        depend on measured times: the seed then gives the same text every time."""
+        """With ``auto``, drafts are matched if the user gave a seed and draft lengths depend on measured times: the
+        seed then gives the same text every time."""
         is_timed = self.drafting.is_by_cost and self.sampling.seed >= 0
         return "match" if self.drafting.verifier == "auto" and is_timed else self.drafting.verifier
 

@@ -21,7 +21,7 @@ _N_WORTH_WAITING = 32
 
 class Scheduler:
     """The requests of an engine: those that wait, and those that have one of the `n_slots` slots of all caches.
-    Requests may be added from any thread; all else is for the thread that steps the engine."""
+    Any thread may add requests; all else is for the thread that steps the engine."""
 
     def __init__(self, n_slots: int, target: LlamaBackend) -> None:
         self.slots = tuple(Slot(number, n_slots) for number in range(n_slots))

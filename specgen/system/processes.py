@@ -19,24 +19,17 @@ class ChildTimeoutError(ChildError):
 
 
 class ChildDiedError(ChildError):
-    """A child ended with an exit code other than 0, or by a signal."""
+    """A child ended with an exit code other than 0, or by a signal, whose name and description it has, if so."""
 
     def __init__(self, returncode: int, stderr: str) -> None:
-        #: The name and the description of the signal that ended it; both empty if none did.
         self.signal_name, self.description = _cause_of_death(returncode)
-        #: The last line that it wrote to stderr, if any.
         self.last_words = _last_line(stderr)
         self.returncode = returncode
         super().__init__(f"it ended with code {returncode}")
 
 
 def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Run a command and return the JSON object that it prints.
-
-    Raise `ChildDiedError` if it ends with an exit code other than 0 or by a signal, `ChildTimeoutError`
-    if it takes longer than `timeout_s` seconds, and `ChildError` if it cannot be started or prints
-    something else.
-    """
+    """Run a command and return the JSON object that it prints. Raise `ChildError`."""
     try:
         ended = subprocess.run(
             command,
@@ -66,8 +59,7 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 def ask_child_again(
     command: Sequence[str], timeout_s: float, prepare: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Ask as `ask_child` does; a child that takes too long is started once more, since the machine may have stood still.
-    `prepare` is called before each start. For answers that are kept."""
+    """Start a child that takes too long once more: the machine may have stood still. `prepare` is called before each."""
     prepare()
     try:
         return ask_child(command, timeout_s)
@@ -85,7 +77,6 @@ _WINDOWS_STATUS = {
 
 
 def _cause_of_death(returncode: int) -> tuple[str, str]:
-    """Return the name and the description of the signal that ended a process; empty if none did."""
     number = _WINDOWS_STATUS.get(returncode & 0xFFFFFFFF, 0)
     if not number:
         # A shell in between reports signals as 128 + number.
@@ -101,14 +92,13 @@ def _last_line(text: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
-# --- how this process ends: at once, because native code still runs in another thread, or by an exception
+# --- how this process ends
 
 _running: list[str] = []
 
 
 def leave_running(what: str) -> None:
-    """Record that native code (`what`, for debugging) was left running in a thread. The process must then
-    end by `os._exit`, because the destructors of native libraries must not run while it runs."""
+    """Record that native code (`what`) runs on in a thread: the destructors of native libraries must not run meanwhile."""
     _running.append(what)
 
 
@@ -118,5 +108,5 @@ def has_left_running() -> bool:
 
 
 def is_failing() -> bool:
-    """Return whether an exception, such as Ctrl-C, is being handled, or ends what closes its resources now."""
+    """Return whether an exception, such as Ctrl-C, is being handled."""
     return sys.exc_info()[0] is not None

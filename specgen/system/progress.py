@@ -20,8 +20,7 @@ INTERVAL_S = 10.0
 
 
 class ProgressView:
-    """Shows work on a stream; None shows nothing. Work that ends before its first line is due writes none. Errors of
-    the stream are ignored, so that they do not end the work."""
+    """Shows work on a stream, if there is one. Errors of the stream do not end the work."""
 
     def __init__(
         self,
@@ -111,6 +110,11 @@ def _bar(stream: TextIO, kind: Kind) -> Bar | None:
 # --- numbers with units, for people
 
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def three_digits(value: float) -> str:

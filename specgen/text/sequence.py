@@ -38,6 +38,7 @@ from specgen.text.text_state import Shaper, TextState, TextStream
 #: The expected number of tokens of an answer that has just begun. For a short answer, a draft that reads the prompt
 #: costs more than it can save.
 _N_EXPECTED = 8
+_HOW_ESTIMATED = "from the measured costs of the target's batches"
 
 
 @dataclass(slots=True)
@@ -267,13 +268,10 @@ class Sequence:
         if self.finish_reason is None:
             self.finish_reason, self.stopped_by = reason, stopped_by
 
-    def finished_event(
-        self, time_s: float, plain_token_s: float | None, how: str, n_plain: int = 1
-    ) -> FinishedEvent:
-        """Return the summary. `plain_token_s` is the cost of a token without a draft, if known, `how` says how it was
-        measured, and `n_plain` by how many independent times."""
+    def finished_event(self, time_s: float, plain_token_s: float | None) -> FinishedEvent:
+        """Return the summary. `plain_token_s` is the cost of a token without a draft, if known."""
         tally, n_tokens = self.tally, len(self.tokens) - self.n_prompt
-        tokens_per_s, error = tally.speed(n_tokens), 1.0 + tally.speedup_error(n_plain)
+        tokens_per_s, error = tally.speed(n_tokens), 1.0 + tally.speedup_error()
         speedup = tokens_per_s * plain_token_s if tokens_per_s and plain_token_s else None
         return FinishedEvent(
             sequence=self.index,
@@ -291,6 +289,6 @@ class Sequence:
             estimated_speedup=speedup,
             estimated_speedup_range=None if speedup is None else (speedup / error, speedup * error),
             estimated_whole_speedup=tally.whole_speedup(n_tokens, plain_token_s),
-            estimate=how if plain_token_s else None,
+            estimate=_HOW_ESTIMATED if plain_token_s else None,
             **tally.figures(),
         )

@@ -14,8 +14,6 @@ from specgen.method.draft import Draft
 from specgen.method.policy import RoundResult
 from specgen.method.tables import CostTable
 
-#: Fewer single-token rounds than this say too little about plain decoding.
-_MIN_PLAIN_SAMPLES = 3
 #: How much decodes of equally many rows differ, as a share of their time, is learnt from at least so many of a kind
 #: and so many in all; else it is taken to be `_USUAL_NOISE`.
 _MIN_OF_A_KIND, _MIN_DECODES, _USUAL_NOISE = 3, 6, 0.1
@@ -126,17 +124,12 @@ class Tally:
             return None
         return (self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s) / self.wall_s
 
-    def plain_token_s(self) -> float | None:
-        """Return the median time of the target's single-row decodes; None if there were too few."""
-        samples = self.target_s_by_rows.get(1, [])
-        return statistics.median(samples) if len(samples) >= _MIN_PLAIN_SAMPLES else None
-
-    def speedup_error(self, n_plain: int) -> float:
+    def speedup_error(self) -> float:
         """Return the uncertainty of the speed-up, as a share of it: two standard errors.
 
-        The time of a token in plain decoding is known from `n_plain` independent times, that of this answer from all
-        its rounds. Both vary as decodes of equally many rows do in this answer; the sixth at either end does not count,
-        so that a single hiccup does not decide.
+        The time of a token in plain decoding counts as one measurement, that of this answer is known from all its
+        rounds. Both vary as decodes of equally many rows do in this answer; the sixth at either end does not count, so
+        that a single hiccup does not decide.
         """
         ratios: list[float] = []
         for each in self.target_s_by_rows.values():
@@ -148,7 +141,7 @@ class Tally:
             sixths = statistics.quantiles(ratios, n=6, method="inclusive")
             noise = (sixths[-1] - sixths[0]) / 2
         n_rounds = max(1, self.n_rounds)
-        return max(_LEAST_ERROR, 2.0 * noise * math.sqrt(1 / n_plain + 1 / n_rounds))
+        return max(_LEAST_ERROR, 2.0 * noise * math.sqrt(1 + 1 / n_rounds))
 
     def priced_token_s(self, costs: CostTable) -> float | None:
         """Return the mean time of a token if no sequence had drafted, by the costs of the target's batches at the speed

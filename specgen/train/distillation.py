@@ -1,44 +1,66 @@
-"""Fits a draft model to a target's own text, and writes it as a GGUF file.
+"""Fits a draft model to a target's own text, with JAX, and writes it as a GGUF file.
 
-Training changes the scales of the blocks of its matrices (`specgen.train.gguf_weights`). It fits
-the tokens that the target chose (hard labels) and, where they are known, the tokens that it found
-likeliest (distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). The draft has to agree with
-the target only on the target's own text, so some ten thousand tokens of it suffice for a gain.
+Training changes the scales of the blocks of its matrices (`specgen.train.gguf_weights`). It fits the tokens that the
+target chose (hard labels) and, where they are known, the tokens that it found likeliest (distillation as in
+DistillSpec, Zhou et al., arXiv:2310.08461). The draft has to agree with the target only on the target's own text, so
+some ten thousand tokens of it suffice for a gain.
+
+The draft is a Llama, Qwen2, Qwen3 or Gemma 3. Qwen2 adds biases to queries, keys and values; Qwen3 and Gemma 3
+normalise each head's queries and keys; Gemma 3 also scales its embeddings, normalises what a layer adds, gates with
+GELU, and limits most layers to a window. The tensors in the file show the biases and norms of queries and keys; the
+rest depends on the architecture.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias
 
-from specgen.errors import MemoryLimitError, UsageError
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import psutil
+from numpy.typing import NDArray
+
+from specgen.errors import MemoryLimitError, ModelFileError, UsageError
 from specgen.system.files import new_beside, write_errors
-from specgen.train.gguf_weights import GgufWeights, read_weights, write_weights
+from specgen.train.gguf_weights import (
+    GgufWeights,
+    Hyperparameters,
+    apply_changes,
+    initial_changes,
+    read_weights,
+    write_weights,
+)
 from specgen.train.target_text import N_COLUMNS, Rows, TrainingText, pack_split
-from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library, train
+from specgen.train.training_loop import Budget, Schedule, TrainingState, train
 
-if TYPE_CHECKING:
-    from specgen.train.transformer import Trainer
-
+#: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is the layer.
+Parameters: TypeAlias = dict[str, Any]
+#: The names of a layer's matrices, which `_linear` multiplies by.
+LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_NO_WINDOW = np.iinfo(np.int32).max
+#: Long gradients are scaled down, so that one odd batch does not undo the others. The second moment decays faster than
+#: usual: there are only some hundred steps.
+_OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.99))
 #: The learning rate of Adam at its peak.
 RATE = 6e-3
-#: The weight of the target's distribution in the loss, where it is known; the rest is
-#: on the token that the target chose. With 1, a second pass does not overfit.
+#: The weight of the target's distribution in the loss, where it is known; the rest is on the token that the target
+#: chose. With 1, a second pass does not overfit.
 SOFTNESS = 1.0
 #: The number of rows in a step, and passes over the text at most.
-N_ROWS = 3
-N_PASSES = 2
+N_ROWS, N_PASSES = 3, 2
 #: Judgements in a pass over the text, and the number without an improvement after which training ends.
-_JUDGED_PER_PASS = 3
-_PATIENCE = 4
+_JUDGED_PER_PASS, _PATIENCE = 3, 4
 #: The learning rate rises in a quarter of the steps, but in so many at most, and falls to this share of its peak.
-_MOST_RISING = 20
-_LAST_SHARE = 0.05
+_MOST_RISING, _LAST_SHARE = 20, 0.05
 #: The fewest tokens of answers to learn from, and to judge by.
-_LEAST_LEARNT = 1000
-_LEAST_JUDGED = 100
+_LEAST_LEARNT, _LEAST_JUDGED = 1000, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +83,21 @@ def distil(
     rate: float = RATE,
     softness: float = SOFTNESS,
 ) -> Distilled | None:
-    """Train a draft on texts and write it to `output`; None if interrupted. Raises `UsageError` if there is too little text,
-    `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`.
-    """
-    check_library()
+    """Train a draft on texts and write it to `output`; None if interrupted. Raises `UsageError` if there is too little
+    text, `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`."""
     learnt, judged = pack_split(texts)
     if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
         raise UsageError(
             f"{learnt.n_labels} tokens to learn from and {judged.n_labels} to judge by: too few",
             hint=f"give more --minutes or --prompts: a draft needs {_LEAST_LEARNT} and {_LEAST_JUDGED}",
         )
-    weights = read_weights(draft)
-    check_memory(draft, weights)
-    from specgen.train.transformer import Trainer
-
-    trainer = Trainer(weights, softness=softness)
+    trainer = Trainer(draft, learnt, judged, softness=softness)
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-    n_batch = min(N_ROWS, len(learnt))
-    n_per_pass = len(learnt) // n_batch
+    n_batch = min(N_ROWS, learnt.n_rows)
+    n_per_pass = learnt.n_rows // n_batch
     schedule = Schedule(
-        len(learnt),
+        learnt.n_rows,
         n_batch,
         N_PASSES,
         rate,
@@ -90,41 +106,19 @@ def distil(
         judged_every=max(1, n_per_pass // _JUDGED_PER_PASS),
         patience=_PATIENCE,
     )
-    before = trainer.judge(judged)
-    state = TrainingState(before.loss, trainer.changes())
-    if not train_scales(trainer, learnt, judged, state, schedule, budget):
+    before = trainer.judge()
+    state = TrainingState(before.loss, trainer.copied())
+    if not train(trainer, state, schedule, budget):
         return None
     with write_errors(output), new_beside(output) as new:
         write_weights(draft, state.best, new)
-        after = Trainer(read_weights(new)).judge(judged)
+        after = Trainer(new, learnt, judged).judge()
         new.replace(output)
     return Distilled(before.agreement, after.agreement, state.n_steps, state.seconds)
 
 
-def train_scales(
-    trainer: Trainer,
-    learnt: Rows,
-    judged: Rows,
-    state: TrainingState,
-    schedule: Schedule,
-    budget: Budget,
-) -> bool:
-    """Train on rows, judged by others, as `train` does; return False if interrupted."""
-    return train(
-        state,
-        schedule,
-        budget,
-        step=lambda rows, rate: trainer.step(learnt.pick(rows), rate),
-        # The loss tells steps apart that agree on as many of a few thousand tokens.
-        loss=lambda: trainer.judge(judged).loss,
-        parameters=trainer.changes,
-    )
-
-
-def check_memory(draft: Path, weights: GgufWeights) -> None:
+def _check_memory(draft: Path, weights: GgufWeights) -> None:
     """Raise `MemoryLimitError` if the weights and the values of a step do not fit the free memory."""
-    import psutil
-
     shape = weights.hyperparameters
     n_vocab = len(weights.tensors["token_embd.weight"])
     n_ff = max(len(weights.tensors[f"blk.{i}.ffn_up.weight"]) for i in range(shape.n_layer))
@@ -138,3 +132,245 @@ def check_memory(draft: Path, weights: GgufWeights) -> None:
             f"{available / 2**30:.1f} GiB are free",
             hint="train a smaller draft, or close other programs",
         )
+
+
+# --- the transformer ------------------------------------------------------------------------------
+
+
+def stack_layers(weights: GgufWeights) -> tuple[Parameters, Parameters]:
+    """Return the tensors of a file's layers, stacked and named without "blk.N.", and all others."""
+    names = [name.removeprefix("blk.0.") for name in weights.tensors if name.startswith("blk.0.")]
+    order = range(weights.hyperparameters.n_layer)  # a file may have them in another one
+    layers = {name: np.stack([weights.tensors[f"blk.{i}.{name}"] for i in order]) for name in names}
+    others = {name: each for name, each in weights.tensors.items() if not name.startswith("blk.")}
+    return layers, others
+
+
+def output_matrix(others: Parameters) -> jax.Array:
+    """Return the matrix that turns `hidden_states` into logits: float32[n_vocab, n_embd]."""
+    name = "output.weight" if "output.weight" in others else "token_embd.weight"
+    return jnp.asarray(others[name])
+
+
+def hidden_states(
+    hyperparameters: Hyperparameters,
+    layers: Parameters,
+    others: Parameters,
+    tokens: jax.Array,
+    texts: jax.Array,
+    positions: jax.Array,
+) -> jax.Array:
+    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns, n_embd].
+
+    `tokens`, `texts` and `positions` are int32[n_rows, n_columns]; see `Rows`. A token sees only itself and the tokens
+    before it in the same text.
+    """
+    shape = hyperparameters
+    states = others["token_embd.weight"][tokens]
+    if shape.architecture == "gemma3":
+        states = states * math.sqrt(shape.n_embd)
+    distances = positions[:, :, None] - positions[:, None, :]
+    is_seen = (texts[:, :, None] == texts[:, None, :]) & (distances >= 0)
+    windows = np.array([window or _NO_WINDOW for window in shape.windows], np.int32)
+    frequencies = _frequencies(shape, others.get("rope_freqs.weight"))
+
+    def step(states: jax.Array, of_layer: Any) -> tuple[jax.Array, None]:
+        layer, window, frequency = of_layer
+        angles = positions[:, :, None, None] * frequency
+        mask = is_seen & (distances < window)
+        return _layer(shape, layer, states, mask, angles), None
+
+    # The backward pass recomputes all but the outputs of matrices: attention scores would take the most memory.
+    step = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    states, _ = jax.lax.scan(step, states, (layers, windows, frequencies))
+    return _normed(shape, states, others["output_norm.weight"])
+
+
+def _frequencies(shape: Hyperparameters, divisors: Any) -> Any:
+    """Return the angle between neighbouring positions: float32[n_layer, head_size / 2]."""
+    exponents = -np.arange(0, shape.head_size, 2, dtype=np.float32) / shape.head_size
+    bases = np.array(shape.rope_bases, np.float32)[:, None]
+    found = bases**exponents / np.array(shape.rope_factors, np.float32)[:, None]
+    return found if divisors is None else found / divisors
+
+
+def _layer(
+    shape: Hyperparameters, layer: Parameters, states: jax.Array, mask: jax.Array, angles: jax.Array
+) -> jax.Array:
+    is_gemma = shape.architecture == "gemma3"
+    inputs = _normed(shape, states, layer["attn_norm.weight"])
+    added = _attention(shape, layer, inputs, mask, angles)
+    if is_gemma:
+        added = _normed(shape, added, layer["post_attention_norm.weight"])
+    states = states + added
+    inputs = _normed(shape, states, layer["ffn_norm.weight"])
+    gate = _linear(layer, "ffn_gate", inputs)
+    gate = jax.nn.gelu(gate, approximate=True) if is_gemma else jax.nn.silu(gate)
+    added = _linear(layer, "ffn_down", gate * _linear(layer, "ffn_up", inputs))
+    if is_gemma:
+        added = _normed(shape, added, layer["post_ffw_norm.weight"])
+    return states + added
+
+
+def _attention(
+    shape: Hyperparameters, layer: Parameters, inputs: jax.Array, mask: jax.Array, angles: jax.Array
+) -> jax.Array:
+    n_rows, n_columns = inputs.shape[:2]
+    size, n_kv = shape.head_size, shape.n_head_kv
+
+    def heads(name: str, n: int) -> jax.Array:
+        return _linear(layer, name, inputs).reshape(n_rows, n_columns, n, size)
+
+    queries, keys = heads("attn_q", shape.n_head), heads("attn_k", n_kv)
+    values = heads("attn_v", n_kv)
+    if "attn_q_norm.weight" in layer:
+        queries = _normed(shape, queries, layer["attn_q_norm.weight"])
+        keys = _normed(shape, keys, layer["attn_k_norm.weight"])
+    queries, keys = _rotated(shape, queries, angles), _rotated(shape, keys, angles)
+    # A head of keys serves a group of query heads.
+    queries = queries.reshape(n_rows, n_columns, n_kv, shape.n_head // n_kv, size)
+    scores = jnp.einsum("bqkgs,btks->bkgqt", queries, keys) / math.sqrt(size)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    mixed = jnp.einsum("bkgqt,btks->bqkgs", jax.nn.softmax(scores, axis=-1), values)
+    return _linear(layer, "attn_output", mixed.reshape(n_rows, n_columns, -1))
+
+
+def _rotated(shape: Hyperparameters, values: jax.Array, angles: jax.Array) -> jax.Array:
+    """Return queries or keys rotated by their positions. In GGUF files of Llama the two values of a pair
+    are neighbours; in the others they are half a head apart."""
+    axis = -1 if shape.architecture == "llama" else -2
+    pairs = (2, -1) if axis == -2 else (-1, 2)
+    first, second = jnp.moveaxis(values.reshape(*values.shape[:-1], *pairs), axis, 0)
+    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    rotated = (first * cosine - second * sine, first * sine + second * cosine)
+    return jnp.stack(rotated, axis).reshape(values.shape)
+
+
+def _normed(shape: Hyperparameters, values: jax.Array, weights: jax.Array) -> jax.Array:
+    mean_square = jnp.mean(jnp.square(values), axis=-1, keepdims=True)
+    return values * jax.lax.rsqrt(mean_square + shape.norm_epsilon) * weights
+
+
+def _linear(layer: Parameters, name: str, inputs: jax.Array) -> jax.Array:
+    """Return inputs times a matrix, with the factors of its blocks if it has some, plus the bias if any."""
+    matrix = layer[f"{name}.weight"]
+    if f"{name}.factors" in layer:
+        matrix = apply_changes(matrix, layer[f"{name}.factors"])
+    found: jax.Array = inputs @ matrix.T
+    if f"{name}.bias" in layer:
+        found = found + layer[f"{name}.bias"]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well a draft predicts the tokens of answers."""
+
+    #: The share of tokens that the draft finds likeliest.
+    agreement: float
+    #: The mean negative log-probability of the tokens.
+    loss: float
+
+
+class Trainer:
+    """Trains factors for the blocks of the weights in a draft's file on rows of text, and judges by others. The weights
+    themselves do not change.
+
+    `softness` is the share of the loss that is the cross-entropy with the target's likeliest tokens (forward KL), in
+    rows that have them; the rest is that with the target's choice. Raises `ModelFileError` if the file cannot be
+    trained, `MemoryLimitError`.
+    """
+
+    def __init__(self, draft: Path, learnt: Rows, judged: Rows, *, softness: float = 0.0) -> None:
+        weights = read_weights(draft)
+        _check_memory(draft, weights)
+        self._learnt, self._judged, self._softness = learnt, judged, softness
+        self._shape = weights.hyperparameters
+        layers, others = stack_layers(weights)
+        self._frozen = jax.tree.map(jnp.asarray, (layers, others))
+        names = [f"{name}.weight" for name in LAYER_MATRICES]
+        order = range(self._shape.n_layer)
+        start = initial_changes(
+            {name: layers[name] for name in names},
+            {name: [weights.types[f"blk.{i}.{name}"] for i in order] for name in names},
+        )
+        if not start:
+            types = ", ".join(sorted(set(weights.types.values())))
+            raise ModelFileError(f"no matrix has scales that can be trained (types: {types})")
+        self._changes: Parameters = jax.tree.map(jnp.asarray, start)
+        self._moments: Any = _OPTIMIZER.init(self._changes)
+
+    def step(self, batch: NDArray[np.int64], rate: float) -> None:
+        rows = _arrays(self._learnt.pick(batch))
+        own = self._changes, self._moments, self._frozen
+        self._changes, self._moments = _step(self._shape, *own, rows, rate, self._softness)
+
+    def judge(self) -> Score:
+        loss = n_right = 0.0
+        for index in range(self._judged.n_rows):
+            row = _arrays(self._judged.pick(np.array([index])))
+            sums = _sums(self._shape, self._changes, self._frozen, row, 0.0)
+            loss, n_right = loss + float(sums[0]), n_right + float(sums[1])
+        n_labels = self._judged.n_labels
+        return Score(n_right / n_labels, loss / n_labels)
+
+    def loss(self) -> float:
+        """Return the loss, which tells steps apart that agree on as many of a few thousand tokens."""
+        return self.judge().loss
+
+    def copied(self) -> Parameters:
+        return {name: np.array(values) for name, values in self._changes.items()}
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _step(
+    shape: Hyperparameters,
+    changes: Parameters,
+    moments: Any,
+    frozen: Any,
+    rows: Any,
+    rate: float,
+    softness: float,
+) -> tuple[Parameters, Any]:
+    def mean_loss(changes: Parameters) -> Any:
+        loss, _, n_labels = _sums(shape, changes, frozen, rows, softness)
+        return loss / n_labels
+
+    gradients = jax.grad(mean_loss)(changes)
+    directions, moments = _OPTIMIZER.update(gradients, moments)
+    return jax.tree.map(lambda old, step: old - rate * step, changes, directions), moments
+
+
+@partial(jax.jit, static_argnums=0)
+def _sums(
+    shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any, softness: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return three sums over the rows' labels: their losses, how many are the likeliest token, and how many there are."""
+    layers, others = frozen
+    tokens, texts, positions, labels, top_tokens, top_probabilities = rows
+    states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)
+    output = output_matrix(others)
+
+    def of_row(row: Any) -> tuple[jax.Array, jax.Array]:
+        states, labels, top_tokens, shares = row
+        logits = states @ output.T
+        wanted = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
+        if top_tokens.shape[-1]:
+            of_top = jnp.take_along_axis(logits, top_tokens, axis=1)
+            mass = jnp.maximum(shares.sum(axis=-1), 1e-6)
+            mean_of_top = (of_top * shares).sum(axis=-1) / mass
+            wanted = (1.0 - softness) * wanted + softness * mean_of_top
+        losses = jax.nn.logsumexp(logits, axis=-1) - wanted
+        is_label = labels >= 0
+        is_right = is_label & (logits.argmax(axis=-1) == labels)
+        return jnp.sum(jnp.where(is_label, losses, 0.0)), jnp.sum(is_right)
+
+    # One row at a time, and recomputed for the gradient: the logits of a few tokens take a megabyte.
+    losses, n_right = jax.lax.map(
+        jax.checkpoint(of_row), (states, labels, top_tokens, top_probabilities)
+    )
+    return losses.sum(), n_right.sum(), jnp.sum(labels >= 0)
+
+
+def _arrays(rows: Rows) -> tuple[jax.Array, ...]:
+    return tuple(map(jnp.asarray, rows))

@@ -1,71 +1,72 @@
 """Lets a draft learn from kept answers (online speculative decoding, Liu et al., arXiv:2310.07177).
 
-Training continues from the better of two sets of weights: the draft's own and those it learnt before. It uses
-the kept answers except the latest ones. The latest ones judge three drafts, each with its weights as written
-to a file: the draft as it came, the one in use, and the new one. The draft that agrees most often with the
-target is used from then on. The comparison is paired, token by token. Learnt weights that do worse than the
-draft as it came on later answers are dropped by the next lesson.
+Training continues from the better of two sets of weights: the draft's own and those it learnt before. The latest
+answers judge three drafts, each with its weights as written to a file: the draft as it came, the one in use, and the
+new one, which learnt from the other answers. The draft that agrees most often with the target is used from then on.
 
-As a program (`python -m specgen.train.online_learning`) it reads its task as a line of JSON from standard input and
-prints the result. After that line, `PAUSE` makes it wait before its next step, while an answer is generated, and `GO`
-lets it continue. It has the lowest priority. It ends as soon as its standard input closes, so that no lesson outlives
-the command.
+As a program (`python -m specgen.train.online_learning`, which `Learner` starts) it reads its task as a line of JSON
+from standard input and prints the result. After that line, `PAUSE` makes it wait before its next step, while an answer
+is generated, and `GO` lets it continue. It has the lowest priority, and ends as soon as its standard input closes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import math
 import os
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
+from typing import IO, TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
-from specgen.errors import ModelFileError, SpecgenError, UsageError
-from specgen.llama import LlamaModel
+from specgen.errors import ModelFileError, OutputError, SpecgenError, UsageError
+from specgen.llama import LlamaModel, default_threads
 from specgen.session import kept_answers
-from specgen.session.kept_answers import KeptAnswer, Learnt
+from specgen.session.kept_answers import (
+    KeptAnswer,
+    Learnt,
+    last_number,
+    learnt_weights,
+    read_learnt,
+)
 from specgen.system.files import NEW, locked, new_beside, write_errors
-from specgen.train.distillation import check_memory, train_scales
-from specgen.train.gguf_weights import read_weights, write_weights
+from specgen.train.gguf_weights import write_weights
 from specgen.train.target_text import Rows, kept_texts, pack_split
-from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library
+from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library, train
 
 if TYPE_CHECKING:
-    from specgen.train.transformer import Score, Trainer
+    from specgen.session.engine import Engine
+    from specgen.session.session import Session
+    from specgen.train.distillation import Score, Trainer
 
 #: The learning rate of Adam at its peak, and the most passes over the texts: the next lesson uses them again.
-#: A step learns from one row, since there are few rows.
-RATE = 6e-3
-N_PASSES = 1
+RATE, N_PASSES = 6e-3, 1
 #: The number of latest answers that are used; the share of them that judges, and the most that judge.
-MOST_ANSWERS = 128
-_JUDGING_SHARE = 0.25
-_MOST_JUDGING = 12
+MOST_ANSWERS, _JUDGING_SHARE, _MOST_JUDGING = 128, 0.25, 12
 #: The fewest answers for a lesson, those that judge included.
 LEAST_ANSWERS = 8
 #: Judgements in a pass, and the number without an improvement after which training ends.
-_JUDGED_PER_PASS = 2
-_PATIENCE = 3
+_JUDGED_PER_PASS, _PATIENCE = 2, 3
 #: The learning rate rises in so many steps, and falls to this share of its peak. (Down to a twentieth, a lesson
 #: of fifteen steps learnt nearly nothing.)
-_N_RISING = 5
-_LAST_SHARE = 0.5
+_N_RISING, _LAST_SHARE = 5, 0.5
 
 Outcome: TypeAlias = Literal["new", "kept", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The result of learning. An agreement is the share of the judging answers' tokens that the draft finds
-    likeliest: as it came, with the weights in use before (None if there were none), and with the new ones."""
+    """The result of learning. An agreement is the share of the judging answers' tokens that the draft finds likeliest: as
+    it came, with the weights in use before, if there were some, and with the new ones."""
 
     n_answers: int
     n_judging: int
@@ -80,19 +81,18 @@ class Lesson:
 
     @property
     def text(self) -> str:
-        before = "" if self.agreement_in_use is None else f", in use {self.agreement_in_use:.1%}"
-        shares = (
-            f"on the {self.n_judging} latest answers it agrees with the target on "
-            f"{self.agreement_new:.1%} of the tokens (as it came {self.agreement_as_it_came:.1%}{before})"
-        )
+        is_first = self.agreement_in_use is None
+        before = "" if is_first else f", in use {self.agreement_in_use:.1%}"
         what = {
             "new": f"drafts with what it learnt from {self.n_answers} answers from now on",
-            "kept": f"learnt nothing better from {self.n_answers} answers, and stays as it was",
+            "kept": f"learnt nothing better from {self.n_answers} answers"
+            + (": that is dropped" if is_first else ", and stays as it was"),
             "none": "does worse with what it learnt, and drafts as it came again",
         }[self.outcome]
-        if self.outcome == "kept" and self.agreement_in_use is None:
-            what = f"learnt nothing better from {self.n_answers} answers: that is dropped"
-        return f"{what}: {shares}"
+        return (
+            f"{what}: on the {self.n_judging} latest answers it agrees with the target on "
+            f"{self.agreement_new:.1%} of the tokens (as it came {self.agreement_as_it_came:.1%}{before})"
+        )
 
 
 def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAnswer]]:
@@ -105,11 +105,9 @@ def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAns
 def learn(
     folder: Path, target: Path, draft: Path, budget: Budget, *, rate: float = RATE
 ) -> Lesson | None:
-    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed.
-
-    Of the models only the vocabularies are read. Raises `UsageError` if JAX is not installed, there are too few answers,
-    or another process learns there; `ModelFileError` if the draft cannot be trained, `MemoryLimitError`, `OutputError`.
-    """
+    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raises `UsageError` if JAX
+    is not installed, there are too few answers, or another process learns there; `ModelFileError` if the draft cannot be
+    trained, `MemoryLimitError`, `OutputError`."""
     check_library()
     started_s = budget.clock()
     answers = kept_answers.read_answers(folder)
@@ -130,28 +128,28 @@ def learn(
             rows, judged = pack_split(kept_texts(model, small, learning, judging))
         if not rows.n_labels or not judged.n_labels:
             raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
-        former = kept_answers.learnt_weights(folder, draft)
-        start = _better_start(draft, former, judged)
+        former = learnt_weights(folder, draft)
+        start = _better_start(draft, former, rows, judged)
         trainer = start.trainer
-        state = TrainingState(start.score.loss, trainer.changes())
+        state = TrainingState(start.score.loss, trainer.copied())
         schedule = Schedule(
-            len(rows),
+            rows.n_rows,
             1,
             N_PASSES,
             rate,
             n_rising=_N_RISING,
             last_share=_LAST_SHARE,
-            judged_every=max(1, len(rows) // _JUDGED_PER_PASS),
+            judged_every=max(1, rows.n_rows // _JUDGED_PER_PASS),
             patience=_PATIENCE,
         )
-        if not train_scales(trainer, rows, judged, state, schedule, budget):
+        if not train(trainer, state, schedule, budget):
             return None
-        if answers[-1].number > kept_answers.last_number(folder):
+        if answers[-1].number > last_number(folder):
             raise UsageError("the answers were deleted while the draft learnt from them")
-        known = replace(kept_answers.read_learnt(folder, draft), last_number=answers[-1].number)
+        known = replace(read_learnt(folder, draft), last_number=answers[-1].number)
         with write_errors(folder), new_beside(folder / "weights.gguf") as written:
             write_weights(start.file, state.best, written)
-            new = type(trainer)(read_weights(written)).judge(judged)
+            new = type(trainer)(written, rows, judged).judge()
             outcome = _outcome(start, new)
             if outcome == "none":
                 known = Learnt(last_number=known.last_number)
@@ -184,7 +182,7 @@ def learn(
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """The weights that training starts from, and how two sets of weights agree with the target."""
+    """The weights that training starts from, and how the draft agrees with the target."""
 
     file: Path
     trainer: Trainer
@@ -199,18 +197,16 @@ class _Start:
         return self.in_use
 
 
-def _better_start(base: Path, learnt: Path | None, judged: Rows) -> _Start:
+def _better_start(base: Path, learnt: Path | None, rows: Rows, judged: Rows) -> _Start:
     """Judge a draft as it came and with what it learnt, and start from the better of the two."""
-    from specgen.train.transformer import Trainer
+    from specgen.train.distillation import Trainer
 
-    weights = read_weights(base)
-    check_memory(base, weights)
-    trainer = Trainer(weights)
-    start = _Start(base, trainer, trainer.judge(judged))
+    trainer = Trainer(base, rows, judged)
+    start = _Start(base, trainer, trainer.judge())
     if learnt is not None:
         with contextlib.suppress(ModelFileError):  # damaged: no draft uses it
-            other = Trainer(read_weights(learnt))
-            start = replace(start, in_use=other.judge(judged))
+            other = Trainer(learnt, rows, judged)
+            start = replace(start, in_use=other.judge())
             if start.score is start.in_use:
                 start = replace(start, file=learnt, trainer=other)
     return start
@@ -224,7 +220,7 @@ def _outcome(start: _Start, new: Score) -> Outcome:
 
 
 def _clear(folder: Path) -> None:
-    """Delete weights and unfinished files that no state names: a killed process leaves them."""
+    """Delete what a killed process left: weights and unfinished files that no state names."""
     states = [kept_answers.read_state(path) for path in folder.glob("*.json")]
     named = {state.weights for state in states}
     for path in (*folder.glob(f"*{NEW}"), *folder.glob("*.gguf")):
@@ -256,7 +252,7 @@ class Pauses:
         return not self._is_running.is_set()
 
     def wait(self) -> bool:
-        """Wait until there is no pause, then return False (training takes True as an interruption)."""
+        """Wait until there is no pause, and return False: it is no interruption."""
         started = time.monotonic()
         self._is_running.wait()
         self._paused_s += time.monotonic() - started
@@ -297,8 +293,7 @@ def main() -> int:
 
 
 def _end() -> NoReturn:
-    """Run `main`, then end the process at once. In a normal exit the interpreter aborts if a thread waits for
-    standard input, and that would look like a failed lesson."""
+    """Run `main`, then end the process at once: at its usual end the interpreter aborts if a thread waits for input."""
     code = 1
     try:
         code = main()
@@ -307,6 +302,158 @@ def _end() -> NoReturn:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(code)
+
+
+# --- the command that starts it ---------------------------------------------------------------------
+
+#: The number of new answers that starts a lesson, and how long it may take.
+NEW_ANSWERS, _MINUTES = 10, 10.0
+#: The process may use the processor's cores, divided by this.
+_CORES_SHARE = 4
+#: Seconds that the process has to end after it was told to.
+_END_S = 5.0
+COMMAND = (sys.executable, "-m", "specgen.train.online_learning")
+
+
+class Learner:
+    """Starts a lesson when there are enough new answers, and gives its result to the engine's draft. The lesson pauses
+    after its present step while an answer is generated.
+
+    Use it as a context manager, whose exit ends the process. Without kept answers or a draft model it does nothing.
+    `tell` gets a sentence for each change.
+    """
+
+    def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
+        self._target, self._engine, self._tell = session.options.target, engine, tell
+        self._child: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] = io.BytesIO()  # the file of its standard error
+        self._is_running = True
+        #: The number of the kept answer from which on the next lesson may begin.
+        self._not_before = 0
+        #: The sentence about a lesson's result, until the draft is reloaded.
+        self._news = ""
+        folder, own = session.options.learning, session.draft
+        self._is_on = False
+        why_not = ""
+        if folder is not None and own is not None and own.learns is not None:
+            self._folder, self._draft = folder, own.learns
+            #: The learnt weights that the draft was loaded with.
+            self._in_use = learnt_weights(folder, own.learns)
+            try:
+                check_library()
+                self._is_on = True
+            except UsageError as error:
+                why_not = f"{error.message} ({error.hint})"
+        elif folder is not None and own is not None and not own.is_free:
+            why_not = f"{own.name} cannot learn"
+        if why_not:
+            tell(f"answers are kept, and not learnt from: {why_not}")
+
+    def __enter__(self) -> Learner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_learning(self) -> bool:
+        return self._child is not None
+
+    def between_answers(self, *, begins: bool = False) -> None:
+        """Start, pause, continue or finish a lesson. The thread that steps the engine calls this after an answer, and
+        before one with `begins`, which pauses the lesson."""
+        if not self._is_on:
+            return
+        try:
+            if self._child is not None:
+                if self._child.poll() is not None:
+                    self._end_lesson(self._child)
+            elif self._n_new >= NEW_ANSWERS and last_number(self._folder) >= self._not_before:
+                self._start_lesson()
+            if self._child is None:
+                self._reload_draft()
+            elif begins == self._is_running:
+                self._is_running = not begins
+                self._send(GO if self._is_running else PAUSE)
+        except (SpecgenError, OSError, ValueError, TypeError) as error:  # not the answers end
+            self._is_on = False
+            self._tell(f"learning has ended: {error}")
+
+    def _reload_draft(self) -> None:
+        """Reload the draft if it learnt something, here or elsewhere, or if what it learnt was deleted."""
+        learnt = learnt_weights(self._folder, self._draft)
+        if learnt != self._in_use and self._engine.reload_draft():
+            self._in_use = learnt
+            change = "drafts with what it learnt elsewhere from now on"
+            if learnt is None:
+                change = "drafts as it came again: what it learnt was deleted"
+            self._tell(self._news or f"{self._draft.name} {change}")
+            self._news = ""
+
+    def _send(self, data: bytes) -> None:
+        stdin = None if self._child is None else self._child.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: the next call notices
+            stdin.write(data)
+            stdin.flush()
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(OSError):
+            child.terminate()
+        try:
+            child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        self._last_words(child)
+
+    @property
+    def _n_new(self) -> int:
+        last = last_number(self._folder)
+        seen = read_learnt(self._folder, self._draft).last_number
+        return last - seen if last >= seen else last  # smaller if the file was deleted
+
+    def _start_lesson(self) -> None:
+        n_threads = max(1, default_threads() // _CORES_SHARE)
+        paths = {"folder": self._folder, "target": self._target, "draft": self._draft}
+        line = json.dumps(paths | {"minutes": _MINUTES}, default=os.fspath)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it outlives this call
+        self._child = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,  # Ctrl-C ends the answer, not the lesson
+            env=os.environ | {"NPROC": str(n_threads), "OMP_NUM_THREADS": str(n_threads)},
+        )
+        self._send(line.encode() + b"\n")
+        self._is_running = True
+
+    def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = None
+        result, words = self._last_words(child)
+        if child.returncode == UsageError.exit_code:  # for example, another process learns
+            self._not_before = last_number(self._folder) + NEW_ANSWERS
+            self._tell(f"{self._draft.name} has not learnt: {words}")
+            return
+        if child.returncode != 0:
+            raise OutputError(words or f"its process ended with code {child.returncode}")
+        lesson = Lesson(**json.loads(result))
+        text = f"{self._draft.name} {lesson.text}"
+        if lesson.outcome == "kept":
+            self._tell(text)
+        else:
+            self._news = text
+
+    def _last_words(self, child: subprocess.Popen[bytes]) -> tuple[bytes, str]:
+        """Return what a process that has ended wrote, and its last complaint. Close its files."""
+        result, _ = child.communicate()
+        with self._errors as errors:
+            errors.seek(0)
+            lines = errors.read().decode("utf-8", "replace").strip().splitlines()
+        return result, lines[-1] if lines else ""
 
 
 if __name__ == "__main__":

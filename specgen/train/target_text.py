@@ -11,15 +11,14 @@ import datetime
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.drafters.pairing import check_pair
 from specgen.drafters.translated import Translation
+from specgen.drafters.vocabularies import check_pair
 from specgen.errors import ModelFileError, OutputError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.method.backend import Batch
@@ -34,15 +33,11 @@ from specgen.train.training_loop import Budget
 
 #: The number of likeliest tokens that are kept for each position.
 N_TOP = 16
-#: Every tenth prompt is for judging, not for learning.
-HELD_BACK_EVERY = 10
 #: The number of rows for which llama.cpp computes hidden states and logits at once.
 _N_ROWS = 64
 _FILES = "[0-9]*.npz"
-#: The number of tokens in a row: most answers fit with their prompt.
-N_COLUMNS = 384
-#: The most tokens before a part of a kept answer that a row holds.
-_N_BEFORE = 192
+#: The number of tokens in a row, and the most before a part of a kept answer: most answers fit with their prompt.
+N_COLUMNS, _N_BEFORE = 384, 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +52,7 @@ class TargetAnswer:
 
 
 class TargetText:
-    """The answers in a folder, for reading: all of them, or those to some `prompts`.
-
-    Raises `ModelFileError` if a file is damaged."""
+    """The answers in a folder: all of them, or those to some `prompts`. Raises `ModelFileError` if a file is damaged."""
 
     def __init__(self, folder: Path, prompts: Collection[str] | None = None) -> None:
         found = [(_read_answer(path), path) for path in sorted(folder.glob(_FILES))]
@@ -75,7 +68,7 @@ class TargetText:
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
         """Return the likeliest tokens at each position of an answer, best first, and their probabilities at
-        temperature 1: int32[n_tokens, N_TOP] and float16[n_tokens, N_TOP]."""
+        temperature 1: int32 and float16[n_tokens, N_TOP]."""
         tokens, probabilities = _arrays(self._paths[index], "top_tokens", "top_probabilities")
         return tokens, probabilities
 
@@ -90,21 +83,15 @@ def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
 
 def _read_answer(path: Path) -> TargetAnswer:
     names = ("prompt", "prompt_tokens", "tokens", "is_held_back")
-    prompt, prompt_tokens, tokens, held_back = _arrays(path, *names)
+    prompt, *texts, held_back = _arrays(path, *names)
+    prompt_tokens, tokens = (tuple(text.tolist()) for text in texts)
     text = prompt.tobytes().decode("utf-8", "replace")
-    return TargetAnswer(
-        text, tuple(prompt_tokens.tolist()), tuple(tokens.tolist()), bool(held_back)
-    )
+    return TargetAnswer(text, prompt_tokens, tokens, bool(held_back))
 
 
 def is_held_back(index: int) -> bool:
-    """Return whether the prompt with this number, from 0, is for judging."""
-    return index % HELD_BACK_EVERY == HELD_BACK_EVERY - 1
-
-
-def bytes_of(n_tokens: int, n_embd: int) -> int:
-    """Return the approximate size on the disk of `n_tokens` tokens of text."""
-    return n_tokens * (2 * n_embd + 6 * N_TOP + 8)
+    """Return whether the prompt with this number, from 0, is for judging: every tenth is."""
+    return index % 10 == 9
 
 
 def write_text(
@@ -117,46 +104,44 @@ def write_text(
     n_parallel: int,
     max_tokens: int,
 ) -> int:
-    """Let the target answer prompts until the folder holds `n_tokens` tokens of answers to them, or no
-    prompts or time are left. Return the number of tokens of answers to these prompts in the folder.
+    """Let the target answer prompts until the folder holds `n_tokens` tokens of answers to them, or no prompts or time are
+    left. Return the number of tokens of answers to these prompts in the folder. An interrupted call keeps the finished
+    answers, and prompts that have an answer are skipped.
 
-    Prompts that have an answer in the folder are skipped. Up to `n_parallel` prompts are answered at once,
-    each with at most `max_tokens` tokens. The budget's `progress` gets the tokens so far and `n_tokens`. An
-    interrupted call keeps the finished answers. Raises `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens` do
-    not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError` if the
-    folder's files are damaged.
+    The budget's `progress` gets the tokens so far and `n_tokens`. Raises `OutputError`, `MemoryLimitError`, `UsageError`
+    if `max_tokens` do not fit the target's context, `PairError` if the target has a recurrent state, and
+    `ModelFileError` if the folder's files are damaged.
     """
     if session.target.has_recurrent_state:
-        raise PairError(
-            f"{session.target.name} has a recurrent state: its hidden states cannot be read"
-        )
+        why = "has a recurrent state: its hidden states cannot be read"
+        raise PairError(f"{session.target.name} {why}")
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     busy = OutputError(f"{folder}: another process is writing there", "wait until it is done")
     with locked(folder / "lock", busy), contextlib.ExitStack() as resources:
         writer = _Writer(folder, session, resources)
         asked = frozenset(prompts)
-        answered = {answer.prompt for answer in writer.answers if answer.prompt in asked}
-        left = [
-            (text, is_held_back(index))
-            for index, text in enumerate(prompts)
-            if text not in answered
-        ]
-        n_have = sum(len(answer.tokens) for answer in writer.answers if answer.prompt in answered)
+        answered = [answer for answer in writer.answers if answer.prompt in asked]
+        n_have = sum(len(answer.tokens) for answer in answered)
         budget.progress(n_have, n_tokens)
-        if n_have >= n_tokens or not left:
+        known = {answer.prompt for answer in answered}
+        left = {
+            text: (session.prompts.of_text(text), is_held_back(index))
+            for index, text in enumerate(prompts)
+            if text not in known and n_have < n_tokens
+        }
+        if not left:
             return n_have
-        n_ctx = _context_size(session, [text for text, _ in left], max_tokens)
+        n_ctx = _context_size(session, [len(each.tokens) for each, _ in left.values()], max_tokens)
         with Engine(
             session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=budget.is_over
         ) as engine:
-            waiting: dict[Request, tuple[str, bool]] = {}
-            while (left or waiting) and not budget.is_over() and n_have < n_tokens:
-                while left and len(waiting) < n_parallel:
-                    text, is_judged = left.pop(0)
-                    prompt = session.prompts.of_text(text)
-                    if len(prompt.tokens) + max_tokens <= n_ctx:
-                        waiting[engine.insert(prompt)] = text, is_judged
+            waiting = {
+                engine.insert(prompt): (text, is_judged)
+                for text, (prompt, is_judged) in left.items()
+                if len(prompt.tokens) + max_tokens <= n_ctx
+            }
+            while waiting and not budget.is_over() and n_have < n_tokens:
                 engine.step()
                 for done in [answer for answer in waiting if answer.is_done]:
                     text, is_judged = waiting.pop(done)
@@ -169,17 +154,15 @@ def write_text(
 
 
 class _Writer:
-    """Writes answers to a folder, with the target's hidden states and likeliest tokens. `resources` close
-    what it opens."""
+    """Writes answers to a folder, with what the target computes for them. `resources` close what it opens."""
 
     def __init__(self, folder: Path, session: Session, resources: contextlib.ExitStack) -> None:
-        self._folder, self._loaded, self._resources = folder, session, resources
+        self._folder, self._session, self._resources = folder, session, resources
         self.answers = TargetText(folder).answers
         self._number = max((int(path.stem) for path in folder.glob(_FILES)), default=-1)
         self._backend: LlamaBackend | None = None
 
     def add(self, answer: TargetAnswer) -> None:
-        """Let the target read an answer, and write it."""
         pieces = [
             (states.astype(np.float16), *_likeliest(logits))
             for logits, states in self._read(answer.prompt_tokens, answer.tokens)
@@ -205,27 +188,25 @@ class _Writer:
     def _read(
         self, prompt: Sequence[int], answer: Sequence[int]
     ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
-        """Yield the logits and the final hidden states before each token of an answer, in pieces:
-        float32[n, n_vocab] and float32[n, n_embd], valid until the next piece."""
+        """Yield the logits and the final hidden states before each token of an answer, in pieces: float32[n, n_vocab] and
+        float32[n, n_embd], valid until the next piece."""
         backend = self._backend_for(len(prompt) + len(answer))
         if backend.length(0):
             backend.remove(0)
-        before = prompt[:-1]
-        for start in range(0, len(before), backend.n_batch):
-            piece = before[start : start + backend.n_batch]
-            backend.decode(_rows(piece, start, wanted=False))
-        text = [prompt[-1], *answer[:-1]]
-        for start in range(0, len(text), _N_ROWS):
-            piece = text[start : start + _N_ROWS]
-            yield backend.decode_hidden(_rows(piece, len(before) + start, wanted=True))
+        text, n_before = [*prompt, *answer[:-1]], len(prompt) - 1
+        for start in range(0, n_before, backend.n_batch):
+            end = min(start + backend.n_batch, n_before)
+            backend.decode(_rows(text[start:end], start, wanted=False))
+        for start in range(n_before, len(text), _N_ROWS):
+            yield backend.decode_hidden(_rows(text[start : start + _N_ROWS], start, wanted=True))
 
     def _backend_for(self, n_tokens: int) -> LlamaBackend:
         if self._backend is None or self._backend.n_ctx < n_tokens:
             self._backend = LlamaBackend(
-                self._loaded.target,
-                self._loaded.costs.context_options(),
+                self._session.target,
+                self._session.costs.context_options(),
                 n_ctx=_rounded(n_tokens, 1024),
-                clock=self._loaded.clock,
+                clock=self._session.clock,
                 n_outputs=_N_ROWS,
             )
             self._resources.callback(self._backend.close)
@@ -250,10 +231,9 @@ def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
     return tokens, probabilities
 
 
-def _context_size(session: Session, texts: Sequence[str], max_tokens: int) -> int:
-    """Return a context size, in tokens, in which nine of ten prompts fit with their answers."""
-    lengths = sorted(len(session.prompts.of_text(text).tokens) for text in texts)
-    n_prompt = lengths[int(0.9 * (len(lengths) - 1))]
+def _context_size(session: Session, lengths: Sequence[int], max_tokens: int) -> int:
+    """Return a context size, in tokens, in which nine of ten prompts of these lengths fit with their answers."""
+    n_prompt = sorted(lengths)[int(0.9 * (len(lengths) - 1))]
     n_ctx = _rounded(n_prompt + max_tokens, 256)
     n_train = session.target.n_ctx_train
     if n_train and n_ctx > n_train:
@@ -268,7 +248,7 @@ def _rounded(n_tokens: int, step: int) -> int:
 def _whole_answer(
     session: Session, request: Request, text: str, is_judged: bool
 ) -> TargetAnswer | None:
-    """Return the answer of a request that is done; None if it is empty or did not end by itself."""
+    """Return the answer of a request that is done; None if it is empty or did not end as it should."""
     finished = request.finished
     if request.failure is not None or finished is None or not finished.token_ids:
         return None
@@ -293,38 +273,35 @@ class TrainingText:
     answer_tokens: tuple[int, ...]
     #: Whether it is for judging, not for learning.
     is_held_back: bool
-    #: The tokens that the target found likeliest at each position of the answer, and their probabilities, if
-    #: they are known: int32[n_answer, N_TOP], float16[n_answer, N_TOP].
+    #: What the target found likeliest at each position of the answer, if it is known; see `TargetText.top`.
     top_tokens: NDArray[np.int32] | None = field(default=None, compare=False)
     top_probabilities: NDArray[np.float16] | None = field(default=None, compare=False)
+
+    def length(self, n_columns: int) -> int:
+        """Return how many of its tokens a row of so many holds."""
+        return min(n_columns, len(self.prompt_tokens) + len(self.answer_tokens))
 
 
 def training_texts(
     text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
 ) -> list[TrainingText]:
-    """Return the target's answers as a draft model sees them while it drafts: prompts in its own chat
-    template, and answers and what the target found likely in its own tokens, if it has another vocabulary.
+    """Return the target's answers as a draft model sees them while it drafts: prompts in its own chat template, and answers
+    in its own tokens, if it has another vocabulary: what the target found likely is then not known.
 
-    `now` is the date that some templates write. Raises `PromptError` if the target's template does not
-    take a prompt.
+    `now` is the date that some templates write. Raises `PromptError` if the target's template does not take a prompt.
     """
     translation = _translation(target, draft)
-    soft_labels = None if translation is None else SoftLabels(translation)
     prompts = Prompts(target, draft if translation is not None else None)
     found = []
     for index, answer in enumerate(text.answers):
-        top = text.top(index)
         prompt = prompts.of_text(answer.prompt, now=now)
-        if translation is None or soft_labels is None:
-            prompt_tokens, tokens = prompt.tokens, answer.tokens
+        if translation is None:
+            own = prompt.tokens, answer.tokens
+            found.append(TrainingText(*own, answer.is_held_back, *text.top(index)))
         else:
-            prompt_tokens, tokens = _translated(
-                translation, prompt.tokens, answer.tokens, prompt.draft_tokens
-            )
-            top = soft_labels.translate(answer.tokens, *top, tokens)
-        if prompt_tokens and tokens:
-            found.append(TrainingText(prompt_tokens, tokens, answer.is_held_back, *top))
-    return found
+            own = _translated(translation, prompt.tokens, answer.tokens, prompt.draft_tokens)
+            found.append(TrainingText(*own, answer.is_held_back))
+    return [each for each in found if each.prompt_tokens and each.answer_tokens]
 
 
 def kept_texts(
@@ -333,10 +310,8 @@ def kept_texts(
     learning: Sequence[KeptAnswer],
     judging: Sequence[KeptAnswer] = (),
 ) -> list[TrainingText]:
-    """Return kept answers to learn from, and others to judge by, as a draft reads them while it drafts.
-
-    An answer that is longer than a row gives several texts.
-    """
+    """Return kept answers to learn from, and others to judge by, as a draft reads them while it drafts: several texts of
+    an answer that is longer than a row."""
     translation, digest = _translation(target, draft), draft.vocabulary.digest()
     found: list[TrainingText] = []
     for number, answer in enumerate((*learning, *judging)):
@@ -384,110 +359,49 @@ def _parts(
         start += len(part)
 
 
-class SoftLabels:
-    """Translates the tokens that a target found likely, for a pair of vocabularies.
+class Rows(NamedTuple):
+    """Texts one after the other in rows of one length; each array is [n_rows, n_columns].
 
-    The target's distribution is over its own tokens. Where a draft token starts at the start of a target token,
-    each likely target token counts as the draft token that its text starts with, and the chosen target token
-    counts as the draft token in the text. A draft token that starts inside of a chosen target token is certain:
-    it gets all of the probability.
+    `texts` says which text of its row a token belongs to (0 is padding), and `positions` count from 0 in each text.
+    `labels` are the tokens behind each, where that is of an answer; else -1. `top_tokens` and `top_probabilities` are
+    what the target found likely there, [n_rows, n_columns, n_top]; n_top is 0 where it is not known of all texts.
     """
 
-    def __init__(self, translation: Translation) -> None:
-        self._translation = translation
-        self._draft_token = cache(translation.first_token)
-
-    def translate(
-        self,
-        answer: Sequence[int],
-        top_tokens: NDArray[np.int32],
-        top_probabilities: NDArray[np.float16],
-        draft_tokens: Sequence[int],
-    ) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """Return likely draft tokens and their probabilities for each of `draft_tokens`: int32 and
-        float16[n_draft_tokens, n_top]. A token may occur twice in a row: its probability is the sum. Target
-        tokens without a counterpart get the probability 0.
-
-        `answer` is the text in target tokens, `draft_tokens` the same text in draft tokens. `top_tokens` and
-        `top_probabilities` are the target's, int32 and float16[n_answer, n_top].
-        """
-        starts: dict[int, int] = {}
-        text = bytearray()
-        for index, token in enumerate(answer):
-            starts.setdefault(len(text), index)
-            text += self._translation.target.token_bytes(token)
-        shape = len(draft_tokens), top_tokens.shape[1]
-        tokens, probabilities = np.zeros(shape, np.int32), np.zeros(shape, np.float16)
-        offset = 0
-        for row, own in enumerate(draft_tokens):
-            position = starts.get(offset)
-            data = self._translation.draft.token_bytes(own)
-            if not text.startswith(data, offset):  # bytes before it that the draft has no token for
-                starts.clear()
-                position = None
-            offset += len(data)
-            if position is None:
-                tokens[row, 0], probabilities[row, 0] = own, 1.0
-                continue
-            for column, token in enumerate(top_tokens[position].tolist()):
-                found = own if token == answer[position] else self._draft_token(token)
-                if found >= 0:
-                    tokens[row, column] = found
-                    probabilities[row, column] = top_probabilities[position, column]
-        return tokens, probabilities
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Texts one after the other in rows of one length; each array is [n_rows, n_columns]."""
-
-    #: int32.
     tokens: NDArray[np.int32]
-    #: Which text of its row a token belongs to; 0 is padding. int32.
     texts: NDArray[np.int32]
-    #: Positions in the texts, from 0. int32.
     positions: NDArray[np.int32]
-    #: The token behind each, where that is of an answer; else -1. int32.
     labels: NDArray[np.int32]
-    #: What the target found likely at that token's position: tokens and their probabilities,
-    #: int32 and float32[n_rows, n_columns, n_top]; n_top is 0 where it is not known of all texts.
     top_tokens: NDArray[np.int32]
     top_probabilities: NDArray[np.float32]
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.tokens)
 
     @property
     def n_labels(self) -> int:
         return int(np.count_nonzero(self.labels >= 0))
 
-    @property
-    def arrays(self) -> tuple[NDArray[np.int32] | NDArray[np.float32], ...]:
-        return tuple(getattr(self, name) for name in Rows.__slots__)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     def pick(self, rows: NDArray[np.int64]) -> Rows:
-        return Rows(*(array[rows] for array in self.arrays))  # type: ignore[arg-type]
+        return Rows(*(array[rows] for array in self))  # type: ignore[arg-type]
 
 
 def pack_split(texts: Sequence[TrainingText]) -> tuple[Rows, Rows]:
     """Return rows of the texts to learn from, and rows of those that are held back."""
-    return (
-        pack([text for text in texts if not text.is_held_back]),
-        pack([text for text in texts if text.is_held_back]),
+    learnt, judged = (
+        [text for text in texts if text.is_held_back == is_judged] for is_judged in (False, True)
     )
+    return pack(learnt), pack(judged)
 
 
 def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> Rows:
-    """Put texts into as few rows as the longest-first order makes.
-
-    What of an answer reaches beyond a row is cut off; texts whose prompt does are left out.
-    """
+    """Put texts into as few rows as the longest-first order makes. What of an answer reaches beyond a row is cut off;
+    texts whose prompt does are left out."""
     rows: list[list[TrainingText]] = []
     free: list[int] = []
-    for text in sorted(texts, key=lambda text: -_length(text, n_columns)):
-        length = _length(text, n_columns)
-        if len(text.prompt_tokens) >= n_columns:
-            continue
+    fitting = (text for text in texts if len(text.prompt_tokens) < n_columns)
+    for text in sorted(fitting, key=lambda text: -text.length(n_columns)):
+        length = text.length(n_columns)
         row = next((row for row, left in enumerate(free) if left >= length), len(rows))
         if row == len(rows):
             rows.append([])
@@ -507,7 +421,7 @@ def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> Rows:
     for row, row_texts in enumerate(rows):
         start = 0
         for number, text in enumerate(row_texts, 1):
-            length = _length(text, n_columns)
+            length = text.length(n_columns)
             part = np.s_[row, start : start + length]
             found.tokens[part] = (*text.prompt_tokens, *text.answer_tokens)[:length]
             found.texts[part] = number
@@ -521,7 +435,3 @@ def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> Rows:
                 found.top_probabilities[row, first:last] = text.top_probabilities[: last - first]
             start += length
     return found
-
-
-def _length(text: TrainingText, n_columns: int) -> int:
-    return min(n_columns, len(text.prompt_tokens) + len(text.answer_tokens))

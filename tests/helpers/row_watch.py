@@ -37,7 +37,7 @@ class _Watch(Shaper):
 
 def moved_rows(session: Session, prompts: Sequence[Prompt], n_at_once: int) -> list[float]:
     """The movements of all rows that greedy answers were chosen from, `n_at_once` made at once."""
-    texts = plain_texts(session, prompts)
+    texts = list(plain_texts(session, dict(enumerate(prompts))).values())
     rows = [
         list(plain_rows(session, prompt.tokens, text[:-1]))
         for prompt, text in zip(prompts, texts, strict=True)

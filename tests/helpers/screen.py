@@ -139,40 +139,31 @@ class Terminal(io.TextIOBase):
     def isatty(self) -> bool:
         return True
 
-    def resize(self, columns: int, *, reflow: bool = True, tell: bool = True) -> None:
-        """Change the window's width; some terminals lay text out anew, some cut it off, and
-        programs may be told of it late (`tell`)."""
-        if reflow:
-            self.screen.reflow(columns)
-        else:
-            self.screen.resize(self.screen.lines, columns)
+    def resize(self, columns: int, *, tell: bool = True) -> None:
+        """Change the window's width; programs may be told of it late (`tell`)."""
+        self.screen.reflow(columns)
         if tell:
-            self.tell_size()
+            self.console.size = (self.screen.columns, self.screen.lines)
 
-    def tell_size(self) -> None:
-        """Let programs know the window's size."""
-        self.console.size = (self.screen.columns, self.screen.lines)
+    @property
+    def _buffer(self) -> list[_Row]:
+        return [self.screen.buffer[y] for y in range(self.screen.lines)]
 
     @property
     def visible(self) -> list[str]:
         """The rows of the window, without the empty ones at its end."""
-        return _without_end(
-            [self._row(self.screen.buffer[y]) for y in range(self.screen.lines)],
-        )
+        return _without_end([self._row(row) for row in self._buffer])
 
     @property
     def rows(self) -> list[str]:
         """Everything that can be scrolled to."""
-        above = [self._row(row) for row in self.screen.history.top]
-        here = [self._row(self.screen.buffer[y]) for y in range(self.screen.lines)]
-        return _without_end([*above, *here])
+        return _without_end([self._row(row) for row in (*self.screen.history.top, *self._buffer)])
 
     @property
     def lines(self) -> list[str]:
         """What copying everything would give: rows that the terminal broke are joined."""
-        buffer = [self.screen.buffer[y] for y in range(self.screen.lines)]
         joined = [""]
-        for row in (*self.screen.history.top, *buffer):
+        for row in (*self.screen.history.top, *self._buffer):
             joined[-1] += self._row(row, strip=not _wrapped(row))
             if not _wrapped(row):
                 joined.append("")
@@ -184,22 +175,15 @@ class Terminal(io.TextIOBase):
 
     def struck(self) -> str:
         """The text in the window that is struck through."""
-        return self._having("strikethrough")
-
-    def _having(self, attribute: str) -> str:
-        cells = [
-            self.screen.buffer[y][x]
-            for y in range(self.screen.lines)
-            for x in range(self.screen.columns)
-        ]
-        return "".join(cell.data for cell in cells if getattr(cell, attribute))
+        cells = [row[x] for row in self._buffer for x in range(self.screen.columns)]
+        return "".join(cell.data for cell in cells if cell.strikethrough)
 
     def look(self, text: str) -> tuple[str, ...]:
         """The colour and the attributes of a word in the window."""
-        for y in range(self.screen.lines):
-            x = self._row(self.screen.buffer[y]).find(text)
+        for row in self._buffer:
+            x = self._row(row).find(text)
             if x >= 0:
-                cell = self.screen.buffer[y][x]
+                cell = row[x]
                 names = ("bold", "italics", "underscore", "strikethrough")
                 return (cell.fg, *(name for name in names if getattr(cell, name)))
         raise AssertionError(f"{text!r} is not on the screen")

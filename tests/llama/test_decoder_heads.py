@@ -190,20 +190,6 @@ def test_nothing_drafts_for_heads(folder: Path) -> None:
 # --- drafting -----------------------------------------------------------------------------------
 
 
-def test_hidden_states_are_kept_for_a_text_that_goes_back() -> None:
-    last = LastHidden()
-    assert last.before(9) is None
-    for n_read in (4, 6, 7):
-        last.take(np.full(3, n_read, np.float32), n_read)
-    assert [found and found[0] for found in map(last.before, (9, 8, 7, 5, 4))] == [7, 7, 6, 4, None]
-    last.rewind(6)
-    found = last.before(9)
-    assert found is not None
-    assert found[1].tolist() == [6.0] * 3
-    last.rewind(3)
-    assert last.before(9) is None
-
-
 @pytest.mark.parametrize("grammar", [None, 'root ::= ("ab" [c-h] "---" [a-h]){12}'])
 def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: str | None) -> None:
     """After each round it is the state that a decode of the text alone gives."""
@@ -218,7 +204,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: s
             n_seen = set()
             while not generation.is_finished:
                 loop.round([generation])
-                found = last.before(len(generation.tokens))
+                found = last.last
                 assert found is not None
                 n_read, state = found
                 n_seen.add(len(generation.tokens) - n_read)

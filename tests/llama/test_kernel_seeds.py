@@ -64,7 +64,7 @@ def texts(models: Path, draft: DraftSource, samplers: str, drafting: DraftOption
         )
         with Session(options, time.perf_counter, memory) as loaded:
             prompt = loaded.prompts.of_text(PROMPT, chat=False)
-            *_, last = generate(loaded, prompt, estimate_gain=False)
+            *_, last = generate(loaded, prompt)
         assert isinstance(last, FinishedEvent)
         n_accepted += last.n_accepted
         found.append(last.text)

@@ -255,7 +255,7 @@ def test_the_tables_show_each_target_and_temperature_at_every_width(width: int) 
     print_bench_tables(figures, Console(file=out, width=width))
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    assert "   2.50  2.50  2.50   2.50     25.00" in text
+    assert "2.50 2.50 2.50 2.50 25.00" in " ".join(text.split())
     assert text.count("target.gguf, temperature") == 2
     assert text.count("[red]a") == 4
     assert text.count("[b]code[/b]") == 2

@@ -101,7 +101,7 @@ def test_every_cell_tested_is_expected_often(probs: ProbArray, n: int, seed: int
 
 def test_one_cell_after_pooling_says_nothing() -> None:
     tested = g_test(np.array([10, 5]), np.array([0.5, 0.5]))
-    assert (tested.p_value, tested.degrees_of_freedom, tested.n_pooled) == (1.0, 0, 2)
+    assert (tested.p_value, tested.n_cells, tested.n_pooled) == (1.0, 1, 2)
 
 
 @pytest.mark.parametrize("probs", [[0.5, 0.4], [1.0, 0.0], [1.5, -0.5], [math.nan, 0.5], []])

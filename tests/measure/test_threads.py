@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -82,10 +82,14 @@ def fake(seconds: Callable[[int, int], float], n_ctx: int = 64) -> ThreadedFake:
     return ThreadedFake(vocabulary, random_language(26, seed=3), n_ctx=n_ctx, seconds=seconds)
 
 
+def measured(backend: ThreadedFake, *arguments: Any) -> Threads:
+    return measure_threads(cast(LlamaBackend, backend), *arguments)
+
+
 def test_rows_and_batches_get_their_own_number() -> None:
     # A row is quickest with 2 threads; a batch, with as many as there are.
     backend = fake(lambda threads, rows: 0.1 / threads if rows > 1 else 0.05 + abs(threads - 2))
-    assert measure_threads(backend, [1, 2, 3, 4], 4, 1e9) == Threads(2, 4)
+    assert measured(backend, [1, 2, 3, 4], 4, 1e9) == Threads(2, 4)
     assert backend.threads == (2, 4)
     assert backend.length(0) == 0
     assert {n for n, _ in backend.timed} == {1, 2, 3, 4}
@@ -93,7 +97,7 @@ def test_rows_and_batches_get_their_own_number() -> None:
 
 def test_time_is_limited_and_then_nothing_is_changed() -> None:
     backend = fake(lambda threads, _: 1.0 / threads)
-    assert measure_threads(backend, [1, 2, 8], 2, 1.0) == Threads(2, 2)
+    assert measured(backend, [1, 2, 8], 2, 1.0) == Threads(2, 2)
     assert len(backend.timed) < 20
 
 
@@ -102,7 +106,7 @@ def test_an_interruption_leaves_the_usual_number() -> None:
         return len(backend.timed) > 30
 
     backend = fake(lambda threads, _: 1.0 / threads)
-    assert measure_threads(backend, [1, 2, 4], 2, 1e9, interrupted) == Threads(2, 2)
+    assert measured(backend, [1, 2, 4], 2, 1e9, interrupted) == Threads(2, 2)
     assert 30 < len(backend.timed) < 36
     assert backend.threads == (2, 2)
     assert backend.length(0) == 0
@@ -110,10 +114,10 @@ def test_an_interruption_leaves_the_usual_number() -> None:
 
 def test_where_there_is_nothing_to_choose_nothing_is_timed() -> None:
     backend = fake(lambda *_: 1.0)
-    assert measure_threads(backend, [1], 1, 1e9) == Threads(1, 1)
+    assert measured(backend, [1], 1, 1e9) == Threads(1, 1)
     assert len(backend.timed) < 5
     small = fake(lambda *_: 1.0, n_ctx=5)
-    assert measure_threads(small, [1, 2], 2, 1e9).n_batch == 2
+    assert measured(small, [1, 2], 2, 1e9).n_batch == 2
     assert small.length(0) == 0
 
 

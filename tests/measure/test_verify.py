@@ -25,11 +25,9 @@ from specgen.measure.verify import (
     GreedyResult,
     SampledResult,
     VerifyReport,
-    Way,
     check_greedy,
     check_sampled,
     movement,
-    to_json_object,
 )
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import Branches, Draft, keep_path
@@ -108,16 +106,14 @@ def opened(
     return Session(options, clock)
 
 
-def greedy(session: Session, *, n_at_once: int = 1, way: Way | None = None) -> list[GreedyResult]:
-    prompts = [session.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
-    return list(check_greedy(session, prompts, n_at_once=n_at_once, way=way))
+def greedy(session: Session, *, n_at_once: int = 1) -> list[GreedyResult]:
+    prompts = {n: session.prompts.of_text(text, chat=False) for n, text in enumerate(PROMPTS)}
+    return list(check_greedy(session, prompts, n_at_once=n_at_once))
 
 
-def sampled(
-    session: Session, n_draws: int = 500, seed: int = 1, way: Way | None = None
-) -> SampledResult:
-    prompts = [session.prompts.of_text(PROMPT, chat=False)]
-    result = check_sampled(session, prompts, n_draws, LEVEL, seed=seed, way=way)
+def sampled(session: Session, n_draws: int = 500, seed: int = 1) -> SampledResult:
+    prompts = {1: session.prompts.of_text(PROMPT, chat=False)}
+    result = check_sampled(session, prompts, n_draws, LEVEL, seed=seed)
     assert result is not None
     return result
 
@@ -172,7 +168,7 @@ def test_draws_of_the_next_token_show_bugs(
             found.append(sampled(loaded))
         if found[-1].is_defect:
             break
-    assert any(each.is_tested for each in found)
+    assert any(each.n_drafted and each.test.n_cells > 1 for each in found)
     assert any(each.is_defect for each in found) == (bug is not None)
 
 
@@ -363,7 +359,7 @@ def test_answers_without_a_limit_go_on_until_the_context_is_full(
         )
     with Session(small, time.perf_counter) as loaded:
         prompt = loaded.prompts.of_text(PROMPTS[0], chat=False)
-        results = list(check_greedy(loaded, [prompt], n_at_once=n_at_once))
+        results = list(check_greedy(loaded, {1: prompt}, n_at_once=n_at_once))
     assert [result.prompt for result in results] == [1] * n_at_once, "few prompts are repeated"
     assert not any(result.is_defect for result in results)
     assert max(result.n_tokens for result in results) >= 256 - len(prompt.tokens)
@@ -373,7 +369,9 @@ def test_answers_without_a_limit_go_on_until_the_context_is_full(
 def test_draws_in_a_grammar_fit(models: Path) -> None:
     with opened(models, 0, EAGER, grammar="root ::= [a-h] [a-h] [a-h] [a-h]+") as loaded:
         result = sampled(loaded, n_draws=150)
-    assert (result.n_answer, result.n_impossible, result.is_tested) == (1, 0, True)
+    assert (result.n_answer, result.n_impossible) == (1, 0)
+    assert result.n_drafted > 0
+    assert result.test.n_cells > 1
     assert not result.is_defect
 
 
@@ -381,30 +379,30 @@ def test_a_place_where_only_one_thing_can_be_said_tests_nothing(models: Path) ->
     with opened(models, 1, EAGER, top_k=1) as loaded:
         result = sampled(loaded, n_draws=100)
     assert not result.is_defect
-    assert not result.is_tested
+    assert result.test.n_cells == 1
 
 
 def test_where_nothing_is_drafted_there_is_no_place(models: Path) -> None:
     drafting = DraftOptions(policy="fixed", ngram_min=30, ngram_max=30)
     with opened(models, 1, drafting, ngram=True) as loaded:
         prompt = loaded.prompts.of_text(PROMPT, chat=False)
-        assert check_sampled(loaded, [prompt], 100, LEVEL) is None
+        assert check_sampled(loaded, {1: prompt}, 100, LEVEL) is None
 
 
 def test_interrupted_checks_end_without_a_result(models: Path) -> None:
     with opened(models, 1) as loaded:
         prompt = loaded.prompts.of_text(PROMPT, chat=False)
-        assert check_sampled(loaded, [prompt], 100, LEVEL, interrupted=lambda: True) is None
+        assert check_sampled(loaded, {1: prompt}, 100, LEVEL, interrupted=lambda: True) is None
         for n in (1, N_AT_ONCE):
-            stopped = check_greedy(loaded, [prompt], n_at_once=n, interrupted=lambda: True)
+            stopped = check_greedy(loaded, {1: prompt}, n_at_once=n, interrupted=lambda: True)
             assert list(stopped) == []
-            assert list(check_greedy(loaded, [], n_at_once=n)) == []
+            assert list(check_greedy(loaded, {}, n_at_once=n)) == []
 
 
 def test_verdicts() -> None:
     equal = GreedyResult(1, "fixed", 1, 5, 3, 2)
     at_once = replace(equal, n_at_once=3)
-    place = SampledResult(1, "fixed", 9, 3, 100, 0, 50, 20, 1e-4, GTest(1.0, 1, 0.5, 0))
+    place = SampledResult(1, "fixed", 9, 3, 100, 0, 50, 20, 1e-4, GTest(1.0, 2, 0.5, 0))
     report = VerifyReport("t", "d", "auto", 3, SamplerOptions(), "both", (equal, at_once), (place,))
 
     def verdict(**changes: object) -> str:
@@ -417,9 +415,9 @@ def test_verdicts() -> None:
     assert verdict(sampled=(), is_interrupted=True) == "interrupted"
     wrong = replace(equal, difference=Difference(0, "a", "", float("inf"), 0.0))
     assert verdict(greedy=(wrong,)) == "defect"
-    assert verdict(sampled=(replace(place, test=GTest(99.0, 1, 1e-9, 0)),)) == "defect"
-    found = to_json_object(replace(report, greedy=(wrong,), skipped=(2,)))
+    assert verdict(sampled=(replace(place, test=GTest(99.0, 2, 1e-9, 0)),)) == "defect"
+    found = replace(report, greedy=(wrong,), skipped=(2,)).to_json_object()
     assert found["skipped"] == [2]
     assert found["greedy"][0]["is_defect"] is True
-    assert found["greedy"][0]["difference"]["gap"] is None
+    assert found["greedy"][0]["difference"]["gap"] == "inf"
     assert found["sampled"][0]["test"]["n_cells"] == 2

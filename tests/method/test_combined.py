@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from specgen.drafters.cascade import Cascade
-from specgen.drafters.chain import ModelDrafter
-from specgen.drafters.staged import Guesses
-from specgen.drafters.tree import TreeModelDrafter
+from specgen.drafters.cascade import Cascade, Guesses
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.method.draft import NO_DRAFT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
 from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
@@ -129,7 +127,7 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool)
     model: Drafter
     if is_tree:
         request = draft_request(state, shaper, branches=True, shape=parse_tree("1,1,1"))
-        model = TreeModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
+        model = ModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
     else:
         model = ModelDrafter(backend, draft_request(state, shaper), n_shared_tokens=N_VOCAB)
     draft = draft_alone(model.propose([*TEXT, 4, 5], draft_up_to(3), 2))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import FixedPolicy, Offer, draft_up_to

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import (
     CommittedEvent,
@@ -344,12 +344,3 @@ def test_several_generations_share_a_batch_and_keep_their_texts() -> None:
     assert generations[0].tokens == plains[0]
     assert generations[1].tokens == plains[1]
     assert generations[2].tokens == plains[2][: 1 + 9]
-
-
-def test_the_cost_of_plain_decoding_is_measured_without_a_trace() -> None:
-    setup = Setup(drafter=drafter("perfect"))
-    generation, _ = setup.run()
-    before = setup.target.text(0)
-    loop = AnswerLoop(setup.target, Clock())
-    assert loop.plain_token_s(generation) is not None
-    assert setup.target.text(0) == before

@@ -16,17 +16,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import WrappedDrafter
-from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.events import CommittedEvent, Event, NoticeEvent
-from specgen.method.drafter import Drafter, Drafting, draft_alone
-from specgen.method.policy import RoundPlan, draft_up_to
+from specgen.method.drafter import Drafter, Drafting
+from specgen.method.policy import RoundPlan
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language
-from tests.helpers.fake_generations import GREEDY, Setup, translated_drafter
+from tests.helpers.fake_generations import GREEDY, Setup, WrappedDrafter, translated_drafter
 from tests.helpers.vocabularies import ALPHABET, ByteLanguage, joined, spoken, texts, vocabulary
 
 BYTES = [bytes((byte,)) for byte in sorted(set(ALPHABET.encode()))]
@@ -296,26 +295,3 @@ def test_half_characters_are_finished_by_the_draft() -> None:
     options = GenerationOptions(max_tokens=60, ignore_eos=True)
     watched = Pair(target, characters, 1, 1, options=options).check()
     assert watched.n_accepted > 0.5 * watched.n_drafted
-
-
-def test_a_rewound_answer_is_drafted_for_as_the_first_time() -> None:
-    """As when a place in an answer is drawn from again and again."""
-    target, draft = cut(5), cut(8)
-    language = spoken(ByteLanguage(3), draft)
-    prompt = target.tokenize("ab ab é中 a\nb", add_special=False, parse_special=False)
-    longer = target.tokenize("ab ab é中 a\nb中é ab\n", add_special=False, parse_special=False)
-    plan = draft_up_to(4)
-    translation = Translation(target, draft)
-
-    def fresh() -> TranslatedDrafter:
-        return translated_drafter(translation, language, draft, TextState(prompt))[0]
-
-    drafter = fresh()
-    draft_alone(drafter.propose(longer, plan))
-    for n_kept in (len(longer) - 1, len(prompt) + 1, 3, 1):
-        drafter.rewind(n_kept)
-        text = [*longer[:n_kept], *prompt[:3]]
-        again, first = (draft_alone(each.propose(text, plan)) for each in (drafter, fresh()))
-        assert again.tokens == first.tokens
-        drafter.rewind(n_kept)
-        draft_alone(drafter.propose(longer, plan))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.spelling import Lexicon, n_unfinished
 from specgen.drafters.translated import PrefixShaper, Translation
+from specgen.drafters.vocabularies import Lexicon, n_unfinished
 from specgen.method.draft import Draft
 from tests.helpers.common import BYTES
 from tests.helpers.fake_backend import FakeVocabulary

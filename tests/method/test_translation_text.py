@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.spelling import Lexicon, counterpart, n_unfinished
 from specgen.drafters.translated import Translation
+from specgen.drafters.vocabularies import Lexicon, counterpart, n_unfinished
 from specgen.method.draft import Draft
 from tests.helpers.common import BYTES
 from tests.helpers.fake_backend import FakeVocabulary
@@ -111,10 +111,6 @@ def test_no_token_reaches_over_a_control_token() -> None:
     assert text.last_bytes(9) == b"b"
     assert (text.ending(1), text.ending(2)) == (b"b", b"")
     assert follow(2, 0, 1) == [7, 7, 0, 1, 4, 2]
-    text.rewind(2)
-    del context[2:]
-    assert text.tokens == [7, 7, 0]
-    assert follow(1) == [7, 7, 2]
 
 
 def test_drafted_tokens_that_the_text_took_stay() -> None:
@@ -130,7 +126,7 @@ def test_drafted_tokens_that_the_text_took_stay() -> None:
 
 
 @given(vocabularies(spells_all=True, merges=False, n_longest=4), st.data())
-def test_a_text_in_pieces_that_goes_back_is_spelled_as_the_whole(
+def test_a_text_in_pieces_is_spelled_as_the_whole(
     draft: FakeVocabulary, data: st.DataObject
 ) -> None:
     """A tokenizer that takes the longest piece does not look back, so its spelling is the same."""
@@ -142,9 +138,6 @@ def test_a_text_in_pieces_that_goes_back_is_spelled_as_the_whole(
         n_held = data.draw(st.integers(1, 4))
         if text.ending(n_held):
             text.hold_back(n_held)  # the next text brings it again
-        else:
-            del context[data.draw(st.integers(1, len(context))) :]
-            text.rewind(len(context))
     context += data.draw(st.lists(one, max_size=12))
     text.follow(context)
     assert text.tokens == spelled(draft, joined(WHOLE, context[1:]))
@@ -201,7 +194,3 @@ def test_a_prompt_of_the_drafts_own_takes_the_place_of_the_targets() -> None:
     text.follow([2, 0, 1, 1])
     assert text.tokens == [3, 2, 2]  # nothing merges with the prompt
     assert text.last_bytes(9) == b"b"
-    text.rewind(3)
-    assert text.tokens == [3, 2]
-    text.follow([2, 0, 1, 0, 1])
-    assert text.tokens == [3, 2, 0]

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
-from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
@@ -444,7 +444,7 @@ def test_a_context_may_serve_one_answer_after_another() -> None:
     first = draft_alone(drafter.propose(PROMPT, draft_up_to(14)))
     assert any(backend.length(sequence) for sequence in range(1, backend.n_sequences))
     backend.remove(0)
-    again = TreeModelDrafter(backend, tree_request("2,2,2"), n_shared_tokens=N_VOCAB)
+    again = ModelDrafter(backend, tree_request("2,2,2"), n_shared_tokens=N_VOCAB)
     assert draft_alone(again.propose(PROMPT, draft_up_to(14))) == first
 
 

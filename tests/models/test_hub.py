@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,18 +22,19 @@ from specgen.models.hub import (
 from specgen.options import ModelChoice
 from specgen.session.files import find_models
 from tests.helpers.fetch import (
+    MAIN,
     Fault,
     RecordedProgress,
     Resource,
     WebServer,
+    finished,
     publish_repository,
     python,
     random_bytes,
-    registry_text,
     sha256,
     small_model,
-    use_hub,
     web_server,
+    write_registry,
 )
 
 REPO = "me/Tiny-GGUF"
@@ -43,7 +43,6 @@ OTHER = random_bytes(200_000, seed=1)
 USUAL = "tiny-q4_k_m.gguf"
 ON_HUB = f"/{REPO}/resolve/main/{USUAL}"
 NEW_COMMIT = "89abcdef" * 5
-MAIN = "import sys; sys.argv[0] = 'specgen'; from specgen.cli import main; main()"
 NAMES = [
     "README.md",
     "Q6_K/tiny-Q6_K-00001-of-00002.gguf",
@@ -61,15 +60,9 @@ NAMES = [
 ]
 
 
-@pytest.fixture
-def server() -> Iterator[WebServer]:
-    with web_server() as running:
-        yield running
-
-
 @pytest.fixture(autouse=True)
-def isolated(tmp_path: Path, server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_hub(monkeypatch, tmp_path, server)
+def server(hub_server: WebServer) -> WebServer:
+    return hub_server
 
 
 def blob(folder: Path, content: bytes = CONTENT) -> Path:
@@ -142,8 +135,6 @@ def test_the_reference_that_is_shown_names_the_model_it_stands_for() -> None:
         ("SmolLM2-135M-Instruct.Q4_1.gguf", "Q4_1"),
         ("gemma-UD-IQ2_XXS.gguf", "UD-IQ2_XXS"),
         ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
-        ("bitnet-TQ2_0.gguf", "TQ2_0"),
-        ("model-BF16.gguf", "BF16"),
         ("qwen2.5-coder.gguf", None),
     ],
 )
@@ -240,11 +231,8 @@ def test_a_gated_repository_is_named_with_its_page_and_the_variable(
     with pytest.raises(FetchError, match=f"^{REPO} is gated") as caught:
         fetch_reference(HubReference(REPO), progress=progress)
     assert progress.notes == []
-    assert caught.value.hint is not None
-    assert f"{server.url}/{REPO}" in caught.value.hint
-    assert "HF_TOKEN" in caught.value.hint
+    assert f"access on {server.url}/{REPO}, then set HF_TOKEN" in str(caught.value.hint)
     assert ("your token gives no access" in caught.value.message) == (token is not None)
-    assert "\n" not in caught.value.message + caught.value.hint
 
 
 def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServer) -> None:
@@ -257,20 +245,16 @@ def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServe
         fetch_reference(HubReference("me/weights"))
 
 
-@pytest.mark.parametrize(
-    ("status", "headers"),
-    [(401, {"X-Error-Code": "RepoNotFound"}), (404, {"X-Error-Code": "RepoNotFound"}), (404, {})],
-)
+@pytest.mark.parametrize("headers", [{"X-Error-Code": "RepoNotFound"}, {}])
 def test_a_repository_that_is_not_there_is_named(
-    server: WebServer, status: int, headers: dict[str, str]
+    server: WebServer, headers: dict[str, str]
 ) -> None:
-    server.faults["/api/models/me/none"] = [Fault(status=status, headers=headers)]
+    server.faults["/api/models/me/none"] = [Fault(404, headers)]
     with pytest.raises(
-        UnknownModelError, match="has no repository me/none, or it is private"
+        UnknownModelError, match="no repository me/none, or it is private"
     ) as caught:
         fetch_reference(HubReference("me/none"))
-    assert caught.value.hint is not None
-    assert f"{server.url}/me/none" in caught.value.hint
+    assert f"{server.url}/me/none" in str(caught.value.hint)
 
 
 def test_a_torn_download_is_resumed(server: WebServer, tmp_path: Path) -> None:
@@ -295,19 +279,12 @@ def test_a_file_that_changes_in_the_middle_is_not_taken_for_what_was_promised(
     publish_repository(server, REPO, {USUAL: CONTENT})
     partial(tmp_path).parent.mkdir(parents=True)
     partial(tmp_path).write_bytes(CONTENT[:100_000])
-    changed = random_bytes(len(CONTENT), seed=2)
-    server.resources[ON_HUB].content = changed
+    server.resources[ON_HUB].content = random_bytes(len(CONTENT), seed=2)
     with pytest.raises(FetchError, match="does not have the SHA-256 that its server gives"):
         fetch_reference(HubReference(REPO))
     assert server.starts(ON_HUB) == [100_000, None]
     assert not partial(tmp_path).exists()
     assert cached_models(REPO) == []
-    # Under its own ETag it is another file.
-    partial(tmp_path).write_bytes(CONTENT[:100_000])
-    publish_repository(server, REPO, {USUAL: changed}, commit=NEW_COMMIT)
-    server.asked.clear()
-    assert fetch_reference(HubReference(REPO)).read_bytes() == changed
-    assert server.starts(ON_HUB) == [None]
 
 
 def test_a_commit_between_two_shards_is_noticed(server: WebServer) -> None:
@@ -343,7 +320,6 @@ def test_without_the_hub_the_cache_decides(
     ("path", "content", "headers"),
     [
         (f"/api/models/{REPO}", b"<html>please sign in", {}),
-        (f"/api/models/{REPO}", b"[]", {}),
         (ON_HUB, CONTENT, {}),
         (ON_HUB, CONTENT, {"X-Repo-Commit": NEW_COMMIT, "ETag": '"../../../evil"'}),
     ],
@@ -365,8 +341,7 @@ def test_a_full_disk_is_named(server: WebServer, tmp_path: Path) -> None:
     partial(tmp_path).symlink_to("/dev/full")
     with pytest.raises(FetchError, match=r"^the disk that holds .*hub is full$") as caught:
         fetch_reference(HubReference(REPO))
-    assert caught.value.hint is not None
-    assert "HF_HOME" in caught.value.hint
+    assert "HF_HOME" in str(caught.value.hint)
 
 
 def test_a_disk_without_room_is_named_before_the_download(server: WebServer) -> None:
@@ -375,17 +350,14 @@ def test_a_disk_without_room_is_named_before_the_download(server: WebServer) -> 
     file.headers = {**file.headers, "X-Linked-Size": "6" * 18}
     with pytest.raises(FetchError, match=r"needs 667 PB in .*, but only .* are free$") as caught:
         fetch_reference(HubReference(REPO))
-    assert caught.value.hint is not None
-    assert "HF_HOME" in caught.value.hint
+    assert "HF_HOME" in str(caught.value.hint)
     assert server.starts(ON_HUB) == []
 
 
 def test_the_draft_for_a_target_on_the_hub_is_found_as_for_a_file(
     server: WebServer, tmp_path: Path
 ) -> None:
-    config = tmp_path / "config"
-    config.mkdir()
-    (config / "models.toml").write_text(registry_text(small_model(CONTENT)), encoding="utf-8")
+    write_registry(tmp_path, small_model(CONTENT))
     publish_repository(server, REPO, {"tiny.gguf": CONTENT, "draft-Q8_0.gguf": OTHER})
     target = f"hf:{REPO}/tiny.gguf"
     sources = find_models(ModelChoice(target, None, None), quiet=True)
@@ -411,37 +383,17 @@ def test_ctrl_c_ends_with_its_code_and_the_next_run_resumes(
     listening += "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 65_536; "
     process = python(tmp_path, server, listening + MAIN, "models", "pull", REPO)
     try:
-        server.wait_until_asked(ON_HUB, method="GET")
+        server.wait_until_asked(ON_HUB)
         while not partial(tmp_path).exists() or partial(tmp_path).stat().st_size < 300_000:
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = finished(process, 130)
     finally:
         process.kill()
         stall.released.set()
-    assert (process.returncode, stdout) == (130, "")
+    assert stdout == ""
     assert "Traceback" not in stderr
     kept_bytes = partial(tmp_path).stat().st_size
-    process = python(tmp_path, server, MAIN, "models", "pull", REPO)
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    assert Path(stdout.strip()).read_bytes() == CONTENT
+    stdout, _ = finished(python(tmp_path, server, MAIN, "models", "pull", REPO))
+    assert Path(stdout).read_bytes() == CONTENT
     assert server.starts(ON_HUB) == [None, kept_bytes]
-
-
-def test_offline_what_is_in_the_cache_works(server: WebServer, tmp_path: Path) -> None:
-    publish_repository(server, REPO, {"tiny-Q5_0.gguf": CONTENT})
-    path = fetch_reference(HubReference(REPO))
-    script = f"""
-from specgen.session.files import find_target
-print(find_target("hf:{REPO}", quiet=False))
-find_target("hf:{REPO}:Q8_0", quiet=False)
-"""
-    server.asked.clear()
-    process = python(tmp_path, server, script, HF_HUB_OFFLINE="1")
-    stdout, stderr = process.communicate(timeout=60)
-    assert stdout.strip() == str(path)
-    assert "HF_HUB_OFFLINE is set; using tiny-Q5_0.gguf from the hub's cache\n" in stderr
-    assert f"hf:{REPO}:Q8_0 is not in the hub's cache, and HF_HUB_OFFLINE is set" in stderr
-    assert f"(it has hf:{REPO}:Q5_0)" in stderr
-    assert server.asked == []

@@ -12,7 +12,7 @@ import pytest
 
 from specgen.errors import UnknownModelError, UsageError
 from specgen.models.files import FileIdentity
-from specgen.models.registry import NGRAM, Registry, load_registry
+from specgen.models.registry import NGRAM, load_registry
 from tests.helpers.common import ROOT
 
 MODEL = f"""
@@ -55,21 +55,13 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models.toml"
 
 
-@pytest.fixture
-def builtin(user_file: Path) -> Registry:
-    assert not user_file.exists()
-    return load_registry()
-
-
-def test_default_pair_and_all_references_resolve(builtin: Registry) -> None:
+def test_default_pair_and_all_references_resolve(user_file: Path) -> None:
+    builtin = load_registry()
     assert builtin.default_pair == "qwen2.5-coder-smollm2"
     for pair in builtin.pairs.values():
         models = builtin.models_of(pair.name)
         assert [model.name for model in models] == [pair.target, pair.draft][: len(models)]
         assert len(models) == (1 if pair.draft == NGRAM else 2)
-
-
-def test_unknown_name_suggests_what_is_close(builtin: Registry) -> None:
     with pytest.raises(UnknownModelError) as caught:
         builtin.model("qwen2.5-code-1.5b")
     assert 'there is no model "qwen2.5-code-1.5b"; did you mean "qwen2.5-coder-1.5b"' in str(
@@ -92,7 +84,6 @@ def test_user_file_adds_models_and_pairs(user_file: Path) -> None:
 
 
 def test_general_draft_is_ours_unless_the_user_says_otherwise(user_file: Path) -> None:
-    assert load_registry().general_draft == "smollm2-135m"
     user_file.write_text(MODEL)
     assert load_registry().general_draft == "smollm2-135m"
     user_file.write_text(f'general_draft = "mine"\n{MODEL}')
@@ -124,19 +115,14 @@ def changed(text: str, key: str, value: str) -> str:
         ("[[models]]\nfile = 'x'", "models: 1: name: "),
         (MODEL + "siez = 1", "models: 1: siez: Unexpected keyword argument"),
         (changed(MODEL, "size_bytes", '"10"'), "size_bytes: Input should be a valid integer"),
-        (changed(MODEL, "sha256", '"AB"'), "sha256: String should match"),
         (changed(MODEL, "licence", r'"a\u001bb"'), "licence: it must be a line of printable text"),
         (changed(MODEL, "file", '"../x.gguf"'), "file: String should match"),
         (changed(MODEL, "name", '"ngram"'), 'the name "ngram" stands for drafts without a model'),
         (MODEL + MODEL, "two entries have the same name"),
-        (MODEL + changed(HUB, "repo", '"mine"'), "hub: repo: String should match"),
         (MODEL + changed(HUB, "file", '"../x"'), "hub: file: String should match"),
         (MODEL + changed(PYPI, "parts", "2"), "2 parts of 400 bytes do not make 1000 bytes"),
-        (MODEL + changed(PYPI, "parts", "4"), "4 parts of 400 bytes do not make 1000 bytes"),
         (MODEL + changed(PYPI, "package", '"mine"'), "package needs {part} or {index}"),
-        (MODEL + changed(PYPI, "package", '"a/{part}"'), "package: String should match"),
         (MODEL + changed(PYPI, "member", '"{part!r}"'), "String should match"),
-        (MODEL + changed(PYPI, "member", '"{part:9999999d}"'), "String should match"),
         (changed(PAIR, "draft", '"nobody"'), 'pair "mine-pair": there is no model "mine"'),
         (MODEL + changed(PAIR, "target", '"ngram"'), 'there is no model "ngram"'),
         (MODEL + changed(PAIR, "name", '"mine"'), '"mine" is the name of a model and of a pair'),
@@ -164,8 +150,7 @@ def test_installed_package_reads_the_file_beside_it(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from specgen.models.registry import load_registry\n"
-        "from pathlib import Path\n"
-        "print(load_registry(Path('none')).default_pair)"
+        "print(load_registry().default_pair)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True

@@ -21,7 +21,7 @@ def finished(**changes: Any) -> FinishedEvent:
 
 
 def items(event: FinishedEvent, draft: str | None = "draft.gguf") -> dict[str, str]:
-    return {label: text.plain for label, text in summary_items(event, draft=draft)}
+    return dict(summary_items(event, draft))
 
 
 def printed(event: FinishedEvent, **options: Any) -> str:
@@ -42,20 +42,12 @@ def test_what_it_says() -> None:
     }
 
 
-def test_a_prompt_from_a_cache_says_how_much_was_not_read_again() -> None:
+def test_what_was_not_read_again_and_why_little_was_drafted() -> None:
     event = finished(n_prompt_tokens=4056, n_cached_tokens=4000)
     assert items(event)["prompt"] == "4056 tokens, 4000 of them not read again"
-    assert "prompt" not in items(finished())
-
-
-def test_why_little_was_drafted() -> None:
-    event = finished(
-        n_rounds=52,
-        undrafted=(
-            ReasonCount("nothing_found", "nothing found", 20),
-            ReasonCount("cost", "a row costs 0.7 of a token", 14),
-        ),
-    )
+    found = ReasonCount("nothing_found", "nothing found", 20)
+    cost = ReasonCount("cost", "a row costs 0.7 of a token", 14)
+    event = finished(n_rounds=52, undrafted=(found, cost))
     assert items(event)["reasons"] == (
         "34 of 52 rounds drafted nothing: nothing found (20); a row costs 0.7 of a token (14)"
     )
@@ -129,14 +121,13 @@ def test_a_gain_is_said_with_its_uncertainty_and_none_if_it_may_be_none(
     assert items(event)["gain"].startswith(said)
 
 
-def test_on_a_busy_machine_there_is_no_gain() -> None:
+def test_a_loss_is_called_one_and_what_cannot_be_a_gain_is_doubted() -> None:
     event = finished(estimated_speedup=1.5, estimated_speedup_range=(1.4, 1.6), others_share=0.4)
     assert items(event)["gain"] == (
         "not known, since the machine was busy: other programs took 40 % of the machine's cores meanwhile"
     )
-
-
-def test_a_loss_is_called_one_and_there_is_advice() -> None:
+    event = finished(mean_accepted_length=2.0, estimated_speedup=2.5, others_share=0.1)
+    assert "2.00 tokens per pass allow no more" in items(event)["gain"]
     event = finished(n_tokens=100, estimated_speedup=0.8)
     assert items(event)["gain"] == (
         "drafting made this slower: 0.8 times the speed of plain decoding; "
@@ -145,15 +136,11 @@ def test_a_loss_is_called_one_and_there_is_advice() -> None:
     assert "`--draft ngram`" not in items(event, draft="ngram")["gain"]
 
 
-def test_a_file_gets_a_line_for_each_item() -> None:
+def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> None:
     event = finished(estimated_speedup=0.8, estimate="in a long sentence, " * 9)
     lines = printed(event).splitlines()
     assert [line.partition(":")[0] for line in lines] == list(items(event))
     assert "\x1b" not in printed(event)
-
-
-def test_the_legend_is_for_those_who_saw_colours() -> None:
-    assert "legend" not in printed(finished())
     assert "accepted  corrected  bonus  plain  rejected" in printed(finished(), show_legend=True)
     plain = Script().plain("a").finished()
     assert "legend" not in printed(plain, show_legend=True)
@@ -175,8 +162,3 @@ def test_on_a_terminal_it_fits_the_window(columns: int) -> None:
             "answer    8 tokens, 3 rounds, 2.67 tokens per pass of the target",
             "speed     26.7 tokens/s, first token after 500 ms (12 prompt tokens)",
         ]
-
-
-def test_a_gain_that_the_tokens_per_pass_do_not_allow_is_doubted() -> None:
-    event = finished(mean_accepted_length=2.0, estimated_speedup=2.5, others_share=0.1)
-    assert "2.00 tokens per pass allow no more" in items(event)["gain"]

@@ -7,9 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wcwidth import wcwidth
 
-from specgen.render.marks import Mark, Run
-from specgen.render.rows import Cell, Flow, Row, append_cells, wrap
-from specgen.render.text import Cleaner, clean, clean_line
+from specgen.render.rows import (
+    Cell,
+    Cleaner,
+    Flow,
+    Mark,
+    Row,
+    Run,
+    append_cells,
+    clean,
+    clean_line,
+    wrap,
+)
 
 FAMILY = "👩‍👩‍👧‍👦"
 #: Characters that terminals, or programs that write to them, stumble over.

@@ -30,6 +30,7 @@ from tests.helpers.batch import (
     answers,
     greedy_and_seeded,
     lines_of,
+    n_results,
     open_tiny,
     wait_for_results,
 )
@@ -62,16 +63,8 @@ def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
 @pytest.mark.parametrize(
     ("nodes", "asked", "said"),
     [
-        (
-            [],
-            (None, None),
-            "no Ray node has 1 CPUs and 0 GPUs for an actor: the largest has 0 CPUs",
-        ),
-        (
-            [(8, 0)],
-            (9, None),
-            "no Ray node has 9 CPUs and 0 GPUs for an actor: the largest has 8 CPUs",
-        ),
+        ([], (None, None), "has 1 CPUs and 0 GPUs for an actor: the largest has 0 CPUs"),
+        ([(8, 0)], (9, None), "has 9 CPUs and 0 GPUs for an actor: the largest has 8 CPUs"),
         ([(8, 1)], (None, 2), "the largest has 8 CPUs, 1 GPUs"),
     ],
 )
@@ -222,18 +215,12 @@ def test_lines_of_an_actor_that_ended_are_for_the_next_run(target: Path) -> None
     assert len(results.records) == 39
 
 
-def test_an_actor_that_cannot_start_ends_the_batch_with_its_error(target: Path) -> None:
+def test_an_actor_that_cannot_start_ends_the_batch_with_its_error(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = ActorJob(partial(open_tiny, target), PROMPTING, SETTINGS, 2, {"m.gguf": 7})
-    ray = FakeRay()
-    with pytest.raises(
-        ModelFileError, match=r"the Ray node .*: there is no file m\.gguf"
-    ) as caught:
-        run(ray, job, lines_of("a"))
-    assert caught.value.hint is not None
-    assert not ray.is_up
-
-
-def test_a_node_without_specgen_is_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelFileError, match=r"the Ray node .*: there is no file m\.gguf"):
+        run(FakeRay(), job, lines_of("a"))
     ray = FakeRay()
 
     def get(_ref: Any) -> Any:
@@ -242,6 +229,7 @@ def test_a_node_without_specgen_is_named(target: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(BackendError, match="specgen is not installed"):
         run(ray, actor_job(target), lines_of("a"))
+    assert not ray.is_up
 
 
 def test_no_free_cpus_end_the_batch_after_a_while(
@@ -279,9 +267,10 @@ def test_what_ray_prints_is_shown_with_verbose_only_and_is_no_result(
         (("--ray", "somewhere"), "not the address"),
         (("--ray", "local", "--rpc", "h:1"), "--ray and --rpc exclude each other"),
         (("--gpus-per-worker", "1"), "go with --ray"),
+        (("--ray", "local"), "hint: pip install 'specgen-gguf[ray]'\n"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
+def test_what_cannot_be_a_cluster_is_refused(
     specgen: Specgen,
     tmp_path: Path,
     target: Path,
@@ -289,27 +278,14 @@ def test_options_that_do_not_go_together_are_refused(
     options: tuple[str, ...],
     said: str,
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    is_installed = "pip install" not in said
+    found = object() if is_installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: found)
     (tmp_path / "in").write_text("a\n")
     result = specgen("batch", tmp_path / "in", tmp_path / "out", "-m", target, *options)
-    assert result.code == 2
+    assert (result.code, result.out) == (2, "")
     assert said in result.err
     assert not (tmp_path / "out").exists()
-
-
-def test_without_ray_the_extra_is_named(
-    specgen: Specgen,
-    tmp_path: Path,
-    target: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    (tmp_path / "in").write_text("a\n")
-    result = specgen("batch", tmp_path / "in", "-", "-m", target, "--ray", "local")
-    assert (result.code, result.out) == (2, "")
-    assert result.err == (
-        "error: --ray needs ray, which is not installed\nhint: pip install 'specgen-gguf[ray]'\n"
-    )
 
 
 # --- real clusters
@@ -334,16 +310,11 @@ cluster.shutdown()
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[str, list[int]]]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DISABLE_IMPORT_WARNING": "1",
-    }
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", CLUSTER],
         cwd="/",
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **quiet},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -351,11 +322,8 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
     )
     assert process.stdout is not None
     try:
-        address, raylets = next(
-            json.loads(line.removeprefix("CLUSTER "))
-            for line in process.stdout
-            if line.startswith("CLUSTER ")
-        )
+        line = next(line for line in process.stdout if line.startswith("CLUSTER "))
+        address, raylets = json.loads(line.removeprefix("CLUSTER "))
         yield address, raylets
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -377,19 +345,15 @@ def test_answers_are_those_of_one_machine_though_actor_and_driver_are_killed(
     local = specgen("batch", source, tmp_path / "local.jsonl", *own)
     assert local.code == 0, local.err
     command = [sys.executable, "-m", "specgen", "batch", str(source), str(out), *own]
-    driver = subprocess.Popen(
-        [*command, "--ray", address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
+    command += ["--ray", address]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    driver = subprocess.Popen(command, **pipes)
     wait_for_results(out, 12, driver)
     driver.kill()
-    stdout, _ = driver.communicate()
-    assert stdout == ""
-    n_before = out.read_bytes().count(b"\n")
+    assert driver.communicate()[0] == ""
+    n_before = n_results(out)
     assert n_before < 60
-    driver = subprocess.Popen(
-        [*command, "--ray", address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    driver = subprocess.Popen(command, **pipes)
     wait_for_results(out, n_before + 4, driver)
     (actor,) = (
         child

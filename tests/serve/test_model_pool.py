@@ -247,11 +247,6 @@ def test_the_queue_has_a_limit(files: Path) -> None:
         assert waiting.result().status_code == 200
 
 
-def test_without_a_queue_a_model_is_loaded_still(files: Path) -> None:
-    with serving(files, limits=Limits(n_waiting=0)) as server:
-        assert server.ask("a").status_code == 200
-
-
 def test_waiting_takes_no_longer_than_a_request_may(files: Path) -> None:
     with serving(files, n_loaded=1, limits=Limits(request_s=1.0)) as server, server.busy("a"):
         refused = server.ask("b")

@@ -71,24 +71,19 @@ def test_a_chat(server: Running, client: openai.OpenAI) -> None:
 
 def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="any", messages=MESSAGES)
-    *chunks, last = client.chat.completions.create(model="any", messages=MESSAGES, stream=True)
+    usage: Any = {"include_usage": True}
+    *chunks, last, alone = client.chat.completions.create(
+        model="any", messages=MESSAGES, stream=True, stream_options=usage
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content
     assert last.choices[0].finish_reason == whole.choices[0].finish_reason
-    assert last.usage is not None
+    assert (alone.choices, last.usage) == ([], None)
+    assert alone.usage is not None
     assert whole.usage is not None
-    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert alone.usage.completion_tokens == whole.usage.completion_tokens
     assert {chunk.id for chunk in chunks} == {last.id}
-
-
-def test_usage_in_a_chunk_of_its_own(client: openai.OpenAI) -> None:
-    *chunks, last = client.chat.completions.create(
-        model="any", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
-    )
-    assert last.choices == []
-    assert last.usage is not None
-    assert all(chunk.usage is None for chunk in chunks)
 
 
 def test_a_completion(server: Running, client: openai.OpenAI) -> None:
@@ -200,12 +195,8 @@ def test_answers_in_a_form(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"temperature": -1}, "temperature"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-        ({"n": 0}, "n"),
         ({"n": 17}, "n"),
         ({"speculative": {"verifier": "none"}}, "speculative.verifier"),
-        ({"stream_options": 1}, "stream_options"),
         ({"logit_bias": {"1000000": 1}}, "logit_bias"),
     ],
 )

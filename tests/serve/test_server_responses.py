@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.helpers.server import Running, running, session_of
+from tests.helpers.server import running, session_of
 from tests.serve.test_server_tools import TEMPLATE, client, server
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -83,17 +83,6 @@ def test_a_form(client: openai.OpenAI) -> None:
 
     found = client.responses.parse(model="any", input=TEXT, text_format=Form).output_parsed
     assert isinstance(found, Form)
-
-
-def test_what_was_ignored_is_in_the_response(server: Running) -> None:
-    body = {"input": TEXT, "max_output_tokens": 2, "tools": [{"type": "web_search"}]}
-    (warning,) = server.post("/v1/responses", **body).json()["warnings"]
-    assert warning.startswith("tools[0]: ")
-    chat = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "verbosity": "low"}
-    (warning,) = server.post("/v1/chat/completions", **chat).json()["warnings"]
-    assert warning.startswith("verbosity: ")
-    *_, last = server.post("/v1/chat/completions", **chat, stream=True).text.split("data: ")[:-1]
-    assert json.loads(last)["warnings"] == [warning]
 
 
 def test_thoughts_are_apart(tmp_path_factory: pytest.TempPathFactory) -> None:

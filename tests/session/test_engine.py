@@ -122,7 +122,7 @@ def alone(session: Session) -> list[str]:
 
 
 def text_of(session: Session, prompt: str) -> str:
-    *_, last = generate(session, session.prompts.of_text(prompt), estimate_gain=False)
+    *_, last = generate(session, session.prompts.of_text(prompt))
     assert isinstance(last, FinishedEvent)
     return last.text
 
@@ -235,7 +235,7 @@ def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, ki
                 answer = engine.insert(prompt)
                 list(engine.run())
                 n_rows = [b.n_decoded_rows - n for b, n in zip(backends, n_before, strict=True)]
-                *_, last = generate(loaded, prompt, estimate_gain=False)
+                *_, last = generate(loaded, prompt)
                 assert isinstance(last, FinishedEvent)
                 assert answer.text == last.text
                 assert answer.finished is not None

@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.ngram import SuffixDrafter
 from specgen.llama import LlamaModel
-from specgen.method.drafter import draft_alone
-from specgen.method.policy import draft_up_to
 from specgen.session.prompts.infill import (
     ContextFile,
     Gap,
@@ -25,13 +22,46 @@ from tests.tiny.config import INFILL_TOKENS, TokenizerKind
 
 GAP = Gap("the cat is ", " on the mat", name="a.txt")
 MORE = (ContextFile("b.txt", "a dog"), ContextFile("c.txt", "a house"))
-#: The marks of prefix, suffix and middle, and others that end a middle.
+GAP_IN_ZOO = Gap(GAP.prefix, GAP.suffix, "a.txt", MORE, "zoo")
+FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+DEEPSEEK = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
+CODELLAMA = ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>")
+CODESTRAL = ("[PREFIX]", "[SUFFIX]", "[MIDDLE]")
+FILES = "a dog\n\na house\n\n"
+_QWEN = "<|fim_prefix|>the cat is <|fim_suffix|> on the mat<|fim_middle|>"
+_FILES_2 = "<file_sep>b.txt\na dog<file_sep>c.txt\na house"
+_STARCODER = "the cat is <fim_suffix> on the mat<fim_middle>"
+#: For each family its control tokens, and the prompts for `GAP` alone and behind `MORE`. SentencePiece puts a space
+#: before the prefix; CodeLlama wants none before the suffix.
 FAMILIES = {
-    "qwen": INFILL_TOKENS,
-    "starcoder": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    "deepseek": ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-    "codellama": ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"),
+    "qwen": (
+        INFILL_TOKENS,
+        _QWEN,
+        f"<|repo_name|>zoo\n<|file_sep|>b.txt\na dog<|file_sep|>c.txt\na house<|file_sep|>a.txt\n{_QWEN}",
+    ),
+    "starcoder": (FIM, f"<fim_prefix>{_STARCODER}", f"<fim_prefix>{FILES}{_STARCODER}"),
+    "starcoder2": (
+        (*FIM, "<repo_name>", "<file_sep>"),
+        f"<fim_prefix>{_STARCODER}",
+        f"<repo_name>zoo{_FILES_2}<file_sep><fim_prefix>a.txt\n{_STARCODER}",
+    ),
+    "deepseek": (
+        DEEPSEEK,
+        f"{DEEPSEEK[0]}the cat is {DEEPSEEK[1]} on the mat{DEEPSEEK[2]}",
+        f"{DEEPSEEK[0]}{FILES}the cat is {DEEPSEEK[1]} on the mat{DEEPSEEK[2]}",
+    ),
+    "codellama": (
+        CODELLAMA,
+        "<s>▁<PRE> the cat is ▁<SUF> on the mat▁<MID>",
+        f"<s>▁<PRE>{FILES}the cat is ▁<SUF> on the mat▁<MID>",
+    ),
+    "codestral": (
+        CODESTRAL,
+        "<s>[SUFFIX] on the mat[PREFIX] the cat is ",
+        f"<s>[SUFFIX] on the mat[PREFIX]{FILES}the cat is ",
+    ),
 }
+ON_SPM = ("codellama", "codestral")
 
 
 @pytest.fixture(scope="module")
@@ -53,72 +83,32 @@ def qwen(folder: Path) -> Iterator[LlamaModel]:
     model.close()
 
 
-def written(model: LlamaModel, gap: Gap, n_room: int = 1000) -> str:
-    return infill_prompt(model, None, gap, n_room)[0].text
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_parts_have_the_marks_of_each_family(folder: Path, family: str) -> None:
-    pre, suf, mid = FAMILIES[family][:3]
-    kind: TokenizerKind = "spm" if family == "codellama" else "bpe"
-    config = TinyConfig(
-        tokenizer=kind, control_tokens=FAMILIES[family], add_bos=family == "codellama"
-    )
-    model = model_of(folder, family, config)
-    try:
-        # SentencePiece puts a space before the prefix, and CodeLlama wants none before the suffix.
-        begin, space = ("<s>", " ") if kind == "spm" else ("", "")
-        found = infill_prompt(model, None, GAP, 1000)
-        assert found[0].text == f"{begin}{pre}{space}the cat is {suf} on the mat{mid}"
-        assert not found[1]
-        for mark in (pre, suf, mid):
-            token = model.vocabulary.control_token(mark)
-            assert found[0].tokens.count(token) == 1
-        # Every mark ends a middle.
-        ends = set(map(model.vocabulary.control_token, FAMILIES[family]))
-        assert found[0].ends == ends
-    finally:
-        model.close()
-
-
 @pytest.mark.parametrize("is_named", [False, True])
-def test_codestral_has_the_suffix_first_and_no_mark_for_the_middle(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_named: bool
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parts_have_the_marks_of_each_family(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, family: str, *, is_named: bool
 ) -> None:
-    """Also where the file names its tokens, and one for the middle, which llama.cpp then knows."""
-    marks = ("[PREFIX]", "[SUFFIX]", "[MIDDLE]")
-    model = model_of(folder, "codestral", TinyConfig(tokenizer="spm", control_tokens=marks))
+    """Also where the file names the tokens of Codestral, and one for the middle, which llama.cpp then knows."""
+    marks, alone, with_files = FAMILIES[family]
+    is_spm = family in ON_SPM
+    kind: TokenizerKind = "spm" if is_spm else "bpe"
+    model = model_of(
+        folder, family, TinyConfig(tokenizer=kind, control_tokens=marks, add_bos=is_spm)
+    )
     vocabulary = model.vocabulary
-    if is_named:
-        roles = dict(zip(("prefix", "suffix", "middle"), marks, strict=True))
-        named = {role: vocabulary.control_token(mark) for role, mark in roles.items()}
-        known = {**vocabulary.infill_tokens(), **named}
+    if is_named and family == "codestral":
+        roles = zip(
+            ("prefix", "suffix", "middle"), map(vocabulary.control_token, marks), strict=True
+        )
+        known = {**vocabulary.infill_tokens(), **dict(roles)}
         monkeypatch.setattr(type(vocabulary), "infill_tokens", lambda _self: known)
     try:
-        assert written(model, GAP) == "<s>[SUFFIX] on the mat[PREFIX] the cat is "
-        gap = Gap(GAP.prefix, GAP.suffix, "a.txt", MORE)
-        assert written(model, gap) == (
-            "<s>[SUFFIX] on the mat[PREFIX]a dog\n\na house\n\nthe cat is "
-        )
-    finally:
-        model.close()
-
-
-def test_starcoder2_has_the_names_of_files_in_their_place(folder: Path) -> None:
-    marks = (*FAMILIES["starcoder"], "<repo_name>", "<file_sep>")
-    model = model_of(folder, "starcoder2", TinyConfig(control_tokens=marks, add_bos=False))
-    try:
-        own = "the cat is <fim_suffix> on the mat<fim_middle>"
-        assert written(model, GAP) == f"<fim_prefix>{own}"
-        gap = Gap(GAP.prefix, GAP.suffix, "a.txt", MORE, "zoo")
-        assert written(model, gap) == (
-            "<repo_name>zoo<file_sep>b.txt\na dog<file_sep>c.txt\na house"
-            f"<file_sep><fim_prefix>a.txt\n{own}"
-        )
-        # llama.cpp does not know that a file ends there.
-        end = model.vocabulary.control_token("<file_sep>")
-        assert not model.vocabulary.is_end(end)
-        assert end in infill_prompt(model, None, GAP, 1000)[0].ends
+        found, left_out = infill_prompt(model, None, GAP, 1000)
+        assert (found.text, left_out) == (alone, [])
+        assert infill_prompt(model, None, GAP_IN_ZOO, 1000)[0].text == with_files
+        # Every mark ends a middle, also those that llama.cpp does not know as the end of a text.
+        used = set(marks) - {"<repo_name>", "" if is_named else "[MIDDLE]"}
+        assert found.ends >= set(map(vocabulary.control_token, used))
     finally:
         model.close()
 
@@ -146,9 +136,8 @@ def test_there_are_no_more_tokens_than_there_is_room_for(qwen: LlamaModel, n_roo
 
 
 def test_the_first_files_are_left_out_first(qwen: LlamaModel) -> None:
-    gap = Gap(GAP.prefix, GAP.suffix, "a.txt", MORE, "zoo")
-    n_all = len(infill_prompt(qwen, None, gap, 1000)[0].tokens)
-    found = infill_prompt(qwen, None, gap, n_all - 1)
+    n_all = len(infill_prompt(qwen, None, GAP_IN_ZOO, 1000)[0].tokens)
+    found = infill_prompt(qwen, None, GAP_IN_ZOO, n_all - 1)
     assert found[1] == ["b.txt"]
     assert "a house" in found[0].text
     assert "a dog" not in found[0].text
@@ -186,18 +175,3 @@ def test_a_draft_with_another_vocabulary_sees_the_gap_in_its_own_way(
     finally:
         plain.close()
         coder.close()
-
-
-@pytest.mark.parametrize("where", ["prefix", "suffix", "context"])
-def test_what_stands_around_a_gap_drafts(qwen: LlamaModel, where: str) -> None:
-    text = "return the cat in the house"
-    gap = Gap(
-        f"a\n{text}\nb" if where == "prefix" else "a",
-        f"c\n{text}\n" if where == "suffix" else "c",
-        context=(ContextFile("b.txt", text if where == "context" else "d"),),
-    )
-    tokenize = qwen.vocabulary.tokenize_inside
-    begun, rest = tokenize("return the cat"), tokenize(" in the house")
-    tokens = [*infill_prompt(qwen, None, gap, 1000)[0].tokens, *begun]
-    draft = draft_alone(SuffixDrafter(2, 32).propose(tokens, draft_up_to(len(rest))))
-    assert list(draft.tokens) == rest

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,23 +164,6 @@ def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
     assert known(memory) == pytest.approx({1: 1.0, 2: 1.5, 17: 3.0})
 
 
-def test_another_process_keeps_what_this_one_wrote(file: Path) -> None:
-    learner = opened(file)
-    learn(learner)
-    learner.save()
-    script = (
-        "import sys; from pathlib import Path; from specgen.session.memory import Memory;"
-        "from specgen.options import ContextOptions;"
-        "m = Memory(Path(sys.argv[1]), {'cpu': 'x', 'cores': [2, 4]});"
-        "m.costs(Path('other.gguf'), ContextOptions(n_threads=2), 0).start(1, 3.0);"
-        "m.save()"
-    )
-    subprocess.run([sys.executable, "-c", script, str(file)], check=True)
-    learner.save()
-    both = opened(file)
-    assert (known(both)[1], known(both, Path("other.gguf"))[1]) == (1.0, 3.0)
-
-
 def test_many_that_save_at_once_leave_a_whole_file(file: Path) -> None:
     """Of what they learn at the same moment some may be lost; nobody ever reads half a file."""
     models = [Path(f"{number}.gguf") for number in range(4)]
@@ -220,14 +201,8 @@ def test_the_latest_are_kept_and_the_file_stays_small(file: Path) -> None:
     learn(later, Path("44.gguf"), 7.0)  # the oldest that there is
     later.save()
     last = opened(file)
-    assert [bool(known(last, Path(f"{n}.gguf"))) for n in (0, 43, 44, 45, 46, 299)] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]
+    found = [n for n in (0, 43, 44, 45, 46, 299) if known(last, Path(f"{n}.gguf"))]
+    assert found == [0, 44, 46, 299]
     assert known(last, Path("44.gguf"))[1] == 7.0
 
 

@@ -18,6 +18,7 @@ from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.draft_contexts import MtpContext
 from specgen.llama.mtp_layers import mtp_of, why_no_mtp
+from specgen.measure.trial import read_states
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
 from specgen.options import (
@@ -30,7 +31,6 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.session.agreement import read_states
 from specgen.session.engine import Engine
 from specgen.session.session import Session
 from specgen.text.hidden_trail import HiddenTrail

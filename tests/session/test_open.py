@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import specgen.cli
 import specgen.session.calibration
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
@@ -19,9 +17,9 @@ from specgen.models.saved_drafts import SavedDraft, save_draft, saved_drafts_fil
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
 from specgen.session.calibration import Costs, expected_gain
 from specgen.session.files import DraftChoice
-from specgen.session.memory import Memory
 from specgen.session.open import open_session, use_first
 from specgen.session.session import Session
+from tests.helpers.cli import Specgen
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
@@ -153,62 +151,6 @@ def test_a_draft_whose_context_cannot_be_had_gives_way_to_the_next(
     assert session.draft_name == "none"
 
 
-# --- the real measurement, and what is kept of it
-
-
-@pytest.fixture
-def n_decodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many decodes there were since it was last asked."""
-    count = 0
-    decode = LlamaBackend.decode
-
-    def counted(self: LlamaBackend, batch: object) -> object:
-        nonlocal count
-        count += 1
-        return decode(self, batch)  # type: ignore[arg-type]
-
-    def since() -> int:
-        nonlocal count
-        found, count = count, 0
-        return found
-
-    monkeypatch.setattr(LlamaBackend, "decode", counted)
-    return since
-
-
-def test_a_pair_is_measured_once(
-    tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
-) -> None:
-    def measures(changed: SessionOptions) -> bool:
-        memory = Memory(memory_file(), {"cpu": "x"})
-        with Session(changed, time.perf_counter, memory) as loaded:
-            use_first(loaded, choices[:1])
-        memory.save()
-        return n_decodes() > 0
-
-    own = options(tiny_models)
-    assert measures(own)
-    assert not measures(own)
-    assert not measures(dataclasses.replace(own, target=tiny_models / "." / "target.gguf"))
-    context = own.draft_context
-    for changed in (
-        dataclasses.replace(own, target=tiny_models / "chat.gguf"),
-        dataclasses.replace(own, target_context=dataclasses.replace(context, n_threads=2)),
-        dataclasses.replace(own, draft_context=dataclasses.replace(context, n_threads_batch=2)),
-        dataclasses.replace(own, draft_context=dataclasses.replace(context, n_gpu_layers=0)),
-        dataclasses.replace(own, target_context=dataclasses.replace(context, cache_type_k="f32")),
-        dataclasses.replace(
-            own, target_context=dataclasses.replace(context, flash_attention="off")
-        ),
-    ):
-        assert measures(changed)
-        assert not measures(changed)
-    assert not measures(own)
-    memory_file().write_text("{", encoding="utf-8")
-    assert measures(own)
-    assert not measures(own)
-
-
 # --- the commands
 
 
@@ -238,18 +180,10 @@ def target(tiny_models: Path) -> Path:
     target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
     config = saved_drafts_file().parent
     config.mkdir(parents=True)
+    about = 'licence = "MIT"\nparameters = "1"\nquantisation = "F32"\ndescription = "tiny"\n'
     tables = "".join(
-        f"""
-        [[models]]
-        name = "{path.stem}"
-        file = "{path.name}"
-        size_bytes = {path.stat().st_size}
-        sha256 = "{file_sha256(path)}"
-        licence = "MIT"
-        parameters = "1"
-        quantisation = "F32"
-        description = "tiny"
-        """
+        f'[[models]]\nname = "{path.stem}"\nfile = "{path.name}"\nsize_bytes = {path.stat().st_size}\n'
+        f'sha256 = "{file_sha256(path)}"\n{about}'
         for path in (target, draft)
     )
     pair = '[[pairs]]\nname = "tiny"\ntarget = "target"\ndraft = "draft"\ndescription = "tiny"\n'
@@ -258,30 +192,22 @@ def target(tiny_models: Path) -> Path:
     return target
 
 
-def test_run_and_verify_take_a_partner_only_if_it_pays(
-    target: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+def test_run_takes_a_partner_only_if_it_pays(
+    target: Path, measured: Measured, specgen: Specgen
 ) -> None:
-    def specgen_(*arguments: str) -> tuple[str, list[str]]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            specgen.cli.main([*arguments, "-m", str(target), "-t", "1", "-fa", "off", "-n", "8"])
-        captured = capsys.readouterr()
-        assert exit_.value.code == 0, captured.err
-        return captured.out, captured.err.splitlines()
-
     def drafted_by(*more: str) -> tuple[str, list[str]]:
-        out, notes = specgen_("run", "--json", PROMPT, *more)
-        return json.loads(out.splitlines()[0])["draft"], notes
+        own = ("-m", str(target), "-t", "1", "-fa", "off", "-n", "8")
+        result = specgen("run", "--json", PROMPT, *more, *own)
+        assert result.code == 0, result.err
+        return json.loads(result.out.splitlines()[0])["draft"], result.err.splitlines()
 
-    verify = ("verify", "--check", "greedy", "-N", "1", "--draft-max", "2")
     draft, (note,) = drafted_by()
     assert draft == "draft.gguf"
     assert "in the pair tiny" in note
-    assert "with drafts from draft.gguf" in specgen_(*verify)[0]
     measured.costs = {"draft.gguf": DEAR}
     assert drafted_by()[0] == "draft.gguf"  # as it was kept
     assert measured.asked == ["draft.gguf"]
-    memory_file().unlink()
+    memory_file().write_text("{", encoding="utf-8")
     for _ in range(2):
         draft, (note,) = drafted_by()
         assert draft == "ngram"
@@ -289,8 +215,6 @@ def test_run_and_verify_take_a_partner_only_if_it_pays(
         assert note.endswith(
             "; drafting with n-grams; `specgen draft find` tries what is on this disk"
         )
-    drafting = ("--ngram-min", "1", "-N", "4")
-    assert "with drafts from ngram" in specgen_(*verify, *drafting)[0]
     # What the user names, or had measured, is his own.
     assert drafted_by("--draft", "draft") == ("draft.gguf", [])
     identity = identify(target)

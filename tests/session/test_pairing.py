@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specgen.drafters.pairing import check_pair
+from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 
 UNUSED = 2
@@ -70,13 +70,13 @@ def test_entries_marked_as_unused_are_padding() -> None:
 def test_real_tokens_at_the_end_are_not_padding() -> None:
     more = replace(TABLE, entries=(*TABLE.entries, b"<|call|>"))
     for target, draft, owner in ((more, TABLE, "big.gguf"), (TABLE, more, "small.gguf")):
-        assert f"1 tokens exist in {owner} only: 5 is '<|call|>'" in complaint(target, draft)
+        assert f"1 tokens exist in {owner} only: 5 '<|call|>'" in complaint(target, draft)
 
 
 def test_differing_tokens_are_named_and_counted() -> None:
     other = replace(TABLE, entries=(b"<s>", b"</s>", b"a", b"c", b"\xff"))
     message = complaint(TABLE, other)
-    assert "2 of 5 tokens differ: 3 is 'b' and 'c', 4 is 'ab' and '\ufffd'" in message
+    assert "2 of 5 tokens differ: 3 'b' and 3 'c', 4 'ab' and 4 '\ufffd'" in message
     many = replace(TABLE, entries=(b"1", b"2", b"3", b"4", b"5"))
     assert complaint(TABLE, many).endswith("...")
 

@@ -73,7 +73,7 @@ def stray_prompt(session: Session) -> Prompt:
 def test_greedy_text_is_that_of_plain_decoding(pair: tuple[Path, Path]) -> None:
     with opened(pair) as loaded:
         prompts = [loaded.prompts.of_text(text, chat=False) for text in TEXTS.values()]
-        results = list(check_greedy(loaded, [*prompts, stray_prompt(loaded)]))
+        results = list(check_greedy(loaded, dict(enumerate([*prompts, stray_prompt(loaded)]))))
     assert len(results) == len(TEXTS) + 1
     assert sum(result.n_accepted for result in results) > 20
     for name, result in zip((*TEXTS, "stray bytes"), results, strict=True):
@@ -85,7 +85,7 @@ def test_sampled_text_is_distributed_as_the_targets(smollm2: Path, gemma3: Path)
     # A correct specgen would fail here once in a hundred thousand times, were the seeds drawn anew.
     with opened((smollm2, gemma3), temperature=0.8) as loaded:
         prompt = loaded.prompts.of_text(TEXTS["prose"])
-        result = check_sampled(loaded, [prompt], 800, 1e-5, seed=3)
+        result = check_sampled(loaded, {1: prompt}, 800, 1e-5, seed=3)
     assert result is not None
     assert not result.is_defect, result.test
     assert result.n_accepted > 0

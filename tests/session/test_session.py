@@ -113,13 +113,15 @@ def test_greedy_text_equals_plain_text(models: Path, draft: str, n_draft: int) -
     elif draft == "perfect":
         assert fast.acceptance_rate == 1.0
         assert fast.n_rounds < plain.n_rounds
-        assert fast.estimated_speedup is not None
-        assert fast.estimate is not None
 
 
 def test_a_short_answer_is_not_compared_with_plain_decoding(models: Path) -> None:
     for max_tokens in (29, 30):
-        fast = finished(run(options(models, draft="perfect", n_draft=4, max_tokens=max_tokens)))
+        asked = options(models, draft="perfect", n_draft=4, max_tokens=max_tokens)
+        with Session(asked, time.perf_counter) as loaded:
+            for n_rows in (1, 5):
+                loaded.costs.table().start(n_rows, 0.001 * n_rows)
+            fast = finished(list(generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))))
         assert fast.n_accepted > 0
         known = (fast.plain_tokens_per_s, fast.estimated_speedup, fast.estimated_whole_speedup)
         assert all(value is not None for value in known) == (fast.n_tokens >= 30)

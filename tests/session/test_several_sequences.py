@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.chain import ModelDrafter
 from specgen.drafters.kind import CacheSlot
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
 from specgen.method.backend import Backend, Batch
@@ -110,10 +110,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
         before_s = target.decode_s
         finish(loop, generations)
         after_s = target.decode_s
-        ends = [
-            loop.finish(generation, estimate_gain=False, costs=target.costs)
-            for generation in generations
-        ]
+        ends = [loop.finish(generation, target.costs) for generation in generations]
         assert target.decode_s == after_s
         gains = [end.estimated_speedup for end in ends]
         return after_s - before_s, generations, gains
@@ -127,12 +124,6 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
     # The estimated gain is that of drafting, not that of sharing batches.
     assert gains == [pytest.approx(plain_s / drafted_s, rel=0.01)] * n_sequences
     assert no_gains == [None] * n_sequences
-
-
-# --- what each of them learns
-
-
-# --- what each of them has in a cache
 
 
 # --- what is decoded in common

@@ -83,6 +83,8 @@ class TinyConfig:
     unprintable_scale: float = 1.0
     #: Begin every prompt with the first control token.
     add_bos: bool = True
+    #: The name of the rules by which llama.cpp splits texts into words; empty for the architecture's own.
+    pre_tokenizer: str = ""
     #: More control tokens, behind those that every vocabulary has: `INFILL_TOKENS`, for example.
     control_tokens: tuple[str, ...] = ()
     #: A Jinja template, for example `CHATML_TEMPLATE`.

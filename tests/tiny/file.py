@@ -193,7 +193,8 @@ def add_tokenizer(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabu
         return
     if config.tokenizer == "bpe":
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("qwen2" if config.architecture == "qwen2" else "gpt-2")
+        own = "qwen2" if config.architecture == "qwen2" else "gpt-2"
+        writer.add_tokenizer_pre(config.pre_tokenizer or own)
         writer.add_token_merges(vocabulary.merges)
     else:
         writer.add_tokenizer_model("llama")

@@ -29,16 +29,17 @@ from specgen.llama.operators import dequantize, quantize
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.train import gguf_weights
-from specgen.train.distillation import Distilled, distil
-from specgen.train.gguf_weights import read_weights, write_weights
-from specgen.train.target_text import N_COLUMNS, TargetText, TrainingText, pack, training_texts
-from specgen.train.training_loop import Budget, Schedule, TrainingState, train
-from specgen.train.transformer import (
+from specgen.train.distillation import (
+    Distilled,
     Trainer,
+    distil,
     hidden_states,
     output_matrix,
     stack_layers,
 )
+from specgen.train.gguf_weights import read_weights, write_weights
+from specgen.train.target_text import N_COLUMNS, TargetText, TrainingText, pack, training_texts
+from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library, train
 from tests.helpers.heads import counting, opened, prompts, written
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
@@ -151,7 +152,8 @@ def test_a_scale_stays_a_number() -> None:
 def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_type: Any) -> None:
     original = write_tiny_model(tmp_path / "a.gguf", TinyConfig(tensor_type=tensor_type))
     before = read_weights(original)
-    start = Trainer(before).changes()
+    none = pack([])
+    start = Trainer(original, none, none).copied()
     name = "ffn_up.factors"
     rng = np.random.default_rng(0)
     changes = {name: rng.uniform(-0.01, 0.01, start[name].shape).astype(np.float32)}
@@ -272,10 +274,8 @@ def test_another_draft_reads_the_same_text_in_its_own_tokens(
             assert b"".join(own) == b"".join(said)
             assert each.prompt_tokens != answer.prompt_tokens
     rows = pack(found, N_COLUMNS)
-    is_label = rows.labels >= 0
-    of_label = (rows.top_tokens == rows.labels[..., None]) * rows.top_probabilities
-    # The target chose its likeliest tokens.
-    assert (of_label.sum(axis=-1)[is_label] > 1 / len(rows.top_probabilities[0, 0])).all()
+    assert rows.n_labels > 0
+    assert rows.top_tokens.shape == (*rows.labels.shape, 0)
 
 
 # --- training -------------------------------------------------------------------------------
@@ -345,14 +345,12 @@ def test_training_ends_with_the_parameters_of_the_lowest_loss(
     schedule = Schedule(16, 4, 3, 0.01, n_rising=2, last_share=0.1, judged_every=4, patience=2)
     state, rates, judged = TrainingState(8.0), list[float](), itertools.count()
     budget = Budget(counting(), until_s, lambda: len(rates) >= stop_after)
-    is_whole = train(
-        state,
-        schedule,
-        budget,
+    trainee = types.SimpleNamespace(
         step=lambda rows, rate: rates.append(rate * len(rows)),
         loss=lambda: losses[next(judged)],
-        parameters=lambda: {"judgement": np.array(len(rates))},
+        copied=lambda: {"judgement": np.array(len(rates))},
     )
+    is_whole = train(trainee, state, schedule, budget)
     assert is_whole == (stop_after == 99)
     assert state.n_steps == len(rates) == n_steps
     assert rates[0] < rates[1]
@@ -385,4 +383,4 @@ def test_errors_before_training(
             fitted(draft, texts, tmp_path / "d.gguf")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="needs jax"):
-        fitted(draft, texts, tmp_path / "d.gguf")
+        check_library()

@@ -37,10 +37,8 @@ from specgen.session.kept_answers import (
     write_learnt,
 )
 from specgen.session.session import Session
-from specgen.train import learner as learner_module
 from specgen.train import online_learning
-from specgen.train.learner import NEW_ANSWERS, Learner
-from specgen.train.online_learning import Lesson, learn
+from specgen.train.online_learning import NEW_ANSWERS, Learner, Lesson, learn
 from specgen.train.target_text import N_COLUMNS, kept_texts
 from specgen.train.training_loop import Budget
 from tests.helpers.cli import Specgen
@@ -320,9 +318,9 @@ _WAITS = "sys.stdin.buffer.read()"
 def learning(
     models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> Iterator[tuple[Engine, Learner, list[str], Session]]:
-    monkeypatch.setattr(learner_module, "check_library", lambda: None)
+    monkeypatch.setattr(online_learning, "check_library", lambda: None)
     code = _CHILD.format(root=str(ROOT), does=does)
-    monkeypatch.setattr(learner_module, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(online_learning, "COMMAND", (sys.executable, "-c", code))
     said: list[str] = []
     with (
         opened(models, folder) as loaded,
@@ -475,7 +473,7 @@ def test_the_process_that_learns_ends_well_while_its_input_is_open(
 ) -> None:
     """A thread of it waits for input, at which the interpreter aborts at its usual end."""
     pytest.importorskip("jax")
-    command, pipe = learner_module.COMMAND, subprocess.PIPE
+    command, pipe = online_learning.COMMAND, subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as child:
         assert child.stdin is not None
         assert child.stdout is not None

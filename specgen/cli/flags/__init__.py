@@ -1,8 +1,4 @@
-"""The options of commands. Those that several commands share are groups (`groups.takes_options`).
-
-The options of answers, samplers, drafts and machines are declared in `specgen.options`, those of the output in
-`specgen.cli.output`.
-"""
+"""The options of commands, beside those that `specgen.options` and `specgen.cli.output` declare; groups of them."""
 
 from __future__ import annotations
 
@@ -118,10 +114,7 @@ kernels = group(KernelOptions)(KernelOptions)
 _MACHINE = panel(
     "Machine",
     n_gpu_layers_draft=Option(
-        "--gpu-layers-draft",
-        "-ngld",
-        min=-1,
-        help="Layers of the draft on the GPU; -1 is all.",
+        "--gpu-layers-draft", "-ngld", min=-1, help="Layers of the draft on the GPU; -1 is all."
     ),
     rpc=Option(
         "--rpc",

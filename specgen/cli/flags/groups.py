@@ -1,6 +1,5 @@
-"""Options of the command line, in groups.
-
-A command has a table of its options. Their types and defaults are those of the function's parameters::
+"""Options of the command line, in groups: those of a dataclass (`specgen.sampler_options.option`), and the function that
+makes its value. The types and defaults of other options are those of the function's parameters::
 
     @takes_options(
         parallel=Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
@@ -8,7 +7,6 @@ A command has a table of its options. Their types and defaults are those of the 
     )
     def batch(*, parallel: int = 4, sampling: SamplerOptions) -> int: ...
 
-`sampling` is a group: the options of a dataclass (`specgen.sampler_options.option`), and the function that makes its value.
 typer sees a function with the group's options in place of the parameter.
 """
 
@@ -38,15 +36,15 @@ class Group:
     """Options that several commands take, and the function that makes one value of them."""
 
     make: Callable[..., Any]
-    #: The options as keyword parameters, annotated for typer.
+    #: As keyword parameters, annotated for typer.
     parameters: tuple[inspect.Parameter, ...]
-    #: By parameter, what makes its value of texts that were given.
+    #: What makes values of texts that were given.
     parsers: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
     #: Groups among the parameters of `make`: the option `top_k` of the group `sampling` is `sampling_top_k` here.
     groups: Mapping[str, Group] = dataclasses.field(default_factory=dict)
 
     def __call__(self, **values: Any) -> Any:
-        """Return the value. Raise `UsageError`."""
+        """Make the value. Raise `UsageError`."""
         for name, inner in self.groups.items():
             names = {f"{name}_{each.name}": each.name for each in inner.parameters}
             given = {names[each]: values.pop(each) for each in names.keys() & values.keys()}
@@ -66,20 +64,17 @@ class Group:
         return self.make(**values)
 
     def without(self, *names: str) -> Group:
-        """Return the group without the parameters of these names, which keep their defaults. Names that the
-        group does not have are ignored."""
+        """Return the group without these parameters, which keep their defaults."""
         kept = tuple(each for each in self.parameters if each.name not in names)
         return dataclasses.replace(self, parameters=kept)
 
     def but(self, **defaults: Any) -> Group:
-        changed = tuple(
-            each.replace(default=defaults.get(each.name, each.default)) for each in self.parameters
-        )
-        return dataclasses.replace(self, parameters=changed)
+        """Return the group with other defaults."""
+        changed = (p.replace(default=defaults.get(p.name, p.default)) for p in self.parameters)
+        return dataclasses.replace(self, parameters=tuple(changed))
 
     def later(self) -> Group:
-        """Return the group with a function as its value. The function makes the group's value; its keywords,
-        from `parse`, replace options of the command line."""
+        """Return the group with a function that makes its value as its value; the function's keywords replace options."""
         return Group(lambda **values: functools.partial(self, **values), self.parameters)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -119,12 +114,8 @@ def panel(heading: str, **options: Any) -> Table:
 
 
 def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]], Group]:
-    """Make a group of a dataclass whose fields are options, and of a function, which receives them as keywords.
-
-    The tables have further options: other fields of the dataclass, parameters of the function, and groups. They have
-    the field's or the parameter's type and default. A field that is a tuple is an option that may be given several
-    times.
-    """
+    """Make a group of a dataclass whose fields are options, and of a function, which receives them as keywords. The tables
+    have further options, and groups. A field that is a tuple is an option that may be given several times."""
     fields = dataclasses.fields(fields_of)
     hints = typing.get_type_hints(fields_of)
     declared = {each.name: _option(each.metadata) for each in fields if each.metadata}
@@ -135,10 +126,7 @@ def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]]
 
 
 def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command]:
-    """Declare a command's options: by parameter, an option or a `Group`.
-
-    The spellings must be unique: this is checked when the command is defined.
-    """
+    """Declare a command's options, whose spellings must be unique: by parameter, an option or a `Group`."""
     declared = {name: each for table in (*tables, options) for name, each in table.items()}
 
     def decorate(command: Command) -> Command:
@@ -161,7 +149,6 @@ def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command
 
 
 def _option(metadata: Mapping[str, Any]) -> Any:
-    """Return typer's option for a field (`specgen.sampler_options.option`)."""
     settings = {name: metadata[name] for name in metadata.keys() - {"spellings", "panel", "parse"}}
     return typer.Option(*metadata["spellings"], rich_help_panel=metadata.get("panel"), **settings)
 
@@ -172,7 +159,6 @@ def _group(
     declared: Table,
     parsers: Mapping[str, Callable[[Any], Any]],
 ) -> Group:
-    """Return the group of the declared options, whose types and defaults are known."""
     parameters: list[inspect.Parameter] = []
     all_parsers = dict(parsers)
     kind: Any
@@ -200,7 +186,7 @@ def _sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
 
 
 def _metavar(kind: Any) -> str | None:
-    """Return what the help shows as the value of an option: FILE, or the choices; None for other types."""
+    """Say what the help shows as a value: FILE, or the choices."""
     inner = [each for each in typing.get_args(kind) if each is not type(None)]
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(map(str, inner))

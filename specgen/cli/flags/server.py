@@ -1,17 +1,22 @@
-"""The options of `specgen serve`: address, keys, and limits of requests."""
+"""The options of `specgen serve`: address, keys, limits of requests, and those of each model."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from typer import Option
 
+from specgen.cli.flags import setup
 from specgen.cli.flags.groups import group, panel
+from specgen.cli.model_loading import Setup
 from specgen.errors import UsageError
-from specgen.serve.server.options import Limits, ServerOptions
+from specgen.serve.server.options import Limits, ServerOptions, is_loopback
 
 _MIB = 1024 * 1024
+#: The default number of answers at once, if the memory has room for as many.
+N_PARALLEL = 4
 
 _KEYS = panel(
     "Server",
@@ -45,8 +50,6 @@ def server(
     **others: Any,
 ) -> ServerOptions:
     """Return the options of the server, without the limits. Raise `UsageError`."""
-    from specgen.serve.server.options import is_loopback
-
     keys = () if api_key_file is None else _keys(api_key_file)
     options = ServerOptions(api_keys=keys, **others)
     if not keys and not is_loopback(options.host) and not insecure_network:
@@ -67,6 +70,32 @@ def server(
 def limits(*, body_mib: int = Limits().body_bytes // _MIB, **others: Any) -> Limits:
     """Return the limits of a request."""
     return Limits(body_bytes=body_mib * _MIB, **others)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSetup:
+    """The options of one of a server's models."""
+
+    setup: Setup
+    parallel: int | None = None
+
+
+#: The options that an entry of a file may have, and that the command line sets for all.
+model_setup = group(
+    ModelSetup,
+    {"setup": setup.without("answer_logprobs", "prompt_cache")},
+    panel(
+        "Server",
+        parallel=Option(
+            "--parallel",
+            "-np",
+            min=1,
+            metavar="N",
+            help="How many answers to generate at once; each has a context of its own.",
+            show_default=f"{N_PARALLEL}, or fewer if they do not fit into memory",
+        ),
+    ),
+)(ModelSetup)
 
 
 def _keys(path: Path) -> tuple[str, ...]:

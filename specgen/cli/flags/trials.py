@@ -32,12 +32,16 @@ class Trials:
         min=2,
     )
 
+    def numbered(self) -> list[tuple[int, str]]:
+        """Return the prompts with their numbers in the file, from 1. Raise `PromptError`."""
+        from specgen.measure.prompts import evenly_chosen, read_prompts, trial_prompts
+
+        every = trial_prompts() if self.prompts is None else read_prompts(self.prompts)
+        return evenly_chosen(enumerate(every, 1), self.n_prompts)
+
     def texts(self) -> list[str]:
         """Return the prompts. Raise `PromptError`."""
-        from specgen.measure.prompts import TRIAL_PROMPTS, evenly_chosen, read_prompts
-
-        every = TRIAL_PROMPTS if self.prompts is None else read_prompts(self.prompts)
-        return evenly_chosen(every, self.n_prompts)
+        return [text for _, text in self.numbered()]
 
 
 TRIALS = group(Trials)(Trials)

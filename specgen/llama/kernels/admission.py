@@ -38,8 +38,7 @@ LIBRARY_NAME = "libspecgen-kernels.so"
 PLATFORMS = ("linux-x86_64", "linux-aarch64")
 
 _BUILD = (
-    "install specgen again where there is a C++ compiler; SPECGEN_KERNELS_BUILD=required shows "
-    "what fails"
+    "install specgen again with a C++ compiler; SPECGEN_KERNELS_BUILD=required shows what fails"
 )
 _LEAVE = "--kernels llama.cpp, or SPECGEN_KERNELS=llama.cpp, does without them"
 _DEFECT = "report this as a defect of specgen; --kernels llama.cpp does without its kernels"
@@ -53,12 +52,10 @@ class KernelStatus:
     """Which kernels compute models on the CPU, and why."""
 
     computes: Literal["specgen", "llama.cpp"]
-    #: The instruction set of specgen's kernels, if they compute: ``avx2``, ``avx-vnni``,
-    #: ``avx512-vnni``, ``amx-int8`` or ``neon-dotprod``; else empty.
+    #: The instruction set of specgen's kernels (see `Kernels`), if they compute; else empty.
     instructions: str = ""
-    #: Why they are not used, as the rest of a sentence; None if they are used.
+    #: Why they are not used, as the rest of a sentence, and what to do about it.
     reason: str | None = None
-    #: What to do about it.
     hint: str | None = None
     #: The library; None if it was not built.
     path: Path | None = None
@@ -80,9 +77,8 @@ def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str |
     note = f"not using specgen's kernels: {status.reason}"
     if status.path is not None:
         return note
-    if status.hint is None or not is_first_time(cache / f"kernels-missing-{__version__}"):
-        return None
-    return f"{note} (this note is shown once)"
+    is_new = status.hint is not None and is_first_time(cache / f"kernels-missing-{__version__}")
+    return f"{note} (this note is shown once)" if is_new else None
 
 
 def is_first_time(marker: Path) -> bool:
@@ -113,11 +109,9 @@ def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
 
 
 def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
-    """Choose specgen's or llama.cpp's kernels for the models that this process loads from now on. Call
-    this before the first model is loaded. The results of tests are kept in `cache`.
-
-    ``auto`` takes specgen's kernels if they pass their self-test. Raise `UsageError` if they are required and
-    cannot be used. Each model is tried with them before it is loaded; see `ModelTrials`.
+    """Choose specgen's or llama.cpp's kernels for the models that this process loads from now on, before the first one.
+    The verdicts of tests are kept in `cache`. ``auto`` takes specgen's kernels if they pass their self-test. Raise
+    `UsageError` if they are required and cannot be used. Each model is tried with them first; see `ModelTrials`.
     """
     now = attached()
     if wanted == "llama.cpp":
@@ -142,8 +136,7 @@ def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
 
 
 def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
-    """Return whether specgen's kernels can be used here, without attaching them. `anew` tests them even if
-    the result of an earlier test is known."""
+    """Return whether specgen's kernels can be used here, without attaching them. `anew` tests them again."""
     path = library_path()
     if path is None:
         platform = sysconfig.get_platform()
@@ -244,10 +237,9 @@ def _circumstances(library: Path) -> dict[str, str]:
 def processor() -> str:
     """Return the name, the microcode and the features of the CPU as Linux reports them (on ARM, numbers in
     place of a name)."""
-    about = cpuinfo()
-    own = ("model name", "microcode", "flags")
+    names = ("model name", "microcode", "flags")
     arm = ("CPU implementer", "CPU part", "CPU variant", "CPU revision", "Features")
-    return "\n".join(about.get(name, "") for name in (*own, *arm))
+    return "\n".join(cpuinfo().get(name, "") for name in (*names, *arm))
 
 
 def _key(circumstances: Mapping[str, str]) -> str:

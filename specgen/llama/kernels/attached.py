@@ -1,9 +1,8 @@
 """The library of kernels, attached to GGML: matrix products and attention for some CPUs.
 
-GGML loads the library (`ggml_backend_load`). The library then offers its own layout of weights to GGML's CPU backend.
-llama.cpp stores the weights of models that it loads afterwards in this layout, and the kernels compute the operators
-that use them. llama.cpp computes all other operators itself. The kernels serve all models of the process. They cannot
-be detached, but they can be switched off for models that are loaded later.
+The library offers its own layout of weights to GGML's CPU backend. llama.cpp stores the weights of models that it
+loads afterwards in this layout, and the kernels compute the operators that use them. They serve all models of the
+process, and cannot be detached, but they can be switched off for models that are loaded later.
 """
 
 from __future__ import annotations
@@ -81,9 +80,8 @@ class Kernels:
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
     def enable(self, *, products: bool, attention: bool) -> None:
-        """Switch the kernels on or off. `products` applies to models that are loaded from now on;
-        `attention` to all attention from now on, and to products of tensors that are not packed, unless a
-        model excluded it."""
+        """Switch the kernels on or off. `products` applies to models that are loaded from now on; `attention` to all
+        attention and to products of tensors that are not packed, unless a model excluded it."""
         attention = attention and not self.lacks_attention
         self.native.enable(int(products), int(attention))
         self.computes_products, self.computes_attention = products, attention
@@ -104,12 +102,9 @@ _problem_of: Callable[[Path], str] | None = None
 
 
 def attach(path: Path) -> Kernels:
-    """Attach the library at `path` to GGML, once for the process, and switch its kernels on.
-
-    Raise `BackendError` with the reason if this fails: the file is not such a library, GGML has
-    another version (the hint installs the right one), the CPU lacks the instructions, or another
-    library is attached.
-    """
+    """Attach the library at `path` to GGML, once for the process, and switch its kernels on. Raise `BackendError` if the
+    file is not such a library, GGML has another version (the hint installs the right one), the CPU lacks the
+    instructions, or another library is attached."""
     global _attached  # noqa: PLW0603 - GGML's own list, which it changes, is global too
     if _attached is not None:
         if _attached.path != path:
@@ -144,8 +139,8 @@ def attached() -> Kernels | None:
 
 
 def computing() -> str:
-    """Return which kernels compute the matrix products on the CPU for models that are loaded now:
-    ``specgen`` and the instruction set, or ``llama.cpp``."""
+    """Return which kernels compute on the CPU for models that are loaded now: ``specgen`` and the instruction set, or
+    ``llama.cpp``."""
     if _attached is None or not _attached.computes_products:
         return LLAMA_CPP
     return f"specgen {_attached.instructions}"
@@ -167,8 +162,7 @@ def kernel_problem(file: Path) -> str:
 
 @contextlib.contextmanager
 def loading_with(problem: str) -> Iterator[None]:
-    """Load a model within this context. If the kernels have a problem with it they are off; attention, which is
-    not chosen by model, stays off."""
+    """Load a model within this context. If the kernels have a problem with it they are off; their attention stays off."""
     kernels = _attached
     if kernels is None or not problem:
         yield

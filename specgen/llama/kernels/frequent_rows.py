@@ -1,12 +1,9 @@
 """The part of a draft's output matrix that is computed: the rows of frequent tokens.
 
-The output matrix has a row for each token of the vocabulary. In a small draft with a large vocabulary, and above all
-in an MTP layer, reading it is most of a token's cost. Most of the vocabulary hardly occurs in a text, and a draft need
-not guess what hardly occurs: the target checks it anyway. (A draft model with a shortened output matrix: FR-Spec,
-Zhao et al., arXiv:2502.14856. Here nothing is written; the kernels leave rows out.)
-
-The logits of the tokens left out are -infinity, so that they are never drafted, and the draft's distribution is that
-over the others. Which tokens are computed never changes what the target says.
+In a small draft with a large vocabulary, and above all in an MTP layer, reading the output matrix is most of a token's
+cost. A draft need not guess what hardly occurs: the target checks it anyway. (FR-Spec, Zhao et al., arXiv:2502.14856,
+shortens the matrix; here the kernels leave rows out.) The logits of the tokens left out are -infinity, and the draft's
+distribution is that over the others. Which tokens are computed never changes what the target says.
 """
 
 from __future__ import annotations
@@ -27,10 +24,8 @@ MOST_SEEN = 4096
 
 
 class RowLimit:
-    """Which rows of a matrix with `n_rows` rows are computed; the other outputs are -infinity.
-
-    `rows` is int32 and increases. Rows are computed in groups, so a few others are too. Used as a context manager,
-    it applies to what the calling thread decodes."""
+    """Which rows of a matrix with `n_rows` rows are computed, increasing; the other outputs are -infinity. Rows are
+    computed in groups, so a few others are too. As a context manager it applies to what the calling thread decodes."""
 
     def __init__(self, kernels: Kernels, n_rows: int, rows: NDArray[np.int32]) -> None:
         self._native = kernels.native

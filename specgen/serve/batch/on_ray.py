@@ -36,11 +36,8 @@ _STORE_BYTES = 200_000_000
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A Ray cluster, and the CPUs and GPUs of an actor there; None takes those of the largest node.
-
-    `address` is ``local``, ``auto`` or HOST:PORT. A batch ends after `patience_s` seconds without a started
-    actor.
-    """
+    """A Ray cluster at ``local``, ``auto`` or HOST:PORT, and the CPUs and GPUs of an actor there; None takes those
+    of the largest node. A batch ends after `patience_s` seconds without a started actor."""
 
     address: str
     cpus_per_worker: float | None = None
@@ -64,11 +61,8 @@ def place(
     nodes: Sequence[tuple[float, float]], cpus: float | None, gpus: float | None
 ) -> tuple[int, float, float]:
     """Return how many actors nodes with these numbers of CPUs and GPUs have room for, and the CPUs and GPUs of
-    each.
-
-    None takes all that the largest node has, so that each node of its size has one actor; if `gpus` is given,
-    None divides the CPUs among that node's actors. Raise `BackendError` if no node has room.
-    """
+    each. None takes all of the largest node, so that it has one actor; if `gpus` is given, it divides the CPUs among
+    that node's actors. Raise `BackendError` if no node has room."""
     most = max(nodes, default=(0.0, 0.0))
     if gpus is None:
         gpus = max((node_gpus for _, node_gpus in nodes), default=0.0)
@@ -91,8 +85,7 @@ def place(
 
 @contextlib.contextmanager
 def connected(cluster: Cluster, *, verbose: bool, ray: Any = None) -> Iterator[Any]:
-    """Yield the module of Ray, connected to a cluster; `ray` replaces it in tests. With `verbose`, Ray's output
-    goes to standard error. Raise `BackendError` if nothing answers."""
+    """Yield the module of Ray, connected to a cluster. Raise `BackendError` if nothing answers."""
     with contextlib.ExitStack() as stack:
         # Ray prints messages of its processes to standard output, whatever it is asked to log.
         sink = sys.stderr if verbose else stack.enter_context(Path(os.devnull).open("w"))
@@ -100,6 +93,28 @@ def connected(cluster: Cluster, *, verbose: bool, ray: Any = None) -> Iterator[A
         ray = ray or _connect(cluster.address, verbose=verbose)
         stack.callback(ray.shutdown)
         yield ray
+
+
+def _connect(address: str, *, verbose: bool) -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports nothing to others
+    import ray
+
+    how: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": "CRITICAL"}
+    if address == "local":
+        how |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    host, _, port = named.rpartition(":")
+    try:
+        if port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+        ray.init(address, **how)
+    except (OSError, RuntimeError, ValueError, OverflowError) as error:
+        raise BackendError(
+            f"--ray {address}: no Ray cluster answers there: {_first_line(error)}",
+            hint="run the command on a machine of the cluster: `ray start --head` starts one, `ray start "
+            "--address` adds this machine, and --ray local uses this one alone",
+        ) from error
+    return ray
 
 
 class RayBatch:
@@ -187,8 +202,7 @@ class RayBatch:
         try:
             self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, SpecgenError):
+            if isinstance(cause := getattr(error, "cause", None), SpecgenError):
                 raise cause from error
             is_missing = "No module named 'specgen'" in str(error)
             what = "specgen is not installed on a Ray node" if is_missing else _first_line(error)
@@ -203,7 +217,16 @@ class Actor:
         self._job = job
         self._error: SpecgenError | None = None
         try:
-            _check_node(job.files, version)
+            if version != __version__:
+                what = f"specgen {__version__} is installed there, and {version} on this machine"
+                raise BackendError(what, "install the same version on each node")
+            for path, n_bytes in job.files.items():
+                found = Path(path).stat().st_size if Path(path).exists() else None
+                if found != n_bytes:
+                    what = f"{path} has {found} bytes there, but {n_bytes} on this machine"
+                    what = f"there is no file {path}" if found is None else what
+                    hint = "each node needs the models on its own disk, at the same paths"
+                    raise ModelFileError(what, hint)
             self._session = job.open_session()
         except SpecgenError as error:
             where = f"the Ray node {socket.gethostname()}"
@@ -217,63 +240,12 @@ class Actor:
     def answer(self, lines: Sequence[Line]) -> Iterator[tuple[list[Mapping[str, Any]], Tally]]:
         """Yield the results of lines as they come, and the counts so far."""
         job, records = self._job, list[Mapping[str, Any]]()
-        batch = Batch(
-            self._session,
-            job.prompting,
-            records.append,
-            job.settings,
-            parallel=job.parallel,
-            wall_clock=time.time,
-        )
+        how: dict[str, Any] = {"parallel": job.parallel, "wall_clock": time.time}
+        batch = Batch(self._session, job.prompting, records.append, job.settings, **how)
         for tally in batch.run(lines):
             if records:
                 yield list(records), tally
                 records.clear()
-
-
-def _check_node(files: Mapping[str, int], version: str) -> None:
-    """Check that a node has what an actor needs. Raise `BackendError` and `ModelFileError`."""
-    if version != __version__:
-        raise BackendError(
-            f"specgen {__version__} is installed there, and {version} on this machine",
-            hint="install the same version on each node",
-        )
-    for path, n_bytes in files.items():
-        found = Path(path).stat().st_size if Path(path).exists() else None
-        if found != n_bytes:
-            has = f"{path} has {found} bytes there, but {n_bytes} on this machine"
-            raise ModelFileError(
-                f"there is no file {path}" if found is None else has,
-                hint="each node reads the models from its own disk: put them at the same path on each",
-            )
-
-
-def _connect(address: str, *, verbose: bool) -> Any:
-    """Connect to Ray. Raise `BackendError` if nothing responds."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports nothing to others
-    import ray
-
-    quiet: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": "CRITICAL"}
-    if address == "local":
-        ray.init("local", include_dashboard=False, object_store_memory=_STORE_BYTES, **quiet)
-        return ray
-    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-    host, _, port = named.rpartition(":")
-    try:
-        if port.isdigit():
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-        ray.init(address, **quiet)
-    except (OSError, RuntimeError, ValueError, OverflowError) as error:
-        if address == "auto":
-            raise BackendError(
-                "no Ray cluster runs on this machine, and RAY_ADDRESS names none",
-                hint="`ray start --head` starts one; --ray local uses this machine alone",
-            ) from error
-        raise BackendError(
-            f"--ray {address}: no Ray cluster answers there: {_first_line(error)}",
-            hint="run the command on a machine of the cluster; `ray start --address` adds this one",
-        ) from error
-    return ray
 
 
 def _first_line(error: BaseException) -> str:

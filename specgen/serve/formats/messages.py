@@ -6,23 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
 
 from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
 from specgen.serve.formats.request import (
-    AnswerBody,
     AnswerFormat,
     BodyError,
+    ChatBody,
     Conversation,
     Fields,
     Part,
     Request,
-    ToolChoice,
-    ToolList,
     parse,
-    read_tools,
     shown,
     text_of,
 )
@@ -64,25 +61,14 @@ class _Message(Fields):
     content: _Blocks
 
 
-class _Thinking(Fields):
-    type: str
-    budget_tokens: Any = None
-
-
-class _OutputConfig(Fields):
-    effort: str | None = None
-    format: AnswerFormat | None = None
-
-
-class _Body(AnswerBody):
+class _Body(ChatBody):
     system: _Blocks = []
     messages: Annotated[list[_Message], Field(min_length=1)]
-    tools: ToolList = []
-    tool_choice: ToolChoice | None = None
-    thinking: _Thinking | None = None
-    output_config: _OutputConfig = _OutputConfig()
-    #: An older place for the format.
-    output_format: AnswerFormat | None = None
+    thinking: str = Field("", validation_alias=AliasPath("thinking", "type"))
+    effort: str | None = Field(None, validation_alias=AliasPath("output_config", "effort"))
+    format: AnswerFormat | None = Field(
+        None, validation_alias=AliasChoices(AliasPath("output_config", "format"), "output_format")
+    )
 
     format_field: ClassVar[str] = "output_config.format"
 
@@ -94,24 +80,18 @@ def read_messages(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
     """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
-    asked, warnings = parse(_Body, body), list[str]()
-    choice, thinking, config = asked.tool_choice, asked.thinking, asked.output_config
-    alone = choice is not None and choice.disable_parallel_tool_use
-    # With other types, ``adaptive`` for example, the model decides.
-    thinks = {"enabled": True, "disabled": False}.get(thinking.type if thinking else "")
-    request = asked.request(
-        "chat",
+    asked = parse(_Body, body)
+    return asked.chat(
+        _messages(asked),
         sampling,
         generation,
-        form=config.format or asked.output_format,
-        messages=_messages(asked),
-        tools=read_tools(asked.tools, choice, warnings, is_parallel=not alone),
-        warnings=warnings,
-        variables=asked.variables(config.effort, thinks),
+        form=asked.format,
+        effort=asked.effort,
+        # With other types, ``adaptive`` for example, the model decides.
+        thinks={"enabled": True, "disabled": False}.get(asked.thinking),
         splits_reasoning=True,
         writer=MessageWriter,
     )
-    return (request,)
 
 
 def _messages(asked: _Body) -> tuple[Message, ...]:
@@ -123,7 +103,7 @@ def _messages(asked: _Body) -> tuple[Message, ...]:
     for number, turn in enumerate(asked.messages):
         where = f"messages[{number}].content"
         if turn.role == "assistant":  # consecutive ones stay apart
-            found.add(Message("assistant", ""))
+            found.messages.append(Message("assistant", ""))
         for at, block in enumerate(turn.content):
             _add_block(found, turn, f"{where}[{at}]", block)
     if not found.messages:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, AliasPath, Field
 
 from specgen.errors import PromptError
 from specgen.events import CommittedEvent, Piece
@@ -22,16 +22,14 @@ from specgen.serve.formats.request import (
     AnswerBody,
     AnswerFormat,
     BodyError,
+    ChatBody,
     Conversation,
     Fields,
     Kind,
     Parts,
     Request,
-    ToolChoice,
-    ToolList,
     arguments_of,
     parse,
-    read_tools,
     shown,
     text_of,
 )
@@ -51,17 +49,11 @@ _N_INPUTS = 2048
 # --- requests -------------------------------------------------------------------------------------
 
 
-class _CalledFunction(Fields):
-    name: Annotated[str, Field(min_length=1)]
-    #: Some clients send the object.
-    arguments: Annotated[
-        str, BeforeValidator(lambda value: json.dumps(value) if isinstance(value, dict) else value)
-    ] = ""
-
-
 class _Call(Fields):
     id: Annotated[str, Field(min_length=1)]
-    function: _CalledFunction
+    name: str = Field(validation_alias=AliasPath("function", "name"), min_length=1)
+    #: Some clients send the object.
+    arguments: str | dict[str, Any] = Field("", validation_alias=AliasPath("function", "arguments"))
 
 
 class _Message(Fields):
@@ -74,34 +66,31 @@ class _Message(Fields):
     tool_call_id: str | None = None
 
 
-class _StreamOptions(Fields):
-    include_usage: bool = False
-
-
 class _Body(AnswerBody):
     response_format: AnswerFormat | None = None
     #: A number of likely tokens in a text completion. A chat has a boolean, and the number beside it.
     logprobs: bool | Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = 0
     n: Annotated[int, Field(ge=1, lt=2**31)] = 1
-    stream_options: _StreamOptions = _StreamOptions()
+    has_usage_alone: bool = Field(
+        False, validation_alias=AliasPath("stream_options", "include_usage")
+    )
 
-    def empty(
-        self, kind: Kind, sampling: SamplerOptions, generation: GenerationOptions, **more: Any
-    ) -> Request:
-        """Return the request without its prompt."""
+    def common(self, generation: GenerationOptions) -> dict[str, Any]:
+        """Return what all requests of this API have."""
+        n_top = generation.logprobs
         if self.logprobs is not None and self.logprobs is not False:
             n_top = self.top_logprobs if self.logprobs is True else self.logprobs
-            generation = replace(generation, logprobs=n_top)
-        more = {"n": self.n, "has_usage_alone": self.stream_options.include_usage, **more}
-        return self.request(kind, sampling, generation, form=self.response_format, **more)
+        return {
+            "generation": replace(generation, logprobs=n_top),
+            "form": self.response_format,
+            "n": self.n,
+            "has_usage_alone": self.has_usage_alone,
+        }
 
 
-class _ChatBody(_Body):
+class _ChatBody(_Body, ChatBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
-    tools: ToolList = []
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] = "none"
 
@@ -148,20 +137,14 @@ def read_chat(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
     """Read a body for the next turn of a conversation. Raise `BodyError`."""
-    asked, warnings = parse(_ChatBody, body), list[str]()
-    request = asked.empty(
-        "chat",
+    asked = parse(_ChatBody, body)
+    return asked.chat(
+        _messages(asked.messages),
         sampling,
-        generation,
-        tools=read_tools(
-            asked.tools, asked.tool_choice, warnings, is_parallel=asked.parallel_tool_calls
-        ),
-        messages=_messages(asked.messages),
-        warnings=warnings,
-        variables=asked.variables(asked.reasoning_effort),
+        effort=asked.reasoning_effort,
         splits_reasoning=asked.reasoning_format != "none",
+        **asked.common(generation),
     )
-    return (request,)
 
 
 def _messages(turns: list[_Message]) -> tuple[Message, ...]:
@@ -176,12 +159,11 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
             found.add_result(f"{where}.tool_call_id", turn.tool_call_id, text)
             continue
         calls = tuple(
-            ToolCall(call.id, call.function.name, arguments_of(call.function.arguments))
-            for call in turn.tool_calls
+            ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls
         )
         thought = text_of(f"{where}.reasoning_content", turn.reasoning_content)
         role: Role = "system" if turn.role == "developer" else turn.role
-        found.add(Message(role, text, calls, reasoning=thought or None))
+        found.messages.append(Message(role, text, calls, reasoning=thought or None))
     return tuple(found.messages)
 
 
@@ -195,7 +177,7 @@ def read_completion(
     """Read a body for the continuation of texts, or with `suffix` for the middle between two: a request for
     each prompt. Raise `BodyError`."""
     asked = parse(_CompletionBody, body)
-    empty = asked.empty(kind, sampling, generation)
+    empty = asked.request(kind, sampling, **asked.common(generation))
     found: list[Request] = []
     for prompt in _inputs("prompt", asked.prompt).values():
         if isinstance(prompt, list):
@@ -235,9 +217,9 @@ def read_infill(
         raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
     files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
     gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
+    empty = asked.request("completion", sampling, **asked.common(generation))
     # The last chunk has the usage.
-    more = {"gap": gap, "has_usage_alone": False, "writer": InfillWriter}
-    return (asked.empty("completion", sampling, generation, **more),)
+    return (replace(empty, gap=gap, has_usage_alone=False, writer=InfillWriter),)
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -369,7 +351,7 @@ def _entry(text: str, logprob: float) -> Json:
 
 
 class InfillWriter(ChatWriter):
-    """Writes an answer in the form of llama.cpp's server, for a text with a gap."""
+    """Writes a text completion with llama.cpp's fields for a text with a gap beside the others."""
 
     def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
         return [self._filled(each) for each in super()._add(number, deltas, event)]
@@ -383,19 +365,17 @@ class InfillWriter(ChatWriter):
     def _filled(self, body: Json) -> Json:
         (choice,) = body["choices"]
         reason = choice["finish_reason"]
-        found = {"index": 0, "content": choice["text"], "stop": reason is not None}
-        found["model"] = body["model"]
+        body |= {"index": 0, "content": choice["text"], "stop": reason is not None}
         if reason is not None:
             usage = body["usage"]
-            found |= {
+            body |= {
                 "stop_type": "eos" if reason == "stop" else "limit",
                 "truncated": False,
                 "tokens_predicted": usage["completion_tokens"],
                 "tokens_evaluated": usage["prompt_tokens"],
                 "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
             }
-        kept = ("pieces", "speculative", "timings", "warnings")
-        return found | {name: body[name] for name in kept if name in body}
+        return body
 
 
 # --- embeddings -----------------------------------------------------------------------------------

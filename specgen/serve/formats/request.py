@@ -11,22 +11,34 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    get_type_hints,
+)
 
 from pydantic import (
     AliasChoices,
+    AliasPath,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import from_json
 
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Grammar, SamplerOptions, VerifierName
-from specgen.serve.formats.tool_calls import CallForm, Function, calls_grammar, form_of
+from specgen.serve.formats.call_forms import CallForm, form_of
+from specgen.serve.formats.tool_calls import Function, calls_grammar
 from specgen.session.prompts import Prompt, Prompts
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
@@ -37,32 +49,23 @@ Kind: TypeAlias = Literal["chat", "completion", "prompt"]
 #: Fields whose loss nobody would miss.
 _SILENT = frozenset(
     [
-        "annotations",
-        "betas",
-        "cache_control",
-        "client_metadata",
-        "context_management",
-        "display",
-        "id",
-        "logprobs",
-        "metadata",
-        "model",
-        "name",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "signature",
-        "status",
-        "stream_options",
-        "strict",
-        "summary",
-        "type",
-        "user",
+        *("annotations", "betas", "cache_control", "client_metadata", "context_management", "id"),
+        *("logprobs", "metadata", "model", "name", "prompt_cache_key", "prompt_cache_retention"),
+        *("safety_identifier", "service_tier", "signature", "status", "stream_options", "strict"),
+        *("summary", "type", "user"),
     ]
 )
 #: Variables of chat templates that say how much is thought; few templates read both.
 _THINKING = frozenset(["enable_thinking", "reasoning_effort"])
+
+
+#: The parameters of a custom tool: a free text.
+_FREE_TEXT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 
 class BodyError(UsageError):
@@ -83,9 +86,6 @@ def shown(value: Any) -> str:
 
 #: Later layers have 64 bits or fewer.
 Integer: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-_FromMinusOne: TypeAlias = Annotated[Integer, Field(ge=-1)]
-_NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
-_Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Schema: TypeAlias = dict[str, Any]
 
 
@@ -173,26 +173,23 @@ class Speculative(Fields):
 class AnswerFormat(Fields):
     """The form of an answer, with its JSON schema where the APIs have it."""
 
-    type: str
-    schema_: Schema | None = Field(None, validation_alias="schema")
-    json_schema: dict[str, Any] = {}
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Schema | None = Field(
+        None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
+    )
 
     def schema_of(self, where: str) -> Schema | None:
         """Return the schema; None for a free text."""
-        found = self.schema_ or self.json_schema.get("schema")
-        if self.type == "text":
-            return None
+        if self.type == "json_schema" and self.schema_ is None:
+            raise BodyError(where, "it has no schema")
         if self.type == "json_object":  # llama.cpp's servers take a schema here
-            return found or {"type": "object"}
-        if self.type != "json_schema" or not isinstance(found, dict):
-            what = f"type {shown(self.type)} is not text, json_object, or json_schema with a schema"
-            raise BodyError(where, what)
-        return found
+            return self.schema_ or {"type": "object"}
+        return None if self.type == "text" else self.schema_
 
 
 def _flat(value: Any) -> Any:
-    """Return a tool or a choice with the fields that a chat has in an object within: {"type": "function",
-    "function": {...}}. A choice that is a text is its type."""
+    """Return a tool or a choice without the object that a chat has in it: {"type": "function", "function": {...}}. A
+    text is a choice's type."""
     if not isinstance(value, dict):
         return {"type": value} if isinstance(value, str) else value
     kind = str(value.get("type", "function"))
@@ -221,39 +218,33 @@ class Choice(Fields):
     disable_parallel_tool_use: bool = False
 
 
-ToolList: TypeAlias = list[Annotated[Tool, BeforeValidator(_flat)]]
-ToolChoice: TypeAlias = Annotated[Choice, BeforeValidator(_flat)]
+def _sampler_fields() -> dict[str, Any]:
+    """Return the fields of samplers: llama.cpp's names, with types and limits of the options."""
+    found: dict[str, Any] = {}
+    types = get_type_hints(SamplerOptions) | {"logit_bias": dict[int, float]}
+    for each in fields(SamplerOptions):
+        if each.name == "samplers":
+            continue
+        spellings = [each.replace("-", "_").lstrip("_") for each in each.metadata["spellings"]]
+        least, most = each.metadata.get("min"), each.metadata.get("max")
+        if types[each.name] is int:
+            most = 2**63 - 1
+        names = AliasChoices(each.name, *spellings, f"{spellings[0]}s")
+        made = Field(None, validation_alias=names, ge=least, le=most)
+        found[each.name] = (types[each.name] | None, made)
+    return found
 
 
-class AnswerBody(Fields):
-    """The options of an answer: OpenAI's and Anthropic's fields, samplers by llama.cpp's names."""
+if TYPE_CHECKING:
+    _Samplers = Fields
+else:
+    _Samplers = create_model("_Samplers", __base__=Fields, **_sampler_fields())
 
-    temperature: _NotNegative | None = None
-    top_k: Integer | None = None
-    top_p: _Share | None = None
-    min_p: _Share | None = None
-    seed: _FromMinusOne | None = None
-    typical_p: _Share | None = None
-    top_n_sigma: float | None = None
-    repeat_last_n: _FromMinusOne | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: _NotNegative | None = None
-    dry_base: _NotNegative | None = None
-    dry_allowed_length: Annotated[Integer, Field(ge=0)] | None = None
-    dry_last_n: _FromMinusOne | None = Field(
-        None, validation_alias=AliasChoices("dry_last_n", "dry_penalty_last_n")
-    )
-    dry_breakers: tuple[str, ...] | None = Field(
-        None, validation_alias=AliasChoices("dry_breakers", "dry_sequence_breakers")
-    )
-    xtc_probability: _Share | None = None
-    xtc_threshold: _Share | None = None
-    dynatemp_range: _NotNegative | None = None
-    dynatemp_exponent: _NotNegative | None = None
-    logit_bias: dict[int, float] | None = None
-    max_tokens: _FromMinusOne | None = Field(
+
+class AnswerBody(_Samplers):
+    """The options of an answer: OpenAI's and Anthropic's fields, and those of samplers."""
+
+    max_tokens: Annotated[Integer, Field(ge=-1)] | None = Field(
         None,
         validation_alias=AliasChoices(
             "max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"
@@ -284,10 +275,9 @@ class AnswerBody(Fields):
         **more: Any,
     ) -> Request:
         """Return the request with these defaults, and `more` of its fields; `form` is the answer's. Raise `BodyError`."""
-        names = {each.name for each in fields(SamplerOptions)} & AnswerBody.model_fields.keys()
-        samplers = self.model_dump(include=names, exclude_none=True)
-        if self.logit_bias is not None:
-            samplers["logit_bias"] = tuple(self.logit_bias.items())
+        samplers = self.model_dump(include={*_Samplers.model_fields}, exclude_none=True)
+        if "logit_bias" in samplers:
+            samplers["logit_bias"] = tuple(samplers["logit_bias"].items())
         ends = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set
         grammar = self._grammar(form) or generation.grammar
         if self.ignore_eos and grammar is not None:
@@ -321,16 +311,88 @@ class AnswerBody(Fields):
         except UsageError as error:
             raise BodyError(names[0], error.message) from None
 
-    def variables(self, effort: str | None = None, thinks: bool | None = None) -> Mapping[str, Any]:
-        """Return the variables that the body sets for the chat template. Raise `BodyError`."""
-        found: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks}
+
+class ChatBody(AnswerBody):
+    """A body for the next turn of a conversation."""
+
+    tools: list[Annotated[Tool, BeforeValidator(_flat)]] = []
+    tool_choice: Annotated[Choice, BeforeValidator(_flat)] | None = None
+    parallel_tool_calls: bool = True
+
+    def chat(
+        self,
+        messages: tuple[Message, ...],
+        sampling: SamplerOptions,
+        generation: GenerationOptions,
+        warnings: Sequence[str] = (),
+        *,
+        effort: str | None = None,
+        thinks: bool | None = None,
+        **more: Any,
+    ) -> tuple[Request]:
+        """Return the request for the turn after these messages, with `more` of its fields; `effort` and `thinks` are
+        for the chat template. Raise `BodyError`."""
+        told = [*warnings]
+        variables: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks}
         if effort is not None:
-            found["reasoning_effort"] = effort
+            variables["reasoning_effort"] = effort
         if effort == "none":
-            found["enable_thinking"] = False
+            variables["enable_thinking"] = False
         for name in OWN_VARIABLES & self.chat_template_kwargs.keys():
             raise BodyError(f"chat_template_kwargs.{name}", "specgen sets this variable")
-        return found | self.chat_template_kwargs
+        more |= {
+            "messages": messages,
+            "tools": self._tools(told),
+            "variables": variables | self.chat_template_kwargs,
+        }
+        return (self.request("chat", sampling, generation, warnings=told, **more),)
+
+    def _tools(self, warnings: list[str]) -> Tools | None:
+        """Return the functions that run at the client, and which of them the choice allows; None if the model may
+        call none. Raise `BodyError`."""
+        found: dict[str, Function] = {}
+        for number, tool in enumerate(self.tools):
+            where, name = f"tools[{number}]", tool.name
+            if tool.type not in ("function", "custom"):
+                warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
+                continue
+            if not re.fullmatch(r"[^\s\"'\\<>{}()\[\]]{1,128}", name):
+                rule = "is not a name of 1 to 128 characters without spaces, quotes and brackets"
+                raise BodyError(f"{where}.name", f"{shown(name)} {rule}")
+            if name in found:
+                raise BodyError(f"{where}.name", f"{shown(name)} is given twice")
+            if tool.format not in ({}, {"type": "text"}):
+                warnings.append(f"{where}.format: ignored, the input is a free text")
+            is_text = tool.type == "custom" and not tool.parameters
+            # Templates read the properties even of functions without parameters.
+            schema = {"type": "object", "properties": {}, **tool.parameters}
+            found[name] = Function(name, tool.description, _FREE_TEXT if is_text else schema)
+        return self._allowed(found)
+
+    def _allowed(self, found: Mapping[str, Function]) -> Tools | None:
+        functions, choice = tuple(found.values()), self.tool_choice or Choice(type="auto")
+        kind, is_parallel = choice.type, self.parallel_tool_calls
+        if kind == "none" or (not functions and kind == "auto"):
+            return None
+        if not functions:
+            raise BodyError("tool_choice", f"{shown(kind)} needs tools")
+        if kind in ("auto", "required", "any"):
+            is_parallel = is_parallel and not choice.disable_parallel_tool_use
+            return Tools(functions, functions, kind != "auto", is_parallel)
+        must_call, named = True, [choice]
+        if kind == "allowed_tools":
+            must_call = choice.mode == "required"
+            named = [each for each in choice.tools if each.type in ("function", "custom")]
+        elif kind in ("function", "custom", "tool"):
+            is_parallel = False
+        else:
+            raise BodyError("tool_choice", f"{shown(kind)} is not a choice that specgen knows")
+        for each in named:
+            if each.name not in found:
+                what = f"there is no function {shown(each.name)} among tools"
+                raise BodyError("tool_choice", what)
+        allowed = tuple({each.name: found[each.name] for each in named}.values())
+        return Tools(functions, allowed, must_call, is_parallel) if allowed else None
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -362,21 +424,15 @@ class Request:
     tokens: tuple[int, ...] | None = None
     gap: Gap | None = None
     tools: Tools | None = None
-    #: How the model writes calls; known after `with_call_form`.
-    call_form: CallForm | None = None
-    #: More variables for the template.
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    #: Whether a thinking block is told apart from the answer.
-    splits_reasoning: bool = False
-    #: What was ignored.
-    warnings: tuple[str, ...] = ()
-    #: How many answers are wanted, whether they are streamed, and whether a last chunk has only the usage.
-    n: int = 1
+    call_form: CallForm | None = None  # how the model writes calls: see `with_call_form`
+    variables: Mapping[str, Any] = field(default_factory=dict)  # more of them for the template
+    splits_reasoning: bool = False  # a thinking block is no part of the answer
+    warnings: tuple[str, ...] = ()  # what was ignored
+    n: int = 1  # answers that are wanted
     streams: bool = False
-    has_usage_alone: bool = False
+    has_usage_alone: bool = False  # in a last chunk of a stream
     speculative: Speculative = field(default_factory=Speculative)
-    #: The `AnswerWriter` of the API; None is OpenAI's.
-    writer: Callable[..., Any] | None = None
+    writer: Callable[..., Any] | None = None  # the `AnswerWriter` of the API; None is OpenAI's
 
     def prompt(
         self,
@@ -386,8 +442,8 @@ class Request:
         chat: bool | None = None,
         system: str | None = None,
     ) -> Prompt:
-        """Return the prompt of a request without a gap; `chat` and `system` are those of `Prompts.of_text`, for
-        the kind ``prompt``. Raise `UsageError`, `PromptError`."""
+        """Return the prompt of a request without a gap; `chat` and `system` are for the kind ``prompt``. Raise
+        `UsageError`, `PromptError`."""
         if self.kind == "chat":
             tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
             return prompts.of_messages(
@@ -400,18 +456,24 @@ class Request:
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
 
-def with_call_form(request: Request, template: str | None) -> Request:
+def with_call_form(
+    request: Request, template: str | None, has_token: Callable[[str], bool] = lambda _name: False
+) -> Request:
     """Return the request for a model with this chat template: with the form of its calls, a grammar if one
-    is needed, and the variables that the template reads. Raise `BodyError` if the request has tools, but the
-    template writes no calls that specgen can read."""
+    is needed, and the variables that the template reads. `has_token` says whether the model has a control token.
+
+    Where specgen cannot read the template's calls, they stay text, with a warning. Raise `BodyError` if the answer has
+    to be a call there, or the request excludes calls otherwise."""
     request = _with_read_variables(request, template or "")
-    form, tools, generation = form_of(template or ""), request.tools, request.generation
-    has_calls = any(message.role == "tool" or message.tool_calls for message in request.messages)
-    if form is None and (tools is not None or has_calls):
-        what = "the model's chat template takes no tools, or writes calls in an unknown form"
-        raise BodyError("messages" if tools is None else "tools", what)
-    if form is None or tools is None:
+    tools, generation = request.tools, request.generation
+    if tools is None:
         return request
+    form = form_of(template or "", has_token)
+    if form is None:
+        what = "the model's chat template takes no tools, or writes calls in an unknown form"
+        if tools.must_call:
+            raise BodyError("tool_choice", what)
+        return replace(request, warnings=(*request.warnings, f"tools: {what}; calls stay text"))
     if generation.grammar is not None and generation.grammar.form == "gbnf":
         raise BodyError("grammar", "it excludes tools; a JSON schema does not")
     if tools.must_call or generation.grammar is not None:
@@ -451,70 +513,23 @@ def check_tokens(request: Request, n_tokens: int) -> None:
             raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
 
 
-def read_tools(
-    asked: Sequence[Tool], choice: Choice | None, warnings: list[str], *, is_parallel: bool
-) -> Tools | None:
-    """Return the functions that run at the client, and which of them a choice allows; None if the model may call
-    none. Raise `BodyError`."""
-    found: dict[str, Function] = {}
-    for number, tool in enumerate(asked):
-        where, name = f"tools[{number}]", tool.name
-        if tool.type not in ("function", "custom"):
-            warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
-            continue
-        if not re.fullmatch("[a-zA-Z0-9_-]{1,64}", name):  # OpenAI's rule
-            rule = "is not a name of 1 to 64 letters, digits, _ and -"
-            raise BodyError(f"{where}.name", f"{shown(name)} {rule}")
-        if name in found:
-            raise BodyError(f"{where}.name", f"{shown(name)} is given twice")
-        # Templates read the properties even of functions without parameters.
-        schema = {"type": "object", "properties": {}, **tool.parameters}
-        found[name] = Function(name, tool.description, schema)
-    functions, kind = tuple(found.values()), "auto" if choice is None else choice.type
-    if kind == "none" or (not functions and kind == "auto"):
-        return None
-    if not functions:
-        raise BodyError("tool_choice", f"{shown(kind)} needs tools")
-    if choice is None or kind in ("auto", "required", "any"):
-        return Tools(functions, functions, kind != "auto", is_parallel)
-    must_call, named = True, [choice]
-    if kind == "allowed_tools":
-        must_call = choice.mode == "required"
-        named = [each for each in choice.tools if each.type in ("function", "custom")]
-    elif kind in ("function", "custom", "tool"):
-        is_parallel = False
-    else:
-        raise BodyError("tool_choice", f"{shown(kind)} is not a choice that specgen knows")
-    for each in named:
-        if each.name not in found:
-            raise BodyError("tool_choice", f"there is no function {shown(each.name)} among tools")
-    allowed = tuple({each.name: found[each.name] for each in named}.values())
-    return Tools(functions, allowed, must_call, is_parallel) if allowed else None
-
-
 class Conversation:
     """The messages of a chat, as they grow."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        #: The tools that were called so far, by the ids of the calls.
-        self._called: dict[str, str] = {}
-
-    def add(self, message: Message) -> None:
-        self._called |= {call.identity: call.name for call in message.tool_calls}
-        self.messages.append(message)
 
     def add_result(self, where: str, identity: str | None, text: str) -> None:
         """Add the result of a call, whose id is in the field `where`. Raise `BodyError` if there was none."""
-        name = self._called.get(identity or "")
-        if name is None:
+        calls = (call for message in self.messages for call in message.tool_calls)
+        names = [call.name for call in calls if call.identity == identity]
+        if not names:
             raise BodyError(where, f"{shown(identity)} is the id of no call in an earlier message")
-        self.messages.append(Message("tool", text, tool_call_id=identity, name=name))
+        self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
 
     def join_text(self, role: Role, text: str) -> None:
-        """Add a text to the turn of a role. Texts of one role that follow one another are one message, since many
-        templates want roles to alternate. They take a system message at the beginning only: further back it is a
-        user's."""
+        """Add a text to the turn of a role: many templates want roles to alternate. They take a system message at the
+        beginning only: further back it is a user's."""
         if role == "system" and any(message.role != "system" for message in self.messages):
             role = "user"
         last = self._turn(role)
@@ -531,7 +546,6 @@ class Conversation:
         last = self._turn("assistant")
         calls = (*last.tool_calls, ToolCall(identity, name, arguments))
         self.messages[-1] = replace(last, tool_calls=calls)
-        self._called[identity] = name
 
     def _turn(self, role: Role) -> Message:
         if not self.messages or self.messages[-1].role != role:
@@ -543,9 +557,10 @@ def _joined(before: str, text: str) -> str:
     return f"{before}\n\n{text}" if before else text
 
 
-def arguments_of(text: str) -> Mapping[str, Any] | str:
-    """Return the arguments as an object for templates; if a model wrote no object, return its text, so that
-    it sees what it did."""
+def arguments_of(text: str | dict[str, Any]) -> Mapping[str, Any] | str:
+    """Return the arguments as an object, or as the text that the model wrote instead."""
+    if isinstance(text, dict):
+        return text
     try:
         value = from_json(text or "{}")
     except ValueError:

@@ -11,25 +11,21 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasPath, BeforeValidator, Field
 
 from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
 from specgen.serve.formats.request import (
-    AnswerBody,
     AnswerFormat,
     BodyError,
+    ChatBody,
     Conversation,
     Fields,
     Parts,
     Request,
-    Schema,
-    ToolChoice,
-    ToolList,
     arguments_of,
     parse,
-    read_tools,
     shown,
     text_of,
 )
@@ -40,30 +36,17 @@ from specgen.session.prompts.template import Message, Role
 _ELSEWHERE = ("item_reference", "compaction", "compaction_summary", "context_compaction")
 #: Fields of which the same holds.
 _REFUSED = ("conversation", "previous_response_id", "prompt")
-#: The parameters of a custom tool: a free text.
-_FREE_TEXT: Schema = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
 #: What requests may ask to include: thoughts in a form that clients send back, but do not show. Those of a local
 #: model are no secret; a mark tells them from another server's.
 _ENCRYPTED = "reasoning.encrypted_content"
 _HIDDEN = "specgen:"
 #: The fields of a response that repeat the request.
-_ECHO: Mapping[str, Any] = {
-    "instructions": None,
-    "max_output_tokens": None,
-    "metadata": {},
+_ECHO: Json = {
+    **dict.fromkeys(["instructions", "max_output_tokens", "metadata", "reasoning", "temperature"]),
+    **dict.fromkeys(["text", "top_p", "user"]),
     "parallel_tool_calls": True,
-    "reasoning": None,
-    "temperature": None,
-    "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
-    "top_p": None,
-    "user": None,
 }
 
 
@@ -82,15 +65,7 @@ class _Item(Fields):
     output: Parts = []
 
 
-class _Text(Fields):
-    format: AnswerFormat | None = None
-
-
-class _Reasoning(Fields):
-    effort: str | None = None
-
-
-class _Body(AnswerBody):
+class _Body(ChatBody):
     instructions: Parts = []
     input: Annotated[
         list[_Item],
@@ -99,11 +74,8 @@ class _Body(AnswerBody):
         ),
         Field(min_length=1),
     ]
-    tools: ToolList = []
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool = True
-    text: _Text = _Text()
-    reasoning: _Reasoning = _Reasoning()
+    format: AnswerFormat | None = Field(None, validation_alias=AliasPath("text", "format"))
+    effort: str | None = Field(None, validation_alias=AliasPath("reasoning", "effort"))
     include: list[str] = []
 
     format_field: ClassVar[str] = "text.format"
@@ -123,35 +95,22 @@ def read_response_request(
         if what != _ENCRYPTED
     ]
     messages = _messages(asked, warnings)
-    custom = {tool.name for tool in asked.tools if tool.type == "custom"}
-    tools = [
-        tool.model_copy(update={"parameters": _FREE_TEXT}) if tool.name in custom else tool
-        for tool in asked.tools
-    ]
-    warnings += [
-        f"tools[{number}].format: ignored, the input is a free text"
-        for number, tool in enumerate(tools)
-        if tool.name in custom and tool.format not in ({}, {"type": "text"})
-    ]
-    given = {name: body[name] for name in _ECHO if body.get(name) is not None}
-    request = asked.request(
-        "chat",
+    writer = functools.partial(
+        ResponseWriter,
+        echo=_ECHO | {name: body[name] for name in _ECHO if body.get(name) is not None},
+        custom={tool.name for tool in asked.tools if tool.type == "custom"},
+        hides=_ENCRYPTED in asked.include,
+    )
+    return asked.chat(
+        messages,
         sampling,
         generation,
-        form=asked.text.format,
-        messages=messages,
-        tools=read_tools(tools, asked.tool_choice, warnings, is_parallel=asked.parallel_tool_calls),
-        warnings=warnings,
-        variables=asked.variables(asked.reasoning.effort),
+        warnings,
+        form=asked.format,
+        effort=asked.effort,
         splits_reasoning=True,
-        writer=functools.partial(
-            ResponseWriter,
-            echo={**_ECHO, **given},
-            custom=custom,
-            hides=_ENCRYPTED in asked.include,
-        ),
+        writer=writer,
     )
-    return (request,)
 
 
 # --- items ----------------------------------------------------------------------------------------
@@ -236,29 +195,27 @@ class ResponseWriter(AnswerWriter):
             "created_at": self._created,
             "model": self._model,
             **echo,
-            "background": False,
-            "previous_response_id": None,
             "store": False,
-            "truncation": "disabled",
         }
         self._n_events = 0
         self._output: list[Json] = []
-        #: The kind of the open item, to which deltas are added, and its text.
-        self._kind: Literal["message", "reasoning"] | None = None
+        #: The open item, to which deltas are added: its kind (``message`` or ``reasoning``), id and text.
+        self._kind: str | None = None
+        self._item_id = ""
         self._text = ""
         self._whole: Json = {}
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
         response = self._response("in_progress")
         return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
+            self._event("created", response=response),
+            self._event("in_progress", response=response),
         ]
 
     def fail(self, error: Json) -> list[Json]:
         what = {"code": "server_error", "message": error["error"]["message"]}
         response = {**self._response("failed"), "error": what}
-        return [self._event("response.failed", response=response)]
+        return [self._event("failed", response=response)]
 
     def whole(self) -> Json:
         return self._whole
@@ -267,13 +224,11 @@ class ResponseWriter(AnswerWriter):
         events: list[Json] = []
         for delta in deltas:
             if delta.kind == "call":
-                events += self._add_call(delta)
+                events += self._call(delta)
                 continue
-            kind: Literal["message", "reasoning"] = "message"
-            if delta.kind == "thought":
-                kind = "reasoning"
+            kind = "message" if delta.kind == "content" else "reasoning"
             if self._kind != kind:
-                events += [*self._close("completed"), *self._begin_item(kind)]
+                events += [*self._close("completed"), *self._open(kind)]
             self._text += delta.text
             events.append(self._text_event("delta", delta=delta.text))
         return events
@@ -283,7 +238,7 @@ class ResponseWriter(AnswerWriter):
         status = "completed" if is_whole else "incomplete"
         events: list[Json] = []
         if self._kind is None and not self._output:  # clients expect an item
-            events += self._begin_item("message")
+            events += self._open("message")
         events += self._close(status)
         figures = self._figures()
         usage = figures["usage"]
@@ -301,7 +256,7 @@ class ResponseWriter(AnswerWriter):
             },
             **own_figures(figures),
         }
-        return [*events, self._event(f"response.{status}", response=self._whole)]
+        return [*events, self._event(status, response=self._whole)]
 
     def _response(self, status: str) -> Json:
         return {
@@ -314,18 +269,26 @@ class ResponseWriter(AnswerWriter):
         }
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        number = self._n_events
         self._n_events += 1
-        return {"type": kind, "sequence_number": number, **fields}
+        return {"type": f"response.{kind}", "sequence_number": self._n_events - 1, **fields}
 
     # --- items ----------------------------------------------------------------------------------
 
-    def _begin_item(self, kind: Literal["message", "reasoning"]) -> list[Json]:
+    def _item_event(self, kind: str, **fields: Any) -> Json:
+        """Return an event about the open item, the next of the output, and its only part."""
+        place = {"item_id": self._item_id, "output_index": len(self._output), "content_index": 0}
+        return self._event(kind, **place, **fields)
+
+    def _begin(self, prefix: str) -> None:
+        self._item_id = f"{prefix}_{self._identity}_{len(self._output)}"
+
+    def _open(self, kind: str) -> list[Json]:
         self._kind, self._text = kind, ""
+        self._begin("rs" if kind == "reasoning" else "msg")
         item = {**self._item("in_progress"), "content": []}
         return [
-            self._event("response.output_item.added", output_index=self._place, item=item),
-            self._event("response.content_part.added", **self._part_place, part=self._part()),
+            self._item_event("output_item.added", item=item),
+            self._item_event("content_part.added", part=self._part()),
         ]
 
     def _close(self, status: str) -> list[Json]:
@@ -334,19 +297,20 @@ class ResponseWriter(AnswerWriter):
         item = self._item(status)
         events = [
             self._text_event("done", text=self._text),
-            self._event("response.content_part.done", **self._part_place, part=self._part()),
-            self._event("response.output_item.done", output_index=self._place, item=item),
+            self._item_event("content_part.done", part=self._part()),
+            self._item_event("output_item.done", item=item),
         ]
         self._output.append(item)
         self._kind = None
         return events
 
     def _item(self, status: str) -> Json:
-        item = {"id": self._part_place["item_id"], "type": self._kind, "status": status}
+        item: Json = {"id": self._item_id, "type": self._kind, "status": status}
+        item["content"] = [self._part()]
         if self._kind == "message":
-            return {**item, "role": "assistant", "content": [self._part()]}
+            return {**item, "role": "assistant"}
         hidden = {"encrypted_content": f"{_HIDDEN}{self._text}"} if self._hides else {}
-        return {**item, "summary": [], **hidden, "content": [self._part()]}
+        return {**item, "summary": [], **hidden}
 
     def _part(self) -> Json:
         if self._kind == "reasoning":
@@ -354,46 +318,26 @@ class ResponseWriter(AnswerWriter):
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
 
     def _text_event(self, step: str, **fields: Any) -> Json:
-        more: Json = {} if self._kind == "reasoning" else {"logprobs": []}
-        kind = f"response.{self._part()['type']}.{step}"
-        return self._event(kind, **self._part_place, **fields, **more)
+        return self._item_event(f"{self._part()['type']}.{step}", logprobs=[], **fields)
 
-    def _add_call(self, call: Delta) -> list[Json]:
+    def _call(self, call: Delta) -> list[Json]:
         events = self._close("completed")
-        name, arguments = call.name, call.text
-        is_custom = name in self._custom
-        text = _free_text(arguments) if is_custom else arguments
-        field = "input" if is_custom else "arguments"
-        item: Json = {
-            "type": "custom_tool_call" if is_custom else "function_call",
-            "id": f"{'ctc' if is_custom else 'fc'}_{self._identity}_{self._place}",
-            "call_id": call.identity,
-            "name": name,
-            "status": "completed",
-            field: text,
-        }
-        event = f"{item['type']}_{field}"
-        place = {"item_id": item["id"], "output_index": self._place}
+        kind, field, text = "function_call", "arguments", call.text
+        if call.name in self._custom:
+            kind, field, text = "custom_tool_call", "input", _free_text(text)
+        self._begin("ctc" if field == "input" else "fc")
+        item: Json = {"type": kind, "id": self._item_id, "call_id": call.identity}
+        item["name"] = call.name
         begun = {**item, field: "", "status": "in_progress"}
+        item |= {field: text, "status": "completed"}
         events += [
-            self._event("response.output_item.added", output_index=self._place, item=begun),
-            self._event(f"response.{event}.delta", **place, delta=text),
-            self._event(f"response.{event}.done", **place, **{field: text, "name": name}),
-            self._event("response.output_item.done", output_index=self._place, item=item),
+            self._item_event("output_item.added", item=begun),
+            self._item_event(f"{kind}_{field}.delta", delta=text),
+            self._item_event(f"{kind}_{field}.done", **{field: text}, name=call.name),
+            self._item_event("output_item.done", item=item),
         ]
         self._output.append(item)
         return events
-
-    @property
-    def _place(self) -> int:
-        """The index of the next item in the output."""
-        return len(self._output)
-
-    @property
-    def _part_place(self) -> Json:
-        prefix = "rs" if self._kind == "reasoning" else "msg"
-        identity = f"{prefix}_{self._identity}_{self._place}"
-        return {"item_id": identity, "output_index": self._place, "content_index": 0}
 
 
 def _free_text(arguments: str) -> str:

@@ -5,19 +5,16 @@ Models are trained for it on texts in which special tokens mark prefix, suffix a
     <PRE> prefix <SUF> suffix <MID>    most models: see below
     [SUFFIX] suffix [PREFIX] prefix    Codestral (`encode_fim` of mistral-common)
 
-Qwen2.5-Coder (2409.12186), CodeLlama (2308.12950), StarCoder (2305.06161), StarCoder2 (2402.19173),
-DeepSeek-Coder (2401.14196) and Granite (2405.04324) have the order prefix, suffix, middle. SentencePiece may
-put a space before a text: CodeLlama and Codestral are trained with one before the prefix, and with none
-before the suffix.
+Qwen2.5-Coder (2409.12186), CodeLlama (2308.12950), StarCoder (2305.06161), StarCoder2 (2402.19173), DeepSeek-Coder
+(2401.14196) and Granite (2405.04324) have the order prefix, suffix, middle. CodeLlama and Codestral are trained with
+SentencePiece's space before the prefix, and with none before the suffix.
 
 Two models have special tokens for the other files of a repository:
 
     <|repo_name|>name\n <|file_sep|>path\ntext ... <|file_sep|>path\n <PRE> prefix ...    Qwen2.5-Coder
     <repo_name>name <file_sep>path\ntext ... <file_sep> <PRE> path\nprefix ...            StarCoder2
 
-For the other models, the prefix starts with the texts of the other files, without their names. llama.cpp's
-server (`format_prompt_infill`) supports neither Codestral's order nor StarCoder2's files, and it puts texts of
-other files before the first mark.
+For the other models, the prefix starts with the texts of the other files, without their names.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ _STARCODER2 = ("<repo_name>", "<file_sep>")
 #: Tokens that end a middle, but that llama.cpp does not take for an end of text: those of StarCoder2,
 #: CodeGemma and CodeLlama (in files that do not name it).
 _ENDS = ("<file_sep>", "<|file_separator|>", "▁<EOT>")
-#: The share of the room that the prefix gets if prefix and suffix together are too long: the text before
-#: a gap says more about it than the text after it. (llama.cpp's server has the same share.)
+#: The share of the room that the prefix gets if both are too long: the text before a gap says more about it than that
+#: after it. (llama.cpp's server has the same share.)
 _PREFIX_SHARE = 0.75
 
 
@@ -118,10 +115,10 @@ def infill_prompt(
 ) -> tuple[Prompt, list[str]]:
     """Return the prompt for a gap, of at most `n_room` tokens, and descriptions of what did not fit into it.
 
-    Names of control tokens in the texts are plain text. If the texts are too long, the first ones of the
-    other files are left out, then the far ends of prefix and suffix. A draft model with another
-    vocabulary, `own_draft`, gets the same prompt in its own tokens. If it was not trained for gaps, it gets
-    the suffix and after it the prefix, which it continues. Raise `UsageError` if the target was not trained.
+    Names of control tokens in the texts are plain text. If the texts are too long, the first ones of the other files are
+    left out, then the far ends of prefix and suffix. A draft model with another vocabulary, `own_draft`, gets the same
+    in its own tokens; if it was not trained for gaps, the suffix and after it the prefix, which it continues. Raise
+    `UsageError` if the target was not trained.
     """
     tokens = check_infill(model)
     written, left_out = _Writer(model.vocabulary, tokens, n_room).write(gap)

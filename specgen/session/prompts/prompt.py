@@ -36,14 +36,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Makes the prompts of a target and of `own_draft`, a draft model with another vocabulary, if there is
-    one. In a conversation, only the template's own text names control tokens. In a text that is continued as
-    it is, their names become these tokens, as in llama.cpp. `now` is the date that some templates write, by
-    default the present one. All methods raise `PromptError` for an empty prompt."""
+    """Makes the prompts of a target and of `own_draft`, a draft model with another vocabulary. In a conversation, only
+    the template's own text names control tokens. In a text that is continued as it is, their names become these tokens,
+    as in llama.cpp. `now` is the date that some templates write, by default the present one. All methods raise
+    `PromptError` for an empty prompt. A prompt that certainly has more than `n_ctx` tokens is not even tokenized."""
 
     target: LlamaModel
     own_draft: LlamaModel | None = None
-    #: The size of the context, if a prompt that is certainly longer is to be refused before it is tokenized.
     n_ctx: int | None = None
 
     def of_text(
@@ -81,9 +80,8 @@ class Prompts:
         tools: _Tools = (),
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Return the prompt of a conversation's next turn, in the models' own templates. `tools` and
-        `variables` are those of `template.render`. Raise `UsageError` if the target has no template,
-        `PromptError` if it does not accept the messages, and `PromptLengthError`."""
+        """Return the prompt of a conversation's next turn, in the models' own templates: see `template.render`. Raise
+        `UsageError` if the target has none, `PromptError` if it does not accept the messages, and `PromptLengthError`."""
         now = now or datetime.datetime.now().astimezone()
         chat = _Conversation(messages, now, tools, variables)
         found = chat.tokens(self.target, self.n_ctx)
@@ -212,11 +210,9 @@ class _Conversation:
         return unmarked(marked_text), tokens
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
-        """Return the conversation for a draft model with another vocabulary.
-
-        If its template does not accept a system message, that message goes to the start of the first turn.
-        A model without a template that works, a base model for example, gets the turns as paragraphs.
-        """
+        """Return the conversation for a draft model with another vocabulary. If its template accepts no system
+        message, that goes to the start of the first turn. A model without a template that works gets the turns as
+        paragraphs."""
         attempts = [self]
         system, *others = self.messages
         if system.role == "system" and others:

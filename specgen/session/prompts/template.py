@@ -31,8 +31,7 @@ _NEEDS_SHORT_IDS = "[TOOL_CALLS]"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool in an earlier turn. `arguments` is an object from `json.loads`, or the text
-    that the model wrote if that was no object."""
+    """A call of a tool in an earlier turn. `arguments` is an object of JSON, or what the model wrote instead."""
 
     identity: str
     name: str
@@ -42,8 +41,7 @@ class ToolCall:
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation. An assistant's turn may have `tool_calls`, and the `reasoning` before the
-    answer, of which templates keep what the model needs. A tool's turn is the result of the call
-    `tool_call_id`, and `name` is the name of the tool."""
+    answer. A tool's turn is the result of the call `tool_call_id` of the tool `name`."""
 
     role: Role
     content: str
@@ -66,31 +64,24 @@ def render(
 ) -> str:
     """Return the conversation as the model expects it, up to where its answer begins.
 
-    `template` is Jinja as Hugging Face's chat templates use it. It comes with the model file, which is not
-    trusted. `tools` are as OpenAI's API describes them. `variables` are more variables for the template,
-    such as ``enable_thinking``; `OWN_VARIABLES` keep their values. `marks_contents` marks all that is not
-    the template's own text (see `marks`). Raise `PromptError` if the template does not accept the messages
-    (some accept no system message, for example), fails in any way, or exceeds the limits of the sandbox.
+    `template` is Jinja as Hugging Face's chat templates use it, from a model file, which is not trusted. `tools` are as
+    OpenAI's API describes them. `variables` are more variables, such as ``enable_thinking``; `OWN_VARIABLES` keep
+    their values. `marks_contents` marks all that is not the template's own text. Raise `PromptError` if the template
+    does not accept the messages (some accept no system message), fails in any way, or exceeds the sandbox's limits.
     """
     environment = _Sandbox()
     environment.globals["strftime_now"] = now.strftime
-    has_short_ids = _NEEDS_SHORT_IDS in template
-    turns = [_turn(message, has_short_ids) for message in messages]
-    given = dict(variables or {})
-    if marks_contents:
-        # The role is not the sender's text: templates make control tokens of it.
-        turns = [marked(turn) | {"role": turn["role"]} for turn in turns]
-        given = {name: marked(value) for name, value in given.items()}
-    known = {
-        "messages": turns,
-        "add_generation_prompt": True,
-        "bos_token": bos_token,
-        "eos_token": eos_token,
-    }
+    mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
+    given = {name: mark(value) for name, value in (variables or {}).items()}
+    given |= {"add_generation_prompt": True, "bos_token": bos_token, "eos_token": eos_token}
+    # The role is not the sender's text: templates make control tokens of it.
+    turns = (_turn(message, _NEEDS_SHORT_IDS in template) for message in messages)
+    given["messages"] = [mark(turn) | {"role": turn["role"]} for turn in turns]
+    given.pop("tools", None)
     if tools:  # templates ask whether it is defined
-        known["tools"] = marked(tools) if marks_contents else list(tools)
+        given["tools"] = mark(list(tools))
     try:
-        return environment.rendered(_compiled(template), {**given, **known})
+        return environment.rendered(_compiled(template), given)
     except Exception as error:  # a template's expressions can raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise PromptError(
@@ -125,14 +116,16 @@ def _turn(message: Message, has_short_ids: bool) -> dict[str, Any]:
 
 
 def _short_id(identity: str) -> str:
-    """Return the id if Mistral's templates accept it, else nine hexadecimal digits of its hash."""
+    """Return an id that Mistral's templates accept: this one if they do, else digits of its hash."""
     if len(identity) == 9 and identity.isascii() and identity.isalnum():
         return identity
     return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=False, indent=indent, default=list
+    )  # filters make iterators
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -143,9 +136,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 # A name of a control token in a message stays plain text, whatever a template does with the message: it may cut
 # it, join it to text of its own and write it as JSON. So each character of a content carries a mark: code points
-# from U+0021 to U+07FF become lone surrogates, which no valid text contains. White space, `"` and the backslash
-# stay, since templates strip the one and JSON escapes the others. Every known control token has a character that
-# is marked.
+# from U+0021 to U+07FF, of which every control token has some, become lone surrogates, which no valid text contains.
+# White space, `"` and the backslash stay, since templates strip the one and JSON escapes the others.
 _MARKS = {
     code: 0xD800 + code
     for code in range(0x21, 0x800)
@@ -172,7 +164,9 @@ def unmarked(text: str) -> str:
 
 
 def _kept(value: Any) -> Any:
-    """Return the result of an operation; texts that have marks become `MarkedText` again."""
+    """Return the result of an operation, if it is not too large; texts that have marks become `MarkedText` again."""
+    if isinstance(value, (str, list)):
+        _check_size(len(value))
     if isinstance(value, list):
         return [_kept(each) for each in value] if value and type(value[0]) is str else value
     return MarkedText(value) if type(value) is str and _MARKED.search(value) else value
@@ -187,8 +181,7 @@ def _plain(text: Any) -> Any:
 class MarkedText(str):
     """A text with marks, which compares, splits and replaces like the text without marks, since templates
     compare contents with texts of their own (``'</think>' in content``). Operations that only copy
-    characters are those of `str`. If a comparison misses a marked text, the template may take another
-    branch, but the marks stay."""
+    characters are those of `str`."""
 
     __slots__ = ()
 
@@ -313,7 +306,7 @@ class _StepCounter(CodeGenerator):
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Renders one template, once. Jinja's own sandbox hides unsafe attributes of Python's objects, and bounds
-    `range`; this one also limits steps and sizes (`TemplateLimitError`), and keeps marks on texts."""
+    `range`; this one also limits steps and sizes, and keeps marks on texts."""
 
     code_generator_class = _StepCounter
     intercepted_binops = frozenset(["*", "+", "**", "%"])
@@ -329,6 +322,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: _checked(name, each) for name, each in self.filters.items()}
         self.globals["raise_exception"] = _raise_exception
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Allow templates to add to their own lists, as llama.cpp does."""
+        return (attr == "append" and isinstance(obj, list)) or super().is_safe_attribute(
+            obj, attr, value
+        )
+
     def count_step(self) -> None:
         """Count a step; compiled templates call this."""
         self._n_steps += 1
@@ -341,21 +340,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def joined(self, parts: Sequence[Any]) -> str:
         """Return values as one text; compiled templates call this."""
-        texts = [str(part) for part in parts]
-        _check_size(sum(map(len, texts)))
-        return self.concat(texts)
+        return self.concat(map(str, parts))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Check the size of the result, and compute a binary operation."""
-        n_left, n_right = (
-            value if isinstance(value, int) else len(value) if isinstance(value, Sized) else 0
-            for value in (left, right)
-        )
-        if isinstance(left, Sized) and operator == "+":
-            _check_size(n_left + n_right)
-        elif operator == "*" and (isinstance(left, Sized) or isinstance(right, Sized)):
+        if operator == "*" and (isinstance(left, Sized) or isinstance(right, Sized)):
+            n_left, n_right = (len(n) if isinstance(n, Sized) else n for n in (left, right))
             _check_size(n_left * n_right)
-        elif operator == "**" and n_left.bit_length() * n_right > _MOST_BITS:
+        elif operator == "**" and isinstance(left, int) and left.bit_length() * right > _MOST_BITS:
             raise TemplateLimitError("it computes a number of very many digits")
         elif operator == "%" and isinstance(left, str):
             _check_growth("format", [left])
@@ -370,10 +362,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _kept(super().call(context, function, *arguments, **named))
 
     def rendered(self, code: types.CodeType, variables: dict[str, Any]) -> str:
-        """Return the output of a template that `compile` has compiled. Raise whatever its expressions raise."""
         template = jinja2.Template.from_code(self, code, self.make_globals(None))
-        parts: list[str] = []
-        n = 0
+        parts, n = [], 0
         for part in template.generate(variables):
             n += len(part)
             _check_size(n)
@@ -382,7 +372,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter with a check of its result's size, whose result keeps marks."""
+    """Return a filter with a check of its result's size, which keeps marks."""
 
     @functools.wraps(function)  # keeps Jinja's marks, which say what else to pass to the filter
     def call(*arguments: Any, **named: Any) -> Any:

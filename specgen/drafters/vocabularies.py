@@ -1,4 +1,8 @@
-"""Bytes in the tokens that a vocabulary's own tokenizer would use, and control tokens in another vocabulary."""
+"""Two vocabularies: whether they are the same, and texts spelled in the tokens of either.
+
+The sizes of vocabularies do not show whether token ids mean the same. Two of the same size may number their tokens
+differently, and models of one family often differ in the padding at the end of their tables, which never matters.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,26 @@ import codecs
 import re
 from bisect import bisect_left
 from functools import cached_property
-from itertools import accumulate
-from typing import TypeAlias
+from itertools import accumulate, compress, count
+from operator import ne
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from specgen.errors import PairError
 from specgen.method.backend import Vocabulary
 from specgen.system.arrays import TokenArray
+
+if TYPE_CHECKING:
+    from specgen.llama import LlamaVocabulary
 
 #: Tokens, and the end of each in bytes from the start of the text. Bytes that the vocabulary cannot represent belong
 #: to no token.
 Spelled: TypeAlias = list[tuple[int, int]]
+#: The most differing tokens that a message shows.
+_N_SHOWN = 4
+#: llama.cpp's attribute bit of tokens that no text contains.
+_ATTRIBUTE_UNUSED = 1 << 1
 #: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with
 #: a letter or a space.
 _ANCHOR = "\n"
@@ -24,6 +37,58 @@ _ANCHOR = "\n"
 _BEHIND_ALL = b"\xff" * 64
 #: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
 _STRAY = re.compile("([\udc80-\udcff]+)")
+
+
+def check_pair(
+    target: LlamaVocabulary, draft: LlamaVocabulary, target_name: str, draft_name: str
+) -> int:
+    """Return the number of tokens that both models share; ids from there on are padding of one of them.
+
+    Raise `PairError`, which names the tokens that differ.
+    """
+    n_shared = min(target.n_tokens, draft.n_tokens)
+    larger, owner = (target, target_name) if target.n_tokens > n_shared else (draft, draft_name)
+    differing = list(compress(count(), map(ne, target.token_entries(), draft.token_entries())))
+    extra = [i for i in range(n_shared, larger.n_tokens) if not _is_padding(larger, i)]
+    own, theirs = target.special_tokens(), draft.special_tokens()
+    roles = [role for role in own if own[role] != theirs[role]]
+    if target.kind != draft.kind:
+        why = "their tokenizers are of different kinds"
+    elif differing:
+        shown = [f"{_name(target, i)} and {_name(draft, i)}" for i in differing[:_N_SHOWN]]
+        why = f"{len(differing)} of {n_shared} tokens differ: {_listed(shown, len(differing))}"
+    elif extra:
+        shown = [_name(larger, i) for i in extra[:_N_SHOWN]]
+        why = f"{len(extra)} tokens exist in {owner} only: {_listed(shown, len(extra))}"
+    elif roles:
+        names = f"{_name(target, own[roles[0]])} and {_name(draft, theirs[roles[0]])}"
+        why = f"their {roles[0]} tokens differ: {names}"
+    elif target.add_bos != draft.add_bos:
+        which = target_name if target.add_bos else draft_name
+        why = f"only {which} begins a text with a bos token"
+    else:
+        return n_shared
+    raise PairError(
+        f"{draft_name} cannot draft for {target_name}: {why}",
+        hint="take a draft of the same model family, or --draft ngram, which fits every model",
+    )
+
+
+def _is_padding(table: LlamaVocabulary, token_id: int) -> bool:
+    """Return whether an entry only fills the table up, by the marks of programs that convert models."""
+    entry = table.token_entry(token_id)
+    is_unused = bool(table.token_attributes(token_id) & _ATTRIBUTE_UNUSED)
+    return is_unused or not entry or entry.startswith((b"[PAD", b"<pad"))
+
+
+def _name(table: LlamaVocabulary, token_id: int) -> str:
+    if token_id < 0:
+        return "none"
+    return f"{token_id} {table.token_entry(token_id).decode('utf-8', 'replace')!r}"
+
+
+def _listed(shown: list[str], n_all: int) -> str:
+    return ", ".join(shown) + (", ..." if n_all > len(shown) else "")
 
 
 def n_unfinished(data: bytes) -> int:
@@ -65,18 +130,15 @@ class Lexicon:
 
     @cached_property
     def tokens(self) -> dict[bytes, int]:
-        """Every token that stands for text, by its bytes; of several, the one that the tokenizer uses. Reading a whole
-        vocabulary takes a tenth of a second or more."""
+        """Every token that stands for text, by its bytes; of several (that of a byte and that of a character, for
+        example), the one that the tokenizer uses. Reading a whole vocabulary takes a tenth of a second or more."""
         tokens: dict[bytes, int] = {}
         for token_id in range(self.vocabulary.n_tokens):
             data = self.vocabulary.token_bytes(token_id)
-            if data and (data not in tokens or self._chosen(data) == token_id):
+            is_new = bool(data) and data not in tokens
+            if is_new or (data and self._exact(data.decode(errors="replace")) == [token_id]):
                 tokens[data] = token_id
         return tokens
-
-    def load(self) -> None:
-        """Read the vocabulary, which is else done when it is first needed."""
-        _ = self._sorted
 
     def with_prefix(self, prefix: bytes) -> TokenArray:
         """Return the tokens whose bytes start with `prefix`, or equal it: int64[m], sorted by bytes."""
@@ -89,10 +151,8 @@ class Lexicon:
         spelled: Spelled = []
         offset = 0
         for number, run in enumerate(_STRAY.split(data.decode("utf-8", "surrogateescape"))):
-            if not run:
-                continue
             raw = run.encode("utf-8", "surrogateescape")
-            found = self._of_bytes(raw) if number % 2 else self._of_text(run)
+            found = self._of_bytes(raw) if number % 2 or not raw else self._of_text(run)
             spelled += ((token, offset + end) for token, end in found)
             offset += len(raw)
         return spelled
@@ -116,16 +176,6 @@ class Lexicon:
     def _sorted(self) -> tuple[list[bytes], TokenArray]:
         keys = sorted(self.tokens)
         return keys, np.array([self.tokens[key] for key in keys], np.int64)
-
-    def _chosen(self, data: bytes) -> int | None:
-        """Return the single token that the tokenizer uses for these bytes; None if there is none. Several
-        tokens may stand for the same bytes: that of a byte and that of the character with this byte, for
-        example."""
-        try:
-            found = self._exact(data.decode())
-        except UnicodeDecodeError:
-            return None
-        return found[0] if found is not None and len(found) == 1 else None
 
     def _of_text(self, text: str) -> Spelled:
         tokens = self._exact(text)
@@ -159,12 +209,11 @@ class Lexicon:
         if not found.endswith(data):
             return None
         n_added = len(found) - len(data)  # by the anchor, and by the tokenizer before it
-        first = 0
         # A token without bytes stands for something unknown: an anchor that has no token.
-        while first < len(tokens) and (n_added > 0 or not self._bytes(tokens[first : first + 1])):
-            n_added -= len(self._bytes(tokens[first : first + 1]))
-            first += 1
-        return tokens[first:] if n_added == 0 else None
+        while tokens and (n_added > 0 or not self._bytes(tokens[:1])):
+            n_added -= len(self._bytes(tokens[:1]))
+            tokens = tokens[1:]
+        return tokens if n_added == 0 else None
 
     def _tokenize(self, text: str) -> list[int]:
         return self.vocabulary.tokenize(text, add_special=False, parse_special=False)

@@ -1,4 +1,4 @@
-"""Timing a model's decodes: which sizes, in what order, for how long, and without a trace."""
+"""What decodes cost: which sizes are timed, for how long, without a trace; and what a draft is expected to gain."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import pytest
 from specgen.method.backend import Batch
 from specgen.method.tables import CostTable
 from specgen.session.calibration import (
+    ACCEPTANCE,
+    Costs,
     begin,
     complete,
+    expected_gain,
     measure_sizes,
     time_batch,
     timed_batch_sizes,
@@ -116,16 +119,8 @@ def test_after_the_budget_nothing_new_is_begun(budget_s: float, expected: list[i
 
 def test_a_context_without_room_leaves_larger_batches_out() -> None:
     # Four cells are taken by the beginning of a text.
-    assert list(measure_sizes(backend(n_ctx=12), timed_batch_sizes(17), 1e9)) == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-    ]
+    found = measure_sizes(backend(n_ctx=12), timed_batch_sizes(17), 1e9)
+    assert list(found) == list(range(1, 9))
     assert list(measure_sizes(backend(n_batch=5), (1, 2, 4, 8, 16), 1e9)) == [1, 2, 4]
     assert list(measure_sizes(backend(n_ctx=2), (1, 2), 1e9)) == [1]
     tiny = backend(n_ctx=1)
@@ -163,3 +158,38 @@ def test_an_interrupt_ends_it_between_decodes_and_nothing_is_kept() -> None:
         complete(table, model, timed_batch_sizes(8), interrupted=lambda: next(answers))
     assert len(timed_sizes(model)) == 2
     assert not table.known
+
+
+# --- what to expect
+
+COSTS = Costs({1: 0.03, 2: 0.04, 3: 0.05, 4: 0.06}, 0.002)
+#: A machine on which the rows of a batch cost nearly as much as tokens one by one.
+DEAR = Costs({1: 31.7, 2: 56.0, 3: 77.0, 4: 98.0}, 8.7)
+
+
+def test_the_expected_speed_up_is_that_of_the_best_number_of_tokens() -> None:
+    # 1: 3 * 1.7 / (4 + 0.2), 2: 3 * 2.19 / (5 + 0.4), 3: 3 * 2.533 / (6 + 0.6)
+    expected = expected_gain(COSTS)
+    assert expected.n_drafted == 2
+    assert expected.speedup == pytest.approx(3 * 2.19 / 5.4)
+    assert expected.batch_tokens == pytest.approx(5 / 3)
+    assert expected.token_tokens == pytest.approx(0.2 / 3)
+    assert expected.free_speedup == pytest.approx(3 * 2.19 / 5)
+    assert expected.is_worth_it
+    assert not expected.rules_out_all
+
+
+def test_where_batches_are_dear_no_draft_model_pays() -> None:
+    expected = expected_gain(DEAR)
+    assert expected.n_drafted == 1
+    assert expected.speedup == pytest.approx(31.7 * 1.7 / (56.0 + 8.7))
+    assert not expected.is_worth_it
+    assert expected.rules_out_all
+    only_longest = expected_gain(Costs({1: 31.7, 2: 1000.0, 3: 1000.0, 4: 98.0}, 8.7))
+    assert (only_longest.n_drafted, round(only_longest.speedup, 2)) == (3, 0.65)
+
+
+def test_a_batch_that_seemed_to_cost_less_than_a_token_is_not_believed() -> None:
+    expected = expected_gain(Costs({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
+    assert expected.speedup == pytest.approx(sum(ACCEPTANCE**depth for depth in range(4)))
+    assert expected.batch_tokens == pytest.approx(1.0)

@@ -1,0 +1,225 @@
+"""A small model drafts a chain or a tree for the large one."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from specgen.drafters.cascade import Guesses
+from specgen.drafters.expansion import (
+    Expansion,
+    NodeBranches,
+    RowsBeyond,
+    expansion,
+    price_after,
+)
+from specgen.drafters.kind import DraftRequest
+from specgen.method.backend import Backend, Batch
+from specgen.method.draft import NO_DRAFT, ROOT
+from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.policy import RoundPlan
+from specgen.method.tables import Price
+from specgen.system.arrays import Logits
+from specgen.text.prefix import n_common
+
+#: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
+#: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).
+_N_SINK = 4
+#: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
+N_USUAL = 2
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a model: chains, or trees like those of SpecInfer (Miao et al., arXiv:2305.09781) and EAGLE-2 (Li et
+    al., arXiv:2406.16858).
+
+    The model's cache keeps all tokens that became text, so no token is decoded twice. If a text outgrows the model's
+    context, the cache is filled again with the text's first few tokens and as many of its latest as fill half of it.
+
+    To look beyond the nodes of a tree, the model decodes them in one batch, each on its own branch of the cache. Leaves
+    cost no decode, since one look finds all children of a node. After the round the branch that became text stays.
+
+    Tokens from `n_shared_tokens` on exist in only one of the two vocabularies (padding) and are never drafted. With
+    `guesses`, a cheaper drafter speeds up the model itself, which then drafts chains.
+    """
+
+    name = "model"
+
+    def __init__(
+        self,
+        backend: Backend,
+        request: DraftRequest,
+        *,
+        n_shared_tokens: int,
+        guesses: Guesses | None = None,
+    ) -> None:
+        self._backend = backend
+        self._request = request
+        self._n_shared_tokens = n_shared_tokens
+        self._costs = request.costs
+        self._guesses = guesses if backend.rollback == "cells" else None
+        self._slot = request.slot.branches(backend)
+        self._sequence = self._slot.first
+        self._n_ctx = request.slot.n_ctx(backend)
+        self._branches = NodeBranches(backend, self._slot)
+        request.reused(backend)
+        #: The number of tokens on which cache and text agree for certain.
+        self._n_agreed = 0
+        #: The number of tokens, behind the text's first few, that are left out of the cache.
+        self.n_skipped = 0
+        #: The last tree, whose branches the cache holds, and the text's length before it.
+        self._tree: Expansion | None = None
+        self._n_text = 0
+
+    def price(self, n_context: int) -> Price:
+        # Most of what became text since the last draft is in the cache.
+        n_behind = max(1, n_context - self.n_skipped - self._backend.length(self._sequence))
+        price = price_after(self._costs, n_behind, N_USUAL)
+        if self._guesses is None:
+            return price
+        return replace(price, next_s=self._guesses.token_s(price.next_s))
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        self._keep_text(context)
+        n_max = self._make_room(len(context), plan.n_max)
+        if n_max < 1:
+            return NO_DRAFT
+        backend, request = self._backend, self._request
+        first = (yield from self._catch_up(context))[: self._n_shared_tokens]
+        backend.checkpoint(self._sequence)
+        before = context[len(context) - n_drafted :]
+        made = expansion(self.name, request, plan, before, backend.vocabulary, n_max)
+        self._n_text = len(context)
+        if self._guesses is not None:
+            draft = yield from made.grow(first, self._guessed_rows(made, context, n_drafted))
+            self._guesses.settle(made.tokens)
+            return draft
+        self._tree = made if request.branches else None
+        self._branches.begin()
+
+        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+            batch = Batch()
+            for node in nodes:
+                position = self._n_text - self.n_skipped + made.depths[node]
+                branch = self._branches.follow(node, made.parents[node], position)
+                batch.add(made.tokens[node], position, (branch,), True)
+            rows: Logits = yield Ask(backend, batch, self._costs)
+            return rows[:, : self._n_shared_tokens]
+
+        # Each node needs a branch and a row of logits.
+        return (
+            yield from made.grow(
+                first, rows_beyond, lambda: min(self._branches.n_free, backend.n_outputs)
+            )
+        )
+
+    def rewind(self, n_tokens: int) -> None:
+        if self._guesses is not None:
+            self._guesses.rewind(n_tokens)
+        self._drop_tree()
+        if n_tokens >= self._n_agreed:
+            return
+        if self.n_skipped and n_tokens < _N_SINK + self.n_skipped:
+            self._empty()
+            return
+        self._backend.remove(self._sequence, n_tokens - self.n_skipped)
+        self._n_agreed = n_tokens
+
+    def _drop_tree(self, node: int = ROOT, n_kept: int = 0) -> None:
+        """Remove the last tree from the cache, but for the path of `n_kept` nodes down to `node`."""
+        if self._tree is not None:
+            self._branches.keep(node, self._n_text - self.n_skipped, n_kept)
+            self._n_agreed = max(self._n_agreed, self._n_text + n_kept)
+            self._tree = None
+
+    def _keep_text(self, context: Sequence[int]) -> None:
+        """Keep the nodes of the last tree that became text in the cache, and remove the others."""
+        tree, node, n_kept = self._tree, ROOT, 0
+        if tree is None:
+            return
+        for token in context[self._n_text :]:
+            child = tree.child(node, token)
+            if child is None or child not in self._branches:
+                break
+            node, n_kept = child, n_kept + 1
+        self._drop_tree(node, n_kept)
+
+    def _empty(self) -> None:
+        self._backend.remove(self._sequence)
+        self._n_agreed = self.n_skipped = 0
+
+    def _make_room(self, n_context: int, n_max: int) -> int:
+        """Slide the window if text and draft do not fit the cache; return how many tokens may be drafted."""
+        n_ctx = self._n_ctx
+        # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
+        n_room = n_ctx - (n_context - self.n_skipped) + 1
+        if n_room < min(n_max, max(1, n_ctx // 4)):
+            n_window = n_ctx // 2
+            if n_window <= _N_SINK:  # too small for a beginning and an end
+                return 0
+            self._empty()
+            self.n_skipped = max(0, n_context - n_window)
+            n_room = n_ctx - (n_context - self.n_skipped) + 1
+        return min(n_max, n_room)
+
+    def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+        """Bring the cache to `context`; return the logits after it, float32[n_vocab]."""
+        rows = yield from self._decode(self._missing(context), n_wanted=1)
+        self._n_agreed = len(context)
+        last: Logits = rows[-1]
+        return last
+
+    def _missing(self, context: Sequence[int]) -> Sequence[int]:
+        """Drop from the cache what is not a prefix of `context`; return the tokens that it then lacks. The
+        last one is always among them, since a draft begins with its logits."""
+        backend, start = self._backend, max(0, self._n_agreed - self.n_skipped)
+        if self.n_skipped:
+            context = [*context[:_N_SINK], *context[_N_SINK + self.n_skipped :]]
+        n_same = n_common(backend.text(self._sequence)[start:], context[start:])
+        n_kept = min(start + n_same, len(context) - 1)
+        if backend.length(self._sequence) > n_kept:
+            backend.remove(self._sequence, n_kept)
+        return context[n_kept:]
+
+    def _guessed_rows(self, chain: Expansion, context: Sequence[int], n_drafted: int) -> RowsBeyond:
+        """Decode the tokens of a chain together with guesses of those behind them."""
+        guesses, backend = self._guesses, self._backend
+        assert guesses is not None
+        n_max, rows = chain.n_max, np.empty((0, 0), np.float32)
+        ahead: Sequence[int] = ()
+
+        def rows_beyond(_nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+            nonlocal ahead, rows
+            drafted = chain.tokens
+            if ahead and ahead[0] == drafted[-1]:
+                ahead, rows = ahead[1:], rows[1:]
+            else:
+                if ahead:
+                    length = backend.length(self._sequence)
+                    backend.remove(self._sequence, length - len(ahead))
+                guesses.settle(drafted)
+                n_room = min(n_max - len(drafted) - 1, backend.n_outputs - 1)
+                ahead = yield from guesses.after(context, drafted, n_room, n_drafted)
+                before_s = backend.decode_s
+                tokens = [drafted[-1], *ahead]
+                rows = yield from self._decode(tokens, n_wanted=len(tokens))
+                guesses.decoded(backend.decode_s - before_s)
+            return rows[:1, : self._n_shared_tokens]
+
+        return rows_beyond
+
+    def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Generator[Ask, Logits, Logits]:
+        """Decode tokens in batches; return the logits after the last `n_wanted` tokens,
+        float32[n_wanted, n_vocab], or fewer if the last batch has fewer."""
+        backend, logits = self._backend, None
+        first = backend.length(self._sequence)
+        for start in range(0, len(tokens), backend.n_batch):
+            batch = Batch()
+            for index in range(start, len(tokens))[: backend.n_batch]:
+                wants = index >= len(tokens) - n_wanted
+                batch.add(tokens[index], first + index, (self._sequence,), wants)
+            logits = yield Ask(backend, batch, self._costs)
+        assert logits is not None, "at least one token is decoded"
+        return logits

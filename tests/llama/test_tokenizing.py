@@ -1,0 +1,51 @@
+"""Texts that llama.cpp's tokenizers would end the process over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from specgen.errors import UsageError
+from specgen.llama import LlamaModel
+from specgen.llama.vocabulary import LONGEST_RUN, LlamaVocabulary
+from tests.tiny import TinyConfig, write_tiny_model
+
+#: Names of rules that llama.cpp reads as regular expressions; in qwen2's it has its own code.
+_RULES = ["bloom", "deepseek-llm", "deepseek-v3", "falcon", "gpt-4o", "tekken", "qwen2"]
+_UNITS = ["Z", "z", "7", "-", " ", "\n", "é", "一", "😀", "\u00a0", "aB", "a1", "-\n", "a-"]
+
+
+@pytest.fixture(scope="module", params=_RULES)
+def vocabulary(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LlamaVocabulary]:
+    path = tmp_path_factory.mktemp("rules") / "tiny.gguf"
+    write_tiny_model(path, TinyConfig(pre_tokenizer=request.param, n_embd=32, n_layer=1))
+    model = LlamaModel(path, n_gpu_layers=0)
+    yield model.vocabulary
+    model.close()
+
+
+def read(vocabulary: LlamaVocabulary, text: str) -> str:
+    tokens = vocabulary.tokenize(text, add_special=False, parse_special=False)
+    return b"".join(map(vocabulary.token_bytes, tokens)).decode()
+
+
+@pytest.mark.parametrize("unit", _UNITS, ids=ascii)
+def test_a_long_run_of_characters_is_read(vocabulary: LlamaVocabulary, unit: str) -> None:
+    text = "Once " + unit * (80_000 // len(unit)) + " upon"
+    size = threading.stack_size()
+    assert read(vocabulary, text) == text
+    assert threading.stack_size() == size
+
+
+def test_a_longer_run_is_refused(vocabulary: LlamaVocabulary) -> None:
+    with pytest.raises(UsageError, match=rf"{LONGEST_RUN + 1} characters .* {LONGEST_RUN} can be"):
+        vocabulary.tokenize("x" * (LONGEST_RUN + 1), add_special=False, parse_special=False)
+
+
+def test_a_long_text_of_short_words_is_read_here(vocabulary: LlamaVocabulary) -> None:
+    text = "Once upon a time, 12 of them.\n" * 50_000
+    assert read(vocabulary, text) == text

@@ -1,0 +1,207 @@
+"""Answers in pipes, files and simple terminals, as text and as JSON Lines; and which renderer is taken."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.make_picture import read_events
+from specgen.errors import OutputError
+from specgen.events import EVENT_TYPES, Event, to_json_object
+from specgen.render.live import make_renderer
+from specgen.render.streams import JsonlRenderer, TextRenderer, json_line, make_console
+from tests.helpers.events import Script
+from tests.render.test_render_text import TEXTS
+
+
+class Stream(io.TextIOWrapper):
+    """A standard stream, which may be a terminal."""
+
+    def __init__(self, *, terminal: bool = False, encoding: str = "utf-8") -> None:
+        self.raw_bytes = io.BytesIO()
+        self._terminal = terminal
+        super().__init__(self.raw_bytes, encoding=encoding, write_through=True)
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    @property
+    def text(self) -> str:
+        return self.raw_bytes.getvalue().decode(self.encoding)
+
+
+def script() -> Script:
+    """A short run."""
+    made = Script().prompt().plain("The").round([" cat", " sat"], 1, " lay")
+    return made.notice("hm", "because").finish()
+
+
+def run(
+    played: Script,
+    *,
+    terminal: bool = False,
+    encoding: str = "utf-8",
+    environ: dict[str, str] | None = None,
+    **options: Any,
+) -> tuple[str, str]:
+    """What a run writes to stdout and stderr."""
+    stdout, stderr = Stream(terminal=terminal, encoding=encoding), Stream()
+    environ = {"TERM": "xterm-256color", **(environ or {})}
+    with make_renderer(stdout=stdout, stderr=stderr, environ=environ, **options) as renderer:
+        for event in played.events:
+            renderer.handle(event)
+    return stdout.text, stderr.text
+
+
+@given(st.lists(st.tuples(st.lists(TEXTS, max_size=3), st.integers(0, 3), TEXTS), max_size=6))
+def test_a_pipe_gets_exactly_the_answer(rounds: list[tuple[list[str], int, str]]) -> None:
+    played = Script().prompt()
+    for drafted, n_accepted, own in rounds:
+        played.round(drafted, min(n_accepted, len(drafted)), own)
+    answer, rest = run(played.finish())
+    assert answer == played.text.encode("utf-8", "replace").decode()
+    assert rest == ""
+
+
+def test_a_pipe_gets_each_round_at_once() -> None:
+    class Recorder(io.BytesIO):
+        flushed = b""
+
+        def flush(self) -> None:
+            self.flushed = self.getvalue()
+
+    stream = Recorder()
+    renderer = TextRenderer(stream)
+    for event in Script().prompt().plain("one").round([" two", " x"], 1, " three").events:
+        renderer.handle(event)
+    assert stream.flushed == b"one two three"
+
+
+def test_a_pipe_gets_no_codes_and_stderr_the_rest() -> None:
+    assert run(script()) == ("The cat lay", "note: hm\n")
+    assert run(script(), verbose=True)[1] == "note: hm\n  because\n"
+    assert run(script(), quiet=True)[1] == ""
+    for environ in ({"FORCE_COLOR": "1"}, {"COLUMNS": "7"}):
+        assert run(script(), environ=environ)[0] == "The cat lay"
+
+
+def test_a_log_has_a_line_every_few_seconds_while_a_prompt_is_read() -> None:
+    read = Script().prompt(1000)
+    for number in range(1, 9):
+        read.reading(100 * number, 2.0 * number, 20 - 2.0 * number)
+    lines = [f"reading the prompt: {n}0% of 1000 tokens, {20 - 2 * n} s left" for n in (3, 6)]
+    assert run(read) == ("", "".join(f"{line}\n" for line in lines))
+    assert run(read, quiet=True) == ("", "")
+    answer, rest = run(read, terminal=True)  # there the status line says it
+    assert rest == ""
+    assert "reading" in answer
+
+
+def test_a_terminal_gets_the_live_view() -> None:
+    answer, _ = run(script(), terminal=True)
+    assert "\x1b[?25l" in answer
+    assert answer.endswith("\x1b[?25h")
+    assert "\x1b[4;32mcat\x1b[0m" in answer
+    assert "\x1b[9;31m sat\x1b[0m" in answer
+    plain, _ = run(script(), terminal=True, environ={"NO_COLOR": "1"})  # the attributes stay
+    assert "\x1b[4mcat\x1b[0m" in plain
+    assert "\x1b[2;9m sat\x1b[0m" in plain
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown", "DUMB"])
+def test_a_simple_terminal_gets_plain_text_and_a_line_feed(term: str) -> None:
+    simple: dict[str, Any] = {"terminal": True, "environ": {"TERM": term}}
+    assert run(script(), **simple) == ("The cat lay\n", "note: hm\n")
+    told = Script().plain("a").notice("one").notice("two").plain("b").finish()
+    assert run(told, **simple) == ("a\nb\n", "note: one\nnote: two\n")
+    odd = Script().plain("a\x1b[2J").plain("\r").plain("\nb\tc\x07 漢").finish()
+    assert run(odd, encoding="latin-1", **simple)[0] == "a?[2J\nb\tc? ?\n"
+
+
+@pytest.mark.parametrize("text", ["", "a", "a\n"])
+def test_in_a_conversation_each_answer_ends_its_line(text: str) -> None:
+    answer, _ = run(Script().prompt().plain(text).finish(), stats=False, in_chat=True)
+    assert answer == text.rstrip("\n") + "\n"
+
+
+def test_a_full_disk_is_reported_in_one_line_and_a_closed_pipe_ends_nothing_else() -> None:
+    class Failing(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    class Gone(Stream):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    stream = Failing()
+    buffer = io.BufferedWriter(stream)
+    with pytest.raises(OutputError) as caught, TextRenderer(buffer) as renderer:
+        renderer.handle(Script().plain("text").events[-1])
+    assert caught.value.message == "the answer could not be written: No space left on device"
+    assert caught.value.hint == "make room on the disk"
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        buffer.flush()
+    with pytest.raises(BrokenPipeError):
+        make_console(Gone(), {}).print("text")
+
+
+# --- JSON Lines
+
+
+def whole_run() -> list[Event]:
+    made = Script().prompt().reading(8, 0.1, 0.05).plain("x").notice("note", "why")
+    made.tree(["a", "b", "c"], (-1, -1, 0), (0,), " own").round(["y"], 1, "z")
+    return made.finish("stop", "</s>").events
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_every_event_is_a_line_and_comes_back_the_same(terminal: bool) -> None:
+    events = whole_run()
+    assert {type(event) for event in events} == set(EVENT_TYPES)
+    options: dict[str, Any] = {"environ": {"FORCE_COLOR": "1"}, "json": True, "stats": False}
+    answer, _ = run(Script(events=events), terminal=terminal, **options)
+    lines = answer.splitlines()
+    assert [json.loads(line)["event"] for line in lines] == [event.event for event in events]
+    assert list(read_events(lines)) == events
+
+
+@given(TEXTS)
+def test_any_text_is_one_line_of_json(text: str) -> None:
+    line = json_line({"text": text})
+    assert line.decode().splitlines() == [line.decode()[:-1]]
+    assert json.loads(line) == {"text": text}
+    assert not {"\x1b", "\x9b", "\x07", "\x7f"} & set(line.decode())
+
+
+@given(st.floats())
+def test_numbers_that_json_lacks_become_null(number: float) -> None:
+    line = json_line({"a": number, "b": (number, {"c": [number]})})
+    expected = number if abs(number) < float("inf") else None
+    value = json.loads(line, parse_constant=pytest.fail)
+    assert value == {"a": expected, "b": [expected, {"c": [expected]}]}
+
+
+def test_a_line_that_holds_no_event_is_named() -> None:
+    lines = [json_line(to_json_object(whole_run()[0])).decode(), "", "{}"]
+    with pytest.raises(ValueError, match="line 3: not an event"):
+        list(read_events(lines))
+    with pytest.raises(ValueError, match="line 1: "):
+        list(read_events(["no json"]))
+
+
+def recorded(events: list[Event]) -> bytes:
+    """A run as it is recorded."""
+    stream = io.BytesIO()
+    with JsonlRenderer(stream) as renderer:
+        for event in events:
+            renderer.handle(event)
+    return stream.getvalue()
