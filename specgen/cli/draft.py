@@ -465,7 +465,7 @@ def _draft_model(target: str, draft: str | None, output: Output) -> Path:
 )
 def forget(*, target: str | None = None, output: Output) -> int:
     """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
-    from specgen.drafters.lookup_texts import EarlierTexts, count_texts
+    from specgen.drafters.lookup_texts import EarlierTexts, texts_in
     from specgen.llama import LlamaModel
     from specgen.session.kept_answers import read_answers
 
@@ -481,7 +481,7 @@ def forget(*, target: str | None = None, output: Output) -> int:
         folders = [learning_folder(data_folder(), identity_of(path))]
     n_answers = sum(len(read_answers(folder)) for folder in folders)
     n_learnt = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
-    n_texts = sum(map(count_texts, stores))
+    n_texts = sum(len(texts_in(store)) for store in stores)
     n_bytes = sum(size_of(path) for folder in (*folders, *stores) for path in folder.glob("*"))
     try:
         for folder in (*folders, *stores):

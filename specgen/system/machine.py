@@ -1,7 +1,4 @@
-"""The machine, the Python and the build of llama.cpp that specgen runs on, and the load of other programs.
-
-`specgen.llama` fills in what llama.cpp says, so that it can be shown where llama.cpp cannot be loaded.
-"""
+"""The machine, the Python and the build of llama.cpp that specgen runs on, and the load of other programs."""
 
 from __future__ import annotations
 
@@ -188,10 +185,7 @@ class Build:
 
     @property
     def features(self) -> dict[str, tuple[str, ...]]:
-        """The features that were compiled into each part of llama.cpp: ``{"CPU": ("AVX2", "FMA", ...)}``.
-
-        A feature with a value, not just on or off, includes it: ``ARCHS=800,890``.
-        """
+        """The features of each part of llama.cpp: ``{"CPU": ("AVX2", "FMA", ...), "CUDA": ("ARCHS=800,890",)}``."""
         parts: dict[str, tuple[str, ...]] = {}
         part = ""
         for entry in self.system_info.split("|"):
@@ -210,8 +204,7 @@ BUNDLE = "specgen.llama.bundled"
 
 
 def uses_bundle() -> bool:
-    """Return whether the wheel's llama.cpp computes: it is there, and no llama-cpp-python of the same version,
-    which somebody may have built for a GPU."""
+    """Return whether the wheel's llama.cpp computes: not if the same llama-cpp-python is here, perhaps built for a GPU."""
     if not (Path(__file__).parents[1] / "llama" / "bundled").is_dir():
         return False
     try:

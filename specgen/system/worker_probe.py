@@ -1,8 +1,6 @@
-"""Ask a worker for its protocol, devices and memory, without llama.cpp and with a time limit.
-
-The protocol is llama.cpp's (ggml/src/ggml-rpc): a command's byte, then the size of the data and the data; an answer has
-a size and data. Numbers are little-endian. A worker serves one connection at a time; others get no answer meanwhile.
-"""
+"""Ask a worker for its protocol, devices and memory, without llama.cpp and with a time limit, by its protocol
+(ggml/src/ggml-rpc): a command's byte, then the size of data and data; an answer is a size and data. Numbers are
+little-endian. A worker serves one connection at a time; others get no answer meanwhile."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ class RemoteDevice:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker's answers to a probe: its version of the RPC protocol, its devices, and the shortest of some round
-    trips, if they were timed."""
+    """A worker's protocol and devices, and the shortest of some round trips, if they were timed."""
 
     endpoint: str
     protocol: str
@@ -59,8 +56,8 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = None) -> WorkerInfo:
-    """Ask a worker what it is. With `clock`, which gives seconds, also time round trips. Raise `WorkerLostError` if it
-    cannot be reached or does not answer within `timeout_s` seconds, `UsageError` if `endpoint` is not HOST:PORT."""
+    """Ask a worker what it is; with `clock`, which gives seconds, also time round trips. Raise `WorkerLostError`, or
+    `UsageError` if `endpoint` is not HOST:PORT."""
     host, port = parse_endpoint(endpoint)
     try:
         connection = socket.create_connection((host, port), timeout_s)
@@ -118,9 +115,8 @@ def _receive(connection: socket.socket, n: int) -> bytes:
 
 
 def lost_among(endpoints: Sequence[str]) -> Sequence[str]:
-    """Return the workers to which this process has no connection that neither side has ended; all, if it cannot
-    tell. They are not asked: a worker serves one program at a time, and accepts connections for a moment when it
-    dies."""
+    """Return the workers to which this process has no open connection; all, if it cannot tell. They are not asked: a worker
+    serves one program at a time, and accepts connections for a moment when it dies."""
     connected = set()
     with contextlib.suppress(OSError, psutil.Error):
         for one in psutil.Process().net_connections("tcp4"):

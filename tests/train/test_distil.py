@@ -274,10 +274,8 @@ def test_another_draft_reads_the_same_text_in_its_own_tokens(
             assert b"".join(own) == b"".join(said)
             assert each.prompt_tokens != answer.prompt_tokens
     rows = pack(found, N_COLUMNS)
-    is_label = rows.labels >= 0
-    of_label = (rows.top_tokens == rows.labels[..., None]) * rows.top_probabilities
-    # The target chose its likeliest tokens.
-    assert (of_label.sum(axis=-1)[is_label] > 1 / len(rows.top_probabilities[0, 0])).all()
+    assert rows.n_labels > 0
+    assert rows.top_tokens.shape == (*rows.labels.shape, 0)
 
 
 # --- training -------------------------------------------------------------------------------
