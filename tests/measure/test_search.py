@@ -14,7 +14,7 @@ from rich.console import Console
 
 from specgen.events import ReasonCount
 from specgen.measure.search import Search, Tried, advice, by_speedup, search_drafts
-from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer, is_tie
+from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -171,18 +171,6 @@ def test_where_nothing_gains_the_reason_is_that_of_most_rounds() -> None:
 def test_half_a_measurement_and_a_busy_machine_give_no_conclusion(change: dict[str, float]) -> None:
     found = dataclasses.replace(search(Tried(DRAFT, figures(1.4))), **change)  # type: ignore[arg-type]
     assert len(advice(found)) == 1
-
-
-def test_a_tie_is_within_the_noise_of_the_answers() -> None:
-    one = dataclasses.replace(figures(1.2), speedups=(1.1, 1.3, 1.2))
-    near = dataclasses.replace(figures(1.22), speedups=(1.12, 1.32, 1.22))
-    far = dataclasses.replace(figures(1.5), speedups=(1.4, 1.6, 1.5))
-    assert is_tie(one, near)
-    assert not is_tie(one, far)
-    noisy = dataclasses.replace(figures(1.3), speedups=(1.0, 1.7, 1.2))
-    assert is_tie(one, noisy)
-    found = search(Tried(DRAFT, near), Tried("ngram", one))
-    assert [each.draft for each in found.ties] == [DRAFT, "ngram"]
 
 
 def test_of_equals_what_needs_no_model_comes_first_and_not_drafting_before_a_model() -> None:
