@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gguf import GGUFReader
 
-from specgen.errors import ModelFileError, UsageError
+from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import VERDICTS, KernelStatus, ModelTrials
@@ -335,14 +335,12 @@ def test_the_doctor_tries_the_kernels_on_the_model(
     from specgen.llama.kernels import admission as kernels
     from specgen.measure import doctor
 
-    status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")
-    monkeypatch.setenv("SPECGEN_KERNELS", "auto")
-    monkeypatch.setattr(kernels, "examine_kernels", lambda *_args, **_options: status)
-    monkeypatch.setattr(doctor, "places_of", lambda _build: [])
+    status = KernelStatus("specgen", "avx2", path=Path("library"))
+    monkeypatch.setattr(kernels, "choose_kernels", lambda *_: status)
     monkeypatch.setattr(ModelTrials, "problem_of", lambda *_args, **_options: problem)
-    checks = {check.name: check for check in doctor.diagnose(model).checks}
-    last = checks["specgen's kernels on model.gguf"]
-    assert last.passed == (not problem)
-    if problem:
-        assert last.message == problem
-        assert "report" in (last.hint or "")
+    if not problem:
+        assert "tokens in a batch differ by" in doctor.decode_both_ways("CPU", str(model))
+        return
+    with pytest.raises(BackendError, match=f"^specgen's kernels: {problem}") as caught:
+        doctor.decode_both_ways("CPU", str(model))
+    assert "report" in str(caught.value.hint)
