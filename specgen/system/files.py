@@ -39,9 +39,12 @@ def existing_parent(path: Path) -> Path:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file by these bytes, through a file of `new_beside`. Raise `OSError`."""
+    """Replace a file by these bytes, through a file of `new_beside`; its rights stay, and only the user may read a new
+    one. Raise `OSError`."""
     with new_beside(path) as new:
         new.write_bytes(data)
+        with contextlib.suppress(OSError):
+            new.chmod(path.stat().st_mode)
         new.replace(path)
 
 

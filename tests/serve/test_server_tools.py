@@ -110,10 +110,13 @@ def test_the_template_is_told_of_tools_calls_and_answers(server: Running) -> Non
     assert prompt.endswith("<|im_start|>tool\n7 m<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_model_without_tools_refuses_them(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_model_without_tools_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
     config = TinyConfig(chat_template=CHATML_TEMPLATE)
     target = write_tiny_model(tmp_path_factory.mktemp("plain") / "target.gguf", config)
     with running(session_of(target)) as server, server.client as client:
+        asked = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 3}
+        answer = server.http.post("/v1/chat/completions", json=asked).json()
+        assert "calls stay text" in answer["warnings"][0]
         with pytest.raises(openai.BadRequestError) as error:
-            client.chat.completions.create(model="any", messages=MESSAGES, tools=TOOLS)
-        assert error.value.param == "tools"
+            client.chat.completions.create(**asked, tool_choice="required")
+        assert error.value.param == "tool_choice"

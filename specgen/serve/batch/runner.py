@@ -139,8 +139,9 @@ class Batch:
                 continue
             with self._line_errors(line):
                 template = template_of(session.target, has_tools=True)
-                request = with_call_form(line.request, template)
-                check_tokens(request, session.target.vocabulary.n_tokens)
+                vocabulary = session.target.vocabulary
+                request = with_call_form(line.request, template, vocabulary.has_control)
+                check_tokens(request, vocabulary.n_tokens)
                 prompt = self._prompting.prompt(session, request)
                 n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
                 tasks.append(_Task(line, request, prompt, n_ctx))

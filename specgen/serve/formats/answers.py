@@ -95,7 +95,7 @@ class Answer:
         if (tools := request.tools) is not None and request.call_form is not None:
             self._calls = ToolCallParser(
                 request.call_form,
-                [function.name for function in tools.callable],
+                tools.callable,
                 one_only=not tools.is_parallel,
                 calls_only=tools.must_call,
             )

@@ -37,7 +37,8 @@ from pydantic_core import from_json
 
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Grammar, SamplerOptions, VerifierName
-from specgen.serve.formats.tool_calls import CallForm, Function, calls_grammar, form_of
+from specgen.serve.formats.call_forms import CallForm, form_of
+from specgen.serve.formats.tool_calls import Function, calls_grammar
 from specgen.session.prompts import Prompt, Prompts
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
@@ -355,8 +356,8 @@ class ChatBody(AnswerBody):
             if tool.type not in ("function", "custom"):
                 warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
                 continue
-            if not re.fullmatch("[a-zA-Z0-9_-]{1,64}", name):  # OpenAI's rule
-                rule = "is not a name of 1 to 64 letters, digits, _ and -"
+            if not re.fullmatch(r"[^\s\"'\\<>{}()\[\]]{1,128}", name):
+                rule = "is not a name of 1 to 128 characters without spaces, quotes and brackets"
                 raise BodyError(f"{where}.name", f"{shown(name)} {rule}")
             if name in found:
                 raise BodyError(f"{where}.name", f"{shown(name)} is given twice")
@@ -455,17 +456,24 @@ class Request:
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
 
-def with_call_form(request: Request, template: str | None) -> Request:
-    """Return the request for a model with this chat template: with the form of its calls, a grammar if one is needed,
-    and the variables that it reads. Raise `BodyError` for tools, if it writes no calls that specgen can read."""
+def with_call_form(
+    request: Request, template: str | None, has_token: Callable[[str], bool] = lambda _name: False
+) -> Request:
+    """Return the request for a model with this chat template: with the form of its calls, a grammar if one
+    is needed, and the variables that the template reads. `has_token` says whether the model has a control token.
+
+    Where specgen cannot read the template's calls, they stay text, with a warning. Raise `BodyError` if the answer has
+    to be a call there, or the request excludes calls otherwise."""
     request = _with_read_variables(request, template or "")
-    form, tools, generation = form_of(template or ""), request.tools, request.generation
-    has_calls = any(message.role == "tool" or message.tool_calls for message in request.messages)
-    if form is None and (tools is not None or has_calls):
-        what = "the model's chat template takes no tools, or writes calls in an unknown form"
-        raise BodyError("messages" if tools is None else "tools", what)
-    if form is None or tools is None:
+    tools, generation = request.tools, request.generation
+    if tools is None:
         return request
+    form = form_of(template or "", has_token)
+    if form is None:
+        what = "the model's chat template takes no tools, or writes calls in an unknown form"
+        if tools.must_call:
+            raise BodyError("tool_choice", what)
+        return replace(request, warnings=(*request.warnings, f"tools: {what}; calls stay text"))
     if generation.grammar is not None and generation.grammar.form == "gbnf":
         raise BodyError("grammar", "it excludes tools; a JSON schema does not")
     if tools.must_call or generation.grammar is not None:
@@ -549,8 +557,10 @@ def _joined(before: str, text: str) -> str:
     return f"{before}\n\n{text}" if before else text
 
 
-def arguments_of(text: str) -> Mapping[str, Any] | str:
+def arguments_of(text: str | dict[str, Any]) -> Mapping[str, Any] | str:
     """Return the arguments as an object, or as the text that the model wrote instead."""
+    if isinstance(text, dict):
+        return text
     try:
         value = from_json(text or "{}")
     except ValueError:

@@ -299,37 +299,25 @@ def _most_connections(n_wanted: int) -> int:
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 on a connection that is closed if the head of a request does not come in time."""
+    """HTTP/1.1 on a connection that is closed if the head of a request does not come in `head_s` seconds (0: no limit)."""
 
-    #: The seconds for a head; 0 is no limit.
     head_s: ClassVar[float] = 0.0
-    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch_head()
+        self._await_head(None)
 
     def on_response_complete(self) -> None:
+        last = self.cycle
         super().on_response_complete()
-        self._watch_head()
+        self._await_head(last)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_watching()
+    def _await_head(self, last: RequestResponseCycle | None) -> None:
+        """Close the connection if `last` is its last request still when the time is over."""
 
-    def _watch_head(self) -> None:
-        """Give the client its time for the head of the next request; sending pieces does not extend it."""
-        cycle: RequestResponseCycle | None = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            self._stop_watching()
-        elif self._head_timer is None and self.head_s > 0:
-            self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
+        def check() -> None:
+            if self.cycle is last:
+                self.transport.close()
 
-    def _stop_watching(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self.head_s > 0:
+            self.loop.call_later(self.head_s, check)

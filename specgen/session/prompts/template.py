@@ -123,7 +123,9 @@ def _short_id(identity: str) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=False, indent=indent, default=list
+    )  # filters make iterators
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -319,6 +321,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.filters = {name: _checked(name, each) for name, each in self.filters.items()}
         self.globals["raise_exception"] = _raise_exception
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Allow templates to add to their own lists, as llama.cpp does."""
+        return (attr == "append" and isinstance(obj, list)) or super().is_safe_attribute(
+            obj, attr, value
+        )
 
     def count_step(self) -> None:
         """Count a step; compiled templates call this."""
