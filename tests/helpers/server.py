@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from specgen.serve.server.app import Server
 from specgen.serve.server.http import DrainingServer
 from specgen.serve.server.jobs import OpenedModel
 from specgen.serve.server.model_pool import ModelEntry, ModelPool
-from specgen.serve.server.options import ServerOptions, bound_socket, url_of
+from specgen.serve.server.options import Limits, ServerOptions, bound_socket, url_of
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.memory import Memory
@@ -127,6 +127,32 @@ def running(
         pool.load(name)
         server, thread, http = stack.enter_context(answering(pool, options))
         yield Running(str(http.base_url).rstrip("/"), session, engine, http, server, pool, thread)
+
+
+@dataclass
+class Pooled:
+    """A server of several models, and sentences about their loads."""
+
+    http: httpx.Client
+    pool: ModelPool
+    notes: list[str]
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.http.base_url}/v1", api_key="none", max_retries=0)
+
+
+@contextlib.contextmanager
+def pooled(
+    entries: Sequence[ModelEntry], n_loaded: int, limits: Limits | None = None
+) -> Iterator[Pooled]:
+    """Serve models, of which `n_loaded` fit into memory."""
+    options, notes = ServerOptions(port=0, limits=limits or Limits()), list[str]()
+    with (
+        ModelPool(entries, options.limits, n_loaded, notes.append) as pool,
+        answering(pool, options) as (_, _, http),
+    ):
+        yield Pooled(http, pool, notes)
 
 
 @contextlib.contextmanager
