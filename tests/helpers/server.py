@@ -31,6 +31,7 @@ from specgen.session.engine import Engine
 from specgen.session.memory import Memory
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
+from tests.tiny import TinyConfig, write_tiny_model
 
 #: Drafts in every round: what measured costs say of tiny models is a matter of chance.
 FIXED = DraftOptions(policy="fixed", max_tokens=4, ngram_min=1)
@@ -127,6 +128,28 @@ def running(
         pool.load(name)
         server, thread, http = stack.enter_context(answering(pool, options))
         yield Running(str(http.base_url).rstrip("/"), session, engine, http, server, pool, thread)
+
+
+@contextlib.contextmanager
+def tiny_server(
+    folder: Path,
+    options: ServerOptions | None = None,
+    *,
+    draft: float | None = None,
+    max_tokens: int = 24,
+    n_parallel: int = 4,
+    n_ctx: int = N_CTX,
+    **config: Any,
+) -> Iterator[Running]:
+    """Run a server with a tiny model, and a draft that differs from it by `draft`; None is n-grams."""
+    made = TinyConfig(**{"logit_scale": 6.0, "unprintable_scale": 0.0, **config})
+    target = write_tiny_model(folder / "target.gguf", made)
+    source: DraftSource = "ngram"
+    if draft is not None:
+        source = write_tiny_model(folder / "draft.gguf", made.draft(draft))
+    session = session_of(target, source, max_tokens=max_tokens)
+    with running(session, options, n_parallel=n_parallel, n_ctx=n_ctx) as server:
+        yield server
 
 
 @dataclass
