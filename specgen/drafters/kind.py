@@ -52,10 +52,9 @@ class CacheSlot:
         return backend.n_ctx // self.n
 
     def share_prefix(self, backend: Backend, tokens: Sequence[int], *, n_again: int = 0) -> int:
-        """Reuse the longest prefix of `tokens` that any slot of the cache holds; drop the rest of this slot.
-        Return the number of reused tokens: at most all but the last token, which must be decoded for its
-        logits. The sequences share cells, so no data is copied. The last `n_again` tokens of a prefix are not
-        reused where the cache can drop them: a drafter needs the hidden states behind them."""
+        """Reuse the longest prefix of `tokens` that any slot of the cache holds, without copying; drop the rest of
+        this slot. Return the number of reused tokens: at most all but the last, whose logits are needed. The last
+        `n_again` tokens of a prefix are not reused where the cache can drop them: a drafter needs their states."""
         own = self.branches(backend)
         for branch in range(own.first + 1, own.first + own.n_branches):
             if backend.length(branch):
@@ -86,10 +85,9 @@ class CacheSlot:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One answer that is to be drafted for. `text` is the target's text, which begins with the prompt, and `shaper`
-    makes the distributions that tokens are drafted from: with `draws` they are drawn at random, and the draft
-    carries these distributions; else they are the likeliest. With `branches` the draft may be a tree of this
-    `shape`, and of at most `n_deepest` levels."""
+    """One answer that is to be drafted for. `shaper` makes the distributions that tokens are drafted from: with `draws`
+    they are drawn at random, and the draft carries these distributions; else they are the likeliest. With `branches`
+    the draft may be a tree of this `shape`, and of at most `n_deepest` levels."""
 
     text: TextState
     shaper: Shaper

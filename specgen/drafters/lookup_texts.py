@@ -228,8 +228,8 @@ def load_corpus(
     )
     if not len(array):
         raise UsageError(f"{named}: no text in it")
-    if place is not None:
-        with contextlib.suppress(OSError):  # the next run makes it again
+    with contextlib.suppress(OSError):  # the next run makes it again
+        if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
             array.save(place, made_of)
     return array
@@ -307,12 +307,8 @@ def _texts_of(value: object) -> Iterator[str]:
             yield from _texts_of(item)
 
 
-def count_texts(store: Path) -> int:
-    """Return the number of texts in the folder of an `EarlierTexts`."""
-    return len(_texts_in(store))
-
-
-def _texts_in(store: Path) -> list[IntArray]:
+def texts_in(store: Path) -> list[IntArray]:
+    """Return the texts in the folder of an `EarlierTexts`, the newest last: token ids, int32[n] each."""
     found = _load(store / "tokens.npz", "tokens")
     return split(found[0]) if found is not None else []
 
@@ -332,7 +328,7 @@ class EarlierTexts:
         new = np.array(tokens[-self._n_most :], np.int32)
         busy = OutputError(f"{self.folder}: another process does not stop writing to it")
         with contextlib.suppress(OSError, OutputError), locked(self.folder / "lock", busy, _WAIT_S):
-            texts = self.texts()
+            texts = texts_in(self.folder)
             if not len(new) or any(np.array_equal(text, new) for text in texts):
                 return
             texts.append(new)
@@ -342,14 +338,10 @@ class EarlierTexts:
                     n_tokens -= len(texts.pop(0))
             _save(self.folder / "tokens.npz", tokens=joined(texts))
 
-    def texts(self) -> list[IntArray]:
-        """Return all texts, the newest last: token ids, int32[n] each."""
-        return _texts_in(self.folder)
-
     def arrays(self) -> tuple[SuffixArray, ...]:
         """Return all texts in arrays that can be searched, the newest texts in the last one. Most texts are
         in a saved array, which is rebuilt only when many texts are not in it."""
-        tokens, place = joined(self.texts()), self.folder / "texts.npz"
+        tokens, place = joined(texts_in(self.folder)), self.folder / "texts.npz"
         saved = SuffixArray.load(place)
         n_saved = len(saved) if saved is not None else 0
         if saved is None or not np.array_equal(saved.tokens, tokens[:n_saved]):

@@ -81,7 +81,7 @@ class DraftModel(LoadedDraft):
             if setup.drafting.translate == "off":
                 raise
             translation = Translation(target.vocabulary, self.model.vocabulary)
-            translation.draft_lexicon.load()  # now, not in the middle of an answer
+            translation.draft_lexicon.with_prefix(b"")  # read now, not in the middle of an answer
             return translation
         return None
 

@@ -21,7 +21,6 @@ from specgen.llama.draft_models import MtpModel
 from specgen.llama.mtp_layers import holds_mtp_only
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.tables import Price
-from specgen.options import DraftSource
 from specgen.system.arrays import Hidden, Logits
 
 
@@ -104,14 +103,10 @@ class MtpDraft(StatesDraft):
         return LayerDrafter(context, request)
 
 
-def _matches(source: DraftSource) -> bool:
-    return holds_mtp_only(source) if isinstance(source, Path) else source == "mtp"
-
-
-def _open(source: DraftSource, setup: DraftSetup) -> MtpDraft:
-    return MtpDraft(setup, source if isinstance(source, Path) else None)
-
-
 KIND = DraftKind(
-    "mtp", _matches, _open, reads="all states", suits=lambda target: not target.why_no_mtp
+    "mtp",
+    matches=lambda draft: holds_mtp_only(draft) if isinstance(draft, Path) else draft == "mtp",
+    open=lambda draft, setup: MtpDraft(setup, draft if isinstance(draft, Path) else None),
+    reads="all states",
+    suits=lambda target: not target.why_no_mtp,
 )

@@ -102,8 +102,8 @@ class SuffixDrafter(Drafter):
 
     Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match`
     tokens counts as one of `max_match`. `corpora` are followed where their match is clearly longer
-    than the text's own; among equally long matches, the last corpus is followed. It does not ask
-    the plan: a draft of any length costs microseconds, and its probabilities show where to cut it.
+    than the text's own; of equally long matches that in the last corpus. It does not ask the plan: a
+    draft costs microseconds, and its probabilities show where to cut it.
 
     With `n_children` above 1 the draft is a tree of at most `n_deepest` levels: where occurrences went
     on in different ways, the likeliest few become branches. It has the nodes with the likeliest paths.

@@ -3,6 +3,7 @@ for one target have in common."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -44,8 +45,7 @@ class StatesCache:
         self._trail = trail
         self._costs = request.costs
         self._sequence = request.slot.branches(backend).first
-        #: The number of tokens that the cache holds, counted from the text's beginning, and how many of
-        #: the first are left out.
+        #: The number of the text's first tokens that the cache holds, and how many of the first are left out.
         self.n_held = n_left_out + len(request.reused(backend, n_left_out))
         self.n_skipped = n_left_out
 
@@ -86,12 +86,12 @@ class StatesCache:
         while start < n_rows:
             batch = Batch()
             for index in range(start, n_rows)[: self._backend.n_batch]:
-                is_text, wants = index < len(context), index == n_rows - 1
-                token = context[index] if is_text else drafted[index - len(context)]
+                n_behind = index - len(context)
+                token = context[index] if n_behind < 0 else drafted[n_behind]
+                wants = index == n_rows - 1
                 batch.add(token, index - self.n_skipped, (self._sequence,), wants)
-                is_read = index <= n_read
-                state = self._trail.after(index - 1) if is_read else behind[index - n_read - 1]
-                batch.hidden.append(state)
+                state = self._trail.after(index - 1)
+                batch.hidden.append(state if index <= n_read else behind[index - n_read - 1])
             rows = yield Ask(self._backend, batch, self._costs)
             start += len(batch)
             self.n_held = min(start, n_read + 1)
@@ -152,9 +152,9 @@ class StatesDrafter(Drafter):
             self._drop_drafted()
             self.states.forget(min((each.n_held - 1 for each in self._caches), default=n_read))
 
+    @abstractmethod
     def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
         """Let a draft grow after the text, of which the target has read `n_read` tokens."""
-        raise NotImplementedError
 
     def _drop_drafted(self) -> None:
         for cache in self._caches:
@@ -262,8 +262,8 @@ class StatesDraft(LoadedDraft):
 
 
 class TrainedDraft(StatesDraft):
-    """A loaded draft that was trained for one target, whose layers or cache it reads: a GGUF file with an architecture
-    of its own, by which its tokens are named. A subclass names what makes its parts."""
+    """A loaded draft that was trained for one target, in a GGUF file with an architecture of its own, by which its
+    tokens are named. A subclass names what makes its parts."""
 
     model_type: ClassVar[type[TrainedModel]]
     context_type: ClassVar[type[Any]]
