@@ -155,8 +155,7 @@ def option_keys(parameter: Any) -> list[str]:
 def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's defaults for a command, by its parameters, beside what the command line has `given`."""
     path = config_file()
-    document = read_toml(path, is_optional=True)
-    if not document:
+    if not path.exists() or not (document := read_toml(path)):
         return {}
     root = context.find_root().command
     root.load(*_ANSWERING)

@@ -11,16 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeAlias,
-    TypeVar,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -222,17 +213,14 @@ class Choice(Fields):
 def _sampler_fields() -> dict[str, Any]:
     """Return the fields of samplers: llama.cpp's names, with types and limits of the options."""
     found: dict[str, Any] = {}
-    types = get_type_hints(SamplerOptions) | {"logit_bias": dict[int, float]}
-    for each in fields(SamplerOptions):
-        if each.name == "samplers":
-            continue
+    for each in (each for each in fields(SamplerOptions) if each.name != "samplers"):
+        several: dict[str, Any] = {"logit_bias": dict[int, float], "dry_breakers": tuple[str, ...]}
+        kind = several.get(each.name, type(each.default))
         spellings = [each.replace("-", "_").lstrip("_") for each in each.metadata["spellings"]]
-        least, most = each.metadata.get("min"), each.metadata.get("max")
-        if types[each.name] is int:
-            most = 2**63 - 1
         names = AliasChoices(each.name, *spellings, f"{spellings[0]}s")
-        made = Field(None, validation_alias=names, ge=least, le=most)
-        found[each.name] = (types[each.name] | None, made)
+        most = 2**63 - 1 if kind is int else each.metadata.get("max")
+        limits = Field(None, validation_alias=names, ge=each.metadata.get("min"), le=most)
+        found[each.name] = (kind | None, limits)
     return found
 
 
