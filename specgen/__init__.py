@@ -1,8 +1,4 @@
-"""specgen: faster generation from local GGUF models by lossless speculative decoding.
-
-`load` opens a target and its draft; `docs/python.md` has examples. Names are imported when they are
-first used, so that `import specgen` is quick.
-"""
+"""specgen: faster generation from local GGUF models by lossless speculative decoding (docs/python.md)."""
 
 from __future__ import annotations
 

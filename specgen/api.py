@@ -1,7 +1,4 @@
-"""Generate text from Python: open a target and its draft, then ask for answers.
-
-The answers are the same as those of the target alone. `docs/python.md` has examples.
-"""
+"""Generate text from Python: open a target and its draft, then ask for answers (docs/python.md)."""
 
 from __future__ import annotations
 
@@ -110,8 +107,7 @@ def load(
 class Model:
     """A target and its draft, ready to answer. `load` makes it.
 
-    Of a prompt that shares a prefix with an earlier text, only the rest is decoded. The methods may be called from
-    several threads; one at a time decodes, for the answers of all.
+    Several threads may call it; one at a time decodes, for the answers of all.
     """
 
     def __init__(self, session: Session, engine: Engine) -> None:

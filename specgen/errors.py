@@ -1,7 +1,4 @@
-"""Every error that specgen raises on purpose, and the exit code of each.
-
-Whatever is not a `SpecgenError` is a bug and keeps its traceback.
-"""
+"""Every error that specgen raises on purpose, and its exit code. Whatever is another is a bug and keeps its traceback."""
 
 from __future__ import annotations
 

@@ -83,10 +83,7 @@ LARGEST_TREE = 64
 
 
 def parse_tree(text: str) -> TreeShape:
-    """Parse a tree shape in the spelling of `--tree`: ``auto``, ``off``, ``3,2,1`` or ``4x5``.
-
-    Raise `ValueError`, with the message to show, also for a shape of more than `LARGEST_TREE` nodes.
-    """
+    """Parse a shape in the spelling of `--tree`. Raise `ValueError`, with the message to show."""
     text = text.strip().lower()
     if text in ("auto", "off"):
         return AUTO_TREE if text == "auto" else TreeShape("off")
@@ -131,23 +128,18 @@ class DraftOptions:
     tree: TreeShape = _drafting(
         AUTO_TREE,
         "--tree",
-        "Whether drafts branch: auto (where it is expected to save time, with --policy cost), off, or in "
-        "every round a fixed number of children at each depth (3,2,1), or independent drafts and their "
-        "length (4x5).",
+        "Whether drafts branch: auto (where it is expected to save time, with --policy cost), off, or in every "
+        "round so many children at each depth (3,2,1), or independent drafts and their length (4x5).",
         metavar="auto|off|3,2,1|4x5",
         parse=parse_tree,
     )
     tree_depth: int | None = _drafting(
-        None,
-        "--tree-depth",
-        "The greatest depth of a tree; --draft-max limits all its tokens.",
-        min=1,
-        show_default=False,
+        None, "--tree-depth", "The greatest depth of a tree.", min=1, show_default=False
     )
     min_tokens: int = _drafting(
         0,
         "--draft-min --draft-n-min",
-        "Drop drafts with fewer tokens, but not sampled ones, which would bias the answer.",
+        "Drop drafts with fewer tokens, but not sampled ones.",
         min=0,
     )
     p_min: float | None = _drafting(
@@ -175,14 +167,13 @@ class DraftOptions:
     verifier: VerifierName = _drafting(
         "auto",
         "--verifier",
-        "How drafts are verified; all keep the target's distribution: match (a seed gives the same text as "
-        "without a draft), residual, block, spectr (independent drafts), or auto (match with a seed, else "
-        "what accepts most).",
+        "How drafts are verified; all keep the target's distribution: match (a seed gives the text that it gives "
+        "without a draft), residual, block, spectr (independent drafts), or auto (match with a seed, else the best).",
     )
     translate: TranslateMode = _drafting(
         "auto",
         "--translate",
-        "For a draft model with another vocabulary: auto translates its text, off refuses the model.",
+        "Translate the text of a draft with another vocabulary, or refuse it.",
     )
     mask: str = _drafting(
         "auto",
@@ -223,7 +214,7 @@ class DraftOptions:
     lookup_store: bool = _lookup(
         False,
         "--lookup-store",
-        "Keep prompts and answers in the cache folder, and draft repetitions of earlier ones.",
+        "Keep prompts and answers in the cache folder, and draft from them.",
     )
 
     @property
@@ -385,7 +376,7 @@ class GenerationOptions:
     logprobs: int | None = _answer(
         None,
         "--logprobs",
-        "With --json: the target's log-probabilities of each token and of the N likeliest.",
+        "With --json: the log-probabilities of each token and of the N likeliest.",
         min=0,
         max=100,
         metavar="N",
@@ -409,8 +400,7 @@ class ModelChoice:
 
 
 def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
-    """Return the models: the first of `drafts` drafts for the target, the next one for the first, and so on. Raise
-    `UsageError` if they cannot be combined."""
+    """Return the models: the first of `drafts` drafts for the target, the next one for the first. Raise `UsageError`."""
     if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
     if "ngram" in drafts[:-1]:

@@ -11,11 +11,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 
 def option(default: Any, spellings: str, help: str, **settings: Any) -> Any:  # noqa: A002
-    """Declare a field that is an option of the command line, too.
-
-    The readable one of the `spellings` is first. `panel` is its heading in the help; `parse` makes the value of the
-    text (or texts, where the field is a tuple) and raises `ValueError`. Other settings are those of `typer.Option`.
-    """
+    """Declare a field that is an option, the readable one of its `spellings` first. `panel` is its heading in the help;
+    `parse` makes its value of the text, or of a tuple's texts. Other settings are those of `typer.Option`."""
     return field(
         default=default, metadata={"spellings": spellings.split(), "help": help, **settings}
     )
@@ -90,28 +87,17 @@ _share = partial(_more_sampling, min=0.0, max=1.0)
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """How a token is drawn from logits. Names, order and meaning are llama.cpp's.
-
-    The temperature comes last, so all others act on the distribution at temperature 1.
-    """
+    """How a token is drawn from logits. Names and meaning are llama.cpp's; the temperature comes last, as there."""
 
     temperature: float = _sampling(
         0.0, "--temp --temperature", "Temperature; 0 takes the most likely token.", min=0.0
     )
     top_k: int = _sampling(40, "--top-k", "Keep the k most likely tokens; 0 keeps all.", min=0)
     top_p: float = _sampling(
-        0.95,
-        "--top-p",
-        "Keep the most likely tokens that together reach p; 1 keeps all.",
-        min=0.0,
-        max=1.0,
+        0.95, "--top-p", "Keep the most likely tokens that together reach p.", min=0.0, max=1.0
     )
     min_p: float = _sampling(
-        0.05,
-        "--min-p",
-        "Drop tokens less likely than p times the most likely one; 0 keeps all.",
-        min=0.0,
-        max=1.0,
+        0.05, "--min-p", "Drop tokens less likely than p times the likeliest.", min=0.0, max=1.0
     )
     seed: int = _sampling(
         -1, "--seed -s", "Seed of the random numbers; -1 picks one.", min=-1, max=2**63 - 1
@@ -137,10 +123,7 @@ class SamplerOptions:
         64, "--repeat-last-n", "Last tokens that the penalties look at; -1 is all.", min=-1
     )
     repeat_penalty: float = _repetition(
-        1.0,
-        "--repeat-penalty",
-        "Divide the logits of tokens that occurred (multiply negative ones); 1 is off.",
-        min=0.01,
+        1.0, "--repeat-penalty", "Divide the logits of tokens that occurred; 1 is off.", min=0.01
     )
     presence_penalty: float = _repetition(
         0.0, "--presence-penalty", "Subtract this from logits of tokens that occurred."
@@ -151,13 +134,10 @@ class SamplerOptions:
     #: DRY: a token that would make a repetition of n tokens longer loses multiplier * base ** (n - allowed
     #: length), from the allowed length on.
     dry_multiplier: float = _repetition(
-        0.0,
-        "--dry-multiplier",
-        "DRY: penalty of a token that extends a repetition; 0 is off.",
-        min=0.0,
+        0.0, "--dry-multiplier", "DRY: penalty of extending a repetition; 0 is off.", min=0.0
     )
     dry_base: float = _repetition(
-        1.75, "--dry-base", "DRY: growth of the penalty with each token of the repetition.", min=0.0
+        1.75, "--dry-base", "DRY: growth of the penalty with each token.", min=0.0
     )
     dry_allowed_length: int = _repetition(
         2, "--dry-allowed-length", "DRY: repetitions of fewer tokens are free.", min=0
@@ -174,28 +154,21 @@ class SamplerOptions:
         parse=_parse_breakers,
     )
     typical_p: float = _share(
-        1.0,
-        "--typical --typical-p",
-        "Keep the most typical tokens that together reach p; 1 is off.",
+        1.0, "--typical --typical-p", "Keep the most typical tokens that together reach p."
     )
     top_n_sigma: float = _more_sampling(
         -1.0,
         "--top-nsigma --top-n-sigma",
-        "Keep tokens within n standard deviations of the largest logit; -1 is off.",
+        "Keep logits within n standard deviations of the largest.",
     )
     xtc_probability: float = _share(
         0.0, "--xtc-probability", "XTC: chance that the likeliest tokens are left out; 0 is off."
     )
     xtc_threshold: float = _share(
-        0.1,
-        "--xtc-threshold",
-        "XTC: all but the last that reach this probability are; over 0.5 is off.",
+        0.1, "--xtc-threshold", "XTC: all but the last that reach this are; over 0.5 is off."
     )
     dynatemp_range: float = _more_sampling(
-        0.0,
-        "--dynatemp-range",
-        "Dynamic temperature: how far it moves with the entropy; 0 is off.",
-        min=0.0,
+        0.0, "--dynatemp-range", "Dynamic temperature: how far it moves; 0 is off.", min=0.0
     )
     dynatemp_exponent: float = _more_sampling(
         1.0, "--dynatemp-exp", "Dynamic temperature: exponent of the entropy.", min=0.0
@@ -212,11 +185,8 @@ class SamplerOptions:
 
 
 def parse_samplers(text: str) -> tuple[SamplerName, ...]:
-    """Parse samplers in llama.cpp's spellings: names or aliases (``top-k``, ``topk``, ``nucleus``, ``temp``) between
-    semicolons or commas, or, where they are no name, letters (``edskypmxt``). No name is no sampler.
-
-    Raise `ValueError`, with the message to show, for a name that there is not.
-    """
+    """Parse samplers in llama.cpp's spellings: names or aliases between semicolons or commas, or letters (``edskypmxt``).
+    No name is no sampler. Raise `ValueError`, with the message to show."""
     names = [name.strip() for name in text.replace(",", ";").lower().split(";")]
     names = [name for name in names if name]
     if len(names) == 1 and names[0] not in _ALIASES and set(names[0]) <= set(_LETTERS):

@@ -153,11 +153,9 @@ def option_keys(parameter: Any) -> list[str]:
 
 
 def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's defaults for a command, by the names of its parameters. `given` are the values of the
-    command line. Raise `UsageError` if a key or a value of the file is wrong."""
+    """Return the user's defaults for a command, by its parameters, beside what the command line has `given`."""
     path = config_file()
-    document = read_toml(path, is_optional=True)
-    if not document:
+    if not path.exists() or not (document := read_toml(path)):
         return {}
     root = context.find_root().command
     root.load(*_ANSWERING)
@@ -227,8 +225,7 @@ def _checked(where: str, value: Any, option: Any, context: Any) -> Any:
 
 
 def _profile(tables: Mapping[str, Any], target: Any, pair: Any) -> Any:
-    """Return the table for a target, which it may name as it was given, by its file's name, or without its
-    suffix."""
+    """Return the table for a target as it was given, for its file's name, or that without its suffix."""
     if tables and target is None:
         from specgen.models.registry import load_registry
 

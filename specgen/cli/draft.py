@@ -121,11 +121,9 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
     saved = None
     try:
         if save and search is not None and not search.is_interrupted:
-            best = search.tried[0]
-            names = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draft_token_s")
-            figures = {name: getattr(best.figures, name) for name in names}
-            today = datetime.datetime.now().astimezone().date()
-            save_draft(identity_of(search.target), SavedDraft(best.draft, today, **figures))
+            best, today = search.tried[0], datetime.datetime.now().astimezone().date()
+            found = SavedDraft(best.draft, today, best.figures.speedup)
+            save_draft(identity_of(search.target), found)
             saved = best.draft
             search = replace(search, saved=saved)
     finally:  # show the measurements even if they cannot be saved
@@ -467,7 +465,7 @@ def _draft_model(target: str, draft: str | None, output: Output) -> Path:
 )
 def forget(*, target: str | None = None, output: Output) -> int:
     """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
-    from specgen.drafters.lookup_texts import EarlierTexts, count_texts
+    from specgen.drafters.lookup_texts import EarlierTexts, texts_in
     from specgen.llama import LlamaModel
     from specgen.session.kept_answers import read_answers
 
@@ -483,7 +481,7 @@ def forget(*, target: str | None = None, output: Output) -> int:
         folders = [learning_folder(data_folder(), identity_of(path))]
     n_answers = sum(len(read_answers(folder)) for folder in folders)
     n_learnt = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
-    n_texts = sum(map(count_texts, stores))
+    n_texts = sum(len(texts_in(store)) for store in stores)
     n_bytes = sum(size_of(path) for folder in (*folders, *stores) for path in folder.glob("*"))
     try:
         for folder in (*folders, *stores):

@@ -110,7 +110,7 @@ class _FileGap:
     def write(self, middle: str) -> None:
         """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
         the file changed meanwhile."""
-        from specgen.system.files import new_beside, write_errors
+        from specgen.system.files import replace_bytes, write_errors
 
         assert self.path is not None
         before, path = self.mark + self.prefix, self.path.resolve()  # a link stays a link
@@ -120,10 +120,7 @@ class _FileGap:
             if path.read_bytes() != (before + self.suffix).encode():
                 what = "the file has changed meanwhile; the middle was not written into it"
                 raise OutputError(f"{self.path}: {what}")
-            with new_beside(path) as new:
-                new.write_bytes((before + middle + self.suffix).encode("utf-8", "replace"))
-                new.chmod(path.stat().st_mode)
-                new.replace(path)
+            replace_bytes(path, (before + middle + self.suffix).encode("utf-8", "replace"))
 
 
 def _find_gap(

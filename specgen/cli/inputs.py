@@ -22,12 +22,9 @@ def read_prompt(
     files: Sequence[Path],
     note: Callable[[str], None],
 ) -> str:
-    """Return the prompt: the files in their order, then standard input if something is piped in, then the
-    question (`argument` or `option`), with blank lines between; `note` receives what was joined.
-
-    A file or a question that is `-` is standard input, read at that position. Raise `UsageError` if nothing
-    or two questions are given, `PromptError` if a text cannot be read, is not UTF-8, or if all are empty.
-    """
+    """Return the prompt: the files in their order, then standard input if something is piped in, then the question
+    (`argument` or `option`), with blank lines between; `note` receives what was joined. A file or a question that is
+    `-` is standard input, read at that position. Raise `UsageError` or `PromptError`."""
     if argument is not None and option is not None:
         raise UsageError("the prompt is given twice: PROMPT and --prompt", hint="give it once")
     question = argument if argument is not None else option
@@ -51,8 +48,7 @@ def read_prompt(
 
 
 def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
-    """Return the name of a part of the prompt, and its text without the newline that tools add. A string is the
-    question. If standard input does not end, say so: the program that started this one may have left it open."""
+    """Return the name of a part of the prompt, and its text without the newline that tools add. A string is the question."""
     if isinstance(source, str):
         try:
             return "the question", utf8(source)
@@ -81,8 +77,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path | None, *, with_mark: bool = False) -> str:
-    """Return the text of a file in UTF-8, or of standard input for `STDIO`, and none for None; `with_mark` leaves a
-    byte order mark in it. Raise `PromptError`."""
+    """Return the text of a file in UTF-8, or of standard input; none for None. Raise `PromptError`."""
     if path is None:
         return ""
     name = "standard input" if path == STDIO else path

@@ -1,8 +1,5 @@
-"""Options of llama.cpp's programs that specgen does not have, or has by another name.
-
-Whoever comes from llama.cpp types them out of habit. Those that ask for what specgen does anyhow are left out, with one
-note; those that have an equal are replaced by it; the others are refused, with what to use instead.
-"""
+"""Options of llama.cpp's programs that are typed out of habit: what specgen does anyhow is left out, with one note; what
+has an equal is replaced by it; the others are refused, with what to use instead."""
 
 from __future__ import annotations
 
@@ -88,8 +85,7 @@ _HUB_OTHERS = {"-hff": "file", "--hf-file": "file", "-hft": "token", "--hf-token
 
 
 def translated(context: Any, arguments: Sequence[str]) -> list[str]:
-    """Return a command line without llama.cpp's own options, which are replaced or left out, with a note on standard
-    error. Raise `UsageError` for one that has no equal."""
+    """Return a command line without llama.cpp's own options. Raise `UsageError` for one that has no equal."""
     command = context.command
     own = {name: each for each in command.params for name in (*each.opts, *each.secondary_opts)}
     same = {*_SAME[""].split(), *_SAME.get(command.name, "").split()}

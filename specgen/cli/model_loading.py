@@ -121,8 +121,7 @@ def load(
 
 
 def use_kernels(wanted: KernelOptions, output: Output) -> None:
-    """Choose what computes on the CPU, before the first model is loaded; note if specgen's kernels cannot. From then
-    on, a crash in native code is reported in a line. Raise `UsageError` for kernels that were asked for in vain."""
+    """Choose what computes on the CPU, before the first model is loaded; from then on, a native crash is one line."""
     from specgen.llama.library import end_with_a_line
     from specgen.session.open import start_kernels
 

@@ -164,11 +164,13 @@ def remove_model(
     """
     removal = hub.find_removal(name, load_registry())
     names = ", ".join(removal.names)
-    question = f"remove {names} ({human_bytes(removal.size_bytes)})?"
+    freed = human_bytes(removal.freed_bytes)
+    question = f"remove {names} ({freed})?"
     if not yes and not is_terminal():
         raise UsageError(f"there is no terminal to ask: {question}", "add --yes to do it")
     if yes or typer.confirm(question, err=True):
-        print(f"removed {names}: {human_bytes(removal.execute())} freed")
+        removal.execute()
+        print(f"removed {names}: {freed} freed")
 
 
 def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

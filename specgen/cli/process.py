@@ -25,11 +25,8 @@ _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 class Interrupt:
-    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle.
-
-    A second signal raises KeyboardInterrupt. If nobody catches it, the process ends with the signal's exit code,
-    unless `ends_process` is False.
-    """
+    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle; a second
+    one raises KeyboardInterrupt, which ends the process with the signal's exit code, unless `ends_process` is False."""
 
     def __init__(self, *, ends_process: bool = True) -> None:
         self._ends_process = ends_process
@@ -62,9 +59,8 @@ class Interrupt:
 
 
 def open_missing_streams() -> None:
-    """Open the null device in place of each standard stream that is closed, as by daemons and cron; the next file
-    that is opened would get its number. Standard output is opened for reading: writing to it fails with EBADF, so
-    that no lost answer counts as written."""
+    """Open the null device for each closed standard stream, as of daemons: the next file would get its number. To standard
+    output, writing fails with EBADF, so that no lost answer counts as written."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY

@@ -143,8 +143,7 @@ def _check_address(host: str, port: int, *, insecure: bool) -> None:
 
 
 def _native_stdout(*, shows: bool) -> int:
-    """Redirect llama.cpp's output to standard error, or discard it; return a descriptor of the former standard
-    output."""
+    """Redirect llama.cpp's output to standard error, or discard it; return the former standard output."""
     sys.stdout.flush()
     out = os.dup(1)
     os.dup2(2 if shows else os.open(os.devnull, os.O_WRONLY), 1)

@@ -21,11 +21,8 @@ class Cascade:
 
     In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is
     planned. Then `propose` carries out the plan: it proposes what was found, or lets the model draft, after
-    which n-grams may look up a continuation of the text and its draft.
-
-    With `merges`, n-gram tokens that differ from the model's become branches of its draft. This
-    is only for drafts that are not drawn at random. With `state`, nothing is found that its grammar
-    forbids.
+    which n-grams may look up a continuation. With `merges`, n-gram tokens that differ from the model's become branches
+    of its draft, which must not be drawn at random. With `state`, nothing is found that its grammar forbids.
     """
 
     def __init__(
@@ -43,10 +40,6 @@ class Cascade:
         self._state = state
         #: What the free drafter found in this round.
         self._found = NO_DRAFT
-
-    @property
-    def name(self) -> str:
-        return "+".join(each.name for each in self._both)
 
     @property
     def model_name(self) -> str | None:
@@ -95,14 +88,12 @@ class Cascade:
 
 
 class Guesses:
-    """A cheaper drafter that guesses the tokens of a draft model, and the results of its guesses.
+    """A cheaper drafter that guesses the tokens of a draft model (Spector & Re, arXiv:2308.04623, section 3.2).
 
-    The draft model treats guesses as the target treats drafts. It decodes the guessed tokens in one
-    batch, draws each token from its own distribution, and goes on in the same batch while the drawn
-    token is the guessed one (the rule of `MatchVerifier`). So its tokens and the recorded
-    distributions are those that it would have without guesses. A policy of the same kind decides
-    how much to guess, by the costs of the draft model's decodes. (Spector & Re, arXiv:2308.04623,
-    section 3.2.)
+    The draft model decodes the guessed tokens in one batch, draws each token from its own distribution, and goes on in
+    the same batch while the drawn token is the guessed one (the rule of `MatchVerifier`). So its tokens and their
+    distributions are those that it would have without guesses. A policy decides how much to guess, by the costs of the
+    draft model's decodes.
     """
 
     def __init__(self, drafters: Cascade, policy: Policy) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 from specgen.drafters.expansion import Expansion
 from specgen.drafters.kind import DraftRequest
@@ -12,7 +12,6 @@ from specgen.llama.draft_models import DflashModel
 from specgen.method.backend import Batch
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.tables import CostTable, Price
-from specgen.system.arrays import Logits
 
 
 class DflashDrafter(StatesDrafter):
@@ -58,18 +57,13 @@ class DflashDrafter(StatesDrafter):
                 batch.hidden.append(self.states.after(index))
             yield Ask(self._backend, batch, self._fill_costs)
             cache.n_held += len(batch)
-        rows = yield from self._block(context[-1], n_read - cache.n_skipped, made.n_deepest)
-        return (yield from made.grow_from(rows))
-
-    def _block(self, last: int, position: int, n: int) -> Generator[Ask, Logits, Logits]:
-        """Decode a block; return the logits of the n tokens behind the last one, float32[n, n_vocab]."""
-        tokens = [last, *[self._mask] * (n - self._predicts_from_last)]
-        batch = Batch()
-        for offset, token in enumerate(tokens):
-            batch.add(token, position + offset, (self._slot.first,), True)
+        n, batch = made.n_deepest, Batch()
+        block = [context[-1], *[self._mask] * (n - self._predicts_from_last)]
+        for position, token in enumerate(block, n_read - cache.n_skipped):
+            batch.add(token, position, (self._slot.first,), True)
             batch.hidden.append(None)
         rows = yield Ask(self._backend, batch, self._costs)
-        return rows[len(rows) - n :]
+        return (yield from made.grow_from(rows[len(rows) - n :]))
 
 
 class DflashDraft(TrainedDraft):

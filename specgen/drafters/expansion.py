@@ -29,16 +29,6 @@ WIDEST = 8
 RowsBeyond: TypeAlias = Callable[[Sequence[int]], Generator[Ask, Logits, Iterable[Logits]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A model's prediction for a position: the likeliest tokens with their probabilities at
-    temperature 1, best first, or the distribution to draw tokens from. It is empty if the grammar
-    allows no token."""
-
-    guesses: tuple[tuple[int, float], ...] = ()
-    source: Distribution | None = None
-
-
 @dataclass(eq=False)
 class Expansion(ABC):
     """A draft of at most `n_max` tokens on at most `n_deepest` levels, as it grows. Parents come before their children.
@@ -65,18 +55,16 @@ class Expansion(ABC):
     #: The independent chains of a draft that consists of such chains; and the `looks` of a `Draft`.
     walks: list[list[int]] = field(default_factory=list, init=False)
     confidences: list[float] = field(default_factory=list, init=False)
-    #: The looks beyond nodes of a tree: another draft may start from one.
-    looks: dict[int, Look] = field(default_factory=dict, init=False)
     #: The nodes that were not looked beyond and may have children.
     _open: list[int] = field(default_factory=list, init=False)
 
     def grow(
         self,
-        first: Logits | Look,
+        first: Logits,
         rows_beyond: RowsBeyond,
         n_most: Callable[[], int] = lambda: WIDEST,
     ) -> Drafting:
-        """Grow from the look beyond the root, or its logits. There is room for at most `n_most()` looks at once."""
+        """Grow from the logits beyond the root. There is room for at most `n_most()` looks at once."""
         self._take(ROOT, first)
         while nodes := self._frontier(n_most()):
             rows = yield from rows_beyond(nodes)
@@ -138,8 +126,8 @@ class Expansion(ABC):
         )
 
     @abstractmethod
-    def _take(self, node: int, row: Logits | Look) -> None:
-        """Add tokens that a look beyond a node, or `ROOT`, found."""
+    def _take(self, node: int, row: Logits) -> None:
+        """Add children of a node, or of `ROOT`, by the logits beyond it."""
 
     @abstractmethod
     def _frontier(self, n_most: int) -> list[int]:
@@ -152,8 +140,7 @@ class Chain(Expansion):
 
     _goes_on: bool = field(default=True, init=False)
 
-    def _take(self, node: int, row: Logits | Look) -> None:
-        assert not isinstance(row, Look), "chains keep no looks"
+    def _take(self, node: int, row: Logits) -> None:
         request, plan, path = self.request, self.plan, (*self.before, *self.tokens)
         top, self._goes_on = None, False
         if plan.stop.needs_confidence:
@@ -180,33 +167,33 @@ class Chain(Expansion):
 class Tree(Expansion):
     """Several branches."""
 
-    def _take(self, node: int, row: Logits | Look) -> None:
-        look = self.looks[node] = row if isinstance(row, Look) else self._look(node, row)
-        self._branch(node, look)
-
-    @abstractmethod
-    def _branch(self, node: int, look: Look) -> None:
-        """Add the tokens of a look as children."""
-
-    def _frontier(self, n_most: int) -> list[int]:
-        return self._open_nodes()[:n_most] if len(self.tokens) < self.n_max else []
-
-    def _look(self, node: int, row: Logits) -> Look:
+    def _take(self, node: int, row: Logits) -> None:
         request, shape, path = self.request, self.request.shape, self._path(node)
         try:
             source = request.shaper.distribution(row, path)
         except NoTokenAllowedError:
-            return Look()
+            return
         if request.draws:
-            return Look(source=source)
+            self._draw(node, source)
+            return
         top = request.shaper.top_probability(row, path)
-        n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
-        order = best(source.probs, n_guesses)
-        # The shaper may drop tokens, and rescales the others to a sum of 1.
-        probabilities = source.probs[order] * (top / source.probs[order[0]])
-        return Look(
-            tuple(zip(source.token_ids[order].tolist(), probabilities.tolist(), strict=True))
+        order = best(
+            source.probs, max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
         )
+        # The shaper may drop tokens, and rescales the others to a sum of 1.
+        chances = source.probs[order] * (top / source.probs[order[0]])
+        self._guess(node, source.token_ids[order].tolist(), chances.tolist())
+
+    @abstractmethod
+    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
+        """Add children: the likeliest tokens, with their probabilities at temperature 1."""
+
+    def _draw(self, node: int, source: Distribution) -> None:
+        """Add children that are drawn from a distribution."""
+        raise NotImplementedError
+
+    def _frontier(self, n_most: int) -> list[int]:
+        return self._open_nodes()[:n_most] if len(self.tokens) < self.n_max else []
 
 
 @dataclass(eq=False)
@@ -223,10 +210,10 @@ class Worthwhile(Tree):
         assert isinstance(self.plan.stop, WhilePaying)
         return self.plan.stop
 
-    def _branch(self, node: int, look: Look) -> None:
+    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
         before = 1.0 if node == ROOT else self._chances[node]
-        self.confidences += [probability for _, probability in look.guesses[:1]]
-        for rank, (token, probability) in enumerate(look.guesses):
+        self.confidences.append(chances[0])
+        for rank, (token, probability) in enumerate(zip(tokens, chances, strict=True)):
             if rank == 0 or probability >= _LEAST:
                 self._add(node, token, probability)
                 self._ranks.append(rank)
@@ -270,18 +257,23 @@ class Levels(Tree):
     """A tree with a fixed number of children for each node of a depth: the likeliest tokens, or tokens drawn
     without replacement."""
 
-    def _branch(self, node: int, look: Look) -> None:
-        depth = 0 if node == ROOT else self.depths[node] + 1
-        n_children = min(self.shape.numbers[depth], self.n_max - len(self.tokens))
-        for token, probability in look.guesses[:n_children]:
+    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
+        n_children = self._n_children(node)
+        for token, probability in zip(tokens[:n_children], chances, strict=False):
             self._add(node, token, probability)
-        source = look.source
-        for _ in range(n_children):
-            if source is None:
+
+    def _draw(self, node: int, source: Distribution) -> None:
+        left: Distribution | None = source
+        for _ in range(self._n_children(node)):
+            if left is None:
                 break
-            token = source.draw(self.request.rng)
-            self._add(node, token, source.probability(token), source)
-            source = source.without(token)
+            token = left.draw(self.request.rng)
+            self._add(node, token, left.probability(token), left)
+            left = left.without(token)
+
+    def _n_children(self, node: int) -> int:
+        depth = 0 if node == ROOT else self.depths[node] + 1
+        return min(self.shape.numbers[depth], self.n_max - len(self.tokens))
 
 
 @dataclass(eq=False)
@@ -295,12 +287,10 @@ class Walks(Tree):
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]
         self.n_deepest = min(self.n_deepest, self.n_max // len(self.walks))
 
-    def _branch(self, node: int, look: Look) -> None:
-        source = look.source
-        if source is None:
-            for token, probability in look.guesses[:1]:
-                self._add(node, token, probability)
-            return
+    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
+        self._add(node, tokens[0], chances[0])
+
+    def _draw(self, node: int, source: Distribution) -> None:
         for walk in self.walks:
             if (walk[-1] if walk else ROOT) == node:
                 token = source.draw(self.request.rng)
@@ -341,12 +331,9 @@ def expansion(
 
 
 class NodeBranches:
-    """The branches of a draft, each in its own sequence of the model's cache.
-
-    A sequence ends on a node, its tip. The first child of a tip continues the sequence; another
-    child, or a child of a node further up, gets a sequence of its own, which shares the cells up
-    to its parent.
-    """
+    """The branches of a draft, each in its own sequence of the model's cache. A sequence ends on a node, its tip. The
+    first child of a tip continues the sequence; any other node gets one of its own, which shares the cells up to its
+    parent."""
 
     def __init__(self, backend: Backend, slot: Branches) -> None:
         self._backend = backend
@@ -377,8 +364,7 @@ class NodeBranches:
         self._tips = {self._trunk: ROOT}
 
     def follow(self, node: int, parent: int, position: int) -> int:
-        """Return the sequence for a node that is about to be decoded at a position; its `parent` is decoded
-        already."""
+        """Return the sequence for a node that is about to be decoded at a position."""
         sequence = self._sequences[parent]
         if self._tips[sequence] != parent:
             branch = self._free.pop()
@@ -389,8 +375,7 @@ class NodeBranches:
         return sequence
 
     def keep(self, node: int, n_before: int, n_kept: int) -> None:
-        """Keep the text, of `n_before` tokens, and the path of `n_kept` nodes down to `node` in the
-        trunk; remove everything else."""
+        """Keep the text, of `n_before` tokens, and the path of `n_kept` nodes down to `node` in the trunk."""
         backend, trunk = self._backend, self._trunk
         sequence = self._sequences.get(node, trunk)
         if sequence != trunk:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,21 +71,18 @@ class HeadsDrafter(Drafter):
             parents = np.concatenate([behind[made.parents[node]] for node in nodes])
             reached = self._heads.advance(parents, [made.tokens[node] for node in nodes])
             behind.update((node, reached[index : index + 1]) for index, node in enumerate(nodes))
-            return map(self._whole, self._rows(reached))
+            return self._rows(reached)
 
-        return made.grow(self._whole(self._rows(states)[0]), rows_beyond)
+        return made.grow(next(self._rows(states)), rows_beyond)
 
-    def _rows(self, states: Hidden) -> Logits:
-        """Return the logits of the frequent tokens for each state: float32[n, n_frequent]."""
+    def _rows(self, states: Hidden) -> Iterator[Logits]:
+        """Yield the row of each state over the target's vocabulary, float32[n_vocab]. A row is valid until the next."""
         before_s = self._heads.compute_s
         rows = self._heads.logits(states)
         self._costs.observe(len(rows), self._heads.compute_s - before_s)
-        return rows
-
-    def _whole(self, row: Logits) -> Logits:
-        """Return a row over the target's vocabulary, float32[n_vocab], valid until the next call."""
-        self._row[self._heads.tokens] = row
-        return self._row
+        for row in rows:
+            self._row[self._heads.tokens] = row
+            yield self._row
 
 
 class LoadedHeads(LoadedDraft):

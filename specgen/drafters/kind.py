@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend
-from specgen.method.draft import Branches, Distribution
+from specgen.method.draft import Branches
 from specgen.method.tables import CostTable
 from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
-from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
 
 if TYPE_CHECKING:
@@ -26,22 +25,13 @@ if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
     from specgen.method.drafter import Drafter
     from specgen.method.tables import AcceptanceRates
-    from specgen.text.text_state import TextState
+    from specgen.text.text_state import Shaper, TextState
 
 #: What a draft is named by in the memory of costs and acceptance: its file, or a word.
 Key: TypeAlias = Path | str
 #: What a draft reads: tokens, the target's final hidden states of the last rows, the states of all rows, or the
 #: target's cache beside them.
 Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
-
-
-class DraftShaper(Protocol):
-    """Turns rows of a draft's logits, float32[n_vocab], into distributions over its tokens; `path` holds the
-    drafted tokens before. `Shaper` is an implementation."""
-
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution: ...
-
-    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -62,33 +52,31 @@ class CacheSlot:
         return backend.n_ctx // self.n
 
     def share_prefix(self, backend: Backend, tokens: Sequence[int], *, n_again: int = 0) -> int:
-        """Reuse the longest prefix of `tokens` that any slot of the cache holds; drop the rest of this slot.
-        Return the number of reused tokens: at most all but the last token, which must be decoded for its
-        logits. The sequences share cells, so no data is copied. The last `n_again` tokens of a prefix are not
-        reused where the cache can drop them: a drafter needs the hidden states behind them."""
+        """Reuse the longest prefix of `tokens` that any slot of the cache holds, without copying; drop the rest of
+        this slot. Return the number of reused tokens: at most all but the last, whose logits are needed. The last
+        `n_again` tokens of a prefix are not reused where the cache can drop them: a drafter needs their states."""
         own = self.branches(backend)
         for branch in range(own.first + 1, own.first + own.n_branches):
             if backend.length(branch):
                 backend.remove(branch)
         tokens = tokens[:-1]
-        n_own = n_common(backend.text(own.first), tokens)
-        if backend.rollback != "cells" and n_own < backend.length(own.first):
-            # Such a cache cannot drop cells: to go back within a text, it would decode it again.
-            n_own = 0
-        best, lender = n_own, own
-        for other in range(self.n if backend.rollback == "cells" else 0):
-            branches = CacheSlot(other, self.n).branches(backend)
-            n = n_common(backend.text(branches.first), tokens)
-            if n > best:
-                best, lender = n, branches
+        best = n_own = n_common(backend.text(own.first), tokens)
+        lender = own.first
         if backend.rollback == "cells":
-            best = max(0, best - n_again)
+            firsts = [CacheSlot(other, self.n).branches(backend).first for other in range(self.n)]
+            n_held = {first: n_common(backend.text(first), tokens) for first in firsts}
+            if max(n_held.values()) > n_own:
+                lender = max(firsts, key=n_held.__getitem__)
+            best = max(0, n_held[lender] - n_again)
             n_own = min(n_own, best)
+        elif n_own < backend.length(own.first):
+            # Such a cache cannot drop cells: to go back within a text, it would decode it again.
+            best = n_own = 0
         try:
             if backend.length(own.first) > n_own:
                 backend.remove(own.first, n_own)
-            if lender is not own:
-                backend.copy(lender.first, own.first, n_own, best)
+            if lender != own.first:
+                backend.copy(lender, own.first, n_own, best)
         except RollbackError:  # the cells that a sliding window needs are gone
             backend.remove(own.first)
             return 0
@@ -97,13 +85,12 @@ class CacheSlot:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One answer that is to be drafted for. `text` is the target's text, which begins with the prompt, and `shaper`
-    makes the distributions that tokens are drafted from: with `draws` they are drawn at random, and the draft
-    carries these distributions; else they are the likeliest. With `branches` the draft may be a tree of this
-    `shape`, and of at most `n_deepest` levels."""
+    """One answer that is to be drafted for. `shaper` makes the distributions that tokens are drafted from: with `draws`
+    they are drawn at random, and the draft carries these distributions; else they are the likeliest. With `branches`
+    the draft may be a tree of this `shape`, and of at most `n_deepest` levels."""
 
     text: TextState
-    shaper: DraftShaper
+    shaper: Shaper
     rng: np.random.Generator
     #: The text's first tokens, as the draft reads them: its caches may hold some of them already.
     prompt: Sequence[int] = ()
@@ -126,8 +113,7 @@ class DraftRequest:
     is_endless: bool = False
 
     def reused(self, backend: Backend, start: int = 0) -> Sequence[int]:
-        """Let the slot of a cache hold the longest beginning of the prompt, from `start` on, that the cache has;
-        return it."""
+        """Let the slot of a cache hold the longest known prefix of the prompt, from `start` on; return it."""
         tokens = self.prompt[start:]
         return tokens[: self.slot.share_prefix(backend, tokens)]
 
@@ -221,8 +207,8 @@ class LoadedDraft:
 @dataclass(frozen=True)
 class DraftKind:
     """A way to draft. `matches` says whether a file, or the word after `--draft`, is of this kind; a file that cannot be
-    read is not. `suits` says whether its name alone, as the word, drafts for a target. `open` loads a source that matches: it raises `ModelFileError`, `PairError` if it does not fit the
-    target, or `UsageError` if the options ask for what it cannot do."""
+    read is not. `suits` says whether its name alone, as the word, drafts for a target. `open` loads a source that
+    matches; it raises `ModelFileError`, `PairError`, or `UsageError` if the options ask for what it cannot do."""
 
     name: str
     matches: Callable[[DraftSource], bool]

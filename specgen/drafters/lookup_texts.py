@@ -33,14 +33,12 @@ _DAMAGE: Final = (
     *(zipfile.BadZipFile, zlib.error),
 )
 #: The longest match that is looked for, in tokens, and the most occurrences of it that are looked at.
-MAX_MATCH: Final = 32
-MAX_PLACES: Final = 100
+MAX_MATCH, MAX_PLACES = 32, 100
 #: Stands behind each text of a corpus; no token.
-SEPARATOR: Final = -1
-#: Larger files in folders are left out: people hardly write such files.
-MAX_FILE_BYTES = 4 << 20
-#: More bytes than this in all are refused: sorting takes a hundred and fifty bytes of memory a token.
-MAX_CORPUS_BYTES = 16 << 20
+SEPARATOR = -1
+#: Larger files in folders are left out: people hardly write such files. More in all is refused: sorting takes a
+#: hundred and fifty bytes of memory a token.
+MAX_FILE_BYTES, MAX_CORPUS_BYTES = 4 << 20, 16 << 20
 #: The fields of a record that may hold text, in the order in which they are taken.
 FIELDS = ("prompt", "turns", "content", "text", "answer")
 _RECORD_ENDINGS = (".jsonl", ".ndjson")
@@ -48,11 +46,9 @@ _RECORD_ENDINGS = (".jsonl", ".ndjson")
 _VERSION = 2
 #: The most bytes that a store holds; if it grows beyond that, its older half is removed.
 MAX_STORE_BYTES = 8 << 20
-_BYTES_A_TOKEN = 4
 #: Texts that are not in the saved array get an array of their own, until they have more tokens than
 #: this, and more than this share of the saved tokens.
-MAX_NEW = 16384
-_NEW_PART = 0.25
+MAX_NEW, _NEW_PART = 16384, 0.25
 #: The longest wait for another process that adds a text, in seconds.
 _WAIT_S = 2.0
 
@@ -208,10 +204,8 @@ def load_corpus(
     A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden files,
     links, and files in hidden folders. A file whose name ends in .jsonl or .ndjson has records, one
     JSON object a line, with texts, or lists and objects with texts, in any of the `FIELDS`.
-
-    The array is kept in the folder `cache`, if given, until the files change; `fingerprint`
-    identifies the vocabulary. Raise `UsageError` if a path does not exist or cannot be read, if a
-    named file is not text, or if there is no text or more than `MAX_CORPUS_BYTES`.
+    The array is kept in the folder `cache` until the files change; `fingerprint` identifies the vocabulary.
+    Raise `UsageError` if there is no text or too much, or if a file that is named is not text.
     """
     files = [file for path in paths for file in _files(path)]
     named = f"--lookup-file {', '.join(map(str, paths))}"
@@ -234,8 +228,8 @@ def load_corpus(
     )
     if not len(array):
         raise UsageError(f"{named}: no text in it")
-    if place is not None:
-        with contextlib.suppress(OSError):  # the next run makes it again
+    with contextlib.suppress(OSError):  # the next run makes it again
+        if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
             array.save(place, made_of)
     return array
@@ -270,23 +264,20 @@ def _files(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
 
 def _texts(path: Path, *, is_named: bool) -> list[str]:
     """Return the texts of a file. Raise `UsageError` if it has none and is named."""
+    texts: list[str] = []
     try:
         text = path.read_bytes().decode("utf-8-sig")
         if "\0" in text:
             raise ValueError
-    except (OSError, ValueError) as error:
+        texts = [text]
+        return _recorded(path, text) if path.suffix.lower() in _RECORD_ENDINGS else texts
+    except (OSError, ValueError, UsageError) as error:
         if not is_named:
-            return []
+            return texts
+        if isinstance(error, UsageError):
+            raise
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"{path}: {reason or error}") from error
-    if path.suffix.lower() not in _RECORD_ENDINGS:
-        return [text]
-    try:
-        return _recorded(path, text)
-    except UsageError:
-        if is_named:
-            raise
-        return [text]
 
 
 def _recorded(path: Path, text: str) -> list[str]:
@@ -316,32 +307,28 @@ def _texts_of(value: object) -> Iterator[str]:
             yield from _texts_of(item)
 
 
-def count_texts(store: Path) -> int:
-    """Return the number of texts in the folder of an `EarlierTexts`."""
-    return len(_texts_in(store))
-
-
-def _texts_in(store: Path) -> list[IntArray]:
+def texts_in(store: Path) -> list[IntArray]:
+    """Return the texts in the folder of an `EarlierTexts`, the newest last: token ids, int32[n] each."""
     found = _load(store / "tokens.npz", "tokens")
     return split(found[0]) if found is not None else []
 
 
 class EarlierTexts:
     """The token ids of earlier texts: a file for each vocabulary, the newest text last, and a saved array of most of
-    them. The files are replaced whole, and damaged ones are noticed. Nothing here raises an error: a store that cannot
-    be read is empty, and one that cannot be written stays as it is."""
+    them. Nothing here raises an error: a store that cannot be read is empty, and one that cannot be written stays as
+    it is."""
 
     def __init__(self, folder: Path, fingerprint: str, *, max_bytes: int = MAX_STORE_BYTES) -> None:
         #: The folder of the texts: a digest, since a fingerprint may not be a valid name.
         self.folder = folder / hashlib.blake2b(fingerprint.encode(), digest_size=16).hexdigest()
-        self._n_most = max_bytes // _BYTES_A_TOKEN
+        self._n_most = max_bytes // np.int32().nbytes
 
     def add(self, tokens: Sequence[int]) -> None:
         """Keep a text that is not there yet as the newest one; if it is larger than the store, only its end."""
         new = np.array(tokens[-self._n_most :], np.int32)
         busy = OutputError(f"{self.folder}: another process does not stop writing to it")
         with contextlib.suppress(OSError, OutputError), locked(self.folder / "lock", busy, _WAIT_S):
-            texts = self.texts()
+            texts = texts_in(self.folder)
             if not len(new) or any(np.array_equal(text, new) for text in texts):
                 return
             texts.append(new)
@@ -351,14 +338,10 @@ class EarlierTexts:
                     n_tokens -= len(texts.pop(0))
             _save(self.folder / "tokens.npz", tokens=joined(texts))
 
-    def texts(self) -> list[IntArray]:
-        """Return all texts, the newest last: token ids, int32[n] each."""
-        return _texts_in(self.folder)
-
     def arrays(self) -> tuple[SuffixArray, ...]:
         """Return all texts in arrays that can be searched, the newest texts in the last one. Most texts are
         in a saved array, which is rebuilt only when many texts are not in it."""
-        tokens, place = joined(self.texts()), self.folder / "texts.npz"
+        tokens, place = joined(texts_in(self.folder)), self.folder / "texts.npz"
         saved = SuffixArray.load(place)
         n_saved = len(saved) if saved is not None else 0
         if saved is None or not np.array_equal(saved.tokens, tokens[:n_saved]):

@@ -11,7 +11,7 @@ import numpy as np
 
 from specgen.drafters.cascade import Cascade, Guesses
 from specgen.drafters.expansion import WIDEST
-from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Key, LoadedDraft, Room
+from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import refuse_draft
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
@@ -53,16 +53,13 @@ class DraftModel(LoadedDraft):
             on_error.callback(self.close)
             #: The translation between the vocabularies; None if they are the same.
             self._translation = self._pair(setup)
-            self.mask = mask_token(self.model, setup.drafting.mask)
+            self.mask, wanted = mask_token(self.model, setup.drafting.mask), setup.drafting.mask
+            self._lacks_mask = (
+                self.mask is None and wanted == "auto" and is_parallel_draft(self.model)
+            )
             if self._translation is not None:
                 # What a token may be depends on how the one before it is spelled, so none are made in parallel.
                 self.can_draw, self.own_vocabulary, self.mask = False, self.model, None
-            self._lacks_mask = (
-                self.mask is None
-                and setup.drafting.mask == "auto"
-                and is_parallel_draft(self.model)
-                and mask_token(self.model, "auto") is None
-            )
             self._open_helper(setup)
             on_error.pop_all()
         if self.mask is not None:
@@ -84,7 +81,7 @@ class DraftModel(LoadedDraft):
             if setup.drafting.translate == "off":
                 raise
             translation = Translation(target.vocabulary, self.model.vocabulary)
-            translation.draft_lexicon.load()  # now, not in the middle of an answer
+            translation.draft_lexicon.with_prefix(b"")  # read now, not in the middle of an answer
             return translation
         return None
 
@@ -153,45 +150,38 @@ class DraftModel(LoadedDraft):
         return (context, *others)
 
     def drafter(self, request: DraftRequest) -> Drafter:
-        backend = request.caches[0]
-        if self._translation is not None:
-            return self._translated(self._translation, request)
-        n = self._n_shared_tokens
+        backend, n, translation = request.caches[0], self._n_shared_tokens, self._translation
         if self.mask is not None:
             return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
-        guesses = self._guesses(request)
-        return ModelDrafter(backend, request, n_shared_tokens=n, guesses=guesses)
-
-    def _translated(self, translation: Translation, request: DraftRequest) -> Drafter:
+        if translation is None:
+            guesses = self._guesses(request)
+            return ModelDrafter(backend, request, n_shared_tokens=n, guesses=guesses)
         text = translation.text(request.prompt, request.draft_prompt)
         # The target's biases and penalties refer to the target's token ids.
         never = self.model.vocabulary.end_tokens() if request.is_endless else ()
         shaper = PrefixShaper(translation.draft_lexicon, never)
         own = replace(request, text=TextState(()), shaper=shaper, prompt=tuple(text.tokens))
-        backend, guesses = request.caches[0], self._guesses(own)
-        inner = ModelDrafter(backend, own, n_shared_tokens=self._n_shared_tokens, guesses=guesses)
+        inner = ModelDrafter(backend, own, n_shared_tokens=n, guesses=self._guesses(own))
         holds_back = backend.rollback == "cells"
         return TranslatedDrafter(inner, translation, text, shaper, holds_back=holds_back)
 
     def _guesses(self, request: DraftRequest) -> Guesses | None:
         """Return what drafts for this model, over a text in its tokens. A helper has a random generator of its own, so
         that it cannot change this model's samples."""
-        caches = request.caches[1:]
+        caches, key = request.caches[1:], Path("ngram")
         if self._guesses_ngrams:
-            key: Key = "ngram"
             cascade = Cascade(SuffixDrafter(*DraftOptions().ngrams_of))
         elif self.helper is not None and caches:
-            most_likely = Shaper(Sampler(SamplerOptions()), request.text)
+            key = self.helper.model.path
             own = replace(
                 request,
-                shaper=most_likely,
+                shaper=Shaper(Sampler(SamplerOptions()), request.text),  # the likeliest token
                 rng=np.random.default_rng(0),
                 caches=caches,
-                costs=request.costs_of(self.helper.model.path),
+                costs=request.costs_of(key),
                 draws=False,
                 draft_prompt=None,
             )
-            key = self.helper.model.path
             cascade = Cascade(model=self.helper.drafter(own))
         else:
             return None

@@ -10,7 +10,6 @@ import numpy as np
 from specgen.drafters.cascade import Guesses
 from specgen.drafters.expansion import (
     Expansion,
-    Look,
     NodeBranches,
     RowsBeyond,
     expansion,
@@ -28,23 +27,19 @@ from specgen.text.prefix import n_common
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
 #: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).
 _N_SINK = 4
-#: The most tokens that an up-to-date drafter has to decode first: the target's own token and, if
-#: the whole last draft was accepted, its last token.
+#: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
 N_USUAL = 2
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a model.
+    """Drafts with a model: chains, or trees like those of SpecInfer (Miao et al., arXiv:2305.09781) and EAGLE-2 (Li et
+    al., arXiv:2406.16858).
 
-    The model's cache keeps all tokens that became text, so no token is decoded twice. The next proposal starts with
-    one batch of the tokens that were committed since: usually the target's own token and, after a full acceptance, the
-    last drafted one. The exception is a text that outgrows the model's context: the cache is then filled again with the
-    text's first few tokens and as many of its latest as fill half of the context.
+    The model's cache keeps all tokens that became text, so no token is decoded twice. If a text outgrows the model's
+    context, the cache is filled again with the text's first few tokens and as many of its latest as fill half of it.
 
-    To look beyond the nodes of a tree, the model decodes them in one batch, each on its own branch of the cache: a
-    sequence that shares the cells of its ancestors. Leaves cost no decode, since one look finds all children of a node.
-    After the round the branch that became text stays, and the look beyond its last node is remembered. Dynamic trees of
-    this kind are SpecInfer's (Miao et al., arXiv:2305.09781) and EAGLE-2's (Li et al., arXiv:2406.16858).
+    To look beyond the nodes of a tree, the model decodes them in one batch, each on its own branch of the cache. Leaves
+    cost no decode, since one look finds all children of a node. After the round the branch that became text stays.
 
     Tokens from `n_shared_tokens` on exist in only one of the two vocabularies (padding) and are never drafted. With
     `guesses`, a cheaper drafter speeds up the model itself, which then drafts chains.
@@ -77,8 +72,6 @@ class ModelDrafter(Drafter):
         #: The last tree, whose branches the cache holds, and the text's length before it.
         self._tree: Expansion | None = None
         self._n_text = 0
-        #: The look beyond the text's last token, if that was a node of the tree that was looked beyond.
-        self._known: Look | None = None
 
     def price(self, n_context: int) -> Price:
         # Most of what became text since the last draft is in the cache.
@@ -94,9 +87,7 @@ class ModelDrafter(Drafter):
         if n_max < 1:
             return NO_DRAFT
         backend, request = self._backend, self._request
-        first: Logits | Look | None = self._known
-        if first is None:
-            first = (yield from self._catch_up(context))[: self._n_shared_tokens]
+        first = (yield from self._catch_up(context))[: self._n_shared_tokens]
         backend.checkpoint(self._sequence)
         before = context[len(context) - n_drafted :]
         made = expansion(self.name, request, plan, before, backend.vocabulary, n_max)
@@ -138,7 +129,6 @@ class ModelDrafter(Drafter):
 
     def _drop_tree(self, node: int = ROOT, n_kept: int = 0) -> None:
         """Remove the last tree from the cache, but for the path of `n_kept` nodes down to `node`."""
-        self._known = None
         if self._tree is not None:
             self._branches.keep(node, self._n_text - self.n_skipped, n_kept)
             self._n_agreed = max(self._n_agreed, self._n_text + n_kept)
@@ -155,17 +145,13 @@ class ModelDrafter(Drafter):
                 break
             node, n_kept = child, n_kept + 1
         self._drop_tree(node, n_kept)
-        if self._n_text + n_kept == len(context):
-            self._known = tree.looks.get(node)
 
     def _empty(self) -> None:
         self._backend.remove(self._sequence)
-        self._known = None
         self._n_agreed = self.n_skipped = 0
 
     def _make_room(self, n_context: int, n_max: int) -> int:
-        """Slide the window, if the text and a draft of n_max tokens do not fit the cache;
-        return how many tokens may be drafted."""
+        """Slide the window if text and draft do not fit the cache; return how many tokens may be drafted."""
         n_ctx = self._n_ctx
         # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
         n_room = n_ctx - (n_context - self.n_skipped) + 1
@@ -198,8 +184,7 @@ class ModelDrafter(Drafter):
         return context[n_kept:]
 
     def _guessed_rows(self, chain: Expansion, context: Sequence[int], n_drafted: int) -> RowsBeyond:
-        """Return what decodes the tokens of a chain together with guesses of those behind them. A token that was
-        guessed right is decoded already."""
+        """Decode the tokens of a chain together with guesses of those behind them."""
         guesses, backend = self._guesses, self._backend
         assert guesses is not None
         n_max, rows = chain.n_max, np.empty((0, 0), np.float32)

@@ -8,14 +8,12 @@ from pathlib import Path
 from specgen.drafters.expansion import Expansion, price_after
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Room
 from specgen.drafters.states import (
-    CELLS_BEHIND,
     N_USUAL,
     LayerDrafter,
     StatesCache,
     StatesDraft,
     StatesDrafter,
 )
-from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_contexts import MtpContext
@@ -23,7 +21,6 @@ from specgen.llama.draft_models import MtpModel
 from specgen.llama.mtp_layers import holds_mtp_only
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.tables import Price
-from specgen.options import DraftSource
 from specgen.system.arrays import Hidden, Logits
 
 
@@ -84,23 +81,19 @@ class MtpDraft(StatesDraft):
         self._model: LlamaModel = target
         if path is not None:
             self._model = MtpModel(path, target, n_gpu_layers=setup.context.n_gpu_layers)
-            self.models = (self._model,)
-            self._check_tokens(target)
+            n_shared, n_tokens = self._n_shared(self._model), target.vocabulary.n_tokens
+            if n_shared < n_tokens:
+                self.close()
+                raise PairError(
+                    f"{path.name} cannot draft for {target.name}: it has {n_shared} of its {n_tokens} tokens"
+                )
         n_layers, own = self._model.n_mtp_layers, None
         if n_layers > 1:
             own = f"each of the {n_layers} MTP layers of {self._model.name} drafts one token"
         self.why_chains = setup.why_chains or own
 
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
-        context = MtpContext(
-            self._model,
-            room.options_of(self.key),
-            n_ctx=room.n_ctx + CELLS_BEHIND,
-            clock=room.clock,
-            n_branches=self.n_branches(room.n_rows),
-            n_slots=room.n_slots,
-        )
-        return (context,)
+        return (MtpContext(self._model, room.options_of(self.key), **self._sizes(room)),)
 
     def drafter(self, request: DraftRequest) -> Drafter:
         (context,) = request.caches
@@ -109,27 +102,11 @@ class MtpDraft(StatesDraft):
             return MtpChainDrafter(context, request)
         return LayerDrafter(context, request)
 
-    def _check_tokens(self, target: LlamaModel) -> None:
-        own, others = self._model.vocabulary, target.vocabulary
-        try:
-            if check_pair(others, own, target.name, self._model.name) < others.n_tokens:
-                raise PairError(
-                    f"{self._model.name} cannot draft for {target.name}: it has {own.n_tokens} tokens, the target "
-                    f"{others.n_tokens}"
-                )
-        except PairError:
-            self.close()
-            raise
-
-
-def _matches(source: DraftSource) -> bool:
-    return holds_mtp_only(source) if isinstance(source, Path) else source == "mtp"
-
-
-def _open(source: DraftSource, setup: DraftSetup) -> MtpDraft:
-    return MtpDraft(setup, source if isinstance(source, Path) else None)
-
 
 KIND = DraftKind(
-    "mtp", _matches, _open, reads="all states", suits=lambda target: not target.why_no_mtp
+    "mtp",
+    matches=lambda draft: holds_mtp_only(draft) if isinstance(draft, Path) else draft == "mtp",
+    open=lambda draft, setup: MtpDraft(setup, draft if isinstance(draft, Path) else None),
+    reads="all states",
+    suits=lambda target: not target.why_no_mtp,
 )

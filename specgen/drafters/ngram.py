@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft
 from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, Match, Matches
@@ -21,16 +21,14 @@ from specgen.method.policy import RoundPlan
 from specgen.method.tables import FREE, Price
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
-TEXT_ORIGIN: Final = "ngram"
-LOOKUP_ORIGIN: Final = "lookup"
+TEXT_ORIGIN, LOOKUP_ORIGIN = "ngram", "lookup"
 #: A corpus is followed if its match is longer than the text's own by at least this many tokens.
 _CLEARLY_LONGER = 2
 #: The token that followed last is drafted, unless another one followed this many times as often.
 _CLEARLY_OFTENER = 3
 #: A token's odds for each token of the match and each occurrence that it followed, and how much each
 #: other occurrence takes from them.
-_ODDS_A_TOKEN = 0.35
-_DISSENT = 2.0
+_ODDS_A_TOKEN, _DISSENT = 0.35, 2.0
 #: The most occurrences of an n-gram among which the longest match is looked for, the latest.
 _MOST_SEARCHED = 1024
 #: The most continuations that are drafted at one position of a tree without a fixed shape.
@@ -104,8 +102,8 @@ class SuffixDrafter(Drafter):
 
     Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match`
     tokens counts as one of `max_match`. `corpora` are followed where their match is clearly longer
-    than the text's own; among equally long matches, the last corpus is followed. It does not ask
-    the plan: a draft of any length costs microseconds, and its probabilities show where to cut it.
+    than the text's own; of equally long matches that in the last corpus. It does not ask the plan: a
+    draft costs microseconds, and its probabilities show where to cut it.
 
     With `n_children` above 1 the draft is a tree of at most `n_deepest` levels: where occurrences went
     on in different ways, the likeliest few become branches. It has the nodes with the likeliest paths.

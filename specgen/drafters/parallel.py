@@ -32,17 +32,13 @@ _PARD = re.compile(r"(?<![a-z])pard-?2?(?![a-z0-9])", re.IGNORECASE)
 class ParallelDrafter(ModelDrafter):
     """Drafts with a model that was trained to predict K tokens in one decode (PARD, arXiv:2504.18583).
 
-    The decode has the tokens that the model has not read yet and K - 1 times the token `mask`, at
-    consecutive positions. The row of the last token of the text predicts the next token, as in any model,
-    and the row of mask i predicts token i + 1. The plan says how many tokens that are (`n_at_once`), and
-    its `wants_token` decides with the confidence of each row how many are drafted.
+    The decode has the tokens that the model has not read yet and K - 1 times the token `mask`. The row of the last
+    token of the text predicts the next token, as in any model, and the row of mask i predicts token i + 1. The plan
+    says how many rows that are (`n_at_once`), and decides by their confidence how many tokens are drafted.
 
-    A row depends on the text and not on the tokens drafted before. So each drawn token is drawn from a
-    distribution that does not depend on the draws before, except through the shaper (grammar, penalties):
-    a valid distribution for every verifier. In a tree all nodes of one depth have children from one row.
-
-    The masks leave the cache right after the decode, which then holds the text and nothing else. The
-    drafted tokens were never decoded, so those that become text are read with the next decode.
+    A row does not depend on the tokens drafted before, so each drawn token is from a distribution that is known
+    before, which suits every verifier. In a tree all nodes of one depth have children from one row. The masks leave
+    the cache right after the decode, and the drafted tokens that become text are read with the next one.
     """
 
     def __init__(
@@ -102,40 +98,27 @@ class ParallelDrafter(ModelDrafter):
 def mask_token(model: LlamaModel, wanted: str) -> int | None:
     """Return the mask token with which a model predicts several tokens at once; None if it predicts one.
 
-    `wanted` is ``auto`` (what the file says), ``off``, a token's number, or its text. Raises `UsageError`
-    if the model has no such token.
+    `wanted` is ``auto`` (what the file says), ``off``, a token's number, or its text in the vocabulary. Raise
+    `UsageError` if the model has no such token.
     """
     if wanted == "off":
         return None
-    if wanted != "auto":
-        return _named(model, wanted)
-    found = model.metadata(_MASK_KEY) if is_parallel_draft(model) else None
-    return int(found) if found is not None and 0 <= int(found) < model.vocabulary.n_tokens else None
+    vocabulary, found = model.vocabulary, None
+    if wanted == "auto":
+        found = model.metadata(_MASK_KEY) if is_parallel_draft(model) else None
+        return int(found) if found is not None and int(found) < vocabulary.n_tokens else None
+    if wanted.isdecimal() and int(wanted) < vocabulary.n_tokens:
+        return int(wanted)
+    for token in range(vocabulary.n_tokens):
+        if vocabulary.token_text(token) == wanted:
+            return token
+    raise UsageError(
+        f"--draft-mask {wanted}: {model.name} has no such token",
+        hint=f"give the number of a token, from 0 to {vocabulary.n_tokens - 1}",
+    )
 
 
 def is_parallel_draft(model: LlamaModel) -> bool:
     """Return whether a model's names say that it predicts several tokens at once."""
     names = (model.name, *(model.metadata(key) or "" for key in _NAME_KEYS))
     return any(_PARD.search(name) for name in names)
-
-
-def _named(model: LlamaModel, wanted: str) -> int:
-    vocabulary = model.vocabulary
-    n_tokens = vocabulary.n_tokens
-    if wanted.isdecimal():
-        if int(wanted) >= n_tokens:
-            raise UsageError(
-                f"--draft-mask {wanted}: {model.name} has {n_tokens} tokens",
-                hint=f"give a number up to {n_tokens - 1}",
-            )
-        return int(wanted)
-    tokens = vocabulary.tokenize(wanted, add_special=False, parse_special=True)
-    if len(tokens) == 1:
-        return tokens[0]
-    # No text has the tokens that fill a vocabulary, which is why they serve as masks: [PAD151665].
-    for token in range(n_tokens):
-        if vocabulary.token_text(token) == wanted:
-            return token
-    raise UsageError(
-        f"--draft-mask {wanted}: {model.name} has no such token", hint="give the token's number"
-    )

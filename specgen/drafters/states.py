@@ -3,6 +3,7 @@ for one target have in common."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +22,7 @@ from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import HiddenTrail, StatesBackend
 
 if TYPE_CHECKING:
-    from specgen.llama import LlamaBackend
+    from specgen.llama import LlamaBackend, LlamaModel
     from specgen.llama.draft_models import TrainedModel
 
 #: The most rows that count as those of the last round, and not as a prefill.
@@ -44,8 +45,7 @@ class StatesCache:
         self._trail = trail
         self._costs = request.costs
         self._sequence = request.slot.branches(backend).first
-        #: The number of tokens that the cache holds, counted from the text's beginning, and how many of
-        #: the first are left out.
+        #: The number of the text's first tokens that the cache holds, and how many of the first are left out.
         self.n_held = n_left_out + len(request.reused(backend, n_left_out))
         self.n_skipped = n_left_out
 
@@ -86,12 +86,12 @@ class StatesCache:
         while start < n_rows:
             batch = Batch()
             for index in range(start, n_rows)[: self._backend.n_batch]:
-                is_text, wants = index < len(context), index == n_rows - 1
-                token = context[index] if is_text else drafted[index - len(context)]
+                n_behind = index - len(context)
+                token = context[index] if n_behind < 0 else drafted[n_behind]
+                wants = index == n_rows - 1
                 batch.add(token, index - self.n_skipped, (self._sequence,), wants)
-                is_read = index <= n_read
-                state = self._trail.after(index - 1) if is_read else behind[index - n_read - 1]
-                batch.hidden.append(state)
+                state = self._trail.after(index - 1)
+                batch.hidden.append(state if index <= n_read else behind[index - n_read - 1])
             rows = yield Ask(self._backend, batch, self._costs)
             start += len(batch)
             self.n_held = min(start, n_read + 1)
@@ -152,9 +152,9 @@ class StatesDrafter(Drafter):
             self._drop_drafted()
             self.states.forget(min((each.n_held - 1 for each in self._caches), default=n_read))
 
+    @abstractmethod
     def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
         """Let a draft grow after the text, of which the target has read `n_read` tokens."""
-        raise NotImplementedError
 
     def _drop_drafted(self) -> None:
         for cache in self._caches:
@@ -233,20 +233,37 @@ class StatesDraft(LoadedDraft):
     def __init__(self, name: str, key: Path | str, setup: DraftSetup) -> None:
         super().__init__(name, key)
         self.timed = key
-        self._has_guard = setup.target.n_window > 0
+        self._target = setup.target
         self._grows_trees = setup.drafting.grows_trees
 
-    def n_branches(self, n_rows: int) -> int:
-        """Return the most branches of a text in its context, if a batch of the target has `n_rows` rows."""
+    def n_sequences(self, n_rows: int) -> int:
+        return self._n_branches(n_rows) + (self._target.n_window > 0)
+
+    def _n_branches(self, n_rows: int) -> int:
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
-    def n_sequences(self, n_rows: int) -> int:
-        return self.n_branches(n_rows) + self._has_guard
+    def _sizes(self, room: Room) -> dict[str, Any]:
+        """Return the sizes of its context."""
+        n_ctx, n_branches = room.n_ctx + CELLS_BEHIND, self._n_branches(room.n_rows)
+        sizes = {"n_ctx": n_ctx, "n_branches": n_branches, "n_slots": room.n_slots}
+        return {**sizes, "clock": room.clock}
+
+    def _n_shared(self, model: LlamaModel) -> int:
+        """Take a loaded model as the draft's, and return the number of tokens that it shares with the target. Raise
+        `PairError`."""
+        self.models = (model,)
+        try:
+            return check_pair(
+                self._target.vocabulary, model.vocabulary, self._target.name, model.name
+            )
+        except PairError:
+            self.close()
+            raise
 
 
 class TrainedDraft(StatesDraft):
-    """A loaded draft that was trained for one target, whose layers or cache it reads: a GGUF file with an architecture
-    of its own, by which its tokens are named. A subclass names what makes its parts."""
+    """A loaded draft that was trained for one target, in a GGUF file with an architecture of its own, by which its
+    tokens are named. A subclass names what makes its parts."""
 
     model_type: ClassVar[type[TrainedModel]]
     context_type: ClassVar[type[Any]]
@@ -255,17 +272,10 @@ class TrainedDraft(StatesDraft):
 
     def __init__(self, path: Path, setup: DraftSetup) -> None:
         super().__init__(path.name, path, setup)
-        target, own = setup.target, None if self.draws_trees else f"{path.name} drafts chains"
+        own = None if self.draws_trees else f"{path.name} drafts chains"
         self.origin, self.why_chains = self.model_type.file_architecture, setup.why_chains or own
-        self._model = self.model_type(path, target, n_gpu_layers=setup.context.n_gpu_layers)
-        self.models = (self._model,)
-        try:
-            self._n_shared_tokens = check_pair(
-                target.vocabulary, self._model.vocabulary, target.name, self.name
-            )
-        except PairError:
-            self.close()
-            raise
+        self._model = self.model_type(path, setup.target, n_gpu_layers=setup.context.n_gpu_layers)
+        self._n_shared_tokens = self._n_shared(self._model)
 
     @classmethod
     def kind(cls) -> DraftKind:
@@ -280,17 +290,11 @@ class TrainedDraft(StatesDraft):
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
         if room.target is None:  # it decodes elsewhere
             return ()
-        context: LlamaBackend = self.context_type(
-            self._model,
-            room.target,
-            room.options_of(self._model.path),
-            n_ctx=room.n_ctx + CELLS_BEHIND,
-            clock=room.clock,
-            n_shared_tokens=self._n_shared_tokens,
-            n_branches=self.n_branches(room.n_rows),
-            n_slots=room.n_slots,
+        options, sizes = room.options_of(self._model.path), self._sizes(room)
+        n_shared = self._n_shared_tokens
+        return (
+            self.context_type(self._model, room.target, options, n_shared_tokens=n_shared, **sizes),
         )
-        return (context,)
 
     def drafter(self, request: DraftRequest) -> Drafter:
         made: Drafter = self.drafter_type(request.caches[0], request)

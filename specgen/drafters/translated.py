@@ -39,13 +39,11 @@ _Spelled: TypeAlias = tuple[int, float | None]
 class DraftText:
     """The target's text, spelled with the draft's vocabulary.
 
-    `follow` adds the tokens that were committed; its cost depends on their number, not on the
-    length of the text. Where the text went on as drafted, the tokens that the draft proposed stay,
-    since the draft's cache holds them. The rest is spelled as the draft's tokenizer would spell
-    it, together with the last few tokens before, which may change. No token reaches over a control token.
-
-    `prompt` is the draft's version of the target's first `n_prompt` tokens, for example in its own
-    chat template.
+    `follow` adds the tokens that were committed; its cost does not depend on the length of the text. Where the text
+    went on as drafted, the tokens that the draft proposed stay, since the draft's cache holds them. The rest is spelled
+    as the draft's tokenizer would spell it, together with the last few tokens before, which may change. No token
+    reaches over a control token. `prompt` is the draft's version of the target's first `n_prompt` tokens, for example
+    in its own chat template.
     """
 
     def __init__(
@@ -73,8 +71,7 @@ class DraftText:
         return bytes(self._bytes[self._n_told :])
 
     def last_bytes(self, n: int) -> bytes:
-        """Return at most the last n bytes of the text, back to the last control token. They start with a
-        whole character if the text consists of characters."""
+        """Return at most the last n bytes of the text, from a whole character behind the last control token on."""
         start = max(self._border[0], len(self._bytes) - n)
         for _ in range(3):  # a character has no more bytes behind its first
             if start < len(self._bytes) and self._bytes[start] & 0xC0 == 0x80:
@@ -118,8 +115,7 @@ class DraftText:
         return self.ends[index - 1] if index > n_tokens else n_bytes
 
     def _begin(self, index: int) -> int:
-        """Return the offset at which token `index` starts: after the bytes before it that have no token, if
-        there are any."""
+        """Return the offset at which token `index` starts: after bytes that have no token, if there are any."""
         return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
 
     def _add(self, token: int, end: int) -> None:
@@ -172,11 +168,8 @@ class DraftText:
 
 
 class Translation:
-    """The translation between the vocabularies of a target and a draft, made once for a pair. Whole
-    vocabularies are read only when they are first needed.
-
-    A translated draft has no distributions: verifiers treat its tokens as chosen without chance, and match them.
-    """
+    """The translation between the vocabularies of a target and a draft. A translated draft has no distributions:
+    verifiers match its tokens."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
         self.target = target
@@ -184,8 +177,7 @@ class Translation:
         self._target_lexicon, self.draft_lexicon = Lexicon(target), Lexicon(draft)
 
     def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
-        """Return a text for the draft to follow. `draft_prompt` replaces the target's `prompt`, in the
-        draft's tokens; None translates the prompt."""
+        """Return a text for the draft to follow. `draft_prompt` replaces the `prompt`; None translates it."""
         n_prompt = len(prompt)
         if draft_prompt is None:
             # Each tokenizer decides how a text begins.
@@ -193,16 +185,6 @@ class Translation:
             n_prompt = int(prompt[0] == own)
             draft_prompt = [theirs] if self.draft.add_bos and theirs >= 0 else []
         return DraftText(draft_prompt, n_prompt, self.target, self.draft_lexicon)
-
-    def first_token(self, token: int) -> int:
-        """Return the draft's token that the text of one of the target's tokens starts with, or the
-        counterpart of a control token; -1 if there is none."""
-        data = self.target.token_bytes(token)
-        if not data:
-            own = counterpart(token, self.target, self.draft)
-            return -1 if own is None else own
-        spelled = self.draft_lexicon.spell(data)
-        return spelled[0][0] if spelled else -1
 
     def translate(self, draft: Draft, before: bytes, held_back: bytes) -> Draft:
         """Translate a chain to the target's tokens. `before` is the end of the text so far; `held_back` is
@@ -254,11 +236,9 @@ def _product(starts: Sequence[tuple[int, float | None]], start: int, end: int) -
 
 
 class PrefixShaper(Shaper):
-    """The draft's most likely text that starts with given bytes.
-
-    The target's text may end in the middle of one of the draft's tokens. A model may, for example, spell a line
-    break and the indentation of the next line as one token; after a line break that is a token by itself, it does
-    not expect an indented line. `never` are tokens that are not drafted.
+    """The draft's most likely text that starts with given bytes, since the target's text may end in the middle of one
+    of the draft's tokens: a line break with the indentation of the next line, for example. `never` are tokens that are
+    not drafted.
     """
 
     def __init__(self, lexicon: Lexicon, never: Sequence[int] = ()) -> None:
@@ -283,9 +263,8 @@ class PrefixShaper(Shaper):
 class TranslatedDrafter(Drafter):
     """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens.
 
-    `shaper` is the shaper of `inner`: where the text ends in the middle of a token, it is given the bytes that a
-    draft must start with. `holds_back` allows tokens at the end of the text to be taken back,
-    which is not worth it for a model whose cache cannot easily drop cells.
+    `shaper` is the shaper of `inner`. `holds_back` allows tokens at the end of the text to be taken back, which is not
+    worth it for a model whose cache cannot easily drop cells.
     """
 
     name = "model"
@@ -331,9 +310,8 @@ class TranslatedDrafter(Drafter):
         return replace(draft.first(plan.n_max), looks=self.drafted.looks[n_held_back:])
 
     def _n_to_hold_back(self) -> int:
-        """Return the number of the drafter's tokens to take back at the end of the text, because longer
-        tokens may replace them: the tokens of an incomplete character, or a last token of white space,
-        where vocabularies differ most."""
+        """Return the number of the drafter's tokens at the end of the text that longer ones may replace: those of an
+        incomplete character, or a last token of white space, where vocabularies differ most."""
         n_bytes = n_unfinished(self.text.last_bytes(_SHOWN))
         for n_tokens in range(1, _MAX_HELD_BACK + 1):
             ending = self.text.ending(n_tokens)

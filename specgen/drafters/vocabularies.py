@@ -130,9 +130,8 @@ class Lexicon:
 
     @cached_property
     def tokens(self) -> dict[bytes, int]:
-        """Every token that stands for text, by its bytes; of several (that of a byte and that of the character with
-        this byte, for example), the one that the tokenizer uses. Reading a whole vocabulary takes a tenth of a
-        second or more."""
+        """Every token that stands for text, by its bytes; of several (that of a byte and that of a character, for
+        example), the one that the tokenizer uses. Reading a whole vocabulary takes a tenth of a second or more."""
         tokens: dict[bytes, int] = {}
         for token_id in range(self.vocabulary.n_tokens):
             data = self.vocabulary.token_bytes(token_id)
@@ -140,10 +139,6 @@ class Lexicon:
             if is_new or (data and self._exact(data.decode(errors="replace")) == [token_id]):
                 tokens[data] = token_id
         return tokens
-
-    def load(self) -> None:
-        """Read the vocabulary, which is else done when it is first needed."""
-        _ = self._sorted
 
     def with_prefix(self, prefix: bytes) -> TokenArray:
         """Return the tokens whose bytes start with `prefix`, or equal it: int64[m], sorted by bytes."""

@@ -157,6 +157,9 @@ class LlamaVocabulary:
             return -1
         return tokens[0] if self.token_bytes(tokens[0]) == b"" else -1
 
+    def has_control(self, entry: str) -> bool:
+        return self.control_token(entry) >= 0
+
     def showing(self, entries: Sequence[str]) -> LlamaVocabulary:
         """Return a vocabulary of the same tokens in which control tokens with these entries add them to
         the text. Return this vocabulary if none of the entries is a control token."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from specgen import __version__
 from specgen.errors import PromptError, SpecgenError, UsageError
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 #: The name of plain decoding.
 PLAIN = "plain"
-NGRAM: Literal["ngram"] = "ngram"
 #: The category of figures over all categories.
 OVERALL = "overall"
 #: A prompt that fits every context, and how many tokens of an answer warm up.
@@ -49,12 +48,10 @@ Stages: TypeAlias = tuple[DraftSource, ...]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A target and a way to draft by their names in tables, the names of what drafts (n-grams may draft beside a
-    model), and the options."""
+    """A target and a way to draft by their names in tables, and the options."""
 
     target: str
     name: str
-    drafters: tuple[str, ...]
     options: SessionOptions
 
 
@@ -72,7 +69,7 @@ def find_drafts(
             own = found.setdefault(sources.target, [])
             own.append((sources.draft, *sources.helpers))
             if not drafts:
-                own.append((NGRAM,))
+                own.append(("ngram",))
     return found
 
 
@@ -115,19 +112,17 @@ def entries_of(
     for name, target in _named_apart(list(drafts)).items():
         options = in_context(replace(base, target=target), target, "target_context")
         plain = replace(options, drafting=replace(base.drafting, policy="fixed"))
-        own = [Entry(name, PLAIN, (), replace(plain, draft="none", helpers=()))]
+        own = [Entry(name, PLAIN, replace(plain, draft="none", helpers=()))]
         for draft_name, (draft, *helpers) in _by_name(drafts[target]).items():
             drafted = replace(options, draft=draft, helpers=tuple(helpers))
             drafted = in_context(drafted, draft, "draft_context")
             for way in ways:
-                beside = (NGRAM,) if way.adds_ngrams and draft_name != NGRAM else ()
                 parts = [draft_name]
                 if len(policies) > 1 and not way.tree.is_fixed:
                     parts.append(way.policy)
                 if len(trees) > 1:
                     parts.append(f"tree {way.tree}")
-                in_this_way = replace(drafted, drafting=way)
-                own.append(Entry(name, ", ".join(parts), (draft_name, *beside), in_this_way))
+                own.append(Entry(name, ", ".join(parts), replace(drafted, drafting=way)))
         for temperature in temperatures:
             sampler = replace(base.sampler, temperature=temperature)
             entries += (
@@ -174,8 +169,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What answers prompts, always in the same way. `answer` takes a prompt as a user types it, and raises
-    `PromptError` if it does not fit, another `SpecgenError` if the contender cannot go on."""
+    """What answers prompts as a user types them. `answer` raises `PromptError` if a prompt does not fit, another
+    `SpecgenError` if the contender cannot go on."""
 
     target: str
     temperature: float
@@ -369,12 +364,10 @@ def measure(
 class Figures:
     """The figures of a contender's answers, to all prompts or to those of one category; None means unknown.
 
-    `speedup` over plain decoding is the geometric mean over the answers; that of all prompts is the mean over
-    the categories. `quartiles` are the first and the third over the answers; `worst_speedup` is that of the prompt
-    with the least, over its rounds. `tokens_per_s` is the median, and so is `first_token`, the time to the first token
-    relative to plain decoding's. `n_different` counts answers whose tokens differ from plain decoding's at
-    temperature 0.
-    """
+    `speedup` over plain decoding is the geometric mean over the answers, or of all prompts over the categories;
+    `quartiles` are over the answers, `worst_speedup` is that of the prompt with the least. `tokens_per_s` is the median,
+    and so is `first_token`, the time to the first token relative to plain decoding's. `n_different` counts answers whose
+    tokens differ from plain decoding's at temperature 0."""
 
     target: str
     temperature: float
@@ -421,7 +414,7 @@ def _figures(
     for result in results:
         if (other := plain.get(_place(result))) is None:
             continue
-        if (ratio := speedup_of(result, other)) is not None:
+        if (ratio := _speedup(result, other)) is not None:
             by_prompt[result.prompt].append(ratio)
         own_s, other_s = (each.outcome.time_to_first_token_s for each in (result, other))
         firsts += [own_s / other_s] if own_s is not None and other_s else []
@@ -454,8 +447,7 @@ def _figures(
     )
 
 
-def speedup_of(result: Result, plain: Result) -> float | None:
-    """Return tokens a second over those of plain decoding for the same prompt in the same round."""
+def _speedup(result: Result, plain: Result) -> float | None:
     fast, slow = result.outcome.tokens_per_s, plain.outcome.tokens_per_s
     return fast / slow if fast and slow else None
 

@@ -15,13 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen import __version__, errors
-from specgen.errors import BackendError, ModelFileError, SpecgenError
+from specgen.errors import BackendError, SpecgenError
 from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
 from specgen.system.files import as_json
@@ -67,8 +67,7 @@ class Check:
 
 @dataclass(slots=True)
 class DoctorReport:
-    """Everything that `specgen doctor` finds. `build` is None if llama.cpp could not be loaded; `models` are the
-    files of the known models that are on this disk."""
+    """Everything that `specgen doctor` finds; `build` is None if llama.cpp could not be loaded."""
 
     machine: Machine = field(default_factory=look_at_machine)
     version: str = __version__
@@ -130,15 +129,10 @@ def diagnose(
             run(f"decoding on the {place}", partial(decode, place))
         run("specgen's kernels", partial(_test_kernels, report))
         if model is not None:
-            if report.kernels.computes == "specgen" and report.kernels.path:
-                task = partial(_try_kernels, report.kernels.path, model)
-                run(f"specgen's kernels on {model.name}", task)
             run(model.name, partial(decode, [*places, "CPU"][0], os.fspath(model)))
     run("the list of models", partial(_find_models, report))
-    if report.build is not None and endpoints:
-        run("llama.cpp's RPC", _load_rpc)
-        for endpoint in endpoints:
-            run(f"worker {endpoint}", partial(_ask_worker, endpoint))
+    for endpoint in endpoints if report.build is not None else ():
+        run(f"worker {endpoint}", partial(_ask_worker, endpoint))
     return report
 
 
@@ -173,20 +167,6 @@ def _test_kernels(report: DoctorReport) -> str:
     return report.kernels.tested or f"not used: {report.kernels.reason}"
 
 
-def _try_kernels(library: Path, model: Path) -> str:
-    from specgen.llama.kernels.admission import ModelTrials
-    from specgen.models.files import cache_folder
-
-    try:
-        problem = ModelTrials(library, cache_folder()).problem_of(model, anew=True)
-    except OSError as error:
-        raise ModelFileError(f"the file cannot be read: {error.strerror}") from error
-    if problem:
-        hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
-        raise BackendError(problem, hint)
-    return "load it and decode"
-
-
 def _find_models(report: DoctorReport) -> str:
     from specgen.models.hub import locate
     from specgen.models.registry import load_registry
@@ -196,17 +176,12 @@ def _find_models(report: DoctorReport) -> str:
     return f"{len(report.models)} of {len(places)} are on this disk"
 
 
-def _load_rpc() -> str:
-    from specgen.llama.rpc import load_rpc
-
-    load_rpc()
-    return "can be loaded"
-
-
 def _ask_worker(endpoint: str) -> str:
     """Return a line about a worker: its protocol, devices and round trip."""
+    from specgen.llama.rpc import load_rpc
     from specgen.system.worker_probe import check_protocol, probe
 
+    load_rpc()
     found = probe(endpoint, _WORKER_TIMEOUT_S, time.perf_counter)
     check_protocol(found)
     sizes = [(device.free_bytes / 2**30, device.memory_bytes / 2**30) for device in found.devices]
@@ -274,34 +249,35 @@ def child_main(arguments: Sequence[str]) -> None:
 
 def decode_both_ways(place: str, file: str | None = None) -> str:
     """Compare the logits of a batch with those of single tokens: of a model as `specgen run` computes it, or, by
-    llama.cpp itself, of a tiny one; those also with a model that has the same weights in f32, for other kernels."""
+    llama.cpp itself, of a tiny one."""
     import numpy as np
 
-    from specgen.llama.kernels.admission import choose_kernels, wanted_in
+    from specgen.llama.kernels.admission import ModelTrials, choose_kernels, wanted_in
     from specgen.models.files import cache_folder
 
-    n_gpu_layers = -1 if place == "GPU" else 0
+    options = ContextOptions(n_gpu_layers=-1 if place == "GPU" else 0)
     if file is None:
-        # One thread: on a busy machine several threads wait for each other, which takes far longer.
-        options = ContextOptions(n_gpu_layers=n_gpu_layers, n_threads=1)
         with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
-            tiny, exact = Path(folder) / "tiny.gguf", Path(folder) / "exact.gguf"
+            tiny = Path(folder) / "tiny.gguf"
             write_tiny_model(tiny)
-            write_tiny_model(exact, in_f32=True)
-            together, one_by_one, _ = _decode(tiny, options)
-            in_f32 = compared(together, _decode(exact, options)[0], "the same weights in f32")
-        return f"{compared(together, one_by_one, 'single tokens')}, {in_f32}"
-    choose_kernels(wanted_in(os.environ), cache_folder())
-    together, one_by_one, exception = _decode(Path(file), ContextOptions(n_gpu_layers=n_gpu_layers))
-    message = compared(together, one_by_one, "single tokens")
+            # One thread: on a busy machine several threads wait for each other, which takes far longer.
+            together, one_by_one, _ = _decode(tiny, replace(options, n_threads=1))
+        return compared(together, one_by_one)
+    kernels, path, problem = choose_kernels(wanted_in(os.environ), cache_folder()), Path(file), ""
+    if kernels.computes == "specgen" and kernels.path is not None and path.is_file():
+        problem = ModelTrials(kernels.path, cache_folder()).problem_of(path, anew=True)
+    together, one_by_one, exception = _decode(path, options)
+    if problem:
+        hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
+        raise BackendError(f"specgen's kernels: {problem}", hint)
+    message = compared(together, one_by_one)
     if np.array_equal(together, one_by_one) and not exception:
         return f"{message}: rows are the same in any batch"
     return f"{message}: rows depend on their batch{exception and f', because {exception}'}"
 
 
 def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
-    """Return the logits of a text, float32[n_tokens, n_vocab], decoded in one batch and token by token, and why rows
-    of the model must differ, if they must."""
+    """Return float32[n_tokens, n_vocab] of a text, decoded in one batch and token by token, and why rows must differ."""
     import numpy as np
 
     from specgen.drafters.kinds import refuse_draft
@@ -328,18 +304,19 @@ def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
     return together, one_by_one, exception
 
 
-def compared(logits: Logits, others: Logits, name: str) -> str:
-    """Say how far apart two tables of logits are (see `_TOLERANCE`). Raise `BackendError` if they are too far apart, or
-    one has what is no number."""
+def compared(together: Logits, one_by_one: Logits) -> str:
+    """Say how far apart two tables of logits are. Raise `BackendError` if that is more than `_TOLERANCE`."""
     import numpy as np
 
-    apart = float(np.sqrt(np.mean((logits - others) ** 2)) / max(float(np.std(others)), 1e-12))
-    if not apart <= _TOLERANCE or not np.isfinite(logits).all():
+    spread = max(float(np.std(one_by_one)), 1e-12)
+    apart = float(np.sqrt(np.mean((together - one_by_one) ** 2)) / spread)
+    tokens = f"{len(together)} tokens in a batch"
+    if not apart <= _TOLERANCE:
         raise BackendError(
-            f"the logits of {len(logits)} tokens in a batch differ from those of {name} by {apart:.0%} of their spread",
+            f"the logits of {tokens} differ from those of single tokens by {apart:.0%} of their spread",
             hint=f"this build computes wrong results; build llama.cpp again: {REBUILD}",
         )
-    return f"a batch of {len(logits)} tokens differs by {apart:.1%} from {name}"
+    return f"logits of {tokens} differ by {apart:.1%} from those of single tokens"
 
 
 # --- a tiny model ----------------------------------------------------------------------------
@@ -348,9 +325,9 @@ _N_EMBD, _N_HEAD, _N_FF = 256, 4, 512
 _TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
 
 
-def write_tiny_model(path: Path, *, in_f32: bool = False) -> None:
-    """Write a Llama model with random weights, whose tokens are bytes. Its matrices are large enough for every kernel;
-    they are quantised to the types whose kernels differ most between CPUs, or have the very same numbers in f32."""
+def write_tiny_model(path: Path) -> None:
+    """Write a Llama model with random weights, whose tokens are bytes. Its matrices are large enough for every kernel,
+    and of the types whose kernels differ most between CPUs."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
@@ -375,9 +352,6 @@ def write_tiny_model(path: Path, *, in_f32: bool = False) -> None:
     def add(name: str, n_out: int, n_in: int, scale: float = 1.0, kind: str = "Q8_0") -> None:
         weights = rng.standard_normal((n_out, n_in), np.float32) * np.float32(scale)
         stored = GGMLQuantizationType[kind]
-        if in_f32:
-            weights = quants.dequantize(quants.quantize(weights, stored), stored)
-            stored = GGMLQuantizationType.F32
         writer.add_tensor(f"{name}.weight", quants.quantize(weights, stored), raw_dtype=stored)
 
     unit = 1.0 / math.sqrt(_N_EMBD)

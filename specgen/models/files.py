@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,15 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """The identity of a model file, wherever it lies: its name, and the size of all its shards. (Reading gigabytes for a
-    digest would take longer than the answer.)"""
+    """A model file's name, and the size of all its shards: a digest of gigabytes would take longer than the answer."""
 
     name: str
     size_bytes: int
+
+    @property
+    def key(self) -> str:
+        """What names folders of it."""
+        return hashlib.sha256(f"{self.name}, {self.size_bytes}".encode()).hexdigest()[:16]
 
 
 def identify(path: Path) -> FileIdentity | None:
@@ -35,6 +40,14 @@ def identify(path: Path) -> FileIdentity | None:
     except OSError:
         return None
     return FileIdentity(path.name, sum(sizes)) if sizes and path.is_file() else None
+
+
+def identity_of(target: Path) -> FileIdentity:
+    """Return the identity of a file. Raise `ModelFileError` if there is none."""
+    identity = identify(target)
+    if identity is None:
+        raise ModelFileError(f"{target}: no such file")
+    return identity
 
 
 def shard_number(path: Path) -> int | None:
@@ -93,24 +106,10 @@ def _folder(kind: str) -> Path:
     return Path(getattr(platformdirs, f"user_{kind}_dir")("specgen", appauthor=False))
 
 
-def cache_folder() -> Path:
-    """Return the folder of files that can be made or fetched again."""
-    return _folder("cache")
-
-
-def config_folder() -> Path:
-    """Return the folder of files that the user writes."""
-    return _folder("config")
-
-
-def data_folder() -> Path:
-    """Return the folder of files that the user wants to keep, such as conversations."""
-    return _folder("data")
-
-
-def models_folder() -> Path:
-    """Return the folder of downloaded models."""
-    return cache_folder() / "models"
+#: The folders of files that can be made or fetched again, that the user writes, and that the user wants to keep.
+cache_folder = partial(_folder, "cache")
+config_folder = partial(_folder, "config")
+data_folder = partial(_folder, "data")
 
 
 def packed_folder() -> Path:
@@ -123,45 +122,29 @@ def memory_file() -> Path:
     return cache_folder() / "learnt.json"
 
 
-# --- files that are made for a target
-
-
-def identity_of(target: Path) -> FileIdentity:
-    """Return the identity of a file. Raise `ModelFileError` if there is none."""
-    identity = identify(target)
-    if identity is None:
-        raise ModelFileError(f"{target}: no such file")
-    return identity
+# --- what is made for a target
 
 
 def text_folder(cache: Path, target: FileIdentity) -> Path:
     """Return the folder of the target's own text."""
-    return _made_folder(cache, target) / "text"
+    return cache / "made" / target.key / "text"
 
 
 def distilled_file(cache: Path, target: FileIdentity, draft: Path) -> Path:
     """Return the file of a draft model that was fitted to the target."""
-    return _made_folder(cache, target) / f"{draft.stem}-distilled.gguf"
+    return cache / "made" / target.key / f"{draft.stem}-distilled.gguf"
 
 
 def heads_file(cache: Path, target: FileIdentity) -> Path:
     """Return the file of the target's decoder heads."""
-    return _made_folder(cache, target) / f"{Path(target.name).stem}-heads.gguf"
+    return cache / "made" / target.key / f"{Path(target.name).stem}-heads.gguf"
 
 
 def pruned_file(cache: Path, target: FileIdentity) -> Path:
     """Return the file of the target without some of its layers."""
-    return _made_folder(cache, target) / f"{Path(target.name).stem}-pruned.gguf"
+    return cache / "made" / target.key / f"{Path(target.name).stem}-pruned.gguf"
 
 
 def learning_folder(data: Path, target: FileIdentity) -> Path:
     """Return the folder of the target's kept answers and of what drafts learnt from them."""
-    return data / "learning" / f"{Path(target.name).stem}-{_key(target)}"
-
-
-def _made_folder(cache: Path, target: FileIdentity) -> Path:
-    return cache / "made" / _key(target)
-
-
-def _key(target: FileIdentity) -> str:
-    return hashlib.sha256(f"{target.name}, {target.size_bytes}".encode()).hexdigest()[:16]
+    return data / "learning" / f"{Path(target.name).stem}-{target.key}"

@@ -1,20 +1,22 @@
-"""Models of the Hugging Face hub: how they are named (as by llama.cpp's ``-hf``), and those in the hub's cache.
-
-The cache is huggingface_hub's, shared with other programs. To find models, only folders and names are read.
-"""
+"""Models of the Hugging Face hub: how they are named (as by llama.cpp's ``-hf``), and those in the hub's cache, which
+is shared with other programs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import FILE_PREFIXES
 from specgen.errors import FetchError, ModelFileError, UsageError
-from specgen.models.files import identify, models_folder, shard_names, size_of
+from specgen.models.files import cache_folder, identify, shard_names, size_of
 from specgen.models.registry import CatalogueModel, Registry
+
+if TYPE_CHECKING:
+    from huggingface_hub import DeleteCacheStrategy
 
 PREFIX = "hf:"
 #: Without a quantisation, the first of these that the repository has, else its first model.
@@ -58,7 +60,7 @@ def is_reference(name: str) -> bool:
 
 
 def looks_like_reference(name: str) -> bool:
-    """Return whether a name without the prefix may be meant for the hub: USER/REPO or USER/REPO:QUANT."""
+    """Return whether a name may be USER/REPO or USER/REPO:QUANT on the hub."""
     return _REFERENCE.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
@@ -79,8 +81,8 @@ def usual(reference: HubReference) -> HubReference:
 
 
 def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
-    """Return the models among the files of a repository, each as its files in order; with `with_drafts` also those
-    that draft for one model only. Models whose shards are not all there are left out."""
+    """Return the models among files, each as its files in order, if all are there; with `with_drafts` also those that draft
+    for one model only."""
     left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *FILE_PREFIXES)
     every = set(names)
     found = []
@@ -109,8 +111,7 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
 
 
 def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
-    """Return the file of MTP layers in the folder of one of a repository's models: of several, the one with the
-    model's quantisation, else the first. None also if the model drafts for another one itself."""
+    """Return the file of MTP layers in a model's folder, with the model's quantisation if there is one."""
     path = PurePosixPath(model)
     if path.name.startswith(FILE_PREFIXES):
         return None
@@ -142,15 +143,12 @@ def quant_of(name: str) -> str | None:
 
 def folder_of(model: CatalogueModel) -> Path:
     """Return our folder of a model, named after the digest of its file: two files of one name never meet."""
-    return models_folder() / model.sha256[:16]
+    return cache_folder() / "models" / model.sha256[:16]
 
 
 def locate(model: CatalogueModel) -> Path | None:
-    """Return the path of a model of the registry that is on this disk: in our own store, or in the hub's cache.
-
-    No file is read: both give a file its name only when it is complete, and the sizes are compared. The hub's
-    cache keeps large files under their SHA-256.
-    """
+    """Return the path of a model of the registry that is on this disk: in our own store, or in the hub's cache, which
+    keeps large files under their SHA-256. No file is read: both give a file its name when it is complete."""
     own = folder_of(model) / model.file
     if size_of(own) == model.size_bytes:
         return own
@@ -217,23 +215,17 @@ def _snapshots(storage: Path) -> Iterator[tuple[Path, list[str]]]:
             for path in (storage / "snapshots").iterdir()
         ]
     for _is_newest, _time_s, snapshot in sorted(found, reverse=True):
-        yield (
-            snapshot,
-            [
-                path.relative_to(snapshot).as_posix()
-                for path in snapshot.rglob("*")
-                if path.suffix.lower() == ".gguf" and path.is_file()
-            ],
-        )
+        files = (path for path in snapshot.rglob("*.[gG][gG][uU][fF]") if path.is_file())
+        yield snapshot, [path.relative_to(snapshot).as_posix() for path in files]
 
 
 def storage_of(repo: str) -> Path:
-    """Return the folder of a repository in the cache; it need not exist."""
+    """Return the folder of a repository in the cache."""
     return cache_of_hub() / f"models--{repo.replace('/', '--')}"
 
 
 def cache_of_hub() -> Path:
-    """Return the folder of the hub's cache; it need not exist."""
+    """Return the folder of the hub's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -251,32 +243,33 @@ def page_of(repo: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What is to be removed: files of our own, and models of one repository in the hub's cache."""
+    """What is to be removed: files of our own, and from the cache, where blobs that other files share stay."""
 
     names: tuple[str, ...]
     files: tuple[Path, ...]
     cached: tuple[CachedModel, ...]
+    strategy: DeleteCacheStrategy | None
 
     @property
-    def size_bytes(self) -> int:
-        """The size of the files; less is freed if other files share blobs of the hub's cache."""
-        return sum(map(size_of, self.files)) + sum(model.size_bytes for model in self.cached)
+    def freed_bytes(self) -> int:
+        in_cache = 0 if self.strategy is None else self.strategy.expected_freed_size
+        return sum(map(size_of, self.files)) + in_cache
 
-    def execute(self) -> int:
-        """Remove the files; return how many bytes that freed. Raise `FetchError`."""
-        freed_bytes = sum(map(size_of, self.files))
-        try:
-            for path in self.files:
+    def execute(self) -> None:
+        """Remove the files. Raise `FetchError` if some are left."""
+        for path in self.files:
+            with suppress(OSError):
                 path.unlink()
-        except OSError as error:
-            raise FetchError(f"cannot remove {error.filename}: {error.strerror}") from error
-        return freed_bytes + (_remove_cached(self.cached) if self.cached else 0)
+        if self.strategy is not None:
+            self.strategy.execute()  # it only logs what it cannot delete
+        for path in (*self.files, *(model.path for model in self.cached)):
+            if path.exists():
+                raise FetchError(f"cannot remove {path}", "make its folder writable")
 
 
 def find_removal(name: str, registry: Registry) -> Removal:
-    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] for models in the hub's
-    cache; without QUANT, it is all GGUF models of the repository, and what interrupted downloads left.
-    Raise `UnknownModelError`, or `ModelFileError` if nothing is on this disk."""
+    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] in the hub's cache; without QUANT, all
+    GGUF models of it, and what interrupted downloads left. Raise `UnknownModelError` or `ModelFileError`."""
     files: list[Path] = []
     if "/" in name:
         reference = parse_reference(name)
@@ -297,31 +290,26 @@ def find_removal(name: str, registry: Registry) -> Removal:
             cached = [each for each in cached_models(known.hub.repo) if file in each.names]
     if not files and not cached:
         raise ModelFileError(f"{name} is not on this disk", "`specgen models list` shows what is")
-    return Removal(tuple(names), tuple(files), tuple(cached))
+    return Removal(tuple(names), tuple(files), tuple(cached), _strategy(cached))
 
 
-def _remove_cached(models: tuple[CachedModel, ...]) -> int:
-    """Remove models of one repository in all their versions; blobs that other files share stay."""
+def _strategy(models: Sequence[CachedModel]) -> DeleteCacheStrategy | None:
+    """Return how to remove models of one repository in all their versions."""
+    if not models:
+        return None
     from huggingface_hub import scan_cache_dir
 
-    repo = models[0].reference.repo
-    names = {name for model in models for name in model.names}
-    info = scan_cache_dir(cache_of_hub())
+    info, repo = scan_cache_dir(cache_of_hub()), models[0].reference.repo
     found = [each for each in info.repos if (each.repo_type, each.repo_id) == ("model", repo)]
     # A copy of the repository may have the same commits, by which revisions are deleted.
     info = replace(info, repos=frozenset(found))
     revisions = [revision for each in found for revision in each.revisions]
-    files = {
+    names = {name for model in models for name in model.names}
+    goes = {
         file: file.file_path.relative_to(revision.snapshot_path).as_posix() in names
         for revision in revisions
         for file in revision.files
     }
-    if all(files.values()):
-        strategy = info.delete_revisions(*(revision.commit_hash for revision in revisions))
-    else:
-        strategy = info.delete_files(*(file for file, goes in files.items() if goes))
-    strategy.execute()  # it only logs what it cannot delete
-    for model in models:
-        if model.path.exists():
-            raise FetchError(f"cannot remove {model.path}", "make its folder writable")
-    return strategy.expected_freed_size
+    if all(goes.values()):
+        return info.delete_revisions(*(revision.commit_hash for revision in revisions))
+    return info.delete_files(*(file for file in goes if goes[file]))

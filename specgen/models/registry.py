@@ -1,5 +1,4 @@
-"""The models and pairs that have a name, from models.toml and the user's own models.toml, which are read strictly: a
-typing error that passes silently would show up later as a download of the wrong thing."""
+"""The models and pairs that have a name, from models.toml and the user's own models.toml, which are read strictly."""
 
 from __future__ import annotations
 

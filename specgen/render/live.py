@@ -45,7 +45,7 @@ from specgen.render.streams import (
     print_notice,
     reading,
 )
-from specgen.session.prompts.template import ThoughtReader, is_thinking
+from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.progress import counted
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -72,18 +72,14 @@ class Line(NamedTuple):
 
 
 class Region:
-    """Writes rows that stay, and below them rows that are replaced the next time.
-
-    `write` takes text with escape codes and must put it out at once.
-    """
+    """Writes rows that stay, and below them rows that are replaced the next time."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self._open = False
 
     def paint(self, settled: Sequence[Line], moving: Sequence[Line]) -> None:
-        """Replace the region: `settled` rows scroll away for good, `moving` is the new region: at least one
-        row, and fewer than the screen has."""
+        """Let `settled` rows scroll away for good; `moving` is the new region, less than the screen."""
         parts = ["\r"] if self._open else [_HIDE_CURSOR, "\r"]
         if settled:
             parts += (_ERASE_BELOW, *_settled_codes(settled))
@@ -157,8 +153,7 @@ class LiveRenderer(Renderer):
             self._notice(event)
         self._status.update(event)
         if isinstance(event, PromptEvent) and self._folds:
-            flow, is_begun = Flow(self._flow.columns), is_thinking(event.text)
-            self._thought = _FoldedThought(flow, is_begun=is_begun)
+            self._thought = _FoldedThought(Flow(self._flow.columns), event.text)
         completed = self._rounds.read(event)
         if completed is not None and isinstance(event, CommittedEvent):
             self._add(completed, event)
@@ -262,8 +257,7 @@ class _Status:
             self._last = event
 
     def codes(self, columns: int, pens: Pens) -> str:
-        """Return the fullest line that fits: with the legend, else fewer figures, and in narrow windows the number of
-        tokens only."""
+        """Return the fullest line that fits: with the legend, or with fewer figures."""
         texts, narrow = self._reading, list[str]()
         if self._first is not None and self._last is not None:
             n, seconds = self._last.n_tokens, self._last.time_s - self._first.time_s
@@ -285,9 +279,9 @@ class _Status:
 class _FoldedThought:
     """The thinking block of one answer: its last rows while it is generated, then one line in its place."""
 
-    def __init__(self, flow: Flow, *, is_begun: bool) -> None:
+    def __init__(self, flow: Flow, prompt: str) -> None:
         self.flow = flow
-        self._reader = ThoughtReader(is_begun=is_begun)
+        self._reader = ThoughtReader(prompt)
         self._rows: list[Row] = []
         self._is_blank = True
         self._first_s: float | None = None

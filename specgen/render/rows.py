@@ -102,11 +102,8 @@ Pens: TypeAlias = Mapping[str, tuple[str, str]]
 
 
 def pens(console: Console) -> Pens:
-    """Return the escape codes for each mark on this console; none if it has none.
-
-    Without colours (NO_COLOR) the attributes stay, and rejected text is also dimmed: not every terminal
-    strikes text through.
-    """
+    """Return the escape codes for each mark on this console. Without colours (NO_COLOR) the attributes stay, and
+    rejected text is also dimmed: not every terminal strikes text through."""
     styles = dict(STYLES)
     if console.no_color:
         styles["rejected"] += styles["faint"]
@@ -275,12 +272,8 @@ EMPTY_ROW = Row((), 0)
 
 
 def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) -> list[Row]:
-    """Lay one line out in at least one row.
-
-    The screen has at least 2 `columns`; the first row has room for `first_columns`, if that is less. A row is
-    as wide as the screen only if all its cells have an exact width, otherwise one column less. A cell wider
-    than the screen has a row of its own.
-    """
+    """Lay one line out in at least one row, the first with room for `first_columns`, if that is less than `columns`.
+    A row is as wide as the screen only if all its cells have an exact width, otherwise one column less."""
     rows: list[Row] = []
     start, room = 0, columns if first_columns is None else first_columns
     while True:
@@ -336,10 +329,8 @@ class Flow:
         self._lay_out(cells)
 
     def take_settled(self, n_kept: int, n_most: int) -> list[Row]:
-        """Hand out the rows of finished lines, and those of the last line except `n_kept`.
-
-        Joined rows are handed out together, but at most `n_most` rows are kept.
-        """
+        """Hand out the rows of finished lines, and those of the last line except `n_kept`; joined rows are handed out
+        together, but at most `n_most` rows are kept."""
         n_rows = len(self.rows)
         n_taken = max(0, n_rows - n_kept)
         while n_taken and self.rows[n_taken - 1].joined:

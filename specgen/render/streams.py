@@ -67,8 +67,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def handle(self, event: Event) -> None:
-        """Show one event. Everything visible of it is written when this returns. Raise `BrokenPipeError` if
-        the reader of the output went away, and `OutputError` if it could not be written."""
+        """Show one event, at once. Raise `BrokenPipeError` if the reader went away, and `OutputError`."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -90,8 +89,7 @@ class Renderer(ABC):
 
 
 class TextRenderer(Renderer):
-    """Writes the answer's text to a binary stream with each round, and nothing else: for pipes and files in
-    UTF-8, whatever the locale, with no line feed changed.
+    """Writes the answer's text to a binary stream with each round, and nothing else.
 
     With `is_terminal` it is for one without escape codes: control characters are replaced by signs, and notices
     start a line. A prompt that takes long to read has a line in `notice` now and then. `ends_line` ends the last

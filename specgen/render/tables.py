@@ -57,8 +57,7 @@ def _cell(value: float | None, missing: str = "") -> str:
 
 def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
     """Yield the columns' names, then a line for each contender, followed by one for each of its categories if
-    there are several. Tabs separate the columns, which are empty where there is no figure. Without figures
-    there are no lines."""
+    there are several, with tabs between. Without figures there are no lines."""
     if figures:
         names = [name for name, _, _ in _BENCH]
         yield "\t".join(("target", "temperature", "contender", "category", *names))
@@ -99,8 +98,7 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
 
 
 def draft_lines(tried: Sequence[Tried]) -> list[str]:
-    """Return the columns' names and a line for each draft, the columns separated by tabs; empty where there is
-    no figure."""
+    """Return the columns' names and a line for each draft, with tabs between."""
     rows = [
         (str(one.draft), *(_cell(figure(one.figures)) for _, _, figure in _DRAFT)) for one in tried
     ]

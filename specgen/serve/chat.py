@@ -84,9 +84,8 @@ def save_conversation(path: Path, conversation: Conversation) -> None:
 class Chat:
     """Asks an engine for the answers of a conversation, and keeps it in the file `path`, if there is one.
 
-    An interrupted answer is kept as it is. If nothing came, its question has no answer: `regenerate` gives it
-    one, or another question replaces it. `now` is the time that templates may write; it stays the same, so
-    that the caches stay valid.
+    An interrupted answer is kept as it is. If nothing came, `regenerate` answers its question, or another question
+    replaces it. `now` is the time that templates may write; it stays the same, so that the caches stay valid.
     """
 
     def __init__(
@@ -111,9 +110,7 @@ class Chat:
 
     def ask(self, question: str) -> Generator[Event, None, None]:
         """Answer a question, and yield the events. If the context is too small, turns are left out from the
-        front; a notice says so. Raise `PromptError` if the question alone does not fit, and any error that
-        ends an answer early. The question is then not part of the conversation, unless its answer had
-        begun."""
+        front; a notice says so. Raise `PromptError` if the question alone does not fit: it is not kept then."""
         asked = self.conversation.asking(question)
         prompt, n_gone = self._make_prompt(asked)
         self._keep(asked)

@@ -14,12 +14,10 @@ from specgen.drafters.cascade import Cascade
 from specgen.drafters.kind import DraftRequest, Key, LoadedDraft
 from specgen.method.backend import Backend
 from specgen.method.draft import Branches
-from specgen.method.drafter import Drafter
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.method.tables import AcceptanceRates, CostTable
 from specgen.method.verify import VERIFIERS
 from specgen.options import (
-    AUTO_TREE,
     DRAFT_TEMPERATURE,
     DraftOptions,
     SamplerName,
@@ -75,9 +73,13 @@ class DrafterFactory:
         if draft is not None and (caches or draft.timed is None):
             request = self._request(draft, prompt, state, settings, draft_seed)
             request = replace(request, caches=caches, slot=slot)
-            drafter = draft.drafter(request)
-            hidden = drafter.states
-            cascade = self._cascade(draft, drafter, request, settings)
+            drafter, free = draft.drafter(request), None
+            hidden, merges = drafter.states, request.branches and not request.shape.is_fixed
+            if settings.drafting.adds_ngrams and not draft.is_free:
+                free = session.ngrams.drafter(replace(request, branches=session.n_branches_max > 1))
+            cascade = Cascade(free, drafter, merges=merges, state=state)
+            if draft.is_free:
+                cascade = Cascade(drafter, state=state)
         return Sequence(
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
@@ -150,10 +152,7 @@ class DrafterFactory:
         )
         can_branch = drafting.grows_trees and draft.why_chains is None
         branches = can_branch and (drafting.tree.is_fixed or not draws)
-        if branches and not draws:
-            shaped = guess_sampling(settings.in_use, drafting.tree)
-        else:
-            shaped = draft_sampling(settings.in_use, drafting, draws=draws)
+        shaped = draft_sampling(settings.in_use, drafting, draws=draws, branches=branches)
         return DraftRequest(
             state,
             Shaper(Sampler(shaped, settings.breakers), state),
@@ -171,49 +170,29 @@ class DrafterFactory:
             is_endless=settings.generation.ignore_eos,
         )
 
-    def _cascade(
-        self,
-        draft: LoadedDraft,
-        drafter: Drafter,
-        request: DraftRequest,
-        settings: RequestSettings,
-    ) -> Cascade:
-        if draft.is_free:
-            return Cascade(drafter, state=request.text)
-        free: Drafter | None = None
-        if settings.drafting.adds_ngrams:
-            beside = replace(request, branches=self.session.n_branches_max > 1)
-            free = self.session.ngrams.drafter(beside)
-        merges = request.branches and not request.shape.is_fixed
-        return Cascade(free, drafter, merges=merges, state=request.text)
-
 
 def draft_sampling(
-    target: SamplerOptions, drafting: DraftOptions, *, draws: bool
+    target: SamplerOptions, drafting: DraftOptions, *, draws: bool, branches: bool
 ) -> SamplerOptions:
-    """Return the samplers of a draft model: the target's, changed so that more drafts are accepted.
-    Penalties and biases stay, since they decide which tokens the target can accept."""
-    if not draws:  # the most likely text is accepted most
-        # Without the temperature sampler, or with a dynamic temperature, sampling would not be greedy.
-        order = tuple(dict.fromkeys((*target.samplers, "temperature")))
+    """Return the samplers of a draft: the target's, changed so that more drafts are accepted. Penalties and biases
+    stay, since they decide which tokens the target can accept."""
+    if draws:
+        temperature, top_k = drafting.temperature, drafting.top_k
+        if temperature is None:
+            temperature = DRAFT_TEMPERATURE * target.temperature
         return replace(
-            target, temperature=0.0, dynatemp_range=0.0, xtc_probability=0.0, samplers=order
+            target, temperature=temperature, top_k=target.top_k if top_k is None else top_k
         )
-    temperature, top_k = drafting.temperature, drafting.top_k
-    if temperature is None:
-        temperature = DRAFT_TEMPERATURE * target.temperature
-    return replace(target, temperature=temperature, top_k=target.top_k if top_k is None else top_k)
-
-
-def guess_sampling(target: SamplerOptions, tree: TreeShape = AUTO_TREE) -> SamplerOptions:
-    """Return the samplers of a draft model that proposes several of its likeliest tokens. Penalties
-    and biases stay, since they decide which tokens the target can accept; samplers that cut off less
-    likely tokens are dropped."""
-    order: list[SamplerName] = [name for name in target.samplers if name in _BY_TOKEN]
-    return replace(
-        target,
-        samplers=(*order, "top_k", "temperature"),
-        top_k=max(_N_GUESSES, *tree.numbers) if tree.is_fixed else _N_GUESSES,
-        temperature=1.0,
-        dynatemp_range=0.0,
-    )
+    if branches:  # several of the likeliest tokens, which no sampler cuts off
+        order = tuple(name for name in target.samplers if name in _BY_TOKEN)
+        tree = drafting.tree
+        return replace(
+            target,
+            samplers=(*order, "top_k", "temperature"),
+            top_k=max(_N_GUESSES, *tree.numbers) if tree.is_fixed else _N_GUESSES,
+            temperature=1.0,
+            dynatemp_range=0.0,
+        )
+    # Without the temperature sampler, or with a dynamic temperature, sampling would not be greedy.
+    order = tuple(dict.fromkeys((*target.samplers, "temperature")))
+    return replace(target, temperature=0.0, dynatemp_range=0.0, xtc_probability=0.0, samplers=order)

@@ -28,12 +28,8 @@ _SMALL = 2048
 
 
 def best(scores: Scores, n: int) -> TokenArray:
-    """Return the positions of the n largest of float[m], largest first, the lowest first among equals.
-
-    Scores of minus infinity are left out, so there may be fewer than n. Scores must not be NaN.
-    One pass finds the maxima of small groups. The n-th largest maximum bounds the n-th largest
-    score from below, so that only a few scores are ever sorted.
-    """
+    """Return the positions of the n largest of float[m] that are no minus infinity, largest first, the lowest first among
+    equals. The n-th largest maximum of small groups bounds the n-th largest score, so that few scores are sorted."""
     positions = _likely(scores, n) if 0 < n < len(scores) else None
     values = scores if positions is None else scores[positions]
     # Positions ascend, and a stable sort keeps equals in that order.

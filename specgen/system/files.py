@@ -1,5 +1,4 @@
-"""Files: replaced as a whole, so that no reader ever sees half of one; JSON Lines, which can be continued after any
-end of the process; locks; TOML that users write."""
+"""Files that are replaced as a whole; JSON Lines, which can be continued after any end; locks; TOML that users write."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ NEW = ".new"
 
 @contextlib.contextmanager
 def new_beside(path: Path) -> Iterator[Path]:
-    """Make an empty file beside `path`, which the caller writes and moves there with its method `replace`; else it is
-    deleted. Of two processes that write at the same time, the later one's stays. Raise `OSError`."""
+    """Make an empty file beside `path`, which the caller writes and moves there with `replace`. Raise `OSError`."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW)
     os.close(descriptor)
     new = Path(name)
@@ -41,9 +39,12 @@ def existing_parent(path: Path) -> Path:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file by these bytes, through a file of `new_beside`. Raise `OSError`."""
+    """Replace a file by these bytes, through a file of `new_beside`; its rights stay, and only the user may read a new
+    one. Raise `OSError`."""
     with new_beside(path) as new:
         new.write_bytes(data)
+        with contextlib.suppress(OSError):
+            new.chmod(path.stat().st_mode)
         new.replace(path)
 
 
@@ -53,8 +54,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class KeptResults:
-    """The latest `n_kept` results of tests in a JSON file, by key. None as the file, a damaged one, or one that cannot
-    be written keeps nothing."""
+    """The latest `n_kept` results in a JSON file, by key. What cannot be read or written keeps nothing."""
 
     def __init__(self, file: Path | None, n_kept: int) -> None:
         self._file = file
@@ -79,8 +79,8 @@ class KeptResults:
             replace_text(self._file, json.dumps({"results": latest}, indent=1) + "\n")
 
 
-def read_toml(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    """Return the content of a file; empty if it `is_optional` and there is none. Raise `UsageError`."""
+def read_toml(file: Path) -> dict[str, Any]:
+    """Return the content of a file. Raise `UsageError`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -89,8 +89,6 @@ def read_toml(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        if is_optional and isinstance(error, FileNotFoundError):
-            return {}
         raise UsageError(f"cannot read {file}: {error.strerror or error}") from error
     except RecursionError as error:
         raise UsageError(f"{file} is nested too deeply", correct(file)) from error
@@ -123,11 +121,8 @@ def as_json(value: Any) -> Any:
         return [as_json(each) for each in value]
     if isinstance(value, dict):
         return {name: as_json(each) for name, each in value.items()}
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_infinite or isinstance(value, PurePath) else value
 
 
 class DamagedLineError(Exception):
@@ -144,12 +139,9 @@ def to_line(value: Any) -> bytes:
 
 
 def take_lines(data: bytes, take: Callable[[Any], None]) -> int:
-    """Pass the value of each line to `take`, and return the size of these lines in bytes. An incomplete last line,
-    which a killed process may leave, is not passed and not counted.
-
-    Raise `DamagedLineError` for a line before the last one that is not JSON, or for which `take` raises
-    `ValueError`, `KeyError`, `TypeError` or `AttributeError`.
-    """
+    """Pass the value of each line to `take`, and return the size of these lines in bytes, without an incomplete last one.
+    Raise `DamagedLineError` for another that is not JSON, or for which `take` raises `ValueError`, `KeyError`,
+    `TypeError` or `AttributeError`."""
     n_bytes = 0
     lines = data.split(b"\n")
     for number, raw in enumerate(lines, start=1):
@@ -207,8 +199,8 @@ class AppendedFile:
 
 @contextlib.contextmanager
 def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold a lock, which the system releases when the process ends in any way. Raise `held` if another process holds
-    it for longer than `wait_s` seconds, and `OutputError` if the lock file cannot be created."""
+    """Hold a lock, until the process ends at the latest. Raise `held` if another process holds it for longer than `wait_s`
+    seconds, and `OutputError` if the lock file cannot be created."""
     import filelock
 
     with write_errors(lock_file, "SPECGEN_CACHE and SPECGEN_DATA choose other folders"):

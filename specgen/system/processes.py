@@ -29,8 +29,7 @@ class ChildDiedError(ChildError):
 
 
 def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Run a command and return the JSON object that it prints. Raise `ChildDiedError`, `ChildTimeoutError`, or
-    `ChildError` if it cannot be started or prints something else."""
+    """Run a command and return the JSON object that it prints. Raise `ChildError`."""
     try:
         ended = subprocess.run(
             command,
@@ -60,8 +59,7 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 def ask_child_again(
     command: Sequence[str], timeout_s: float, prepare: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Ask as `ask_child` does, for answers that are kept: a child that takes too long is started once more, since the
-    machine may have stood still. `prepare` is called before each start."""
+    """Start a child that takes too long once more: the machine may have stood still. `prepare` is called before each."""
     prepare()
     try:
         return ask_child(command, timeout_s)
@@ -100,8 +98,7 @@ _running: list[str] = []
 
 
 def leave_running(what: str) -> None:
-    """Record that native code (`what`, for debugging) was left running in a thread: the process must end by `os._exit`,
-    because the destructors of native libraries must not run meanwhile."""
+    """Record that native code (`what`) runs on in a thread: the destructors of native libraries must not run meanwhile."""
     _running.append(what)
 
 

@@ -20,8 +20,7 @@ INTERVAL_S = 10.0
 
 
 class ProgressView:
-    """Shows work on a stream; None shows nothing. Work that ends before its first line is due writes none. Errors of
-    the stream are ignored, so that they do not end the work."""
+    """Shows work on a stream, if there is one. Errors of the stream do not end the work."""
 
     def __init__(
         self,

@@ -94,10 +94,10 @@ def distil(
     trainer = Trainer(draft, learnt, judged, softness=softness)
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-    n_batch = min(N_ROWS, len(learnt))
-    n_per_pass = len(learnt) // n_batch
+    n_batch = min(N_ROWS, learnt.n_rows)
+    n_per_pass = learnt.n_rows // n_batch
     schedule = Schedule(
-        len(learnt),
+        learnt.n_rows,
         n_batch,
         N_PASSES,
         rate,
@@ -307,7 +307,7 @@ class Trainer:
 
     def judge(self) -> Score:
         loss = n_right = 0.0
-        for index in range(len(self._judged)):
+        for index in range(self._judged.n_rows):
             row = _arrays(self._judged.pick(np.array([index])))
             sums = _sums(self._shape, self._changes, self._frozen, row, 0.0)
             loss, n_right = loss + float(sums[0]), n_right + float(sums[1])
@@ -373,4 +373,4 @@ def _sums(
 
 
 def _arrays(rows: Rows) -> tuple[jax.Array, ...]:
-    return tuple(map(jnp.asarray, rows.arrays))
+    return tuple(map(jnp.asarray, rows))

@@ -29,8 +29,7 @@ OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 #: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
 N_TOKENS = 40_000
 #: The most tokens of an answer, and the number of answers that are generated at once.
-N_ANSWER_TOKENS = 256
-N_PARALLEL = 16
+N_ANSWER_TOKENS, N_PARALLEL = 256, 16
 #: The largest share of the time that is spent on the text, once drafts are compared.
 _SHARE_OF_TEXT = 0.6
 #: The number of prompts on which drafts are compared, and of tokens of their answers.
@@ -53,8 +52,8 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time for making drafts is divided, in seconds, and what fits into it: tokens of the target's
-    text, and prompts on which the drafts are compared."""
+    """How the time for making drafts is divided, and what fits into it: tokens of the target's text, and prompts on which
+    the drafts are compared."""
 
     text_s: float
     training_s: float
@@ -80,10 +79,7 @@ def plan_time(
 
 @dataclass(frozen=True)
 class DraftBuilder:
-    """Builds drafts for a target, in a cache folder.
-
-    `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
-    """
+    """Builds drafts for a target, in a cache folder. `tell` gets a sentence about each result."""
 
     session: Session
     text_options: TextOptions
@@ -99,16 +95,11 @@ class DraftBuilder:
 
     @property
     def folder(self) -> Path:
-        """The folder of the text."""
         return text_folder(self.cache, self._identity)
 
     def make(self, kinds: Sequence[Kind], small: Path | None, minutes: float) -> list[Path] | None:
-        """Make drafts of these kinds in about `minutes` and return their files; None if interrupted.
-
-        After an interruption the text is kept. `small` is the model that a distilled draft is made from.
-        Raise what making each kind raises: `UsageError`, `PairError`, `ModelFileError`, `MemoryLimitError`,
-        `OutputError`.
-        """
+        """Make drafts of these kinds in about `minutes` and return their files; None if interrupted: the text is kept.
+        `small` is the model that a distilled draft is made from. Raise what making each kind raises."""
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
 
@@ -134,9 +125,8 @@ class DraftBuilder:
         return made
 
     def write_text(self, until_s: float = math.inf) -> int:
-        """Let the target write text until the clock reaches `until_s`; return the number of tokens there are.
-
-        Raises what `specgen.train.target_text.write_text` raises."""
+        """Let the target write text until the clock reaches `until_s`; return the number of tokens there are. Raise what
+        `specgen.train.target_text.write_text` raises."""
         from specgen.train.target_text import N_TOP, write_text
 
         options = self.text_options
@@ -166,22 +156,21 @@ class DraftBuilder:
         from specgen.llama.decoder_heads import write_heads
         from specgen.train.heads import train_heads
 
-        budget = self._budget(until_s, "training heads")
-        trained = train_heads(
-            self._text(), self.session.options.target, self.session.target, budget
-        )
+        target, budget = self.session.target, self._budget(until_s, "training heads")
+        trained = train_heads(self._text(), self.session.options.target, target, budget)
         if trained is None:
             return None
         heads = heads_file(self.cache, self._identity)
         with write_errors(heads), new_beside(heads) as new:
             write_heads(new, trained.weights)
             new.replace(heads)
-        first = ", ".join(f"{share:.2f}" for share in trained.after.top_1)
-        among = ", ".join(f"{share:.2f}" for share in trained.after.top_4)
+        first, among = (
+            ", ".join(f"{share:.2f}" for share in shares)
+            for shares in (trained.after.top_1, trained.after.top_4)
+        )
         self.tell(
-            f"on held-back answers the heads' first guess is right for {first} of the tokens one, two "
-            f"and three ahead, one of their first four for {among} ({trained.n_samples} places learnt "
-            f"from, {trained.n_steps} steps)"
+            f"on held-back answers the heads' first guess is right for {first} of the tokens one, two and three ahead, "
+            f"one of their first four for {among} ({trained.n_samples} places, {trained.n_steps} steps)"
         )
         return heads
 
@@ -216,8 +205,8 @@ class DraftBuilder:
             return None
         layers = ", ".join(map(str, made.left_out))
         self.tell(
-            f"{len(made.left_out)} of {made.n_layer} layers left out ({layers}): it agrees with the target "
-            f"on {made.agreement:.1%} of the tokens of held-back answers, and the expected speed-up is "
-            f"{made.speedup:.2f} ({made.n_judged} sets were judged)"
+            f"{len(made.left_out)} of {made.n_layer} layers left out ({layers}): it agrees with the target on "
+            f"{made.agreement:.1%} of the tokens of held-back answers; expected speed-up {made.speedup:.2f} "
+            f"({made.n_judged} sets were judged)"
         )
         return output

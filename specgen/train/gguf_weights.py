@@ -1,10 +1,9 @@
 """The weights of GGUF files as numbers, and copies of a file with other scales of its blocks of weights.
 
-A GGUF file stores a matrix in blocks. Each block has a float16 scale, which multiplies all numbers of the
-block. Training finds a factor for every scale (parameter-efficient and quantisation-aware adaptation, PEQA,
-Kim et al., arXiv:2305.14152). The numbers within a block keep their few bits, so the file keeps its size and
-speed, its tokenizer and chat template, and nothing learnt is lost by quantising again. (Low-rank changes to the
-matrices, LoRA, are smaller than the steps of a four-bit type, which rounds them away.)
+A GGUF file stores a matrix in blocks with a float16 scale each. Training finds a factor for every scale (PEQA, Kim et
+al., arXiv:2305.14152). The numbers within a block keep their few bits, so the file keeps its size and speed, its
+tokenizer and chat template, and nothing learnt is lost by quantising again. (Low-rank changes to the matrices, LoRA,
+are smaller than the steps of a four-bit type, which rounds them away.)
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +26,11 @@ from specgen.models.files import model_parts
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 _NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
 #: In gemma3 every sixth layer sees the whole text, unless the file gives another period.
-_GEMMA3_PERIOD = 6
-_GEMMA3_LOCAL_BASE = 10_000.0
+_GEMMA3_PERIOD, _GEMMA3_LOCAL_BASE = 6, 10_000.0
 #: The number of rows that are dequantised at once.
 _N_ROWS = 4096
-#: The number of weights that share a factor in types without blocks.
-_FLOAT_BLOCK = 32
-_FLOAT_TYPES = frozenset(["f32", "f16", "bf16"])
+#: Types without blocks, and the number of weights that share a factor in them.
+_FLOAT_TYPES, _FLOAT_BLOCK = frozenset(["f32", "f16", "bf16"]), 32
 _MOST_FLOAT16 = float(np.finfo(np.float16).max)
 
 
@@ -58,12 +55,10 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True)
 class GgufWeights:
-    """A transformer: its hyperparameters, and its tensors by their names in the file, float32[rows, columns]
-    or float32[values]."""
+    """A transformer: its hyperparameters, and its tensors and their types by their names in the file."""
 
     hyperparameters: Hyperparameters
     tensors: dict[str, FloatArray]
-    #: The types of the tensors in the file.
     types: dict[str, str]
 
     @property
@@ -72,11 +67,7 @@ class GgufWeights:
 
 
 def read_weights(path: Path) -> GgufWeights:
-    """Read and dequantise a model in one file.
-
-    Raises `ModelFileError` if the file cannot be read, or if it cannot be trained because of its
-    architecture or the type of a tensor.
-    """
+    """Read and dequantise a model in one file. Raise `ModelFileError` if it cannot be read or trained."""
     reader = _opened(path)
     hyperparameters = _hyperparameters(path, reader)
     tensors, types = {}, {}
@@ -84,18 +75,16 @@ def read_weights(path: Path) -> GgufWeights:
         stored = _stored(path, tensor)
         tensors[tensor.name] = dequantize(stored).reshape(tensor.shape[::-1])
         types[tensor.name] = stored.type_name
-    expected = ["token_embd.weight", "output_norm.weight"]
-    expected += [f"blk.{layer}.attn_q.weight" for layer in range(hyperparameters.n_layer)]
-    for name in expected:
+    layers = (f"blk.{layer}.attn_q.weight" for layer in range(hyperparameters.n_layer))
+    for name in ("token_embd.weight", "output_norm.weight", *layers):
         if name not in tensors:
             raise ModelFileError(f"{path}: there is no tensor {name}")
     return GgufWeights(hyperparameters, tensors, types)
 
 
 def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Path) -> None:
-    """Write a copy of a file with the blocks of some matrices multiplied. `changes` has the names and shapes
-    of `initial_changes`. Raises `OSError`, and `ModelFileError` if the
-    original cannot be read."""
+    """Write a copy of a file with the blocks of some matrices multiplied. `changes` has the names and shapes of
+    `initial_changes`. Raise `OSError`, and `ModelFileError` if the original cannot be read."""
     shutil.copyfile(original, output)
     tensors = {tensor.name: tensor for tensor in _opened(original).tensors}
     with output.open("r+b") as file:
@@ -179,14 +168,12 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
 
 
 class ModelRows:
-    """Dequantised rows of a model's token embeddings and output matrix; the two may be the same tensor.
-
-    Raises `ModelFileError` if there are no embeddings, or if a tensor's type is unknown."""
+    """Dequantised rows of a model's token embeddings and output matrix, which may be the same tensor. Raises
+    `ModelFileError` if there are no embeddings, or if a tensor's type is unknown."""
 
     def __init__(self, path: Path) -> None:
-        tensors: dict[str, Any] = {}
-        for part in model_parts(path):
-            tensors |= {tensor.name: tensor for tensor in _opened(part).tensors}
+        readers = map(_opened, model_parts(path))
+        tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
         if "token_embd.weight" not in tensors:
             raise ModelFileError(f"{path}: it has no token embeddings")
         self._embeddings = _stored(path, tensors["token_embd.weight"])
@@ -211,10 +198,9 @@ def _rows(stored: Weights, indices: NDArray[Any]) -> FloatArray:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The blocks of a type: the number of weights and of bytes in a block, and the byte offsets of the
-    float16 numbers that its weights are proportional to."""
+class _Layout(NamedTuple):
+    """The blocks of a type: the number of weights and of bytes in a block, and the byte offsets of the float16 numbers
+    that its weights are proportional to."""
 
     n_weights: int
     n_bytes: int
@@ -238,8 +224,8 @@ _LAYOUTS = {
 
 
 def block_size(types: Sequence[str], n_columns: int) -> int | None:
-    """Return the number of weights in a row that share a factor, for matrices of these types with rows of
-    `n_columns`; None if one of the types has no such scales."""
+    """Return the number of weights in a row of `n_columns` that share a factor, for matrices of these types; None if one
+    of the types has no such scales."""
     sizes = [1]
     for name in types:
         if name in _FLOAT_TYPES:
@@ -254,12 +240,9 @@ def block_size(types: Sequence[str], n_columns: int) -> int | None:
 def initial_changes(
     matrices: Mapping[str, FloatArray], types: Mapping[str, Sequence[str]]
 ) -> dict[str, FloatArray]:
-    """Return the initial changes of the factors: zeros, since a factor is 1 plus its change.
-
-    `matrices` has the matrices of all layers, float32[n_layer, n_outputs, n_inputs], and `types` the type of
-    each layer's matrix. Each name "NAME.weight" whose types have scales gives "NAME.factors",
-    float32[n_layer, n_outputs, n_inputs / block_size].
-    """
+    """Return the initial changes of the factors: zeros, since a factor is 1 plus its change. Each name "NAME.weight" of
+    matrices of all layers, float32[n_layer, n_outputs, n_inputs], whose `types` have scales gives "NAME.factors",
+    float32[n_layer, n_outputs, n_inputs / block_size]."""
     found = {}
     for name, values in matrices.items():
         size = block_size(types[name], values.shape[-1])
@@ -270,8 +253,7 @@ def initial_changes(
 
 
 def apply_changes(matrix: Any, changes: Any) -> Any:
-    """Return a matrix, NumPy's or JAX's, with its blocks multiplied by 1 + `changes`. The matrix is
-    [n_outputs, n_inputs], `changes` are [n_outputs, n_blocks]."""
+    """Return a matrix, NumPy's or JAX's [n_outputs, n_inputs], with its blocks multiplied by 1 + `changes`."""
     blocks = matrix.reshape(*changes.shape, -1)
     return (blocks * (1.0 + changes)[..., None]).reshape(matrix.shape)
 
@@ -285,10 +267,8 @@ def scaled_bytes(weights: Weights, changes: FloatArray) -> NDArray[np.uint8]:
     blocks = weights.data.reshape(n_rows, n_columns // layout.n_weights, layout.n_bytes).copy()
     factors = 1.0 + np.repeat(changes, blocks.shape[1] // changes.shape[1], axis=1)
     for first in layout.scales:
-        scale_bytes = np.s_[..., first : first + 2]
-        scales = (
-            np.ascontiguousarray(blocks[scale_bytes]).view(np.float16)[..., 0].astype(np.float32)
-        )
+        part = np.s_[..., first : first + 2]
+        scales = np.ascontiguousarray(blocks[part]).view(np.float16)[..., 0].astype(np.float32)
         scales = np.clip(scales * factors, -_MOST_FLOAT16, _MOST_FLOAT16)
-        blocks[scale_bytes] = scales.astype(np.float16)[..., None].view(np.uint8)
+        blocks[part] = scales.astype(np.float16)[..., None].view(np.uint8)
     return blocks.reshape(-1)

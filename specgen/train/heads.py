@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +34,14 @@ from specgen.train.training_loop import Budget, Parameters, Schedule, TrainingSt
 #: tokenizers give low ids to frequent tokens.
 N_FREQUENT = 32_768
 #: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
-N_INNER = 1024
-N_AHEAD = 3
-#: The weight of a token's loss, relative to the token before it.
-_FADING = 0.8
-#: Tokens in a step.
-_N_BATCH = 256
+N_INNER, N_AHEAD = 1024, 3
+#: The weight of a token's loss, relative to the token before it; tokens in a step.
+_FADING, _N_BATCH = 0.8, 256
 #: Tokens that the text lacks are sampled: this many stand for all of them in a step.
 _N_OTHERS = 2048
 _RIDGE = 300.0
 #: The fewest tokens to learn from, and to judge by.
-_LEAST_SAMPLES = 8 * _N_BATCH
-_LEAST_JUDGED = 100
+_LEAST_SAMPLES, _LEAST_JUDGED = 8 * _N_BATCH, 100
 _OPTIMIZER = optax.scale_by_adam(b1=0.9, b2=0.98)
 
 
@@ -61,58 +58,48 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class TrainedHeads:
-    """Heads, their agreement with the target, and the amount of training."""
+    """Heads, the agreement of the linear map alone and after training, and the amount of training."""
 
     weights: HeadWeights
-    #: The agreement of the linear map alone, and after training.
     before: Agreement
     after: Agreement
     n_samples: int
     n_steps: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """Tokens of texts. Row i has the hidden state from which the target chose a token, this token with the
-    next ones, and the target's distribution for each of the next ones."""
+class _Samples(NamedTuple):
+    """Tokens of texts. Row i has the hidden state from which the target chose a token, this token with the next ones, the
+    next hidden state, and the likeliest tokens at later positions."""
 
-    #: float32[n, n_embd], int32[n, 1 + N_AHEAD].
-    hidden: FloatArray
-    tokens: NDArray[np.int32]
-    #: The next hidden state: float32[n, n_embd].
-    next_hidden: FloatArray
-    #: The likeliest tokens at later positions: int32[n, N_AHEAD, N_TOP], float32[n, N_AHEAD, N_TOP].
-    top_tokens: NDArray[np.int32]
-    top_probabilities: FloatArray
-
-    def __len__(self) -> int:
-        return len(self.hidden)
+    hidden: FloatArray  # [n, n_embd]
+    tokens: NDArray[np.int32]  # [n, 1 + N_AHEAD]
+    next_hidden: FloatArray  # [n, n_embd]
+    top_tokens: NDArray[np.int32]  # [n, N_AHEAD, N_TOP]
+    top_probabilities: FloatArray  # [n, N_AHEAD, N_TOP]
 
 
 def train_heads(
     text: TargetText, target: Path, model: LlamaModel, budget: Budget
 ) -> TrainedHeads | None:
-    """Train heads for `model`, whose file is `target`, on the text that it wrote; None if interrupted.
-
-    The result has the weights that agreed best on the held-back answers. Raises `UsageError` if the
-    text is too short or `n_embd` is no multiple of 32, `ModelFileError` if the target's file is damaged.
-    """
+    """Train heads for `model`, whose file is `target`, on the text that it wrote, with the weights that agreed best on the
+    held-back answers; None if interrupted. Raises `UsageError` if the text is too short or `n_embd` is no multiple of
+    32, `ModelFileError` if the target's file is damaged."""
     learnt, judged = _samples(text, held_back=False), _samples(text, held_back=True)
-    if len(learnt) < _LEAST_SAMPLES or len(judged) < _LEAST_JUDGED:
+    n_learnt, n_judged = len(learnt.hidden), len(judged.hidden)
+    if n_learnt < _LEAST_SAMPLES or n_judged < _LEAST_JUDGED:
         raise UsageError(
-            f"{len(learnt)} places to learn from and {len(judged)} to judge by: too few",
+            f"{n_learnt} places to learn from and {n_judged} to judge by: too few",
             hint=f"give more --minutes or --prompts: heads need {_LEAST_SAMPLES} and {_LEAST_JUDGED}",
         )
     n_embd, n_vocab = learnt.hidden.shape[1], model.vocabulary.n_tokens
     if n_embd % 32:
-        raise UsageError(
-            f"{model.name} has hidden states of {n_embd}: decoder heads need a multiple of 32"
-        )
+        why = f"has hidden states of {n_embd}: decoder heads need a multiple of 32"
+        raise UsageError(f"{model.name} {why}")
     trainer = _Trainer(ModelRows(target), _frequent(text, n_vocab), learnt, judged, n_vocab)
     before = trainer.judge()
     state = TrainingState(-sum(before.top_1), trainer.copied())
     schedule = Schedule(
-        len(learnt),
+        n_learnt,
         _N_BATCH,
         n_passes=3,
         rate=2e-4,
@@ -125,42 +112,31 @@ def train_heads(
         return None
     trainer.parameters = state.best
     weights = _weights(state.best, trainer, model)
-    return TrainedHeads(weights, before, trainer.judge(), len(learnt), state.n_steps)
+    return TrainedHeads(weights, before, trainer.judge(), n_learnt, state.n_steps)
 
 
 def _samples(text: TargetText, *, held_back: bool) -> _Samples:
-    columns: list[list[NDArray[Any]]] = [[], [], [], [], []]
+    none: NDArray[Any] = np.empty((0, 0), np.float32)
+    found = [_Samples(none, none, none, none, none)]
     ahead = range(1, 1 + N_AHEAD)
     for index, answer in enumerate(text.answers):
         n = len(answer.tokens) - N_AHEAD
-        if answer.is_held_back != held_back or n < 1:
-            continue
-        states, own = text.hidden(index).astype(np.float32), np.array(answer.tokens, np.int32)
-        of_answer = (
-            states[:n],
-            np.stack([own[k : k + n] for k in (0, *ahead)], axis=1),
-            states[1 : 1 + n],
-            *(np.stack([top[k : k + n] for k in ahead], axis=1) for top in text.top(index)),
-        )
-        for column, values in zip(columns, of_answer, strict=True):
-            column.append(values)
-    if not columns[0]:
-        none: NDArray[Any] = np.empty((0, 0), np.float32)
-        return _Samples(none, none, none, none, none)
-    hidden, tokens, behind, top_tokens, probabilities = map(np.concatenate, columns)
-    return _Samples(hidden, tokens, behind, top_tokens, probabilities.astype(np.float32))
+        if answer.is_held_back == held_back and n > 0:
+            states, own = text.hidden(index).astype(np.float32), np.array(answer.tokens, np.int32)
+            likely, shares = (
+                np.stack([each[k : k + n] for k in ahead], axis=1) for each in text.top(index)
+            )
+            tokens = np.stack([own[k : k + n] for k in (0, *ahead)], axis=1)
+            of_top: Any = likely, shares.astype(np.float32)
+            found.append(_Samples(states[:n], tokens, states[1 : 1 + n], *of_top))
+    return _Samples(*map(np.concatenate, zip(*found[1:], strict=True))) if found[1:] else found[0]
 
 
 def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
-    counts = Counter(
-        token for answer in text.answers if not answer.is_held_back for token in answer.tokens
-    )
-    tokens = {token for token, _ in counts.most_common(N_FREQUENT)}
-    for token in range(n_vocab):
-        if len(tokens) >= N_FREQUENT:
-            break
-        tokens.add(token)
-    return np.array(sorted(tokens), np.int32)
+    learnt = (answer.tokens for answer in text.answers if not answer.is_held_back)
+    usual = [token for token, _ in Counter(chain.from_iterable(learnt)).most_common(N_FREQUENT)]
+    others = np.setdiff1d(np.arange(n_vocab), usual)
+    return np.sort([*usual, *others[: N_FREQUENT - len(usual)]]).astype(np.int32)
 
 
 class _Trainer:
@@ -176,9 +152,11 @@ class _Trainer:
     ) -> None:
         self._rng = np.random.default_rng(0)
         self.tokens = tokens
-        #: It brings hidden states to a mean square of 1.
+        #: It brings hidden states to a mean square of 1; those of the samples are scaled in place.
         self.scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
         self._learnt, self._judged = learnt, judged
+        for states in (learnt.hidden, learnt.next_hidden, judged.hidden):
+            np.multiply(states, np.float32(self.scale), out=states)
         #: Each token's index among the frequent ones; -1 for the others.
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
@@ -212,31 +190,29 @@ class _Trainer:
         return {name: np.array(values) for name, values in self.parameters.items()}
 
     def _linear_map(self) -> FloatArray:
-        """Fit the linear map of (state, embedding, 1) to the next state by ridge regression: float32[2
-        n_embd + 1, n_embd]."""
+        """Fit the linear map of (state, embedding, 1) to the next state: float32[2 n_embd + 1, n_embd]."""
         learnt = self._learnt
         n_embd = learnt.hidden.shape[1]
         gram = np.zeros((2 * n_embd + 1, 2 * n_embd + 1), np.float64)
         products = np.zeros((2 * n_embd + 1, n_embd), np.float64)
-        for start in range(0, len(learnt), 4096):
+        for start in range(0, len(learnt.hidden), 4096):
             part = slice(start, start + 4096)
-            hidden = learnt.hidden[part] * np.float32(self.scale)
+            hidden = learnt.hidden[part]
             ones = np.ones((len(hidden), 1), np.float32)
             inputs = np.concatenate([hidden, self._embedded(learnt.tokens[part, 0]), ones], axis=1)
             gram += inputs.T @ inputs
-            products += inputs.T @ (learnt.next_hidden[part] * np.float32(self.scale))
+            products += inputs.T @ learnt.next_hidden[part]
         gram += _RIDGE * np.eye(len(gram))
         return np.linalg.solve(gram, products).astype(np.float32)
 
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
-        """Take a step of Adam on the cross-entropy with the target's distribution at the positions `batch`."""
         learnt = self._learnt
         n_others = min(_N_OTHERS, len(self._others))
         others = self._rng.choice(self._others, n_others, replace=False)
         candidates = np.concatenate([self._own, others])
         column = np.full(
             len(self.tokens) + 1, -1, np.int64
-        )  # the last one: tokens that are not frequent
+        )  # the last: tokens that are not frequent
         column[candidates] = np.arange(len(candidates))
         # The sampled tokens stand for all tokens that the text lacks.
         bias = np.zeros(len(candidates), np.float32)
@@ -248,7 +224,7 @@ class _Trainer:
         self.parameters, self._moments = _step(
             self.parameters,
             self._moments,
-            learnt.hidden[batch] * np.float32(self.scale),
+            learnt.hidden[batch],
             self._embedded(learnt.tokens[batch, :N_AHEAD]),
             self.output[candidates],
             bias,
@@ -261,13 +237,11 @@ class _Trainer:
         return -sum(self.judge().top_1)
 
     def judge(self) -> Agreement:
-        """Measure how often the heads predict the target's token at held-back positions, given the
-        tokens before."""
-        judged = self._judged
+        judged, n = self._judged, len(self._judged.hidden)
         right, among = np.zeros(N_AHEAD), np.zeros(N_AHEAD)
-        for start in range(0, len(judged), _N_BATCH):
+        for start in range(0, n, _N_BATCH):
             part = slice(start, start + _N_BATCH)
-            state: Any = judged.hidden[part] * np.float32(self.scale)
+            state: Any = judged.hidden[part]
             for k in range(N_AHEAD):
                 state = advance(self.parameters, state, self._embedded(judged.tokens[part, k]))
                 logits = np.asarray(state) @ self.output.T
@@ -275,7 +249,6 @@ class _Trainer:
                 best = np.argpartition(logits, -4, axis=1)[:, -4:]
                 right[k] += (logits.argmax(axis=1) == expected).sum()
                 among[k] += (best == expected[:, None]).any(axis=1).sum()
-        n = len(judged)
         return Agreement(tuple((right / n).tolist()), tuple((among / n).tolist()))
 
     def _embedded(self, tokens: NDArray[np.int32]) -> FloatArray:
@@ -285,8 +258,7 @@ class _Trainer:
 
 @jax.jit
 def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
-    """Return the states after one more token each, float32[n, n_embd], from the states before and the embeddings of
-    the tokens."""
+    """Return the states after one more token each, float32[n, n_embd]."""
     p = parameters
     inner = jax.nn.silu(state @ p["Q"] + embedded @ p["P"] + p["b"])
     found: jax.Array = state @ p["M"] + embedded @ p["N"] + p["c"] + inner @ p["C"]
@@ -315,9 +287,8 @@ def _step(
             logits = ahead @ output.T + bias
             wanted = jnp.take_along_axis(logits, columns[:, k], axis=1)
             is_known = shares[:, k].sum(axis=1)  # 0 where no likely token is among the candidates
-            losses = is_known * jax.nn.logsumexp(logits, axis=1) - (shares[:, k] * wanted).sum(
-                axis=1
-            )
+            mean_of_wanted = (shares[:, k] * wanted).sum(axis=1)
+            losses = is_known * jax.nn.logsumexp(logits, axis=1) - mean_of_wanted
             total += _FADING**k * losses.mean()
         return total
 

@@ -1,11 +1,10 @@
 """Pruned drafts: the target without some of its layers, chosen by Bayesian optimisation.
 
-The layers that a draft does without are searched for as in Draft & Verify (Zhang et al., arXiv:2309.08168): a Gaussian
-process over sets of layers chooses the next set to judge, by its expected improvement of the expected speed. One pass
-over some hundred tokens of the target's own answers judges a set (SWIFT, Xia et al., arXiv:2410.06916). For that the
-layers are left out in memory: llama.cpp computes them and calls back with their results, which are replaced by their
-inputs. The logits are, bit for bit, those of a file without these layers. The chosen draft is such a file, and drafts
-like any other model.
+The layers are searched for as in Draft & Verify (Zhang et al., arXiv:2309.08168): a Gaussian process over sets of
+layers chooses the next set to judge, by its expected improvement of the expected speed. One pass over some hundred
+tokens of the target's own answers judges a set (SWIFT, Xia et al., arXiv:2410.06916), with the layers left out in
+memory: llama.cpp calls back with their results, which are replaced by their inputs. The logits are, bit for bit, those
+of a file without these layers. The chosen draft is such a file, and drafts like any other model.
 """
 
 from __future__ import annotations
@@ -41,6 +40,8 @@ Agreement: TypeAlias = Callable[[Layers], float]
 #: The expected speed-up, by the number of left-out layers and the agreement.
 Speedup: TypeAlias = Callable[[int, float], float]
 _Floats: TypeAlias = NDArray[np.float64]
+#: A prompt and an answer.
+_Text: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 #: Architectures whose layers are all alike. In others a layer's number decides what it computes.
 _ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "starcoder2")
@@ -48,12 +49,10 @@ _ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "starcoder2
 _NUMBERS = ("leading_dense_block_count", "nextn_predict_layers", "interleave_moe_layer_step")
 _LISTS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 _LEAST_LAYERS = 4
-#: Places of the target's text that judge a set of layers, and places that judge the result.
-_N_JUDGED, _N_HELD_BACK = 512, 1024
+#: Places of the target's text that judge a set of layers, places that judge the result, and rows decoded at once.
+_N_JUDGED, _N_HELD_BACK, _N_ROWS = 512, 1024, 512
 #: The most judged tokens of an answer, and the longest prompt: prompts take time and judge nothing.
 _MOST_ANSWER, _MOST_PROMPT = 96, 96
-#: The number of rows that are decoded at once.
-_N_ROWS = 512
 #: llama.cpp's name for the result of a layer, before the layer's number.
 _RESULT = b"l_out-"
 
@@ -74,10 +73,8 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
     """Search for the layers to leave out, and write the draft to `output`; None if interrupted. Raise `UsageError` if
     there is no text to judge by or no time, `MemoryLimitError`, `OutputError` and `BackendError`."""
     model, target = session.target, session.options.target
-    texts = [
-        judged_texts(text.answers, n, held_back=held_back)
-        for n, held_back in ((_N_JUDGED, False), (_N_HELD_BACK, True))
-    ]
+    judging = judged_texts(text.answers, _N_JUDGED, held_back=False)
+    held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)
     table = target_costs(session).known
     batch_s = {n: seconds for n, seconds in table.items() if n <= session.n_rows_max}
     if len(batch_s) < 2:
@@ -89,7 +86,7 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
         return expected_gain(Costs(batch_s, token_s), agreement).speedup
 
     context = session.costs.context_options()
-    with Judge(model, context, texts[0], session.clock) as judge:
+    with Judge(model, context, judging, session.clock) as judge:
         found = search(judge.agreement, speedup, model.n_layer, budget)
     if budget.interrupted():
         return None
@@ -97,7 +94,7 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
         raise UsageError("there was no time to judge a set of layers", hint="give more --minutes")
     left_out = max(found, key=found.__getitem__)
     write_pruned(target, left_out, output)
-    with Judge(model, context, texts[1], session.clock) as judge:
+    with Judge(model, context, held_back, session.clock) as judge:
         agreement = judge.agreement(left_out)
     gain = speedup(len(left_out), agreement)
     return Pruned(tuple(sorted(left_out)), model.n_layer, agreement, gain, len(found))
@@ -106,7 +103,6 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
 def check_prunable(model: LlamaModel) -> None:
     """Raise `ModelFileError` if layers of a model cannot be left out."""
     architecture = model.architecture
-    numbers = {key: model.metadata(f"{architecture}.{key}") for key in (*_NUMBERS, *_LISTS)}
     reason = ""
     if model.has_recurrent_state:
         reason = "it has a recurrent state"
@@ -114,8 +110,9 @@ def check_prunable(model: LlamaModel) -> None:
         reason = f"layers of the architecture {architecture!r} may differ by their place"
     elif model.n_layer < _LEAST_LAYERS:
         reason = f"it has {model.n_layer} layers only"
-    for key, value in numbers.items():
-        if value and (value.startswith("[") or (key in _NUMBERS and value not in ("0", "1"))):
+    for key in (*_NUMBERS, *_LISTS):
+        value = model.metadata(f"{architecture}.{key}") or "0"
+        if value.startswith("[") or (key in _NUMBERS and value not in ("0", "1")):
             reason = reason or f"its layers differ ({architecture}.{key})"
     if reason:
         raise ModelFileError(
@@ -125,11 +122,10 @@ def check_prunable(model: LlamaModel) -> None:
 
 
 def share_of_a_layer(target: Path, n_layer: int) -> float:
-    """Return the share of the time of a token that a layer takes: that of the bytes which decoding a token reads.
-    (Of a table of embeddings with an output matrix beside it, a token reads a row.)"""
+    """Return the share of the bytes which decoding a token reads that a layer has."""
     with opened_parts(target) as (_, tensors):
         sizes = {tensor.name: tensor.n_bytes for tensor in tensors}
-    if "output.weight" in sizes:
+    if "output.weight" in sizes:  # a token reads a row of its embeddings
         sizes.pop("token_embd.weight", None)
     of_layers = sum(size for name, size in sizes.items() if name.startswith("blk."))
     return of_layers / sum(sizes.values()) / n_layer
@@ -153,33 +149,29 @@ def write_pruned(target: Path, left_out: Collection[int], output: Path) -> None:
 # --- how well the target agrees with itself without some layers --------------------------------
 
 
-def judged_texts(
-    answers: Sequence[TargetAnswer], n_tokens: int, *, held_back: bool
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def judged_texts(answers: Sequence[TargetAnswer], n_tokens: int, *, held_back: bool) -> list[_Text]:
     """Return prompts and beginnings of answers, with about `n_tokens` tokens together. Raise `UsageError` if there
     are none."""
-    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    found: list[_Text] = []
     for answer in answers:
         if answer.is_held_back == held_back and len(answer.prompt_tokens) <= _MOST_PROMPT:
             tokens = answer.tokens[: min(_MOST_ANSWER, n_tokens)]
             found += [(answer.prompt_tokens, tokens)] if tokens else []
             n_tokens -= len(tokens)
-    if not found:
-        raise UsageError(
-            "there is no text to judge by", hint="let the target write more, to shorter prompts"
-        )
-    return found
+    if found:
+        return found
+    hint = "let the target write more, to shorter prompts"
+    raise UsageError("there is no text to judge by", hint)
 
 
 class Judge:
-    """Judges sets of left-out layers by texts of the target, each a prompt and an answer. Use it as a context manager.
-    Raises `MemoryLimitError`."""
+    """Judges sets of left-out layers by texts of the target, as a context manager. Raises `MemoryLimitError`."""
 
     def __init__(
         self,
         model: LlamaModel,
         context: ContextOptions,
-        texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+        texts: Sequence[_Text],
         clock: Callable[[], float],
     ) -> None:
         self._model = model
@@ -221,9 +213,8 @@ class Judge:
             if self._failure is not None:
                 raise self._failure
             if self._missing:
-                raise BackendError(
-                    f"{self._model.name}: llama.cpp does not tell what layer {min(self._missing)} computes"
-                )
+                why = f"llama.cpp does not tell what layer {min(self._missing)} computes"
+                raise BackendError(f"{self._model.name}: {why}")
             n_agreed += int((likeliest == expected).sum())
             n_places += len(expected)
             for sequence in {sequence for (sequence,) in batch.sequences}:
@@ -255,9 +246,7 @@ class Judge:
         return True
 
 
-def _batches(
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
-) -> Iterator[tuple[Batch, list[int]]]:
+def _batches(texts: Sequence[_Text]) -> Iterator[tuple[Batch, list[int]]]:
     """Yield batches of whole texts, each text a sequence, with the expected token of each row that wants logits."""
     batch, expected, n_sequences = Batch(), list[int](), 0
     for prompt, answer in texts:
@@ -287,11 +276,9 @@ _LEAST = 0.01
 def search(
     agreement: Agreement, speedup: Speedup, n_layer: int, budget: Budget, *, seed: int = 0
 ) -> dict[Layers, float]:
-    """Return the expected speed-ups of the sets of layers that were judged, until the budget is over or nothing better
-    is found. The first layer always stays, and so does half of all.
-
-    Each layer is left out alone first. If layers did harm independently, agreements would multiply; the process learns
-    how sets differ from that."""
+    """Return the expected speed-ups of the sets of layers that were judged, until the budget is over or nothing better is
+    found. The first layer always stays, and so does half of all. Each layer is left out alone first. If layers did harm
+    independently, agreements would multiply; the process learns how sets differ from that."""
     rng = np.random.default_rng(seed)
     known: dict[Layers, float] = {}
     alone = np.zeros(n_layer)
@@ -325,8 +312,7 @@ def search(
 def _candidates(
     known: dict[Layers, float], alone: _Floats, rng: np.random.Generator
 ) -> list[Layers]:
-    """Return sets that were not judged: near the best ones, and random ones. Layers that do little harm alone are left
-    out more often."""
+    """Return sets that were not judged: near the best ones, and random ones of layers that do little harm alone."""
     layers = np.arange(1, len(alone))
     shares = np.exp(4.0 * alone[1:])
     shares /= shares.sum()
@@ -363,6 +349,5 @@ def _expected_improvements(
 
 
 def _covariance(ones: _Floats, others: _Floats) -> _Floats:
-    """Return the covariance of the process, by the number of layers in which two sets differ."""
     differing = ones @ (1.0 - others.T) + (1.0 - ones) @ others.T
     return np.asarray(np.exp(-differing / _LENGTH))

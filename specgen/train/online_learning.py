@@ -133,13 +133,13 @@ def learn(
         trainer = start.trainer
         state = TrainingState(start.score.loss, trainer.copied())
         schedule = Schedule(
-            len(rows),
+            rows.n_rows,
             1,
             N_PASSES,
             rate,
             n_rising=_N_RISING,
             last_share=_LAST_SHARE,
-            judged_every=max(1, len(rows) // _JUDGED_PER_PASS),
+            judged_every=max(1, rows.n_rows // _JUDGED_PER_PASS),
             patience=_PATIENCE,
         )
         if not train(trainer, state, schedule, budget):
@@ -182,7 +182,7 @@ def learn(
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """The weights that training starts from, and how two sets of weights agree with the target."""
+    """The weights that training starts from, and how the draft agrees with the target."""
 
     file: Path
     trainer: Trainer
@@ -252,7 +252,7 @@ class Pauses:
         return not self._is_running.is_set()
 
     def wait(self) -> bool:
-        """Wait until there is no pause, then return False (training takes True as an interruption)."""
+        """Wait until there is no pause, and return False: it is no interruption."""
         started = time.monotonic()
         self._is_running.wait()
         self._paused_s += time.monotonic() - started
@@ -293,8 +293,7 @@ def main() -> int:
 
 
 def _end() -> NoReturn:
-    """Run `main`, then end the process at once. In a normal exit the interpreter aborts if a thread waits for
-    standard input, and that would look like a failed lesson."""
+    """Run `main`, then end the process at once: at its usual end the interpreter aborts if a thread waits for input."""
     code = 1
     try:
         code = main()
@@ -327,13 +326,12 @@ class Learner:
     def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._target, self._engine, self._tell = session.options.target, engine, tell
         self._child: subprocess.Popen[bytes] | None = None
-        #: The file of the process's standard error.
-        self._errors: IO[bytes] = io.BytesIO()
+        self._errors: IO[bytes] = io.BytesIO()  # the file of its standard error
         self._is_running = True
         #: The number of the kept answer from which on the next lesson may begin.
         self._not_before = 0
         #: The sentence about a lesson's result, until the draft is reloaded.
-        self._news: str | None = None
+        self._news = ""
         folder, own = session.options.learning, session.draft
         self._is_on = False
         why_not = ""
@@ -362,8 +360,8 @@ class Learner:
         return self._child is not None
 
     def between_answers(self, *, begins: bool = False) -> None:
-        """Start, pause, continue or finish a lesson. The thread that steps the engine calls this while no
-        answer is being generated: after an answer, and before one with `begins`, which pauses the lesson."""
+        """Start, pause, continue or finish a lesson. The thread that steps the engine calls this after an answer, and
+        before one with `begins`, which pauses the lesson."""
         if not self._is_on:
             return
         try:
@@ -390,14 +388,14 @@ class Learner:
             if learnt is None:
                 change = "drafts as it came again: what it learnt was deleted"
             self._tell(self._news or f"{self._draft.name} {change}")
-            self._news = None
+            self._news = ""
 
     def _send(self, data: bytes) -> None:
-        assert self._child is not None
-        assert self._child.stdin is not None
+        stdin = None if self._child is None else self._child.stdin
+        assert stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has ended: the next call notices
-            self._child.stdin.write(data)
-            self._child.stdin.flush()
+            stdin.write(data)
+            stdin.flush()
 
     def close(self) -> None:
         child, self._child = self._child, None

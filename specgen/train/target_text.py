@@ -11,9 +11,8 @@ import datetime
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,11 +83,10 @@ def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
 
 def _read_answer(path: Path) -> TargetAnswer:
     names = ("prompt", "prompt_tokens", "tokens", "is_held_back")
-    prompt, prompt_tokens, tokens, held_back = _arrays(path, *names)
+    prompt, *texts, held_back = _arrays(path, *names)
+    prompt_tokens, tokens = (tuple(text.tolist()) for text in texts)
     text = prompt.tobytes().decode("utf-8", "replace")
-    return TargetAnswer(
-        text, tuple(prompt_tokens.tolist()), tuple(tokens.tolist()), bool(held_back)
-    )
+    return TargetAnswer(text, prompt_tokens, tokens, bool(held_back))
 
 
 def is_held_back(index: int) -> bool:
@@ -106,13 +104,13 @@ def write_text(
     n_parallel: int,
     max_tokens: int,
 ) -> int:
-    """Let the target answer prompts until the folder holds `n_tokens` tokens of answers to them, or no
-    prompts or time are left. Return the number of tokens of answers to these prompts in the folder.
+    """Let the target answer prompts until the folder holds `n_tokens` tokens of answers to them, or no prompts or time are
+    left. Return the number of tokens of answers to these prompts in the folder. An interrupted call keeps the finished
+    answers, and prompts that have an answer are skipped.
 
-    Prompts that have an answer in the folder are skipped. Up to `n_parallel` prompts are answered at once, each with at
-    most `max_tokens` tokens. The budget's `progress` gets the tokens so far and `n_tokens`. An interrupted call keeps
-    the finished answers. Raises `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens` do not fit the target's
-    context, `PairError` if the target has a recurrent state, and `ModelFileError` if the folder's files are damaged.
+    The budget's `progress` gets the tokens so far and `n_tokens`. Raises `OutputError`, `MemoryLimitError`, `UsageError`
+    if `max_tokens` do not fit the target's context, `PairError` if the target has a recurrent state, and
+    `ModelFileError` if the folder's files are damaged.
     """
     if session.target.has_recurrent_state:
         why = "has a recurrent state: its hidden states cannot be read"
@@ -275,8 +273,7 @@ class TrainingText:
     answer_tokens: tuple[int, ...]
     #: Whether it is for judging, not for learning.
     is_held_back: bool
-    #: The tokens that the target found likeliest at each position of the answer, and their probabilities, if
-    #: they are known: int32 and float16[n_answer, N_TOP].
+    #: What the target found likeliest at each position of the answer, if it is known; see `TargetText.top`.
     top_tokens: NDArray[np.int32] | None = field(default=None, compare=False)
     top_probabilities: NDArray[np.float16] | None = field(default=None, compare=False)
 
@@ -288,26 +285,23 @@ class TrainingText:
 def training_texts(
     text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
 ) -> list[TrainingText]:
-    """Return the target's answers as a draft model sees them while it drafts: prompts in its own chat
-    template, and answers and what the target found likely in its own tokens, if it has another vocabulary.
+    """Return the target's answers as a draft model sees them while it drafts: prompts in its own chat template, and answers
+    in its own tokens, if it has another vocabulary: what the target found likely is then not known.
 
-    `now` is the date that some templates write. Raises `PromptError` if the target's template does not
-    take a prompt.
+    `now` is the date that some templates write. Raises `PromptError` if the target's template does not take a prompt.
     """
     translation = _translation(target, draft)
     prompts = Prompts(target, draft if translation is not None else None)
     found = []
     for index, answer in enumerate(text.answers):
-        prompt, top = prompts.of_text(answer.prompt, now=now), text.top(index)
-        prompt_tokens, tokens = prompt.tokens, answer.tokens
-        if translation is not None:
-            prompt_tokens, tokens = _translated(
-                translation, prompt.tokens, answer.tokens, prompt.draft_tokens
-            )
-            top = soft_labels(translation, answer.tokens, *top, tokens)
-        if prompt_tokens and tokens:
-            found.append(TrainingText(prompt_tokens, tokens, answer.is_held_back, *top))
-    return found
+        prompt = prompts.of_text(answer.prompt, now=now)
+        if translation is None:
+            own = prompt.tokens, answer.tokens
+            found.append(TrainingText(*own, answer.is_held_back, *text.top(index)))
+        else:
+            own = _translated(translation, prompt.tokens, answer.tokens, prompt.draft_tokens)
+            found.append(TrainingText(*own, answer.is_held_back))
+    return [each for each in found if each.prompt_tokens and each.answer_tokens]
 
 
 def kept_texts(
@@ -365,78 +359,31 @@ def _parts(
         start += len(part)
 
 
-def soft_labels(
-    translation: Translation,
-    answer: Sequence[int],
-    top_tokens: NDArray[np.int32],
-    top_probabilities: NDArray[np.float16],
-    draft_tokens: Sequence[int],
-) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-    """Translate the tokens that a target found likely at each place of an answer, int32 and float16[n_answer, n_top],
-    into the vocabulary of a draft: int32 and float16[n_draft_tokens, n_top].
+class Rows(NamedTuple):
+    """Texts one after the other in rows of one length; each array is [n_rows, n_columns].
 
-    Where a draft token starts at the start of a target token, each likely target token counts as the draft token that
-    its text starts with, and the chosen one counts as the draft token in the text. A draft token that starts inside of
-    a chosen target token is certain. A token may occur twice in a row: its probability is the sum. Target tokens
-    without a counterpart get the probability 0.
+    `texts` says which text of its row a token belongs to (0 is padding), and `positions` count from 0 in each text.
+    `labels` are the tokens behind each, where that is of an answer; else -1. `top_tokens` and `top_probabilities` are
+    what the target found likely there, [n_rows, n_columns, n_top]; n_top is 0 where it is not known of all texts.
     """
-    starts: dict[int, int] = {}
-    text = bytearray()
-    for index, token in enumerate(answer):
-        starts.setdefault(len(text), index)
-        text += translation.target.token_bytes(token)
-    first_token = cache(translation.first_token)
-    shape = len(draft_tokens), top_tokens.shape[1]
-    tokens, probabilities = np.zeros(shape, np.int32), np.zeros(shape, np.float16)
-    offset = 0
-    for row, own in enumerate(draft_tokens):
-        position = starts.get(offset)
-        data = translation.draft.token_bytes(own)
-        if not text.startswith(data, offset):  # bytes before it that the draft has no token for
-            starts.clear()
-            position = None
-        offset += len(data)
-        if position is None:
-            tokens[row, 0], probabilities[row, 0] = own, 1.0
-            continue
-        for column, token in enumerate(top_tokens[position].tolist()):
-            found = own if token == answer[position] else first_token(token)
-            if found >= 0:
-                tokens[row, column] = found
-                probabilities[row, column] = top_probabilities[position, column]
-    return tokens, probabilities
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Texts one after the other in rows of one length; each array is [n_rows, n_columns]."""
-
-    #: int32.
     tokens: NDArray[np.int32]
-    #: Which text of its row a token belongs to; 0 is padding. int32.
     texts: NDArray[np.int32]
-    #: Positions in the texts, from 0. int32.
     positions: NDArray[np.int32]
-    #: The token behind each, where that is of an answer; else -1. int32.
     labels: NDArray[np.int32]
-    #: What the target found likely at that token's position: tokens and their probabilities,
-    #: int32 and float32[n_rows, n_columns, n_top]; n_top is 0 where it is not known of all texts.
     top_tokens: NDArray[np.int32]
     top_probabilities: NDArray[np.float32]
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.tokens)
 
     @property
     def n_labels(self) -> int:
         return int(np.count_nonzero(self.labels >= 0))
 
-    @property
-    def arrays(self) -> tuple[NDArray[np.int32] | NDArray[np.float32], ...]:
-        return tuple(getattr(self, name) for name in Rows.__slots__)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     def pick(self, rows: NDArray[np.int64]) -> Rows:
-        return Rows(*(array[rows] for array in self.arrays))  # type: ignore[arg-type]
+        return Rows(*(array[rows] for array in self))  # type: ignore[arg-type]
 
 
 def pack_split(texts: Sequence[TrainingText]) -> tuple[Rows, Rows]:

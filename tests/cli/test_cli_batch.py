@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats import request
 from specgen.serve.formats.openai import read_request
 from tests.helpers.batch import answers, n_results, records, text_of, wait_for_results
-from tests.helpers.cli import Result, in_process
+from tests.helpers.cli import Result, Specgen, in_process
+from tests.helpers.templates import FAMILIES
 from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPTS = [
@@ -32,7 +33,6 @@ PROMPTS = [
     "x",
     "the cat is in the house of",
 ]
-Batch = Callable[..., Result]
 
 
 def options(models: Path, target: str = "target", draft: str = "draft") -> list[str]:
@@ -40,15 +40,32 @@ def options(models: Path, target: str = "target", draft: str = "draft") -> list[
     return ["-m", str(models / f"{target}.gguf"), "-md", draft, "-n", "16"]
 
 
+class Batch:
+    """Runs commands in this process with the tiny models; `answer` writes a file of lines first, and then runs a
+    batch, as does `again` with the same file."""
+
+    def __init__(self, run: Specgen, models: Path, folder: Path) -> None:
+        self._run, self._models = run, models
+        self.source, self.out = folder / "in.jsonl", folder / "out.jsonl"
+
+    def __call__(self, name: str, *arguments: str | Path, **names: str) -> Result:
+        return self._run(name, *options(self._models, **names), *arguments)
+
+    def again(self, *arguments: str, code: int = 0, **names: str) -> Result:
+        done = self("batch", self.source, self.out, *arguments, **names)
+        assert (done.code, done.out) == (code, ""), done.err
+        return done
+
+    def answer(
+        self, lines: Sequence[str | dict[str, Any]], *arguments: str, code: int = 0, **names: str
+    ) -> Result:
+        write(self.source, *lines)
+        return self.again(*arguments, code=code, **names)
+
+
 @pytest.fixture
-def specgen(capsys: pytest.CaptureFixture[str], chat_models: Path) -> Batch:
-    """Runs a command in this process with the tiny models."""
-    run = in_process(capsys)
-
-    def command(name: str, *arguments: str | Path, **names: str) -> Result:
-        return run(name, *options(chat_models, **names), *arguments)
-
-    return command
+def batch(capsys: pytest.CaptureFixture[str], chat_models: Path, tmp_path: Path) -> Batch:
+    return Batch(in_process(capsys), chat_models, tmp_path)
 
 
 def write(path: Path, *lines: str | dict[str, Any]) -> Path:
@@ -59,156 +76,126 @@ def write(path: Path, *lines: str | dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("parallel", ["1", "8", None])
 @pytest.mark.parametrize("draft", ["draft", "ngram", "none"])
-def test_answers_are_those_of_run(
-    specgen: Batch, tmp_path: Path, parallel: str | None, draft: str
-) -> None:
+def test_answers_are_those_of_run(batch: Batch, parallel: str | None, draft: str) -> None:
     lines: list[str | dict[str, Any]] = [*PROMPTS]
     lines += [{"prompt": PROMPTS[0], "temperature": 0.8, "seed": seed} for seed in (1, 2)]
-    source, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
-    done = specgen("batch", source, out, *(["-np", parallel] if parallel else []), draft=draft)
-    assert (done.code, done.out) == (0, "")
+    done = batch.answer(lines, *(["-np", parallel] if parallel else []), draft=draft)
     assert " at once" in done.err
-    found = answers(out)
-    assert len(found) == len(lines)
-    for number, prompt in enumerate(PROMPTS, start=1):
-        assert found[str(number)] == specgen("run", prompt, "-q", draft=draft).out
-    for number, seed in ((7, 1), (8, 2)):
-        seeded = specgen("run", PROMPTS[0], "-q", "--temp", "0.8", "--seed", str(seed), draft=draft)
-        assert found[str(number)] == seeded.out
+    asked: list[tuple[str, ...]] = [(prompt,) for prompt in PROMPTS]
+    asked += [(PROMPTS[0], "--temp", "0.8", "--seed", str(seed)) for seed in (1, 2)]
+    alone = [batch("run", "-q", *each, draft=draft).out for each in asked]
+    assert answers(batch.out) == {str(n): text for n, text in enumerate(alone, start=1)}
 
 
-def test_unlimited_answers_end_where_those_of_run_end(specgen: Batch, tmp_path: Path) -> None:
+def test_unlimited_answers_end_where_those_of_run_end(batch: Batch) -> None:
     """The batch's context has room for its longest line; a short one does not go on for longer."""
-    source = write(tmp_path / "in.jsonl", "x", " ".join(["the cat is in the house"] * 20))
-    out = tmp_path / "out.jsonl"
-    assert specgen("batch", source, out, "-n", "-1", "-np", "2", draft="none").code == 0
-    whole = specgen("run", "x", "-q", "-n", "-1", draft="none").out
+    long = " ".join(["the cat is in the house"] * 20)
+    batch.answer(["x", long], "-n", "-1", "-np", "2", draft="none")
+    whole = batch("run", "x", "-q", "-n", "-1", draft="none").out
     assert len(whole) > 500
-    assert answers(out)["1"] == whole
+    assert answers(batch.out)["1"] == whole
 
 
-def test_requests_in_openai_s_form(specgen: Batch, tmp_path: Path) -> None:
-    turns = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": PROMPTS[0]},
-    ]
+def test_requests_in_openai_s_form(batch: Batch) -> None:
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPTS[0]}]
     chat = {"messages": turns, "max_tokens": 9, "logprobs": True, "top_logprobs": 2, "model": "x"}
     raw = {"prompt": PROMPTS[1], "max_tokens": 7, "logprobs": 1}
+    form = {**chat, "response_format": {"type": "json_object"}}
     url = "/v1/chat/completions"
-    source = write(
-        tmp_path / "in.jsonl",
+    lines: list[str | dict[str, Any]] = [
         {"custom_id": "chat", "method": "POST", "url": url, "body": chat},
         {"custom_id": "raw", "method": "POST", "url": "/v1/completions", "body": raw},
-        {
-            "custom_id": "form",
-            "url": url,
-            "body": {**chat, "response_format": {"type": "json_object"}},
-        },
-    )
-    out = tmp_path / "out.jsonl"
-    assert specgen("batch", source, out, "-np", "3").code == 0
-    found = records(out)
+        {"custom_id": "form", "url": url, "body": form},
+    ]
+    batch.answer(lines, "-np", "3")
+    found = records(batch.out)
     body = found["chat"]["response"]["body"]
     assert body["object"] == "chat.completion"
     assert body["usage"]["completion_tokens"] == 9
     assert body["choices"][0]["finish_reason"] == "length"
     content = body["choices"][0]["logprobs"]["content"]
-    assert len(content) == 9
-    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
-    own = specgen("run", PROMPTS[0], "-q", "-n", "9", "--system", "be brief")
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * 9
+    own = batch("run", PROMPTS[0], "-q", "-n", "9", "--system", "be brief")
     assert text_of(found["chat"]) == own.out
-    assert found["raw"]["response"]["body"]["object"] == "text_completion"
-    assert found["raw"]["response"]["body"]["usage"]["completion_tokens"] == 7
-    assert len(found["raw"]["response"]["body"]["choices"][0]["logprobs"]["tokens"]) == 7
-    raw_run = specgen("run", PROMPTS[1], "-q", "-n", "7", "--raw")
-    assert text_of(found["raw"]) == raw_run.out
+    body = found["raw"]["response"]["body"]
+    assert body["object"] == "text_completion"
+    assert body["usage"]["completion_tokens"] == 7
+    assert len(body["choices"][0]["logprobs"]["tokens"]) == 7
+    assert text_of(found["raw"]) == batch("run", PROMPTS[1], "-q", "-n", "7", "--raw").out
     assert text_of(found["form"]).startswith("{")
 
 
-def test_lines_that_begin_alike_share_the_cache(specgen: Batch, tmp_path: Path) -> None:
+def test_lines_that_begin_alike_share_the_cache(batch: Batch) -> None:
     heads = [" ".join(["the cat is in the house"] * 10), " ".join(["a dog is on the mat"] * 10)]
-    prompts = [f"{heads[number % 2]} number {number}" for number in range(6)]
-    source, out = write(tmp_path / "in.jsonl", *prompts), tmp_path / "out.jsonl"
-    assert specgen("batch", source, out, "-np", "1", "-n", "4").code == 0
-    found = [each["response"]["body"] for each in records(out).values()]
+    batch.answer([f"{heads[n % 2]} number {n}" for n in range(6)], "-np", "1", "-n", "4")
+    found = [each["response"]["body"] for each in records(batch.out).values()]
     cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found]
     # The first of each head reads it; the template's own beginning is in the cache then.
     assert sorted(n > 50 for n in cached) == [False, False, True, True, True, True]
-    assert list(records(out)) == ["1", "3", "5", "2", "4", "6"]
-    alone = tmp_path / "alone.jsonl"
-    specgen("batch", source, alone, "-np", "4", "-n", "4", draft="none")
-    assert answers(out) == answers(alone)
+    assert list(records(batch.out)) == ["1", "3", "5", "2", "4", "6"]
+    together = answers(batch.out)
+    batch.out.unlink()
+    batch.again("-np", "4", "-n", "4", draft="none")
+    assert answers(batch.out) == together
 
 
-def test_it_goes_on_with_what_is_missing(specgen: Batch, tmp_path: Path) -> None:
-    source, out = write(tmp_path / "in.jsonl", *PROMPTS), tmp_path / "out.jsonl"
-    assert specgen("batch", source, out, "-np", "2").code == 0
-    whole = out.read_bytes().splitlines(keepends=True)
-    out.write_bytes(b"".join(whole[:3]) + whole[3][:100])
-    again = specgen("batch", source, out, "-np", "2")
-    assert again.code == 0
+def test_it_goes_on_with_what_is_missing(batch: Batch) -> None:
+    batch.answer(PROMPTS, "-np", "2")
+    whole = batch.out.read_bytes().splitlines(keepends=True)
+    batch.out.write_bytes(b"".join(whole[:3]) + whole[3][:100])
+    again = batch.again("-np", "2")
     assert "the last result is incomplete and was dropped" in again.err
     assert "has results for 3 of 6 lines" in again.err
-    assert out.read_bytes().splitlines(keepends=True)[:3] == whole[:3]
-    assert len(records(out)) == 6
-    nothing = specgen("batch", source, out, "-np", "2")
-    assert nothing.code == 0
-    assert "has results for 6 of 6 lines" in nothing.err
+    assert batch.out.read_bytes().splitlines(keepends=True)[:3] == whole[:3]
+    assert len(records(batch.out)) == 6
+    assert "has results for 6 of 6 lines" in batch.again("-np", "2").err
 
 
-def test_results_of_other_settings_are_refused(specgen: Batch, tmp_path: Path) -> None:
-    source, out = write(tmp_path / "in.jsonl", *PROMPTS[:2]), tmp_path / "out.jsonl"
-    assert specgen("batch", source, out, "-np", "2").code == 0
-    before = out.read_bytes()
-    refused = specgen("batch", source, out, "--temp", "0.5")
-    assert refused.code == 2
+def test_results_of_other_settings_are_refused(batch: Batch) -> None:
+    batch.answer(PROMPTS[:2], "-np", "2")
+    before = batch.out.read_bytes()
+    refused = batch.again("--temp", "0.5", code=2)
     assert "temperature as by default (now 0.5)" in refused.err
-    other = specgen("batch", source, out, target="plain", draft="none")
-    assert other.code == 2
+    other = batch.again(target="plain", draft="none", code=2)
     assert 'target "target.gguf" (now "plain.gguf")' in other.err
-    write(source, *PROMPTS[:2], "more")
-    assert out.read_bytes() == before
-    mixed = specgen("batch", source, out, "--temp", "0.5", "--allow-mixed", "-np", "1")
-    assert mixed.code == 0
-    assert out.read_bytes().startswith(before)
-    assert len(records(out)) == 3
+    gone = batch.answer(PROMPTS[:1], code=2)
+    assert "a result for '2', which nothing asks for" in gone.err
+    changed = batch.answer([PROMPTS[0], "x"], code=2)
+    assert "a result for '2', which asked something else than line 2 does now" in changed.err
+    assert batch.out.read_bytes() == before
+    batch.answer([*PROMPTS[:2], "more"], "--temp", "0.5", "--allow-mixed", "-np", "1")
+    assert batch.out.read_bytes().startswith(before)
+    assert len(records(batch.out)) == 3
+    mixed = batch.again(code=2)  # a later result that was allowed to be of other settings
+    assert "temperature 0.5 (now as by default)" in mixed.err
     # What drafts changes no answer, and is no other setting.
-    write(source, *PROMPTS[:2])
-    out.write_bytes(before)
-    assert specgen("batch", source, out, draft="none").code == 0
+    batch.out.write_bytes(before)
+    batch.answer(PROMPTS[:2], draft="none")
 
 
-def test_lines_that_fail(specgen: Batch, tmp_path: Path) -> None:
+def test_lines_that_fail(batch: Batch) -> None:
     long = " ".join(["the cat is in the house"] * 400)
     bias = {"prompt": "x", "logit_bias": {"100000": 1}}
     grammar = {"prompt": "x", "grammar": "root ::= nothing"}
-    source = write(tmp_path / "in.jsonl", PROMPTS[0], "{broken", long, bias, grammar, PROMPTS[1])
-    with source.open("ab") as file:
+    write(batch.source, PROMPTS[0], "{broken", long, bias, grammar, PROMPTS[1])
+    with batch.source.open("ab") as file:
         file.write(b"caf\xe9\n")
-    out = tmp_path / "out.jsonl"
-    done = specgen("batch", source, out, "-np", "2")
-    assert done.code == 12
+    done = batch.again("-np", "2", code=12)
     assert done.err.splitlines()[-2].startswith("error: 5 lines of 7 could not be answered")
-    found = records(out)
+    found = records(batch.out)
     codes = {name: each["error"]["code"] for name, each in found.items() if each["error"]}
-    assert codes == {
-        "2": "invalid_json",
-        "3": "invalid_prompt",
-        "4": "invalid_request",
-        "5": "invalid_request",
-        "7": "invalid_utf8",
-    }
+    numbers = {"2": "json", "3": "prompt", "4": "request", "5": "request", "7": "utf8"}
+    assert codes == {name: f"invalid_{what}" for name, what in numbers.items()}
     assert "2048" in found["3"]["error"]["message"]
     assert "there is no token 100000" in found["4"]["error"]["message"]
     assert all(text_of(found[name]) for name in "16")
     # They are not asked for again, unless that is wanted.
-    again = specgen("batch", source, out, "-np", "2")
-    assert again.code == 12
-    assert records(out) == found
+    batch.again("-np", "2", code=12)
+    assert records(batch.out) == found
 
 
 def test_lines_that_nothing_can_hold_end_only_themselves(
-    specgen: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails_for_a_seed(kind: request.Kind, body: dict[str, Any], *defaults: Any) -> Any:
         if "seed" in body:
@@ -231,11 +218,9 @@ def test_lines_that_nothing_can_hold_end_only_themselves(
     make_prompt = Prompting.prompt
     monkeypatch.setattr(Prompting, "prompt", fails_for_a_dog)
     monkeypatch.setattr(batch_lines, "read_request", fails_for_a_seed)
-    out = tmp_path / "out.jsonl"
-    done = specgen("batch", write(tmp_path / "in.jsonl", *rows), out, "-np", "2")
-    assert done.code == 12
+    done = batch.answer(rows, "-np", "2", code=12)
     assert "5 lines of 6 could not be answered: line 2, 3, 4, 5, 6; " in done.err
-    found = records(out)
+    found = records(batch.out)
     assert text_of(found["1"])
     messages = {name: each["error"]["message"] for name, each in found.items() if each["error"]}
     assert messages["2"].startswith("the line is not JSON")
@@ -245,56 +230,44 @@ def test_lines_that_nothing_can_hold_end_only_themselves(
 
 
 def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(
-    specgen: Batch, tmp_path: Path
+    batch: Batch,
 ) -> None:
     same = {"prompt": PROMPTS[0]}
-    rows: list[str | dict[str, Any]] = [
-        {"custom_id": 3, **same},
-        {"custom_id": "line 3", **same},
-        same,
-        same,
-    ]
-    source, out = write(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
-    assert specgen("batch", source, out).code == 0
-    found = records(out)
+    batch.answer([{"custom_id": 3, **same}, {"custom_id": "line 3", **same}, same, same])
+    found = records(batch.out)
     assert sorted(found) == ["3", "4", "line 3", "line line 3"]
     assert len({each["id"] for each in found.values()}) == 4
     assert len({each["response"]["request_id"] for each in found.values()}) == 4
     assert len({each["response"]["body"]["id"] for each in found.values()}) == 4
-    assert len(set(answers(out).values())) == 1
+    assert len(set(answers(batch.out).values())) == 1
 
 
-def test_a_mended_line_is_answered_with_retry_errors(specgen: Batch, tmp_path: Path) -> None:
-    source, out = write(tmp_path / "in.jsonl", {"promt": "x"}, PROMPTS[1]), tmp_path / "out.jsonl"
-    assert specgen("batch", source, out).code == 12
-    write(source, {"prompt": "x"}, PROMPTS[1])
-    refused = specgen("batch", source, out)
-    assert refused.code == 2
+def test_a_mended_line_is_answered_with_retry_errors(batch: Batch) -> None:
+    batch.answer([{"promt": "x"}, PROMPTS[1]], code=12)
+    refused = batch.answer([{"prompt": "x"}, PROMPTS[1]], code=2)
     assert "--retry-errors" in refused.err
     assert "--allow-mixed" not in refused.err
-    assert specgen("batch", source, out, "--retry-errors").code == 0
-    assert text_of(records(out)["1"])
+    batch.again("--retry-errors")
+    assert text_of(records(batch.out)["1"])
 
 
-def test_a_model_without_a_template(specgen: Batch, tmp_path: Path) -> None:
+def test_a_model_without_a_template(batch: Batch) -> None:
     turns = {"messages": [{"role": "user", "content": "hi"}]}
-    source, out = write(tmp_path / "in.jsonl", turns, PROMPTS[0]), tmp_path / "out.jsonl"
-    assert specgen("batch", source, out, target="plain", draft="none").code == 12
-    found = records(out)
+    batch.answer([turns, PROMPTS[0]], target="plain", draft="none", code=12)
+    found = records(batch.out)
     assert "needs a chat template" in found["1"]["error"]["message"]
     assert text_of(found["2"])
 
 
 def test_from_standard_input_to_standard_output(
-    specgen: Batch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\na dog\n")))
-    done = specgen("batch", "-", "-", "-np", "2", "-q")
+    done = batch("batch", "-", "-", "-np", "2", "-q")
     assert (done.code, done.err) == (0, "")
     found = [json.loads(line) for line in done.out.splitlines()]
     assert sorted(each["custom_id"] for each in found) == ["1", "2"]
-    refused = specgen("batch", "-", "-", "--retry-errors")
-    assert refused.code == 2
+    assert batch("batch", "-", "-", "--retry-errors").code == 2
 
 
 @pytest.mark.parametrize(
@@ -311,13 +284,13 @@ def test_from_standard_input_to_standard_output(
     ],
 )
 def test_bad_files(
-    specgen: Batch, tmp_path: Path, source: str, out: str, code: int, words: str
+    batch: Batch, tmp_path: Path, source: str, out: str, code: int, words: str
 ) -> None:
     write(tmp_path / "empty.jsonl")
     write(tmp_path / "good.jsonl", "x", "y")
     same = {"custom_id": "a", "prompt": "x"}
     write(tmp_path / "twice.jsonl", same, same)
-    done = specgen("batch", tmp_path / source, tmp_path / out, "-np", "2")
+    done = batch("batch", tmp_path / source, tmp_path / out, "-np", "2")
     assert (done.code, done.out) == (code, "")
     assert words in done.err
     assert len(done.err.splitlines()) <= 2
@@ -384,22 +357,19 @@ def test_a_signal_ends_it_and_finishes_nothing_half(
 
 
 @pytest.mark.usefixtures("tested_kernels")
-def test_two_do_not_write_to_one_file(specgen: Batch, chat_models: Path, tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", *(f"{PROMPTS[0]} {index}" for index in range(400)))
-    out = tmp_path / "out.jsonl"
-    process = child(chat_models, source, out)
+def test_two_do_not_write_to_one_file(batch: Batch, chat_models: Path) -> None:
+    write(batch.source, *(f"{PROMPTS[0]} {index}" for index in range(400)))
+    process = child(chat_models, batch.source, batch.out)
     try:
-        wait_for_results(out, 1, process)
-        refused = specgen("batch", source, out)
-        assert refused.code == 10
-        assert "another specgen batch is writing to it" in refused.err
+        wait_for_results(batch.out, 1, process)
+        assert "another specgen batch is writing to it" in batch.again(code=10).err
     finally:
         process.kill()
         process.communicate()
-    assert specgen("batch", source, out, "-n", "40", "-np", "4").code == 0
+    batch.again("-n", "40", "-np", "4")
 
 
-def test_calls_of_tools(specgen: Batch, chat_models: Path, tmp_path: Path) -> None:
+def test_calls_of_tools(batch: Batch, chat_models: Path) -> None:
     values = {"type": "object", "properties": {"unit": {"enum": ["m", "ft"]}}, "required": ["unit"]}
     function = {"name": "length", "parameters": {**values, "additionalProperties": False}}
     body = {
@@ -408,38 +378,26 @@ def test_calls_of_tools(specgen: Batch, chat_models: Path, tmp_path: Path) -> No
         "tool_choice": {"type": "function", "function": {"name": "length"}},
         "max_tokens": 100,
     }
-    source = write(tmp_path / "in.jsonl", body)
-    template = "{{ tools }}<tool_call>{{ messages[0].content }}"
-    config = TinyConfig(logit_scale=6.0, chat_template=template, n_ctx_train=512)
+    config = TinyConfig(logit_scale=6.0, chat_template=FAMILIES["Hermes"], n_ctx_train=2048)
     write_tiny_model(chat_models / "tools.gguf", config)
-    out = tmp_path / "out.jsonl"
-    assert specgen("batch", source, out, target="tools", draft="ngram").code == 0
-    (choice,) = records(out)["1"]["response"]["body"]["choices"]
+    batch.answer([body], target="tools", draft="ngram")
+    (choice,) = records(batch.out)["1"]["response"]["body"]["choices"]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "length"
     assert json.loads(call["function"]["arguments"])["unit"] in ("m", "ft")
 
 
-@pytest.fixture
-def one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models' architecture is one of those whose sequences llama.cpp cannot compute together."""
-    monkeypatch.setattr("specgen.llama.model.ONE_SEQUENCE", frozenset({"llama"}))
-
-
-@pytest.mark.usefixtures("one_sequence")
 @pytest.mark.parametrize("draft", ["none", "draft"])
 def test_a_model_of_one_sequence_makes_one_answer_at_a_time(
-    specgen: Batch, tmp_path: Path, draft: str
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:
-    source = write(tmp_path / "in.jsonl", *PROMPTS)
-    out = tmp_path / "out.jsonl"
-    result = specgen("batch", source, out, "--parallel", "2", draft=draft)
-    assert result.code == 2
+    """As architectures whose sequences llama.cpp cannot compute together."""
+    monkeypatch.setattr("specgen.llama.model.ONE_SEQUENCE", frozenset({"llama"}))
+    result = batch.answer(PROMPTS, "--parallel", "2", draft=draft, code=2)
     assert "target.gguf: llama.cpp computes several sequences of this architecture" in result.err
     assert "--parallel 1" in result.err
-    result = specgen("batch", source, out, draft=draft)
-    assert result.code == 0
+    result = batch.again(draft=draft)
     assert "(llama) wrong: answers are made one after the other" in result.err
     assert "1 at once" in result.err
-    assert len(answers(out)) == len(PROMPTS)
+    assert len(answers(batch.out)) == len(PROMPTS)

@@ -87,11 +87,9 @@ def test_the_turns_are_those_of_the_model_s_template_and_decode_only_what_is_new
         "<|im_start|>user\nis on<|im_end|>\n<|im_start|>assistant\n"
     )
     assert [each["n_cached_tokens"] == 0 for each in found] == [True, False, False]
+    own, run = options(chat_models, draft="none"), in_process(capsys)
     for text, answer in zip(texts, answers, strict=True):
-        alone = in_process(capsys)(
-            "run", *options(chat_models, draft="none"), "--raw", "-q", "-p", text
-        )
-        assert alone.out == answer
+        assert run("run", *own, "--raw", "-q", "-p", text).out == answer
 
 
 def test_a_seed_gives_other_answers_to_the_same_question_and_the_same_the_next_time(
@@ -247,43 +245,44 @@ def test_a_conversation_that_cannot_be_kept_ends_a_pipe(
     assert kept("zoo") == before
 
 
+def begun(models: Path, lines: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """A conversation in a process of its own, that was given lines and may get more."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specgen", "chat", *options(models), "-q", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None
+    process.stdin.write(lines.encode())
+    process.stdin.flush()
+    return process
+
+
 @posix
 def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
-    chat_models: Path, chat: Chat, tmp_path: Path
+    chat_models: Path, chat: Chat
 ) -> None:
-    lines = [f"number {number}" for number in range(40)]
-    answers = chat("-c", "2048", lines="\n".join(lines[:12])).out.splitlines()
-    command = [sys.executable, "-m", "specgen", "chat", *options(chat_models), "-q", "-c", "2048"]
-    seen = -1
+    lines = [f"number {number}\n" for number in range(40)]
+    room = ("-c", "2048")
+    answers = chat(*room, lines="".join(lines[:12])).out.splitlines()
+    n_seen = 0
     for n_turns in (1, 2, 4, 6):  # each time it goes on where it was killed
-        with (tmp_path / "errors").open("w") as errors:
-            process = subprocess.Popen(
-                [*command, "--session", "killed"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                cwd=ROOT,
-            )
-        assert process.stdin is not None
-        n_asked = max(0, seen)
-        process.stdin.write("".join(f"{line}\n" for line in lines[n_asked:]).encode())
-        process.stdin.flush()
+        left = "".join(lines[n_seen:])
+        process = begun(chat_models, left, *room, "--session", "killed")
         try:
             wait_for("killed", n_turns)
-        except pytest.fail.Exception:
-            said = (tmp_path / "errors").read_text(encoding="utf-8")
-            pytest.fail(f"it ended with {process.poll()} and said {said!r}")
         finally:
             process.kill()
-        process.wait()
-        process.stdin.close()
+            _, said = process.communicate()
+        assert said == b""
         found = chat("--session", "killed", "--json", "-q", lines="")
         assert found.code == 0, found.err
         turns = [answer for _, answer in kept("killed") if answer is not None]
         assert turns[:12] == answers[: len(turns)]
-        assert len(turns) >= seen
-        seen = len(turns)
-    assert seen > 1
+        assert len(turns) >= max(n_seen, n_turns)
+        n_seen = len(turns)
 
 
 @posix
@@ -291,26 +290,8 @@ def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
 def test_a_signal_in_a_pipe_ends_it_with_what_there_is(
     chat_models: Path, number: int, code: int
 ) -> None:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "specgen",
-            "chat",
-            *options(chat_models),
-            "-n",
-            "1900",
-            "--ignore-eos",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    assert process.stdin is not None
+    process = begun(chat_models, "the cat\nmore\n", "-n", "1900", "--ignore-eos")
     assert process.stdout is not None
-    process.stdin.write(b"the cat\nmore\n")
-    process.stdin.flush()
     beginning = process.stdout.read(5)
     process.send_signal(number)
     rest, errors = process.communicate()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specgen.llama.decoder_heads import is_heads_file, read_heads
-from specgen.models.files import distilled_file, heads_file, identify, pruned_file, text_folder
+from specgen.models.files import distilled_file, heads_file, identity_of, pruned_file, text_folder
 from specgen.models.saved_drafts import saved_draft
 from specgen.train.target_text import TargetText
 from tests.helpers.cli import Specgen
@@ -44,8 +44,7 @@ def cache() -> Path:
 def test_data_says_where_the_text_is_and_goes_on(
     specgen: Specgen, target: Path, asked: Path
 ) -> None:
-    identity = identify(target)
-    assert identity is not None
+    identity = identity_of(target)
     first = specgen("draft", "data", "-m", target, "--prompts", asked, "--tokens", "200", *MACHINE)
     assert first.code == 0, first.err
     folder = Path(first.out.strip())
@@ -64,8 +63,7 @@ def test_data_says_where_the_text_is_and_goes_on(
 def test_make_makes_heads_compares_and_keeps_the_best(
     specgen: Specgen, target: Path, asked: Path
 ) -> None:
-    identity = identify(target)
-    assert identity is not None
+    identity = identity_of(target)
     made = specgen(
         *("draft", "make", "-m", target, "--kind", "heads", "--prompts", asked),
         *("--tokens", "3600", "--json", *MACHINE),
@@ -96,8 +94,7 @@ def test_make_fits_a_small_model_to_the_target(specgen: Specgen, target: Path, a
     options = ("--prompts", asked, "--tokens", "3600", "--kind", "distilled", "-md", small)
     made = specgen("draft", "make", "-m", target, *options, "--minutes", "0.5", "--json", *MACHINE)
     assert made.code == 0, made.err
-    identity = identify(target)
-    assert identity is not None
+    identity = identity_of(target)
     fitted = distilled_file(cache(), identity, small)
     after, before = (float(text) for text in re.findall(r" on (\d+\.\d)%", made.err))
     assert after > before - 2  # training chooses by the loss
@@ -113,8 +110,7 @@ def test_make_cuts_a_draft_out_of_the_target(specgen: Specgen, tmp_path: Path, a
     options = ("--prompts", asked, "--tokens", "1200", "--kind", "pruned", "--json")
     made = specgen("draft", "make", "-m", target, *options, *MACHINE)
     assert made.code == 0, made.err
-    identity = identify(target)
-    assert identity is not None
+    identity = identity_of(target)
     path = pruned_file(cache(), identity)
     assert "of 5 layers left out" in made.err
     tried = {Path(draft["draft"]).name for draft in json.loads(made.out)["drafts"]}

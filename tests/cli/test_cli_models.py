@@ -202,7 +202,7 @@ def test_rm_asks_first_and_without_a_terminal_it_needs_yes(
     result = CliRunner().invoke(cli.app, ["rm", REPO], input="n\n")
     assert result.exit_code == 0
     assert "removed" not in result.stdout
-    assert "(200 kB)?" in result.stderr
+    assert "(150 kB)?" in result.stderr
     assert all(path.exists() for path in cached.values())
     assert CliRunner().invoke(cli.app, ["rm", REPO], input="y\n").exit_code == 0
     assert not cached[f"{REPO}:Q5_0"].exists()

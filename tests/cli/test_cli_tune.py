@@ -12,30 +12,27 @@ import pytest
 
 from specgen.measure.trial import try_draft
 from specgen.models.files import memory_file
-from tests.helpers.cli import Result, Specgen, tiny_names
+from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 
 #: Quick, and enough for a test of the command line.
-SHORT = ("-fa", "off", "-N", "2", "-n", "14", "--draft-max", "4")
+SHORT = ("-fa", "off", "-N", "2", "-n", "14", "--draft-max", "4", "-t", "1")
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
-INTERRUPTED = "note: interrupted: not everything was measured, nothing was kept\n"
+
+pytestmark = pytest.mark.usefixtures("quick_threads")
 
 
 @pytest.fixture
 def tune(specgen: Specgen, tiny_models: Path) -> Specgen:
     """Runs `specgen tune` for the tiny target; files may be given by their tiny names."""
 
-    def run(*arguments: str | Path, threads: tuple[str, ...] = ("-t", "1")) -> Result:
+    def run(*arguments: str | Path) -> Result:
         named = tiny_names(tiny_models, arguments)
-        return specgen("tune", "-m", tiny_models / "target.gguf", *SHORT, *threads, *named)
+        return specgen("tune", "-m", tiny_models / "target.gguf", *SHORT, *named)
 
     return run
 
 
-pytestmark = pytest.mark.usefixtures("quick_threads")
-
-
 def document(result: Result) -> dict[str, Any]:
-    assert result.code == 0, result.err
     found: dict[str, Any] = json.loads(result.out, parse_constant=pytest.fail)
     return found
 
@@ -48,9 +45,6 @@ def notes(result: Result) -> list[str]:
     lines = result.err.splitlines()
     assert all(line.startswith("note: ") for line in lines)
     return [line.removeprefix("note: ") for line in lines]
-
-
-# --- what is told
 
 
 def test_in_a_pipe_the_table_is_the_output_and_the_sentences_are_notes(tune: Specgen) -> None:
@@ -71,8 +65,7 @@ def test_json_has_the_figures(tune: Specgen, tiny_models: Path) -> None:
     assert tried(found) == {"none", "draft", "ngram"}
     assert (found["n_prompts"], found["n_tokens"]) == (2, 28)
     assert list(found["batch_s"]) == ["1", "2", "3", "4", "5"]
-    assert found["is_interrupted"] is False
-    assert found["threads"] == {}
+    assert (found["is_interrupted"], found["threads"]) == (False, {})
     assert len(found["advice"]) == 3
 
 
@@ -80,11 +73,12 @@ def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     records = [{"prompt": PROMPT}, {"prompt": "too long " * 400}, {"turns": ["Once upon", "x"]}]
     file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    result = tune("--draft", "none", "--prompts", file, "-N", "9", "-c", "256", "--json")
+    own = ("--draft", "none", "--prompts", file, "-N", "9", "-c", "256")
+    result = tune(*own, "--json")
     found = document(result)
     assert (found["n_prompts"], found["skipped_prompts"]) == (2, [2])
     assert "prompt 2 was left out: the context has no room for it" in notes(result)
-    quiet = tune("--draft", "none", "--prompts", file, "-N", "9", "-c", "256", "--quiet")
+    quiet = tune(*own, "--quiet")
     assert (quiet.code, quiet.err) == (0, "")
     assert quiet.out.startswith("draft\tspeedup\t")
 
@@ -102,9 +96,7 @@ def test_a_draft_that_was_named_and_cannot_draft_is_an_error(tune: Specgen, tmp_
         ("other", ("--translate", "off"), 5),
         ("no-such-model", (), 6),
     ):
-        result = tune("--draft", draft, *more)
-        assert (result.code, result.out) == (code, ""), result.err
-        assert result.err.startswith("error: ")
+        complaint(tune("--draft", draft, *more), code)
     assert not memory_file().exists()
 
 
@@ -116,15 +108,11 @@ def test_wrong_options_are_one_error(tune: Specgen, tmp_path: Path) -> None:
         (("--prompts", bad), 3, "line 2: no prompt in it"),
         (("--draft-max", "0"), 2, "--draft-max 0 drafts nothing"),
         (("--draft", "draft", "--draft", "ngram"), 2, "give one --draft"),
-        (("--quiet", "--verbose"), 2, "exclude each other"),
         (("--chat",), 2, "needs a chat template"),
         (("--policy", "fixed"), 2, "--policy"),
         (("-n", "1"), 2, "--max-tokens"),
     ):
-        result = tune(*arguments)
-        assert (result.code, result.out) == (code, ""), result.err
-        assert result.err.startswith("error: ")
-        assert message in result.err
+        assert message in complaint(tune(*arguments), code)
 
 
 def test_what_cannot_be_kept_is_told_and_nothing_else_is_lost(
@@ -135,17 +123,12 @@ def test_what_cannot_be_kept_is_told_and_nothing_else_is_lost(
     result = tune("--draft", "draft")
     assert result.code == 0
     assert result.out.startswith("draft\tspeedup\t")
-    *_, note = notes(result)
-    assert note.startswith(f"nothing was kept: {memory_file()} cannot be written: ")
-
-
-# --- interrupted
+    assert notes(result)[-1].startswith(f"nothing was kept: {memory_file()} cannot be written: ")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-@pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_tells_what_there_is_and_keeps_nothing(
-    tune: Specgen, monkeypatch: pytest.MonkeyPatch, as_json: bool
+    tune: Specgen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_tries = 0
 
@@ -157,40 +140,33 @@ def test_ctrl_c_tells_what_there_is_and_keeps_nothing(
         return try_draft(*arguments, **named)
 
     monkeypatch.setattr("specgen.measure.search.try_draft", try_and_stop)
-    result = tune("--draft", "draft", *(["--json"] if as_json else []))
+    result = tune("--draft", "draft", "--json")
     assert result.code == 130
-    assert result.err.endswith(INTERRUPTED)
-    if as_json:
-        found = json.loads(result.out)
-        assert found["is_interrupted"] is True
-        assert tried(found) == {"none", "ngram"}
-        assert len(found["advice"]) == 1
-    else:
-        assert "ngram" in result.out
+    assert result.err.endswith("interrupted: not everything was measured, nothing was kept\n")
+    found = document(result)
+    assert found["is_interrupted"] is True
+    assert tried(found) == {"none", "ngram"}
+    assert len(found["advice"]) == 1
     assert not memory_file().exists()
 
 
 # --- what is kept
 
 
-def run_with_costs(specgen: Specgen, tiny_models: Path, *more: str) -> Result:
-    models = ("-m", tiny_models / "target.gguf", "--draft", tiny_models / "draft.gguf")
-    return specgen(
-        "run", *models, "-fa", "off", "-n", "8", "--draft-max", "4", "--policy", "cost",
-        "--json", *more, PROMPT,
-    )  # fmt: skip
+def measures(specgen: Specgen, models: Path, *more: str) -> bool:
+    """Whether a run measures the costs of drafting."""
+    own = ("-m", models / "target.gguf", "--draft", models / "draft.gguf", "-t", "1", "-fa", "off")
+    options = ("-n", "8", "--draft-max", "4", "--policy", "cost", "--json", *more)
+    result = specgen("run", *own, *options, PROMPT)
+    return "measured the costs of drafting" in result.out
 
 
 def test_run_measures_nothing_that_was_tuned(
     tune: Specgen, specgen: Specgen, tiny_models: Path
 ) -> None:
     tune("--draft", "draft")
-    assert "measured the costs of drafting" not in run_with_costs(
-        specgen, tiny_models, "-t", "1"
-    ).out  # fmt: skip
-    # With other options it does.
-    other = run_with_costs(specgen, tiny_models, "-t", "1", "-ctk", "q8_0")
-    assert "measured the costs of drafting" in other.out
+    assert not measures(specgen, tiny_models)
+    assert measures(specgen, tiny_models, "-ctk", "q8_0"), "with other options it does"
 
 
 def test_nothing_is_kept_from_a_busy_machine(
@@ -200,7 +176,6 @@ def test_nothing_is_kept_from_a_busy_machine(
         patch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.5)
         result = tune("--draft", "draft")
     assert result.code == 0
-    assert notes(result)[-1].startswith(
-        "other programs took 50 % of the machine's cores meanwhile: nothing "
-    )
-    assert "measured the costs of drafting" in run_with_costs(specgen, tiny_models, "-t", "1").out
+    busy = "other programs took 50 % of the machine's cores meanwhile: nothing was kept"
+    assert notes(result)[-1].startswith(busy)
+    assert measures(specgen, tiny_models)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.kind import DraftRequest, DraftShaper
+from specgen.drafters.kind import DraftRequest
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
@@ -24,7 +24,7 @@ from specgen.method.tables import FREE, CostTable, Price
 from specgen.method.verify import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.drafter_factory import guess_sampling
+from specgen.session.drafter_factory import draft_sampling
 from specgen.system.arrays import Logits
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling import Sampler
@@ -262,7 +262,7 @@ def drafters_of(drafter: Drafter | Cascade | None) -> Cascade | None:
 
 def draft_request(
     state: TextState | None = None,
-    sampler: SamplerOptions | DraftShaper = GREEDY,
+    sampler: SamplerOptions | Shaper = GREEDY,
     *,
     seed: int = 99,
     **fields: Any,
@@ -286,7 +286,11 @@ def tree_request(
 ) -> DraftRequest:
     """A request for trees of a shape; `sampler` is the target's."""
     shape = parse_tree(shape) if isinstance(shape, str) else shape
-    shaped = sampler if draws else guess_sampling(sampler, shape)
+    shaped = (
+        sampler
+        if draws
+        else draft_sampling(sampler, DraftOptions(tree=shape), draws=False, branches=True)
+    )
     return draft_request(state, shaped, draws=draws, branches=True, shape=shape, **fields)
 
 

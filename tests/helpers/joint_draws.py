@@ -6,7 +6,7 @@ Rows of logits are remembered by their text, so that thousands of draws cost a f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -24,6 +24,7 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
+from specgen.text.prefix import n_common
 from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence as TextSequence
 from specgen.text.tally import Tally
@@ -35,16 +36,25 @@ N_SEARCHED = 48
 Cell = tuple[int, ...]
 
 
+def _rows(text: Sequence[int], start: int, end: int, n_wanted: int = 0) -> Batch:
+    batch = Batch()
+    for position in range(start, end):
+        batch.add(text[position], position, (0,), position >= end - n_wanted)
+    return batch
+
+
 class MemoBackend:
     """Wraps a backend whose sequence 0 decodes each text once, plainly; its rows are remembered.
 
     The caller's sequences are texts and nothing else: any can be cut, copied and gone back to. By `costs` a
-    batch takes its time though all of it is remembered, so that policies decide as without a memory.
+    batch takes its time though all of it is remembered, so that policies decide as without a memory. Hidden states are
+    remembered with `has_states`.
     """
 
-    def __init__(self, inner: Backend, costs: CostTable | None = None) -> None:
-        self._inner = inner
-        self._costs = costs
+    def __init__(
+        self, inner: Backend, costs: CostTable | None = None, *, has_states: bool = False
+    ) -> None:
+        self._inner, self._costs, self._has_states = inner, costs, has_states
         #: The seconds that remembered batches would have taken.
         self.saved_s = 0.0
         self.vocabulary = inner.vocabulary
@@ -90,27 +100,22 @@ class MemoBackend:
     def row(self, text: Cell) -> tuple[Logits, Hidden]:
         """The row behind a text, and the hidden state."""
         if text not in self._rows:
-            pairs = zip(self._cached, text[:-1], strict=False)
-            n_kept = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
-            n_kept = min(len(self._cached), len(text) - 1) if n_kept is None else n_kept
+            n_kept = n_common(self._cached, text[:-1])
             if n_kept < len(self._cached):
                 n_kept = n_kept if self.rollback == "cells" else 0
                 self._inner.remove(0, n_kept)
             last = len(text) - 1
             for start in range(n_kept, last, self.n_batch):
-                batch = Batch()
-                for position in range(start, min(start + self.n_batch, last)):
-                    batch.add(text[position], position, (0,), False)
-                self._inner.decode(batch)
-            batch = Batch()
-            batch.add(text[last], last, (0,), True)
-            found = self._decode_inner(batch)
+                self._inner.decode(_rows(text, start, min(start + self.n_batch, last)))
+            self._rows[text] = self._decode_inner(_rows(text, last, last + 1, n_wanted=1))
             self._cached = text
-            self._rows[text] = found
         return self._rows[text]
 
     def _decode_inner(self, batch: Batch) -> tuple[Logits, Hidden]:
-        return self._inner.decode(batch)[0].copy(), np.empty(0, np.float32)
+        if not self._has_states:
+            return self._inner.decode(batch)[0].copy(), np.empty(0, np.float32)
+        logits, hidden = self._inner.decode_hidden(batch)
+        return logits[0].copy(), hidden[0].copy()
 
     def length(self, sequence: int) -> int:
         return len(self._texts[sequence])
@@ -194,19 +199,34 @@ class JointDraws:
     n_accepted: int
 
 
-def draw_jointly(
-    sequence: TextSequence,
-    target: Backend,
-    depth: int,
-    n_draws: int,
-    *,
-    plant: Callable[[TextSequence], None] = lambda _sequence: None,
-    clock: Callable[[], float] = lambda: 0.0,
+def draw_with_models(
+    session: Session, prompt: Prompt, depth: int, n_draws: int, seed: int
 ) -> JointDraws | None:
-    """Draw `depth` tokens again and again at the place in an answer where a wrong judgement is most visible; None
-    if nothing is drafted. Drafts have one token, two, and so on in turn, so that the bonus token behind a whole
-    draft is among the tested ones. `plant` may break the sequence that draws."""
-    loop = AnswerLoop(target, clock)
+    """Draw `depth` tokens again and again with loaded models, at the place in an answer where a wrong judgement is most
+    visible; None if nothing is drafted. Drafts have one token, two, and so on in turn, so that the bonus token behind
+    a whole draft is among the tested ones. Not for drafts from the target's states, which read its context."""
+    assert session.draft is None or session.draft.reads in ("text", "last states")
+    calibrate(session)
+    n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED + depth)
+    with session.contexts(n_ctx) as (cache, draft_caches):
+        n_past = len(prompt.tokens)
+        has_states = session.draft is not None and session.draft.reads == "last states"
+        target = MemoBackend(cache, session.costs.table(None, n_past), has_states=has_states)
+        drafts = [
+            MemoBackend(each, session.costs.table(each.model.path, n_past)) for each in draft_caches
+        ]
+
+        def clock() -> float:
+            return session.clock() + sum(each.saved_s for each in (target, *drafts))
+
+        with patch("specgen.session.drafter_factory.Shaper", RememberingShaper):
+            sequence = DrafterFactory(session).sequence(prompt, n_ctx, drafts, seed)
+        loop = AnswerLoop(target, clock)
+        place = _find_place(sequence, loop)
+        return None if place is None else _draw(sequence, target, loop, place, depth, n_draws)
+
+
+def _find_place(sequence: TextSequence, loop: AnswerLoop) -> _Mark | None:
     scout = _Scout(sequence.verifier)
     searching = replace(sequence.options, max_tokens=N_SEARCHED, stop=())
     answering = replace(sequence, verifier=scout, options=searching)
@@ -220,21 +240,29 @@ def draw_jointly(
             best, best_chance = place, scout.chance
     if answering.failure is not None:
         raise answering.failure
-    if best is None:
-        return None
+    return best
+
+
+def _draw(
+    sequence: TextSequence,
+    target: Backend,
+    loop: AnswerLoop,
+    place: _Mark,
+    depth: int,
+    n_draws: int,
+) -> JointDraws:
     n_longest = sequence.policy.n_max
     policy = _UpTo(sequence.policy)
     options = replace(sequence.options, max_tokens=2 * depth + 2, stop=())
     drawing = replace(sequence, policy=policy, options=options)
-    plant(drawing)
     drawn: Counter[Cell] = Counter()
     tally = Tally()
     for _ in range(n_draws):
         policy.limit = 1 + policy.limit % max(1, min(depth, n_longest))
-        best.restore(drawing.state)
-        target.remove(0, best.n_tokens - 1)
+        place.restore(drawing.state)
+        target.remove(0, place.n_tokens - 1)
         if drawing.drafters is not None:
-            drawing.drafters.rewind(best.n_tokens)
+            drawing.drafters.rewind(place.n_tokens)
         once = replace(drawing, tally=Tally(), finish_reason=None)
         found: list[int] = []
         while len(found) < depth and not once.is_finished:
@@ -243,7 +271,7 @@ def draw_jointly(
         tally.n_drafted += once.tally.n_drafted
         tally.n_accepted += once.tally.n_accepted
         drawn[tuple(found[:depth])] += 1
-    best.restore(drawing.state)
+    place.restore(drawing.state)
     exact = exact_cells(sequence, target, depth)
     return JointDraws(tuple(fits_of(drawn, exact, depth)), tally.n_drafted, tally.n_accepted)
 
@@ -265,39 +293,13 @@ def exact_cells(sequence: TextSequence, target: Backend, depth: int) -> dict[Cel
             return
         text = (*sequence.state.tokens, *path)
         target.remove(0, len(sequence.state.tokens) - 1)
-        batch = Batch()
-        for position in range(target.length(0), len(text)):
-            batch.add(text[position], position, (0,), position == len(text) - 1)
+        batch = _rows(text, target.length(0), len(text), n_wanted=1)
         step = shaper.distribution(target.decode(batch)[-1].copy(), path)
         for token, p in zip(step.token_ids.tolist(), step.probs.tolist(), strict=True):
             follow((*path, token), prob * p)
 
     follow((), 1.0)
     return cells
-
-
-def draw_with_models(
-    session: Session, prompt: Prompt, depth: int, n_draws: int, seed: int
-) -> JointDraws | None:
-    """Draw with loaded models; not for drafts from the target's states, which read its context."""
-    assert session.draft is None or session.draft.reads in ("text", "last states")
-    calibrate(session)
-    n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED + depth)
-    with session.contexts(n_ctx) as (cache, draft_caches):
-        n_past = len(prompt.tokens)
-        reads_states = session.draft is not None and session.draft.reads == "last states"
-        memo = MemoWithStates if reads_states else MemoBackend
-        target = memo(cache, session.costs.table(None, n_past))
-        drafts = [
-            MemoBackend(each, session.costs.table(each.model.path, n_past)) for each in draft_caches
-        ]
-
-        def clock() -> float:
-            return session.clock() + sum(each.saved_s for each in (target, *drafts))
-
-        with patch("specgen.session.drafter_factory.Shaper", RememberingShaper):
-            sequence = DrafterFactory(session).sequence(prompt, n_ctx, drafts, seed)
-        return draw_jointly(sequence, target, depth, n_draws, clock=clock)
 
 
 class RememberingShaper(Shaper):
@@ -317,11 +319,3 @@ class RememberingShaper(Shaper):
             if len(found.token_ids) <= 2000:
                 self._known[text] = found
         return found
-
-
-class MemoWithStates(MemoBackend):
-    """A memory that holds hidden states too."""
-
-    def _decode_inner(self, batch: Batch) -> tuple[Logits, Hidden]:
-        logits, hidden = self._inner.decode_hidden(batch)
-        return logits[0].copy(), hidden[0].copy()

@@ -519,7 +519,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "bench": ("-n", "8", "--prompts", "prompts.jsonl", "--count", "1"),
 }
 #: Options that fetch, wait, or start other programs.
-_LEFT_OUT = {"--help", "--against", "--install-completion", "--show-completion", "--foresight"}
+_LEFT_OUT = {"--help", "--against", "--install-completion", "--show-completion"}
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "run": (PROMPT,),
     "fim": ("file.py:1",),

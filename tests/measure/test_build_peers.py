@@ -59,10 +59,9 @@ def archive_of(*members: str) -> bytes:
     return buffer.getvalue()
 
 
-def publish(server: WebServer, content: bytes, digest: str | None = "") -> None:
+def publish(server: WebServer, content: bytes) -> None:
     server.resources[f"/{NAME}.tar.gz"] = Resource(content)
-    digest = sha256(content) if digest == "" else digest
-    server.resources[PAGE] = index_page({f"/{NAME}.tar.gz": digest})
+    server.resources[PAGE] = index_page({f"/{NAME}.tar.gz": sha256(content)})
 
 
 def source_folder(folder: Path) -> Path:
@@ -71,13 +70,8 @@ def source_folder(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def cmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cmake that builds at once; the file that it notes its arguments in."""
-    return make_cmake(tmp_path, monkeypatch)
-
-
 def make_cmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> Path:
+    """A cmake that builds at once; the file that it notes its arguments in."""
     folder, log = tmp_path / "tools", tmp_path / "cmake.log"
     folder.mkdir()
     (folder / "cmake").write_text(CMAKE.format(log=str(log), code=code), encoding="utf-8")
@@ -88,74 +82,63 @@ def make_cmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -
     return log
 
 
-class TestSource:
-    def test_it_is_fetched_and_unpacked_once(self, server: WebServer, tmp_path: Path) -> None:
-        publish(server, archive_of(f"{NAME}/vendor/llama.cpp/CMakeLists.txt"))
-        root = build_peers.fetch(VERSION, tmp_path)
-        assert root == tmp_path / NAME
-        assert (root / "vendor" / "llama.cpp" / "CMakeLists.txt").is_file()
-        assert [path.name for path in tmp_path.iterdir()] == [NAME]
-        assert build_peers.fetch(VERSION, tmp_path) == root
-        assert len(server.starts(PAGE)) == 1
+def test_the_source_is_fetched_and_unpacked_once(server: WebServer, tmp_path: Path) -> None:
+    publish(server, archive_of(f"{NAME}/vendor/llama.cpp/CMakeLists.txt"))
+    root = build_peers.fetch(VERSION, tmp_path)
+    assert root == tmp_path / NAME
+    assert (root / "vendor" / "llama.cpp" / "CMakeLists.txt").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert build_peers.fetch(VERSION, tmp_path) == root
+    assert len(server.starts(PAGE)) == 1
 
-    @pytest.mark.parametrize(
-        "content",
-        [b"no archive", archive_of("other/file")],
-        # An archive has the time at which it was made, and each worker of pytest makes its own.
-        ids=["no archive", "another file"],
-    )
-    def test_what_cannot_be_unpacked(
-        self, server: WebServer, tmp_path: Path, content: bytes
-    ) -> None:
-        publish(server, content)
-        with pytest.raises(BuildError, match=f"{NAME}.tar.gz cannot be unpacked"):
-            build_peers.fetch(VERSION, tmp_path)
-        assert not (tmp_path / NAME).exists()
+
+@pytest.mark.parametrize("is_archive", [False, True])
+def test_what_cannot_be_unpacked(server: WebServer, tmp_path: Path, is_archive: bool) -> None:
+    publish(server, archive_of("other/file") if is_archive else b"no archive")
+    with pytest.raises(BuildError, match=f"{NAME}.tar.gz cannot be unpacked"):
+        build_peers.fetch(VERSION, tmp_path)
+    assert not (tmp_path / NAME).exists()
 
 
 @posix
-class TestBuilding:
-    def test_a_build(self, cmake: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        folder = tmp_path / "peers"
-        build_peers.build(folder, source_folder(tmp_path / "source"))
-        configured, built = cmake.read_text(encoding="utf-8").splitlines()
-        work = folder / f"build-{VERSION}" / "cmake"
-        jobs = os.cpu_count()
-        assert configured.startswith(f"{jobs} -S {tmp_path / 'source'} -B {work} -DCMAKE_BUILD")
-        assert built == (
-            f"{jobs} --build {work} --config Release --target llama-speculative-simple llama-lookup"
-        )
-        names = sorted(path.name for path in (folder / "bin").iterdir())
-        assert names == ["libllama.so", "llama-lookup", "llama-speculative-simple"]
-        assert not work.parent.exists()
-        stdout, stderr = capfd.readouterr()
-        assert stdout == ""
-        assert "compiling" in stderr
-        assert f"of llama-cpp-python {VERSION}, which takes some minutes" in stderr
+def test_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cmake, folder = make_cmake(tmp_path, monkeypatch), tmp_path / "peers"
+    build_peers.build(folder, source_folder(tmp_path / "source"))
+    configured, built = cmake.read_text(encoding="utf-8").splitlines()
+    work, jobs = folder / f"build-{VERSION}" / "cmake", os.cpu_count()
+    assert configured.startswith(f"{jobs} -S {tmp_path / 'source'} -B {work} -DCMAKE_BUILD")
+    assert built == (
+        f"{jobs} --build {work} --config Release --target llama-speculative-simple llama-lookup"
+    )
+    names = sorted(path.name for path in (folder / "bin").iterdir())
+    assert names == ["libllama.so", "llama-lookup", "llama-speculative-simple"]
+    assert not work.parent.exists()
+    stdout, stderr = capfd.readouterr()
+    assert stdout == ""
+    assert "compiling" in stderr
+    assert f"of llama-cpp-python {VERSION}, which takes some minutes" in stderr
 
-    def test_programs_that_do_not_run(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        make_cmake(tmp_path, monkeypatch, code=3)
-        folder = tmp_path / "peers"
-        with pytest.raises(BuildError, match=r"--version ...` failed \(3\)"):
-            build_peers.build(folder, source_folder(tmp_path / "source"))
-        assert not (folder / "bin").exists()
-        assert not (folder / "peers.json").exists()
 
-    def test_errors_are_one_line(
-        self,
-        cmake: Path,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        (tmp_path / "empty").mkdir()
-        with pytest.raises(SystemExit) as caught:
-            build_peers.main([str(tmp_path / "peers"), "--source", str(tmp_path / "empty")])
-        assert str(caught.value) == (
-            f"{tmp_path / 'empty'} is not an unpacked llama-cpp-python: there is no "
-            "vendor/llama.cpp"
-        )
-        monkeypatch.setattr(shutil, "which", lambda _name: None)
-        with pytest.raises(SystemExit, match="^cmake is needed .* cannot be found$"):
-            build_peers.main([str(tmp_path / "peers")])
+@posix
+def test_programs_that_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_cmake(tmp_path, monkeypatch, code=3)
+    with pytest.raises(BuildError, match=r"--version ...` failed \(3\)"):
+        build_peers.build(tmp_path / "peers", source_folder(tmp_path / "source"))
+    assert not (tmp_path / "peers" / "bin").exists()
+    assert not (tmp_path / "peers" / "peers.json").exists()
+
+
+def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_cmake(tmp_path, monkeypatch)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(SystemExit) as caught:
+        build_peers.main([str(tmp_path / "peers"), "--source", str(empty)])
+    assert str(caught.value) == (
+        f"{empty} is not an unpacked llama-cpp-python: there is no vendor/llama.cpp"
+    )
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    with pytest.raises(SystemExit, match="^cmake is needed .* cannot be found$"):
+        build_peers.main([str(tmp_path / "peers")])

@@ -70,17 +70,14 @@ def test_signals_are_named_with_their_cure(number: signal.Signals, hint: str) ->
     assert "\n" not in f"{caught.value.message}{caught.value.hint}"
 
 
-@pytest.mark.parametrize(
-    ("returncode", "name"),
-    [
+def test_codes_of_shells_and_windows_are_signals_too() -> None:
+    for returncode, name in (
         (128 + 4, "SIGILL"),  # as a shell reports it; the others as Windows does
         (0xC000001D, "SIGILL"),
         (0xC0000005 - 2**32, "SIGSEGV"),
         (0xC0000409, "SIGABRT"),
-    ],
-)
-def test_codes_of_shells_and_windows_are_signals_too(returncode: int, name: str) -> None:
-    assert name in doctor.death(child.ChildDiedError(returncode, "")).message
+    ):
+        assert name in doctor.death(child.ChildDiedError(returncode, "")).message
 
 
 @pytest.mark.parametrize(
@@ -130,7 +127,6 @@ def test_a_model_of_ones_own_is_decoded_too(
     assert "24 tokens" in messages["own.gguf"]
     has_kernels = report["kernels"]["computes"] == "specgen"
     assert ("rows are the same in any batch" in messages["own.gguf"]) == has_kernels
-    assert ("specgen's kernels on own.gguf" in messages) == has_kernels
 
 
 @pytest.mark.parametrize("is_model", [True, False])
@@ -141,9 +137,7 @@ def test_a_file_that_does_not_generate_is_at_fault_and_nothing_else(
     if not is_model:
         path.write_text("hello")
     report = doctor.diagnose(path)
-    about = [check for check in report.checks if path.name in check.name + check.message]
-    assert about[-1].name == path.name
-    assert [check.passed for check in report.checks].count(False) == 1
+    assert [check.name for check in report.checks if not check.passed] == [path.name]
     with pytest.raises(ModelFileError, match=r"^bert\.gguf: (?!bert)"):
         report.raise_first_error()
 
@@ -181,13 +175,12 @@ def test_logits_are_compared_by_the_spread_of_the_others() -> None:
     noise = np.random.default_rng(1).standard_normal((8, 100), dtype=np.float32)
     others = np.random.default_rng(2).standard_normal((8, 100), dtype=np.float32) * 5 + 20
     no_numbers = np.full((8, 100), np.nan, np.float32)
-    assert "by 0.0% from x" in doctor.compared(logits, logits, "x")
-    assert re.search(
-        r"by [45]\.\d% from x", doctor.compared(logits + noise * np.float32(0.25), logits, "x")
-    )
+    assert "differ by 0.0% from" in doctor.compared(logits, logits)
+    near = logits + noise * np.float32(0.25)
+    assert re.search(r"differ by [45]\.\d% from", doctor.compared(near, logits))
     for wrong in (logits + noise, others, np.zeros_like(logits), no_numbers):
-        with pytest.raises(BackendError, match="differ from those of x by") as caught:
-            doctor.compared(wrong, logits, "x")
+        with pytest.raises(BackendError, match="differ from those of single tokens by") as caught:
+            doctor.compared(wrong, logits)
         assert REBUILD in str(caught.value.hint)
 
 

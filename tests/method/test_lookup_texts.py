@@ -23,6 +23,7 @@ from specgen.drafters.lookup_texts import (
     joined,
     load_corpus,
     split,
+    texts_in,
 )
 from specgen.errors import UsageError
 from tests.helpers.fake_backend import FakeVocabulary
@@ -181,7 +182,7 @@ def test_the_array_is_kept_until_a_file_changes(tmp_path: Path) -> None:
 
 
 def kept_texts(store: EarlierTexts) -> list[list[int]]:
-    return [text.tolist() for text in store.texts()]
+    return [text.tolist() for text in texts_in(store.folder)]
 
 
 def in_arrays(store: EarlierTexts) -> list[list[int]]:

@@ -110,9 +110,3 @@ def test_the_exceptions_are_about_checks_that_there_are() -> None:
         assert each.reason
     assert exception_for("clip", "f32", "specgen", "make")
     assert not exception_for("llama", "f32", "specgen", "rows")
-
-
-# --- the page
-
-
-# --- the models

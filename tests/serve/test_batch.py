@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specgen.errors import OutputError, UsageError
+from specgen.errors import OutputError
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.summary import batch_summary
 from specgen.serve.batch.lines import OWN, Line, LineError, continued, read_results
@@ -89,10 +89,6 @@ def record(custom_id: str, digest: str = "d", *, fails: bool = False, **own: Any
     return {"custom_id": custom_id, "response": None if fails else {}, "error": error, OWN: own}
 
 
-def line(custom_id: str, digest: str = "d") -> Line:
-    return Line(1, custom_id, digest, Request("prompt", *DEFAULTS, text="x"))
-
-
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
@@ -128,25 +124,6 @@ class TestResults:
         with pytest.raises(OutputError, match="line 2 is not a result"):
             read_results(out)
         assert out.read_bytes() == before
-
-    @pytest.mark.parametrize(
-        ("settings", "lines", "words"),
-        [
-            ({"target": "b.gguf"}, [line("a")], 'other settings: target "a.gguf" (now "b.gguf")'),
-            (SETTINGS, [line("b")], "a result for 'a', which nothing asks for"),
-            (SETTINGS, [line("a", "e")], "'a', which asked something else than line 1 does now"),
-            (SETTINGS, [line("a"), line("x")], "temperature as by default (now 0.5)"),
-        ],
-    )
-    def test_results_of_something_else_are_not_mixed(
-        self, out: Path, settings: dict[str, Any], lines: list[Line], words: str
-    ) -> None:
-        append(out, record("a"))
-        if len(lines) > 1:  # a later result that was allowed to be of other settings
-            append(out, record("x", settings={"target": "a.gguf"}))
-        with pytest.raises(UsageError) as error:
-            read_results(out).check_same(lines, settings, "out")
-        assert words in error.value.message
 
     def test_a_full_disk_takes_nothing_that_was_there(
         self, out: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,9 +19,10 @@ from specgen.serve.formats.request import BodyError, Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import CHAT, MESSAGES, RESPONSES, written
+from tests.helpers.templates import FAMILIES
 from tests.long_runs.mutated_json import mutated
 
-HERMES_TEMPLATE = "{{ tools }} {{ enable_thinking }} <tool_call>"
+HERMES_TEMPLATE = FAMILIES["Hermes"] + "{{ enable_thinking }}"
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -116,10 +117,7 @@ def test_a_format_becomes_a_grammar(field: str) -> None:
     ("change", "field"),
     [
         ({"messages": [{"role": "user", "content": []}]}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [USER, {"role": "user", "content": 3}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0]"),
-        ({"system": [{"type": "image"}]}, "system[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "no"}]}]},
             "messages[0].content[0].tool_use_id",
@@ -128,11 +126,8 @@ def test_a_format_becomes_a_grammar(field: str) -> None:
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": 1}]}, USER]},
             "messages[0].content[0].input",
         ),
-        ({"tools": [{"name": ""}]}, "tools[0].name"),
         ({"tools": [{"type": "bash_20250124"}, {"name": "a", "input_schema": 1}]}, "tools[1].input_schema"),
-        ({"tool_choice": {"type": "tool", "name": "no"}, "tools": [{"name": "a"}]}, "tool_choice"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_the_name_that_it_has(change: Any, field: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from specgen.session.engine import generate
-from tests.helpers.server import Running, running, session_of
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.server import Running, session_of, tiny_server
 from tests.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
 
 MESSAGES: Any = [{"role": "user", "content": "the cat is in the"}]
@@ -22,16 +22,8 @@ PROMPT = "the cat is in the house of"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("server")
-    config = TinyConfig(
-        logit_scale=6.0,
-        chat_template=CHATML_TEMPLATE,
-        control_tokens=INFILL_TOKENS,
-        n_ctx_train=512,
-        unprintable_scale=0.0,
-    )
-    target = write_tiny_model(folder / "target.gguf", config)
-    draft = write_tiny_model(folder / "draft.gguf", config.draft(0.05))
-    with running(session_of(target, draft)) as server:
+    config: dict[str, Any] = {"control_tokens": INFILL_TOKENS, "n_ctx_train": 512}
+    with tiny_server(folder, draft=0.05, chat_template=CHATML_TEMPLATE, **config) as server:
         yield server
 
 
@@ -71,24 +63,19 @@ def test_a_chat(server: Running, client: openai.OpenAI) -> None:
 
 def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="any", messages=MESSAGES)
-    *chunks, last = client.chat.completions.create(model="any", messages=MESSAGES, stream=True)
+    usage: Any = {"include_usage": True}
+    *chunks, last, alone = client.chat.completions.create(
+        model="any", messages=MESSAGES, stream=True, stream_options=usage
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content
     assert last.choices[0].finish_reason == whole.choices[0].finish_reason
-    assert last.usage is not None
+    assert (alone.choices, last.usage) == ([], None)
+    assert alone.usage is not None
     assert whole.usage is not None
-    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert alone.usage.completion_tokens == whole.usage.completion_tokens
     assert {chunk.id for chunk in chunks} == {last.id}
-
-
-def test_usage_in_a_chunk_of_its_own(client: openai.OpenAI) -> None:
-    *chunks, last = client.chat.completions.create(
-        model="any", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
-    )
-    assert last.choices == []
-    assert last.usage is not None
-    assert all(chunk.usage is None for chunk in chunks)
 
 
 def test_a_completion(server: Running, client: openai.OpenAI) -> None:
@@ -200,12 +187,8 @@ def test_answers_in_a_form(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"temperature": -1}, "temperature"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-        ({"n": 0}, "n"),
         ({"n": 17}, "n"),
         ({"speculative": {"verifier": "none"}}, "speculative.verifier"),
-        ({"stream_options": 1}, "stream_options"),
         ({"logit_bias": {"1000000": 1}}, "logit_bias"),
     ],
 )
@@ -253,17 +236,15 @@ def test_paths_that_there_are_not(server: Running) -> None:
 
 
 def test_variables_and_earlier_reasoning_reach_the_template(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> None:
     template = """{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}|{% endfor %}{{ mood }}"""
-    config = TinyConfig(chat_template=template)
-    target = write_tiny_model(tmp_path_factory.mktemp("variables") / "target.gguf", config)
     turns = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "why"},
         {"role": "user", "content": "c"},
     ]
-    with running(session_of(target, max_tokens=2)) as server:
+    with tiny_server(tmp_path, max_tokens=2, chat_template=template) as server:
         body = {
             "messages": turns,
             "chat_template_kwargs": {"mood": "glad", "enable_thinking": True},

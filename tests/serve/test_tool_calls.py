@@ -7,18 +7,26 @@ from typing import Any
 
 import pytest
 
-from specgen.serve.formats.tool_calls import (
-    GRANITE,
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    CallForm,
-    Delta,
-    ToolCallParser,
-    form_of,
-)
+from specgen.serve.formats.call_forms import CallForm, form_of
+from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser
+from tests.helpers.templates import FAMILIES, UNKNOWN
 
-NAMES = ("weather", "add")
+FORMS = {name: form_of(template) for name, template in FAMILIES.items()}
+
+
+def form(name: str) -> CallForm:
+    found = FORMS[name]
+    assert found is not None
+    return found
+
+
+HERMES, LLAMA, MISTRAL, GRANITE = map(form, ("Hermes", "Llama", "Mistral", "Granite"))
+TEXT, NUMBERS = {"type": "string"}, {"type": "array"}
+FUNCTIONS = [
+    Function("weather", "", {"properties": {"city": TEXT, "days": {"type": "integer"}}}),
+    Function("add", "", {"properties": {"numbers": NUMBERS}}),
+    Function("add.more/far:away-", "", {"properties": {"note": TEXT}}),
+]
 CALL = '{"name": "weather", "arguments": {"city": "K\\u00f6ln } </tool_call>"}}'
 ADD = '{"name": "add", "arguments": {"numbers": [1, 2.5, {"a": null}]}}'
 WEATHER = ("weather", {"city": "Köln } </tool_call>"})
@@ -90,7 +98,7 @@ CUT: dict[str, tuple[CallForm, str, str, list[tuple[str, Any]]]] = {
     "behind the mark": (HERMES, "Well <tool_call>\n", "Well", []),
     "in a bare call": (HERMES, '{"name": "add", "arguments": {"numbers": [1', "", []),
     "in a fence": (HERMES, '```json\n{"name": "add", "ar', "", []),
-    "in a list": (MISTRAL, f"[TOOL_CALLS] [{ADD}, ", "", []),
+    "in a list": (MISTRAL, f"[TOOL_CALLS] [{ADD}, ", "", [SUM]),
     "broken before a call": (HERMES, f'<tool_call>{{"n", <tool_call>{ADD}</tool_call>', '<tool_call>{"n",', [SUM]),
     "an object": (HERMES, '{"name": "Ann", "age": ', '{"name": "Ann", "age": ', []),
     "a text": (HERMES, "a < b, <tool", "a < b, <tool", []),
@@ -101,7 +109,7 @@ def parsed(
     form: CallForm, pieces: list[str], *, one_only: bool = False, **how: bool
 ) -> tuple[str, list[tuple[str, Any]], list[str]]:
     """The content, the calls and the ids of an answer that comes in pieces."""
-    parser = ToolCallParser(form, NAMES, one_only=one_only)
+    parser = ToolCallParser(form, FUNCTIONS, one_only=one_only)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(**how)
     content = "".join(delta.text for delta in deltas if delta.kind == "content")
     told = [delta for delta in deltas if delta.kind == "call"]
@@ -139,7 +147,7 @@ def test_what_there_is_of_a_call_is_no_content(name: str) -> None:
 
 
 def test_text_is_told_as_soon_as_it_cannot_become_a_call() -> None:
-    parser = ToolCallParser(HERMES, NAMES)
+    parser = ToolCallParser(HERMES, FUNCTIONS)
     assert parser.feed("Hi you ") == [Delta("content", "Hi you")]
     assert parser.feed("<tool") == []
     assert parser.feed("s> ") == [Delta("content", " <tools>")]
@@ -147,7 +155,7 @@ def test_text_is_told_as_soon_as_it_cannot_become_a_call() -> None:
 
 
 def test_a_call_is_told_when_its_object_is_complete() -> None:
-    parser = ToolCallParser(HERMES, NAMES)
+    parser = ToolCallParser(HERMES, FUNCTIONS)
     assert parser.feed(f"<tool_call>{ADD[:-1]}") == []
     (call,) = parser.feed("}")
     assert (call.kind, call.name) == ("call", "add")
@@ -161,19 +169,82 @@ def test_the_first_call_may_end_the_answer() -> None:
     assert calls == [SUM]
 
 
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        ("{% if tools %}<tool_call>{% endif %}", HERMES),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", MISTRAL),
-        ("{% if tools %}[TOOL_CALLS][ARGS]{% endif %}", None),
-        ("{% if tools %}<|tool_call|>{% endif %}", GRANITE),
-        ("{{ tools }}<tool_call><function=", None),
-        ("""{{ tools }} ipython '"parameters": '""", LLAMA),
-        ("{{ tools }} unknown", None),
-        ("<tool_call>", None),
-        ("", None),
-    ],
-)
-def test_the_form_is_that_of_the_template(template: str, form: CallForm | None) -> None:
-    assert form_of(template) == form
+#: Arguments whose text looks like the marks around it, in as far as a form can tell.
+CITY = 'Köln "} </tool_call>\n  <b> & \\ {x} '
+WRITTEN: dict[str, str] = {
+    "Devstral": '[TOOL_CALLS]weather[ARGS]{"city": "K", "days": 3}[TOOL_CALLS]add[ARGS]{"numbers": []}',
+    "Kimi": '<|section|><|one|>functions.weather:0<|args|>{"city": "K", "days": 3}<|/one|>'
+    '<|one|>functions.add:1<|args|>{"numbers": []}<|/one|><|/section|>',
+    "Command": '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "K", '
+    '"days": 3}},{"tool_call_id": "1", "tool_name": "add", "parameters": {"numbers": []}}\n]<|END_ACTION|>',
+    "Apertus": '<|tools|>[{"weather": {"city": "K", "days": 3}}, {"add": {"numbers": []}}]<|/tools|>',
+    "Qwen-Coder": "<tool_call>\n<function=weather>\n<parameter=city>\nK\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=numbers>\n[]\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "GLM": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>K</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>add<arg_key>numbers</arg_key><arg_value>[]</arg_value></tool_call>",
+    "MiniMax": '<calls>\n<invoke name="weather">\n<parameter name="city">K</parameter>\n<parameter name="days">3'
+    '</parameter>\n</invoke>\n<invoke name="add">\n<parameter name="numbers">[]</parameter>\n</invoke>\n</calls>',
+    "DeepSeek": '<calls>\n<call name="weather">\n<arg name="city" string="true">K</arg>\n<arg name="days" string="false">'
+    '3</arg>\n</call>\n<call name="add">\n<arg name="numbers" string="false">[]</arg>\n</call>\n</calls>',
+    "LFM": "<|tool_call_start|>[weather(city='K', days=3), add(numbers=[])]<|tool_call_end|>",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_form_is_found_by_rendering_the_template(name: str) -> None:
+    assert FORMS[name] is not None
+
+
+@pytest.mark.parametrize("template", ["", "{{ messages }}", UNKNOWN, "{{ tools.x.y }}", "{% tools"])
+def test_a_form_that_is_not_known(template: str) -> None:
+    assert form_of(template) is None
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_of_each_family_are_read_however_they_are_cut(name: str) -> None:
+    expected = [("weather", {"city": "K", "days": 3}), ("add", {"numbers": []})]
+    for before, after in (("", ""), ("Let me see.", ""), ("", " Done")):
+        text = before + WRITTEN[name] + after
+        for pieces in cuts(text):
+            content, calls, _ = parsed(form(name), pieces)
+            assert (content.strip(), calls) == ((before + after).strip(), expected), pieces
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_no_part_of_a_text_is_a_broken_call(name: str) -> None:
+    text = WRITTEN[name]
+    for end in range(len(text)):
+        for is_cut in (True, False):
+            content, calls, _ = parsed(form(name), [text[:end]], is_cut=is_cut)
+            assert [call[0] for call in calls] == ["weather", "add"][: len(calls)]
+            assert not calls or calls[0][1]["city"] == "K"
+            assert is_cut or calls or content == text[:end]
+
+
+def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> None:
+    text = (
+        "<tool_call>\n<function=weather>\n<parameter=city>\n"
+        + CITY
+        + "\n</parameter>\n<parameter=days>\n"
+        "many\n</parameter>\n</function>\n</tool_call>"
+    )
+    for pieces in cuts(text):
+        _, calls, _ = parsed(form("Qwen-Coder"), pieces)
+        assert calls == [("weather", {"city": CITY, "days": "many"})]
+    bare = "<tool_call>\n<function=weather>\n<parameter=city>\n42\n</parameter>\n</function>"
+    assert parsed(form("Qwen-Coder"), [bare])[1] == [("weather", {"city": "42"})]
+
+
+def test_names_of_tools_may_have_dots_and_slashes() -> None:
+    text = (
+        "<tool_call>add.more/far:away-<arg_key>note</arg_key><arg_value>7</arg_value></tool_call>"
+    )
+    for pieces in cuts(text):
+        assert parsed(form("GLM"), pieces)[1] == [("add.more/far:away-", {"note": "7"})]
+
+
+def test_a_backslash_that_escapes_nothing_stands_for_itself() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "C:\\path\\new"}}</tool_call>'
+    for pieces in cuts(text):
+        assert parsed(HERMES, pieces)[1] == [("weather", {"city": "C:\\path\new"})]

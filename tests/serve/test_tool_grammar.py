@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from specgen.events import FinishedEvent
@@ -17,15 +16,19 @@ from specgen.serve.formats.request import Request, with_call_form
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.formats import written
+from tests.helpers.templates import FAMILIES
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates by the marks of their calls, which are control tokens of the model.
 TEMPLATES = {
-    "Hermes": ("{{ tools }} <tool_call>", ("<tool_call>", "</tool_call>")),
-    "Llama": ("""{{ tools }} ipython '"parameters": '""", ("<|python_tag|>",)),
-    "Mistral": ("{{ tools }} [TOOL_CALLS]", ("[TOOL_CALLS]",)),
-    "Granite": ("{{ tools }} <|tool_call|>", ("<|tool_call|>",)),
-    "not control": ("{{ tools }} <tool_call>", ()),
+    "Hermes": (FAMILIES["Hermes"], ("<tool_call>", "</tool_call>")),
+    "Llama": (FAMILIES["Llama"], ("<|python_tag|>",)),
+    "Mistral": (FAMILIES["Mistral"], ("[TOOL_CALLS]",)),
+    "Granite": (FAMILIES["Granite"], ("<|tool_call|>",)),
+    "not control": (FAMILIES["Hermes"], ()),
+    "Kimi": (FAMILIES["Kimi"], ("<|section|>", "<|one|>", "<|args|>", "<|/one|>", "<|/section|>")),
+    **{name: (FAMILIES[name], ()) for name in ("Command", "Apertus", "Devstral", "GLM", "LFM")},
+    **{name: (FAMILIES[name], ()) for name in ("Qwen-Coder", "MiniMax", "DeepSeek")},
 }
 SCHEMA = {
     "type": "object",
@@ -84,25 +87,6 @@ def test_an_answer_that_has_to_be_a_call_is_one(tmp_path: Path, name: str) -> No
         assert arguments["unit"] in ("C", "F")
         assert isinstance(arguments["exact"], bool)
         assert answer.finish_reason == "stop"
-
-
-def test_a_call_may_begin_with_a_control_token(tmp_path: Path) -> None:
-    """Which is no text elsewhere, and which no grammar allows."""
-    template, controls = TEMPLATES["Mistral"]
-    shown = request(template, tool_choice="required").generation
-    target = write_tiny_model(tmp_path / "target.gguf", TinyConfig(control_tokens=controls))
-    hidden = replace(shown, shown_controls=())
-    options = SessionOptions(target=target, draft="none", generation=hidden)
-    with Session(options, lambda: 0.0) as loaded:
-        mark = loaded.target.vocabulary.control_token(*controls)
-        allowed = [
-            settings.grammar is not None and bool(settings.grammar.allows(np.array([mark]))[0])
-            for settings in (
-                loaded.settings,
-                loaded.settings.changed(loaded.target, generation=shown),
-            )
-        ]
-    assert allowed == [False, True]
 
 
 def test_several_calls_in_an_answer(tmp_path: Path) -> None:

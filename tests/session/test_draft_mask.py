@@ -115,13 +115,9 @@ def test_the_option_names_the_mask_by_its_number_or_its_text(tmp_path: Path) -> 
         assert mask_of(opened) is None
 
 
-@pytest.mark.parametrize(
-    ("mask", "words"), [("100000", "tokens"), ("what is this", "no such token")]
-)
-def test_a_mask_that_the_model_does_not_have_is_an_error(
-    tmp_path: Path, mask: str, words: str
-) -> None:
-    with pytest.raises(UsageError, match=words):
+@pytest.mark.parametrize("mask", ["100000", "what is this"])
+def test_a_mask_that_the_model_does_not_have_is_an_error(tmp_path: Path, mask: str) -> None:
+    with pytest.raises(UsageError, match="no such token"):
         models(tmp_path, mask=mask)
 
 

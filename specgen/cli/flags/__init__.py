@@ -1,8 +1,4 @@
-"""The options of commands. Those that several commands share are groups (`groups.takes_options`).
-
-The options of answers, samplers, drafts and machines are declared in `specgen.options`, those of the output in
-`specgen.cli.output`.
-"""
+"""The options of commands, beside those that `specgen.options` and `specgen.cli.output` declare; groups of them."""
 
 from __future__ import annotations
 

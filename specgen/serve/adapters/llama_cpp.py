@@ -138,12 +138,8 @@ class SpecgenDraft(LlamaDraftModel):
         self._resources.close()
 
     def __call__(self, input_ids: npt.NDArray[np.intc], /, **_kwargs: Any) -> npt.NDArray[np.intc]:
-        """Return the draft after the text `input_ids`, int32[n_tokens]: int32[n_drafted], which may be
-        empty.
-
-        If the text extends the one before as a round does (a prefix of the last draft, then one token of
-        the target's own), the accepted tokens are counted and learnt from. Any other text is a new one.
-        """
+        """Return the draft, int32[n_drafted], after the text `input_ids`, int32[n_tokens]. What was accepted is learnt
+        from if the text extends the one before as a round does: by a prefix of the last draft, and one more token."""
         if self._is_closed:
             raise BackendError("the draft is closed")
         text, sequence, known = input_ids.tolist(), self._sequence, self._round

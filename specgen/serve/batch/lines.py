@@ -47,10 +47,7 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input, counted from 1, with its request or its error.
-
-    `digest` identifies the content: two lines with the same digest ask for the same answer.
-    """
+    """A line of the input, counted from 1. Two lines with the same `digest` ask for the same answer."""
 
     number: int
     custom_id: str
@@ -66,12 +63,8 @@ class Line:
 def read_lines(
     data: bytes, name: str, sampling: SamplerOptions, generation: GenerationOptions
 ) -> list[Line]:
-    """Return the lines of a file that are not empty; `sampling` and `generation` give the defaults. A line
-    that cannot be read has an error in place of its request.
-
-    Raise `PromptError` if there is no line, or if two have the same custom_id, so that their answers could
-    not be told apart.
-    """
+    """Return the lines of a file that are not empty; a line that cannot be read has an error in place of its request.
+    Raise `PromptError` if there is no line, or if two have the same custom_id."""
     lines: list[Line] = []
     numbers: dict[str, int] = {}
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -196,7 +189,6 @@ class Earlier:
     is_torn: bool = False
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Take up a result. Raise `KeyError`, `TypeError` or `ValueError` if it is none."""
         custom_id, own = record["custom_id"], record[OWN]
         settings, digest = dict(own["settings"]), own["request"]
         if not isinstance(custom_id, str) or not isinstance(digest, str):
@@ -281,8 +273,7 @@ def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earli
 
 
 def streaming(stream: BinaryIO, name: str = "standard output") -> Write:
-    """Return what writes results to a stream, which a restart cannot continue. It raises `BrokenPipeError` if
-    nobody reads."""
+    """Return what writes results to a stream, which a restart cannot continue."""
 
     def write(record: Mapping[str, Any]) -> None:
         with write_errors(Path(name)):

@@ -85,8 +85,7 @@ def place(
 
 @contextlib.contextmanager
 def connected(cluster: Cluster, *, verbose: bool, ray: Any = None) -> Iterator[Any]:
-    """Yield the module of Ray, connected to a cluster; `ray` replaces it in tests. With `verbose`, Ray's output
-    goes to standard error. Raise `BackendError` if nothing answers."""
+    """Yield the module of Ray, connected to a cluster. Raise `BackendError` if nothing answers."""
     with contextlib.ExitStack() as stack:
         # Ray prints messages of its processes to standard output, whatever it is asked to log.
         sink = sys.stderr if verbose else stack.enter_context(Path(os.devnull).open("w"))

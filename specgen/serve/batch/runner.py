@@ -10,9 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
@@ -42,18 +39,16 @@ class Prompting:
     now: datetime.datetime
 
     def prompt(self, session: Session, request: Request) -> Prompt:
-        """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
         return request.prompt(session.prompts, self.now, chat=self.chat, system=self.system)
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A line that can be answered. `tokens` is the prompt, int32[n_tokens], since Python integers would take ten
-    times the memory; `n_ctx` has room for prompt and answer."""
+    """A line that can be answered, its prompt, and the context size for both."""
 
     line: Line
     request: Request
-    tokens: NDArray[np.int32]
+    prompt: Prompt
     n_ctx: int
 
 
@@ -133,8 +128,7 @@ class Batch:
                 session.memory.save()
 
     def _prepare(self, lines: Sequence[Line], interrupted: Callable[[], bool]) -> deque[_Task]:
-        """Return the lines that can be answered, in the order to answer them in; write the errors of the
-        others."""
+        """Return the lines that can be answered, in that order; write the errors of the others."""
         session, self.tally.n_lines = self._session, len(lines)
         tasks: list[_Task] = []
         for line in lines:
@@ -145,12 +139,14 @@ class Batch:
                 continue
             with self._line_errors(line):
                 template = template_of(session.target, has_tools=True)
-                request = with_call_form(line.request, template)
-                check_tokens(request, session.target.vocabulary.n_tokens)
-                tokens = np.array(self._prompting.prompt(session, request).tokens, np.int32)
-                n_ctx = session.context_size(len(tokens), request.generation.max_tokens)
-                tasks.append(_Task(line, request, tokens, n_ctx))
-        return deque(tasks[number] for number in order_by_prefix([task.tokens for task in tasks]))
+                vocabulary = session.target.vocabulary
+                request = with_call_form(line.request, template, vocabulary.has_control)
+                check_tokens(request, vocabulary.n_tokens)
+                prompt = self._prompting.prompt(session, request)
+                n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
+                tasks.append(_Task(line, request, prompt, n_ctx))
+        order = order_by_prefix([task.prompt.tokens for task in tasks])
+        return deque(tasks[number] for number in order)
 
     @contextlib.contextmanager
     def _line_errors(self, line: Line) -> Iterator[None]:
@@ -166,12 +162,12 @@ class Batch:
 
     def _submit(self, engine: Engine, task: _Task) -> None:
         with self._line_errors(task.line):
-            prompt = self._prompting.prompt(self._session, task.request)
             # The engine's context fits the largest answer; this one ends where that of `specgen run` is full.
-            generation, n_most = task.request.generation, task.n_ctx + 1 - len(prompt.tokens)
+            generation, n_most = task.request.generation, task.n_ctx + 1 - len(task.prompt.tokens)
             if not 0 <= generation.max_tokens <= n_most:
                 generation = replace(generation, max_tokens=n_most)
-            answer = engine.insert(prompt, sampling=task.request.sampling, generation=generation)
+            how: dict[str, Any] = {"sampling": task.request.sampling, "generation": generation}
+            answer = engine.insert(task.prompt, **how)
             self._in_making[answer.index] = (task, answer, [])
 
     def _count(self, events: Sequence[Event]) -> None:
@@ -224,17 +220,14 @@ def _line_error(error: SpecgenError) -> LineError:
     return LineError(code, "; ".join(filter(None, (error.message, error.hint))))
 
 
-def order_by_prefix(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
-    """Return the numbers of the prompts, int32[n_tokens] each, in the order to answer them in.
-
-    Prompts with a long common beginning stand together, where the first of them stood; otherwise the given
-    order stays.
-    """
-    tokens = [prompt.tolist() for prompt in prompts]
-    by_tokens = sorted(range(len(prompts)), key=tokens.__getitem__)
+def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the numbers of the prompts in the order to answer them in: those with a long common beginning stand
+    together, where the first of them stood; otherwise the given order stays."""
+    by_tokens = sorted(range(len(prompts)), key=prompts.__getitem__)
     if len(by_tokens) < 2:
         return by_tokens
-    common = [n_common(tokens[one], tokens[other]) for one, other in itertools.pairwise(by_tokens)]
+    pairs = itertools.pairwise(by_tokens)
+    common = [n_common(prompts[one], prompts[other]) for one, other in pairs]
     # In sorted order, the first and the last share exactly what all share.
     least = min(common) + _N_SHARED
     groups = [[by_tokens[0]]]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
 
 from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
@@ -61,23 +61,14 @@ class _Message(Fields):
     content: _Blocks
 
 
-class _Thinking(Fields):
-    type: str
-    budget_tokens: Any = None
-
-
-class _OutputConfig(Fields):
-    effort: str | None = None
-    format: AnswerFormat | None = None
-
-
 class _Body(ChatBody):
     system: _Blocks = []
     messages: Annotated[list[_Message], Field(min_length=1)]
-    thinking: _Thinking | None = None
-    output_config: _OutputConfig = _OutputConfig()
-    #: An older place for the format.
-    output_format: AnswerFormat | None = None
+    thinking: str = Field("", validation_alias=AliasPath("thinking", "type"))
+    effort: str | None = Field(None, validation_alias=AliasPath("output_config", "effort"))
+    format: AnswerFormat | None = Field(
+        None, validation_alias=AliasChoices(AliasPath("output_config", "format"), "output_format")
+    )
 
     format_field: ClassVar[str] = "output_config.format"
 
@@ -90,15 +81,14 @@ def read_messages(
 ) -> tuple[Request, ...]:
     """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
     asked = parse(_Body, body)
-    # With other types, ``adaptive`` for example, the model decides.
-    thinks = {"enabled": True, "disabled": False}.get(asked.thinking.type if asked.thinking else "")
     return asked.chat(
         _messages(asked),
         sampling,
         generation,
-        form=asked.output_config.format or asked.output_format,
-        effort=asked.output_config.effort,
-        thinks=thinks,
+        form=asked.format,
+        effort=asked.effort,
+        # With other types, ``adaptive`` for example, the model decides.
+        thinks={"enabled": True, "disabled": False}.get(asked.thinking),
         splits_reasoning=True,
         writer=MessageWriter,
     )
@@ -113,7 +103,7 @@ def _messages(asked: _Body) -> tuple[Message, ...]:
     for number, turn in enumerate(asked.messages):
         where = f"messages[{number}].content"
         if turn.role == "assistant":  # consecutive ones stay apart
-            found.add(Message("assistant", ""))
+            found.messages.append(Message("assistant", ""))
         for at, block in enumerate(turn.content):
             _add_block(found, turn, f"{where}[{at}]", block)
     if not found.messages:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, AliasPath, Field
 
 from specgen.errors import PromptError
 from specgen.events import CommittedEvent, Piece
@@ -49,17 +49,11 @@ _N_INPUTS = 2048
 # --- requests -------------------------------------------------------------------------------------
 
 
-class _CalledFunction(Fields):
-    name: Annotated[str, Field(min_length=1)]
-    #: Some clients send the object.
-    arguments: Annotated[
-        str, BeforeValidator(lambda value: json.dumps(value) if isinstance(value, dict) else value)
-    ] = ""
-
-
 class _Call(Fields):
     id: Annotated[str, Field(min_length=1)]
-    function: _CalledFunction
+    name: str = Field(validation_alias=AliasPath("function", "name"), min_length=1)
+    #: Some clients send the object.
+    arguments: str | dict[str, Any] = Field("", validation_alias=AliasPath("function", "arguments"))
 
 
 class _Message(Fields):
@@ -72,17 +66,15 @@ class _Message(Fields):
     tool_call_id: str | None = None
 
 
-class _StreamOptions(Fields):
-    include_usage: bool = False
-
-
 class _Body(AnswerBody):
     response_format: AnswerFormat | None = None
     #: A number of likely tokens in a text completion. A chat has a boolean, and the number beside it.
     logprobs: bool | Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = 0
     n: Annotated[int, Field(ge=1, lt=2**31)] = 1
-    stream_options: _StreamOptions = _StreamOptions()
+    has_usage_alone: bool = Field(
+        False, validation_alias=AliasPath("stream_options", "include_usage")
+    )
 
     def common(self, generation: GenerationOptions) -> dict[str, Any]:
         """Return what all requests of this API have."""
@@ -93,14 +85,14 @@ class _Body(AnswerBody):
             "generation": replace(generation, logprobs=n_top),
             "form": self.response_format,
             "n": self.n,
-            "has_usage_alone": self.stream_options.include_usage,
+            "has_usage_alone": self.has_usage_alone,
         }
 
 
 class _ChatBody(_Body, ChatBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
     reasoning_effort: str | None = None
-    reasoning_format: Literal["none", "auto", "deepseek"] = "none"
+    reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
 
 
 class _CompletionBody(_Body):
@@ -167,12 +159,11 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
             found.add_result(f"{where}.tool_call_id", turn.tool_call_id, text)
             continue
         calls = tuple(
-            ToolCall(call.id, call.function.name, arguments_of(call.function.arguments))
-            for call in turn.tool_calls
+            ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls
         )
         thought = text_of(f"{where}.reasoning_content", turn.reasoning_content)
         role: Role = "system" if turn.role == "developer" else turn.role
-        found.add(Message(role, text, calls, reasoning=thought or None))
+        found.messages.append(Message(role, text, calls, reasoning=thought or None))
     return tuple(found.messages)
 
 
@@ -360,7 +351,7 @@ def _entry(text: str, logprob: float) -> Json:
 
 
 class InfillWriter(ChatWriter):
-    """Writes an answer in the form of llama.cpp's server, for a text with a gap."""
+    """Writes a text completion with llama.cpp's fields for a text with a gap beside the others."""
 
     def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
         return [self._filled(each) for each in super()._add(number, deltas, event)]
@@ -374,19 +365,17 @@ class InfillWriter(ChatWriter):
     def _filled(self, body: Json) -> Json:
         (choice,) = body["choices"]
         reason = choice["finish_reason"]
-        found = {"index": 0, "content": choice["text"], "stop": reason is not None}
-        found["model"] = body["model"]
+        body |= {"index": 0, "content": choice["text"], "stop": reason is not None}
         if reason is not None:
             usage = body["usage"]
-            found |= {
+            body |= {
                 "stop_type": "eos" if reason == "stop" else "limit",
                 "truncated": False,
                 "tokens_predicted": usage["completion_tokens"],
                 "tokens_evaluated": usage["prompt_tokens"],
                 "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
             }
-        kept = ("pieces", "speculative", "timings", "warnings")
-        return found | {name: body[name] for name in kept if name in body}
+        return body
 
 
 # --- embeddings -----------------------------------------------------------------------------------

@@ -11,19 +11,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeAlias,
-    TypeVar,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     AliasChoices,
+    AliasPath,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -36,10 +28,12 @@ from pydantic_core import from_json
 
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Grammar, SamplerOptions, VerifierName
-from specgen.serve.formats.tool_calls import CallForm, Function, calls_grammar, form_of
+from specgen.serve.formats.call_forms import CallForm, form_of
+from specgen.serve.formats.tool_calls import Function, calls_grammar
 from specgen.session.prompts import Prompt, Prompts
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
+from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
 from specgen.text.grammar.json_schema import schema_grammar
 
 #: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as `specgen run` does.
@@ -171,26 +165,23 @@ class Speculative(Fields):
 class AnswerFormat(Fields):
     """The form of an answer, with its JSON schema where the APIs have it."""
 
-    type: str
-    schema_: Schema | None = Field(None, validation_alias="schema")
-    json_schema: dict[str, Any] = {}
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Schema | None = Field(
+        None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
+    )
 
     def schema_of(self, where: str) -> Schema | None:
         """Return the schema; None for a free text."""
-        found = self.schema_ or self.json_schema.get("schema")
-        if self.type == "text":
-            return None
+        if self.type == "json_schema" and self.schema_ is None:
+            raise BodyError(where, "it has no schema")
         if self.type == "json_object":  # llama.cpp's servers take a schema here
-            return found or {"type": "object"}
-        if self.type != "json_schema" or not isinstance(found, dict):
-            what = f"type {shown(self.type)} is not text, json_object, or json_schema with a schema"
-            raise BodyError(where, what)
-        return found
+            return self.schema_ or {"type": "object"}
+        return None if self.type == "text" else self.schema_
 
 
 def _flat(value: Any) -> Any:
-    """Return a tool or a choice with the fields that a chat has in an object within: {"type": "function",
-    "function": {...}}. A choice that is a text is its type."""
+    """Return a tool or a choice without the object that a chat has in it: {"type": "function", "function": {...}}. A
+    text is a choice's type."""
     if not isinstance(value, dict):
         return {"type": value} if isinstance(value, str) else value
     kind = str(value.get("type", "function"))
@@ -222,17 +213,14 @@ class Choice(Fields):
 def _sampler_fields() -> dict[str, Any]:
     """Return the fields of samplers: llama.cpp's names, with types and limits of the options."""
     found: dict[str, Any] = {}
-    types = get_type_hints(SamplerOptions) | {"logit_bias": dict[int, float]}
-    for each in fields(SamplerOptions):
-        if each.name == "samplers":
-            continue
+    for each in (each for each in fields(SamplerOptions) if each.name != "samplers"):
+        several: dict[str, Any] = {"logit_bias": dict[int, float], "dry_breakers": tuple[str, ...]}
+        kind = several.get(each.name, type(each.default))
         spellings = [each.replace("-", "_").lstrip("_") for each in each.metadata["spellings"]]
-        least, most = each.metadata.get("min"), each.metadata.get("max")
-        if types[each.name] is int:
-            most = 2**63 - 1
         names = AliasChoices(each.name, *spellings, f"{spellings[0]}s")
-        made = Field(None, validation_alias=names, ge=least, le=most)
-        found[each.name] = (types[each.name] | None, made)
+        most = 2**63 - 1 if kind is int else each.metadata.get("max")
+        limits = Field(None, validation_alias=names, ge=each.metadata.get("min"), le=most)
+        found[each.name] = (kind | None, limits)
     return found
 
 
@@ -357,8 +345,8 @@ class ChatBody(AnswerBody):
             if tool.type not in ("function", "custom"):
                 warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
                 continue
-            if not re.fullmatch("[a-zA-Z0-9_-]{1,64}", name):  # OpenAI's rule
-                rule = "is not a name of 1 to 64 letters, digits, _ and -"
+            if not re.fullmatch(r"[^\s\"'\\<>{}()\[\]]{1,128}", name):
+                rule = "is not a name of 1 to 128 characters without spaces, quotes and brackets"
                 raise BodyError(f"{where}.name", f"{shown(name)} {rule}")
             if name in found:
                 raise BodyError(f"{where}.name", f"{shown(name)} is given twice")
@@ -425,21 +413,15 @@ class Request:
     tokens: tuple[int, ...] | None = None
     gap: Gap | None = None
     tools: Tools | None = None
-    #: How the model writes calls; known after `with_call_form`.
-    call_form: CallForm | None = None
-    #: More variables for the template.
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    #: Whether a thinking block is told apart from the answer.
-    splits_reasoning: bool = False
-    #: What was ignored.
-    warnings: tuple[str, ...] = ()
-    #: How many answers are wanted, whether they are streamed, and whether a last chunk has only the usage.
-    n: int = 1
+    call_form: CallForm | None = None  # how the model writes calls: see `with_call_form`
+    variables: Mapping[str, Any] = field(default_factory=dict)  # more of them for the template
+    splits_reasoning: bool = False  # a thinking block is no part of the answer
+    warnings: tuple[str, ...] = ()  # what was ignored
+    n: int = 1  # answers that are wanted
     streams: bool = False
-    has_usage_alone: bool = False
+    has_usage_alone: bool = False  # in a last chunk of a stream
     speculative: Speculative = field(default_factory=Speculative)
-    #: The `AnswerWriter` of the API; None is OpenAI's.
-    writer: Callable[..., Any] | None = None
+    writer: Callable[..., Any] | None = None  # the `AnswerWriter` of the API; None is OpenAI's
 
     def prompt(
         self,
@@ -449,8 +431,8 @@ class Request:
         chat: bool | None = None,
         system: str | None = None,
     ) -> Prompt:
-        """Return the prompt of a request without a gap; `chat` and `system` are those of `Prompts.of_text`, for
-        the kind ``prompt``. Raise `UsageError`, `PromptError`."""
+        """Return the prompt of a request without a gap; `chat` and `system` are for the kind ``prompt``. Raise
+        `UsageError`, `PromptError`."""
         if self.kind == "chat":
             tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
             return prompts.of_messages(
@@ -463,18 +445,27 @@ class Request:
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
 
-def with_call_form(request: Request, template: str | None) -> Request:
+def with_call_form(
+    request: Request, template: str | None, has_token: Callable[[str], bool] = lambda _name: False
+) -> Request:
     """Return the request for a model with this chat template: with the form of its calls, a grammar if one
-    is needed, and the variables that the template reads. Raise `BodyError` if the request has tools, but the
-    template writes no calls that specgen can read."""
+    is needed, and the variables that the template reads. `has_token` says whether the model has a control token.
+
+    Where specgen cannot read the template's calls, they stay text, with a warning. Raise `BodyError` if the answer has
+    to be a call there, or the request excludes calls otherwise."""
     request = _with_read_variables(request, template or "")
-    form, tools, generation = form_of(template or ""), request.tools, request.generation
-    has_calls = any(message.role == "tool" or message.tool_calls for message in request.messages)
-    if form is None and (tools is not None or has_calls):
-        what = "the model's chat template takes no tools, or writes calls in an unknown form"
-        raise BodyError("messages" if tools is None else "tools", what)
-    if form is None or tools is None:
+    tools, generation = request.tools, request.generation
+    if request.splits_reasoning:
+        generation = replace(generation, shown_controls=THOUGHT_CONTROLS)
+        request = replace(request, generation=generation)
+    if tools is None:
         return request
+    form = form_of(template or "", has_token)
+    if form is None:
+        what = "the model's chat template takes no tools, or writes calls in an unknown form"
+        if tools.must_call:
+            raise BodyError("tool_choice", what)
+        return replace(request, warnings=(*request.warnings, f"tools: {what}; calls stay text"))
     if generation.grammar is not None and generation.grammar.form == "gbnf":
         raise BodyError("grammar", "it excludes tools; a JSON schema does not")
     if tools.must_call or generation.grammar is not None:
@@ -490,7 +481,8 @@ def with_call_form(request: Request, template: str | None) -> Request:
         generation = replace(generation, grammar=grammar)
         warnings = [f"tools: {warning}" for warning in warnings]
         request = replace(request, warnings=(*request.warnings, *warnings))
-    generation = replace(generation, shown_controls=form.controls)
+    controls = dict.fromkeys((*generation.shown_controls, *form.controls))
+    generation = replace(generation, shown_controls=tuple(controls))
     return replace(request, generation=generation, call_form=form)
 
 
@@ -519,24 +511,18 @@ class Conversation:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        #: The tools that were called so far, by the ids of the calls.
-        self._called: dict[str, str] = {}
-
-    def add(self, message: Message) -> None:
-        self._called |= {call.identity: call.name for call in message.tool_calls}
-        self.messages.append(message)
 
     def add_result(self, where: str, identity: str | None, text: str) -> None:
         """Add the result of a call, whose id is in the field `where`. Raise `BodyError` if there was none."""
-        name = self._called.get(identity or "")
-        if name is None:
+        calls = (call for message in self.messages for call in message.tool_calls)
+        names = [call.name for call in calls if call.identity == identity]
+        if not names:
             raise BodyError(where, f"{shown(identity)} is the id of no call in an earlier message")
-        self.messages.append(Message("tool", text, tool_call_id=identity, name=name))
+        self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
 
     def join_text(self, role: Role, text: str) -> None:
-        """Add a text to the turn of a role. Texts of one role that follow one another are one message, since many
-        templates want roles to alternate. They take a system message at the beginning only: further back it is a
-        user's."""
+        """Add a text to the turn of a role: many templates want roles to alternate. They take a system message at the
+        beginning only: further back it is a user's."""
         if role == "system" and any(message.role != "system" for message in self.messages):
             role = "user"
         last = self._turn(role)
@@ -553,7 +539,6 @@ class Conversation:
         last = self._turn("assistant")
         calls = (*last.tool_calls, ToolCall(identity, name, arguments))
         self.messages[-1] = replace(last, tool_calls=calls)
-        self._called[identity] = name
 
     def _turn(self, role: Role) -> Message:
         if not self.messages or self.messages[-1].role != role:
@@ -565,9 +550,10 @@ def _joined(before: str, text: str) -> str:
     return f"{before}\n\n{text}" if before else text
 
 
-def arguments_of(text: str) -> Mapping[str, Any] | str:
-    """Return the arguments as an object for templates; if a model wrote no object, return its text, so that
-    it sees what it did."""
+def arguments_of(text: str | dict[str, Any]) -> Mapping[str, Any] | str:
+    """Return the arguments as an object, or as the text that the model wrote instead."""
+    if isinstance(text, dict):
+        return text
     try:
         value = from_json(text or "{}")
     except ValueError:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasPath, BeforeValidator, Field
 
 from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
@@ -41,7 +41,7 @@ _REFUSED = ("conversation", "previous_response_id", "prompt")
 _ENCRYPTED = "reasoning.encrypted_content"
 _HIDDEN = "specgen:"
 #: The fields of a response that repeat the request.
-_ECHO: Mapping[str, Any] = {
+_ECHO: Json = {
     **dict.fromkeys(["instructions", "max_output_tokens", "metadata", "reasoning", "temperature"]),
     **dict.fromkeys(["text", "top_p", "user"]),
     "parallel_tool_calls": True,
@@ -65,14 +65,6 @@ class _Item(Fields):
     output: Parts = []
 
 
-class _Text(Fields):
-    format: AnswerFormat | None = None
-
-
-class _Reasoning(Fields):
-    effort: str | None = None
-
-
 class _Body(ChatBody):
     instructions: Parts = []
     input: Annotated[
@@ -82,8 +74,8 @@ class _Body(ChatBody):
         ),
         Field(min_length=1),
     ]
-    text: _Text = _Text()
-    reasoning: _Reasoning = _Reasoning()
+    format: AnswerFormat | None = Field(None, validation_alias=AliasPath("text", "format"))
+    effort: str | None = Field(None, validation_alias=AliasPath("reasoning", "effort"))
     include: list[str] = []
 
     format_field: ClassVar[str] = "text.format"
@@ -105,7 +97,7 @@ def read_response_request(
     messages = _messages(asked, warnings)
     writer = functools.partial(
         ResponseWriter,
-        echo={name: body.get(name) or default for name, default in _ECHO.items()},
+        echo=_ECHO | {name: body[name] for name in _ECHO if body.get(name) is not None},
         custom={tool.name for tool in asked.tools if tool.type == "custom"},
         hides=_ENCRYPTED in asked.include,
     )
@@ -114,8 +106,8 @@ def read_response_request(
         sampling,
         generation,
         warnings,
-        form=asked.text.format,
-        effort=asked.reasoning.effort,
+        form=asked.format,
+        effort=asked.effort,
         splits_reasoning=True,
         writer=writer,
     )

@@ -1,16 +1,11 @@
-"""Calls of tools: the forms in which models write them, a grammar for each form, and their reader.
-
-A model is trained on the calls that its template writes, so its form is recognised by the chat template. The
-families here write JSON objects with a name and arguments; they differ in the text around them, and in whether
-they write a list of objects.
-"""
+"""Calls of tools: a grammar for those that an answer must have, and the reader of those that it has."""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +13,14 @@ from pydantic_core import from_json
 
 from specgen.errors import UsageError
 from specgen.options import Grammar
+from specgen.serve.formats.call_forms import (
+    ANY,
+    UNCLEAR,
+    CallForm,
+    match,
+    raw_json,
+    read_call,
+)
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import JSON_FORM
 
@@ -49,53 +52,112 @@ class Function:
         return {"type": "function", "function": function}
 
 
-# --- forms ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """The form of a family's calls: `opening`, an object or a list of objects, `closing`."""
-
-    opening: str
-    closing: str = ""
-    #: The object's key for the arguments.
-    arguments: str = "arguments"
-    is_list: bool = False
-    #: Whether the model may write a call without `opening`.
-    is_bare: bool = False
-
-    @property
-    def controls(self) -> tuple[str, ...]:
-        """Texts that may be control tokens; they are found only if the text shows control tokens."""
-        return tuple(text for text in (self.opening, self.closing) if text)
-
-
-HERMES = CallForm("<tool_call>", "</tool_call>")
-LLAMA = CallForm("<|python_tag|>", arguments="parameters", is_bare=True)
-MISTRAL = CallForm("[TOOL_CALLS]", is_list=True)
-GRANITE = CallForm("<|tool_call|>", is_list=True)
-
-
-def form_of(template: str) -> CallForm | None:
-    """Return the form of a template's calls; None if the template takes no tools, or writes calls in a form
-    that specgen cannot read."""
-    if not re.search(r"\btools\b", template):
-        return None
-    if "[TOOL_CALLS]" in template:
-        # Since Mistral Small 3.2 the name stands before the object.
-        return None if "[ARGS]" in template else MISTRAL
-    if "<|tool_call|>" in template:
-        return GRANITE
-    if "<tool_call>" in template:
-        # Qwen3-Coder's and GLM's calls have the same marks, with XML between them.
-        is_xml = "<function=" in template or "<arg_key>" in template
-        return None if is_xml else HERMES
-    if "ipython" in template and '"parameters": ' in template:
-        return LLAMA
-    return None
-
-
 # --- grammars --------------------------------------------------------------------------------------
+
+#: What a call's id or number may be.
+_ANY_RULE = "ANY: /[0-9A-Za-z]{1,9}/"
+#: Values as Gemma writes them.
+_GEMMA = (
+    'gemma: gemma_text | GEMMA_PLAIN | "[" (gemma ("," gemma)*)? "]" | "{" (gemma_pair ("," gemma_pair)*)? "}"',
+    "GEMMA_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|true|false|null/",
+    'gemma_text: "<|\\"|>" GEMMA_STRING "<|\\"|>"',
+    "GEMMA_STRING: /[^<>]*/",
+    'gemma_pair: /[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" gemma',
+)
+
+
+class _Rules:
+    """The rules of a grammar in llguidance's form of Lark, for calls in a form."""
+
+    def __init__(self, form: CallForm) -> None:
+        self.form = form
+        self.lines = [_ANY_RULE, *(_GEMMA if form.style == "gemma" else ())]
+        #: What cannot be enforced.
+        self.warnings: list[str] = []
+
+    def call(self, function: Function) -> str:
+        """Return the name of a rule for a call, from its name to its arguments."""
+        rule = f"call_{len(self.lines)}"
+        if self.form.style == "json":
+            try:
+                schema, left_out = lenient_schema_grammar(json.dumps(function.parameters))
+            except UsageError as error:
+                raise UsageError(f"{function.name}: {error.message}") from None
+            if left_out:
+                names = ", ".join(left_out)
+                self.warnings.append(f"no grammar can enforce {names} of {function.name}")
+            arguments = self._new(_json(schema))
+        else:
+            arguments = self._arguments(function)
+        name = _literal(function.name)
+        self.lines.append(f"{rule}: {name} {_form_text(self.form.after_name)} {arguments}")
+        return rule
+
+    def _new(self, text: str) -> str:
+        rule = f"rule_{len(self.lines)}"
+        self.lines.append(f"{rule}: {text}")
+        return rule
+
+    def _arguments(self, function: Function) -> str:
+        """Return arguments one by one: those that are required, in the schema's order, then any others."""
+        properties = function.parameters.get("properties", {})
+        required = function.parameters.get("required", ())
+        pairs = {key: self._pair(key, schema, function) for key, schema in properties.items()}
+        first = [pairs[key] for key in properties if key in required]
+        others = [pairs[key] for key in properties if key not in required]
+        between = {"python": '", "', "gemma": '","', "pairs": ""}[self.form.style]
+        text = f" {between} ".join(first)
+        if others:
+            other = self._new(" | ".join(others))
+            more = f"({between} {other})*"
+            text = f"{text} {more}" if first else f"({other} {more})?"
+        if self.form.style == "pairs":
+            return self._new(text or '""')
+        brackets = "()" if self.form.style == "python" else "{}"
+        return self._new(f'"{brackets[0]}" {text} "{brackets[1]}"')
+
+    def _pair(self, key: str, schema: Any, function: Function) -> str:
+        schema = schema if isinstance(schema, Mapping) else {}
+        kind = schema.get("type")
+        if self.form.style == "gemma":
+            return self._new(
+                f"{_literal(key + ':')} {'gemma_text' if kind == 'string' else 'gemma'}"
+            )
+        if self.form.style == "python":
+            return self._new(f"{_literal(key + '=')} {self._value(schema, function, key)}")
+        pair = self.form.pair
+        assert pair is not None
+        middle = pair.middles.get(
+            kind if isinstance(kind, str) else "string", pair.middles["string"]
+        )
+        before = f"{_form_text(pair.opening)} {_literal(key)} {_form_text(middle)}"
+        choices = schema.get("enum", ())
+        if kind != "string":
+            return self._new(
+                f"{before} {self._value(schema, function, key)} {_form_text(pair.closing)}"
+            )
+        if choices:
+            texts = " | ".join(_literal(str(each)) for each in choices)
+            return self._new(f"{before} ({texts}) {_form_text(pair.closing)}")
+        text = f"rule_{len(self.lines)}"
+        self.lines.append(f"{text}[suffix={_literal(pair.closing)}]: /(?s:.*)/")
+        return self._new(f"{before} {text}")
+
+    def _value(self, schema: Mapping[str, Any], function: Function, key: str) -> str:
+        outer = {
+            name: function.parameters[name]
+            for name in ("$defs", "definitions")
+            if name in function.parameters
+        }
+        try:
+            grammar, left_out = lenient_schema_grammar(
+                json.dumps({**outer, **(schema or {"type": "string"})})
+            )
+        except UsageError as error:
+            raise UsageError(f"{function.name}: {key}: {error.message}") from None
+        if left_out:
+            self.warnings.append(f"no grammar can enforce {', '.join(left_out)} of {function.name}")
+        return self._new(_json(grammar))
 
 
 def calls_grammar(
@@ -108,34 +170,22 @@ def calls_grammar(
     """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`,
     or else for text that conforms to the JSON schema `other`; and warnings that name what it cannot enforce
     of the parameters' schemas. Raise `UsageError` if no arguments conform to a function's parameters."""
-    warnings: list[str] = []
-    rules = [f"start: calls{' | other' if other is not None else ''}"]
-    rules.append(f"calls: {_whole(form, is_parallel)}")
-    rules.append("call: " + " | ".join(f"call_{n}" for n in range(len(functions))))
-    for number, function in enumerate(functions):
-        try:
-            schema, left_out = lenient_schema_grammar(json.dumps(function.parameters))
-        except UsageError as error:
-            raise UsageError(f"{function.name}: {error.message}") from None
-        before = f'{{"name": "{function.name}", "{form.arguments}": '
-        rules.append(f'call_{number}: {_literal(before)} arguments_{number} "}}"')
-        rules.append(f"arguments_{number}: {_json(schema)}")
-        if left_out:
-            names = ", ".join(left_out)
-            warnings.append(f"no grammar can enforce {names} of {function.name}")
+    rules = _Rules(form)
+    calls = rules._new(" | ".join(map(rules.call, functions)))  # noqa: SLF001
+    more = f" ({_form_text(form.between)} {calls})*" if is_parallel and form.between else ""
+    lines = [
+        f"start: calls{' | other' if other is not None else ''}",
+        f"calls: {_form_text(form.opening.lstrip())} {calls}{more} {_form_text(form.closing.rstrip())}",
+    ]
     if other is not None:
-        rules.append(f"other: {_json(other)}")
-    return Grammar("lark", "\n".join(rules)), warnings
+        lines.append(f"other: {_json(other)}")
+    return Grammar("lark", "\n".join([*lines, *rules.lines])), rules.warnings
 
 
-def _whole(form: CallForm, is_parallel: bool) -> str:
-    if form.is_list:
-        more = ' (", " call)*' if is_parallel else ""
-        return f'{_literal(form.opening)} " "? "[" call{more} "]"'
-    if form.is_bare:  # these models write one call in an answer
-        return "call"
-    one = f'{_literal(form.opening)} "\\n" call "\\n" {_literal(form.closing)}'
-    return f'{one} ("\\n" {one})*' if is_parallel else one
+def _form_text(text: str) -> str:
+    """Return a part of a form as Lark literals."""
+    parts = [_literal(part) for part in text.split(ANY)]
+    return " ANY ".join(parts)
 
 
 def _literal(text: str) -> str:
@@ -152,17 +202,18 @@ def _json(schema: Grammar) -> str:
 # --- reading --------------------------------------------------------------------------------------
 
 #: The text that may come before a bare call, and the beginnings of that text.
-_BARE = re.compile(r"\s*(?:```(?:json)?\s*)?(?=\{)")
-_BARE_BEGUN = re.compile(r"\s*(?:`{0,2}|```(?:j|js|jso|(?:json)?\s*))")
+_BARE = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=\{)")
+_BARE_BEGUN = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:`{0,2}|```(?:j|js|jso|(?:json)?\s*))")
+_PYTHON_TAG = "<|python_tag|>"
 _FENCE = "```"
 #: The beginning of an object that names a function.
 _NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
 
 
 class ToolCallParser:
-    """Splits an answer into content and calls. `names` are the functions that may be called.
+    """Splits an answer into content and calls. `functions` are those that may be called.
 
-    A call is reported when its object is complete; until then its text is held back. An answer may also begin
+    A call is reported when its arguments are complete; until then its text is held back. An answer may also begin
     with a bare object, perhaps in a code fence: small models write calls so, whatever their template says. A
     broken call, or a call of an unknown function, is content, but may be held back until the end of the
     answer. The result does not depend on how the text is cut into pieces. White space around calls is left
@@ -173,13 +224,13 @@ class ToolCallParser:
     def __init__(
         self,
         form: CallForm,
-        names: Collection[str],
+        functions: Sequence[Function],
         *,
         one_only: bool = False,
         calls_only: bool = False,
     ) -> None:
         self._form = form
-        self._names = frozenset(names)
+        self._schemas = {function.name: function.parameters for function in functions}
         self._one_only = one_only
         self._calls_only = calls_only
         #: The number of reported calls.
@@ -187,15 +238,18 @@ class ToolCallParser:
         #: Text that is neither content nor a call yet.
         self._rest = ""
         self._is_beginning = True
-        #: The text that may end the last reported call.
-        self._closing = ""
-        #: Whether the rest begins with an object that was incomplete at the last attempt.
-        self._is_incomplete = False
+        #: Whether a call was the last that was read, and what may end it where it was bare.
+        self._is_behind_call = False
+        self._fence = ""
+        #: Whether the rest begins with a call that was incomplete at the last attempt, of this length.
+        self._n_tried = 0
 
     def feed(self, text: str) -> list[Delta]:
         """Add a piece of the answer; return what is certain now."""
         self._rest += text
-        if self._is_incomplete and "}" not in text and "]" not in text:
+        # To read a long call anew with every token would take long.
+        is_soon = len(self._rest) < self._n_tried + self._n_tried // 64
+        if is_soon and not any(sign in text for sign in "}])>"):
             return []
         return self._read(is_last=False)
 
@@ -209,12 +263,16 @@ class ToolCallParser:
         content = ""
         #: Where in the content a call begins that has no end.
         begun: int | None = None
+        self._n_tried = 0
         while True:
             if self._one_only and self.n_calls:
                 self._rest = ""
-            if not self._skip_closing(is_last):
+            begin = self._behind_call(is_last=is_last) if self._is_behind_call else None
+            if begin == UNCLEAR:
                 break
-            start, begin = self._call_begins()
+            start = 0
+            if begin is None:
+                start, begin = self._call_begins()
             if start < 0:
                 n_told = len(self._rest) if is_last else self._n_certain()
                 content += self._rest[:n_told]
@@ -222,24 +280,26 @@ class ToolCallParser:
                 break
             content += self._rest[:start]
             self._rest, begin = self._rest[start:], begin - start
-            end, calls = self._calls(begin)
-            self._is_incomplete = end < 0 and not is_last
-            if self._is_incomplete:
+            end, calls = self._calls(begin, is_last=is_last and not is_cut)
+            if end == UNCLEAR and not is_last:
+                self._n_tried = len(self._rest)
                 break
             if not calls:
-                if end < 0 and begun is None and self._is_call_begun(begin):
+                is_begun = self._is_behind_call or self._is_call_begun(begin)
+                if end == UNCLEAR and begun is None and is_begun:
                     begun = len(content)
                 # Not all of it: behind a broken call there may be another one.
-                n_text = max(1, begin)
+                n_text = max(1, min(begin, len(self._form.mark) or 1))
                 content += self._rest[:n_text]
                 self._rest = self._rest[n_text:]
+                self._is_behind_call = False
             else:
                 if self._one_only:
                     calls = calls[:1]
                 deltas += _content(content) + [self._delta(*call) for call in calls]
                 content, begun = "", None
-                is_fenced = self._rest.lstrip().startswith(_FENCE)
-                self._closing = _FENCE if is_fenced else self._form.closing
+                self._fence = "\n" + _FENCE if self._rest.lstrip().startswith(_FENCE) else ""
+                self._is_behind_call = True
                 self._rest = self._rest[end:]
             self._is_beginning = False
         if is_cut:
@@ -249,10 +309,10 @@ class ToolCallParser:
         return deltas + _content(content)
 
     def _is_call_begun(self, begin: int) -> bool:
-        if self._form.opening in self._rest[:begin]:
+        if self._form.mark and self._form.mark in self._rest[:begin]:
             return True
         named = _NAMED.match(self._rest, begin)
-        return named is not None and named[1] in self._names
+        return named is not None and named[1] in self._schemas
 
     def _without_call(self, content: str, begun: int | None) -> str:
         """Return the content of an answer that was cut, without what there is of a call at its end."""
@@ -261,53 +321,93 @@ class ToolCallParser:
         content = content[:begun]
         return content[: len(content) - self._n_begun(content)] if self.n_calls else content
 
-    def _skip_closing(self, is_last: bool) -> bool:
-        """Skip the closing text of a call; return False if only more text can show whether it is there."""
-        if not self._closing:
-            return True
-        text = self._rest.lstrip()
-        if len(text) < len(self._closing) and self._closing.startswith(text):
-            if is_last:
-                self._rest = ""
-            return is_last
-        if text.startswith(self._closing):
-            self._rest = text[len(self._closing) :]
-        self._closing = ""
-        return True
+    def _behind_call(self, *, is_last: bool) -> int | None:
+        """Skip the text that ends a call. Return where the next one begins if it follows at once (its name, or its
+        object); `UNCLEAR` if only more text can show that, None if something else follows."""
+        between, closing = self._form.ends
+        found = [
+            match(literal, self._rest, 0) if literal else None
+            for literal in (between, self._fence or closing)
+        ]
+        if found[0] is not None and found[0] != UNCLEAR:
+            return found[0]
+        if UNCLEAR in found and not is_last:
+            return UNCLEAR
+        self._is_behind_call = False
+        if found[1] == UNCLEAR:
+            self._rest = ""
+        elif found[1] is not None:
+            self._rest = self._rest[found[1] :]
+        return None
 
     def _call_begins(self) -> tuple[int, int]:
         """Return where the next call begins in the rest, white space before it included, and where its JSON
-        begins; -1, -1 if there is no call."""
+        or its mark begins; -1, -1 if there is no call."""
         bare = _BARE.match(self._rest) if self._is_beginning else None
         if bare is not None:
             return 0, bare.end()
-        opening = self._form.opening
-        place = self._rest.find(opening)
+        mark = self._form.mark
+        place = self._rest.find(mark) if mark else -1
         if place < 0:
             return -1, -1
-        return len(self._rest[:place].rstrip()), place + len(opening)
+        return len(self._rest[:place].rstrip()), place + len(mark)
 
-    def _calls(self, begin: int) -> tuple[int, list[tuple[str, str]]]:
-        """Return the end of the JSON that begins here, and its calls as names and arguments. The end is -1 if
-        the JSON is incomplete."""
-        text = self._rest
-        begin += len(text[begin:]) - len(text[begin:].lstrip())
-        if begin == len(text):
-            return -1, []
-        if text[begin] not in "{[":
-            return begin, []
+    def _calls(self, begin: int, *, is_last: bool) -> tuple[int, list[tuple[str, str]]]:
+        """Return the end of the calls that begin here, and their names and arguments. The end is `UNCLEAR` if the
+        text may go on so."""
+        text, form = self._rest, self._form
+        start = begin + len(text[begin:]) - len(text[begin:].lstrip())
+        if start == len(text):
+            return UNCLEAR, []
+        if text[start] in "{[" and (
+            form.keys is not None or not text[:begin].strip() or _FENCE in text[:begin]
+        ):
+            return self._objects(start)
+        place: int | None = start
+        if not self._is_behind_call:
+            place = match(form.opening, text, len(text[:begin].rstrip()) - len(form.mark))
+        found: Any = place
+        if place is not None and place != UNCLEAR:
+            found = read_call(form, text, place, self._schemas, is_last=is_last)
+        if not isinstance(found, tuple):
+            return (UNCLEAR, []) if found == UNCLEAR else (start, [])
+        call = self._checked(found[1], found[2])
+        return found[0], [] if call is None else [call]
+
+    def _objects(self, begin: int) -> tuple[int, list[tuple[str, str]]]:
+        """Read an object of JSON that is a call, or a list of them."""
+        if self._rest[begin] == "[" and "[" in self._form.opening:  # one after the other
+            begin += 1 + len(self._rest[begin + 1 :]) - len(self._rest[begin + 1 :].lstrip())
+            if begin == len(self._rest):
+                return UNCLEAR, []
         try:
-            value, end = _DECODER.raw_decode(text, begin)
+            value, end = raw_json(self._rest, begin)
         except (ValueError, RecursionError):
-            return -1, []
+            return UNCLEAR, []
         calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
         return end, [call for call in calls if call is not None] if None not in calls else []
 
     def _call(self, value: Any) -> tuple[str, str] | None:
         if not isinstance(value, dict):
             return None
-        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
-        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+        keys = self._form.keys or ("name", "arguments")
+        if keys == ("", "") and len(value) == 1:
+            return self._checked(*next(iter(value.items())))
+        name = value.get(keys[0], value.get("name"))
+        arguments = value.get(keys[1], value.get("arguments", value.get("parameters")))
+        if isinstance(arguments, str):  # arguments as a text of JSON
+            try:
+                arguments = from_json(arguments)
+            except ValueError:
+                return None
+        return self._checked(name, arguments)
+
+    def _checked(self, name: Any, arguments: Any) -> tuple[str, str] | None:
+        if (
+            not isinstance(name, str)
+            or name not in self._schemas
+            or not isinstance(arguments, dict)
+        ):
             return None
         text = json.dumps(arguments, ensure_ascii=False)
         try:  # Python's reader also takes NaN, and half surrogate pairs
@@ -318,7 +418,9 @@ class ToolCallParser:
 
     def _n_certain(self) -> int:
         """Return how many characters of the rest are content, whatever follows."""
-        if self._is_beginning and _BARE_BEGUN.fullmatch(self._rest):
+        if self._is_beginning and (
+            _BARE_BEGUN.fullmatch(self._rest) or _PYTHON_TAG.startswith(self._rest.strip())
+        ):
             return 0
         text = self._rest
         n_certain = len(text[: len(text) - self._n_begun(text)].rstrip())
@@ -326,9 +428,9 @@ class ToolCallParser:
         return n_certain
 
     def _n_begun(self, text: str) -> int:
-        """Return how many characters at the end of a text may be the beginning of the opening mark."""
-        opening = self._form.opening
-        return next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
+        """Return how many characters at the end of a text may be the beginning of the mark of calls."""
+        mark = self._form.mark
+        return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
     def _delta(self, name: str, arguments: str) -> Delta:
         number, self.n_calls = self.n_calls, self.n_calls + 1
@@ -337,6 +439,3 @@ class ToolCallParser:
 
 def _content(text: str) -> list[Delta]:
     return [Delta("content", text)] if text else []
-
-
-_DECODER = json.JSONDecoder()

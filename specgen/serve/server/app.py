@@ -213,11 +213,11 @@ class Server:
             created=int(time.time()),
             model=model.name,
         )
-        end = functools.partial(model.cancel, job)
-        chunks = _chunks(writer, job, end, self._limits.request_s)
-        if requests[0].streams:
+        end, streams = functools.partial(model.cancel, job), requests[0].streams
+        chunks = _chunks(writer, job, end, self._limits.request_s, streams=streams)
+        if streams:
             return EventStream(
-                _until_failure(writer, chunks),
+                chunks,
                 end,
                 self._limits.client_s,
                 named=writer.is_named,
@@ -232,7 +232,8 @@ class Server:
         options = model.session.options
         template = template_of(model.session.target, has_tools=True)
         found = read(body, options.sampler, options.generation)
-        return tuple(with_call_form(request, template) for request in found)
+        has_token = model.session.target.vocabulary.has_control
+        return tuple(with_call_form(request, template, has_token) for request in found)
 
     def _submit(
         self,
@@ -476,33 +477,29 @@ def _piece(data: bytes) -> str | list[int]:
 
 
 async def _chunks(
-    writer: AnswerWriter, job: Job, end: Callable[[], None], limit_s: float
+    writer: AnswerWriter, job: Job, end: Callable[[], None], limit_s: float, *, streams: bool
 ) -> AsyncIterator[Json]:
     """Yield the chunks of a job's answers, which `end` ends as they are: after `limit_s` seconds (0: never), and
-    when nobody waits for them. Raise `RequestError` if an answer failed."""
+    when nobody waits for them. If one fails, an error is the last chunk of a stream; else raise `RequestError`."""
     limit = asyncio.get_running_loop().call_later(limit_s, end) if limit_s > 0 else None
     try:
         for chunk in writer.begin(len(job.answers[0].prompt.tokens)):
             yield chunk
         async for number, event in job.events():
-            if isinstance(event, SpecgenError):
-                raise RequestError.of(event)
-            for chunk in writer.feed(number, event):
+            if not isinstance(event, SpecgenError):
+                for chunk in writer.feed(number, event):
+                    yield chunk
+                continue
+            error = RequestError.of(event)
+            if not streams:
+                raise error
+            for chunk in writer.fail(error.body()):
                 yield chunk
+            break
     finally:
         if limit is not None:
             limit.cancel()
         end()
-
-
-async def _until_failure(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> AsyncIterator[Json]:
-    """Yield chunks. If an answer fails, the last one is an error."""
-    try:
-        async for chunk in chunks:
-            yield chunk
-    except RequestError as error:
-        for chunk in writer.fail(error.body()):
-            yield chunk
 
 
 async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:

@@ -114,9 +114,7 @@ class EventStream(StreamingResponse):
     ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(self._events(values), headers=headers, media_type="text/event-stream")
-        self._on_end = on_end
-        self._client_s = client_s or None
-        self._named = named
+        self._on_end, self._client_s, self._named = on_end, client_s or None, named
         self._alive = _COMMENT if alive is None else self._encoded(alive)
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,20 +158,17 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class AccessCheck:
-    """Refuses requests without one of the keys, if there are keys: 401.
-
-    A browser sends requests for any page that is open in it. Requests from pages of other origins are refused
-    unless the origin is allowed: 403. Without keys, requests for a host name other than the loopback's are
-    refused as well, since a page can let its own name point to this machine (DNS rebinding).
+    """Refuses requests without one of the keys, if there are keys, and those from pages of other origins unless they
+    are allowed: a browser sends requests for any page. Without keys, requests for a host name other than the
+    loopback's are refused as well, since a page can let its own name point to this machine (DNS rebinding).
     """
 
     def __init__(
         self, app: ASGIApp, keys: Sequence[str], host: str, origins: Sequence[str]
     ) -> None:
-        self._app = app
+        self._app, self._origins = app, origins
         self._keys = [key.encode() for key in keys]
         self._names = {host.lower(), *_LOOPBACK_NAMES} if is_loopback(host) else None
-        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -205,8 +200,7 @@ class AccessCheck:
 
 
 def _keys_in(headers: Headers) -> list[bytes]:
-    """Return the keys that a request has: a client of OpenAI's API sends one header, one of Anthropic's the
-    other."""
+    """Return the keys in the headers of OpenAI's and of Anthropic's clients."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     keys = [given if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
     return [key.strip().encode("utf-8", "surrogateescape") for key in keys]
@@ -228,10 +222,8 @@ _FLUSH_S = 5.0
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that answers with the models of a pool. Told to end, it waits for its answers, but not longer than
-    `drain_s` seconds; a second signal ends them at once.
-
-    `ready` is called when requests are accepted. `note` gets a sentence when the server starts to end."""
+    """A server with the models of a pool. Told to end, it waits for its answers, but not longer than `drain_s`
+    seconds; a second signal ends them at once. `ready` is called when requests are accepted."""
 
     def __init__(
         self,
@@ -297,8 +289,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def _most_connections(n_wanted: int) -> int:
-    """Return how many connections may be open at once: `n_wanted`, or half of the descriptors that the system
-    allows, since files and new connections need some."""
+    """Return `n_wanted`, or half of the descriptors that the system allows: files and new connections need some."""
     try:
         import resource
     except ImportError:  # a system without such a limit
@@ -308,37 +299,25 @@ def _most_connections(n_wanted: int) -> int:
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 on a connection that is closed if the head of a request does not come in time."""
+    """HTTP/1.1 on a connection that is closed if the head of a request does not come in `head_s` seconds (0: no limit)."""
 
-    #: The seconds for a head; 0 is no limit.
     head_s: ClassVar[float] = 0.0
-    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch_head()
+        self._await_head(None)
 
     def on_response_complete(self) -> None:
+        last = self.cycle
         super().on_response_complete()
-        self._watch_head()
+        self._await_head(last)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_watching()
+    def _await_head(self, last: RequestResponseCycle | None) -> None:
+        """Close the connection if `last` is its last request still when the time is over."""
 
-    def _watch_head(self) -> None:
-        """Give the client its time for the head of the next request; sending pieces does not extend it."""
-        cycle: RequestResponseCycle | None = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            self._stop_watching()
-        elif self._head_timer is None and self.head_s > 0:
-            self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
+        def check() -> None:
+            if self.cycle is last:
+                self.transport.close()
 
-    def _stop_watching(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self.head_s > 0:
+            self.loop.call_later(self.head_s, check)

@@ -37,8 +37,7 @@ _log = logging.getLogger("specgen.serve.server")
 
 
 class Turns:
-    """A lock that threads get in the order in which they ask for it, so that none takes it twice while
-    another one waits."""
+    """A lock that threads get in the order in which they ask for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -57,16 +56,14 @@ class Turns:
 
 
 class Job:
-    """The answers of one request; made by `ServedModel.submit`."""
+    """The answers of one request."""
 
     def __init__(
         self, answers: Sequence[Request], submitted_s: float, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self.answers = tuple(answers)
-        self.submitted_s = submitted_s
+        self.answers, self.submitted_s = tuple(answers), submitted_s
         self._open = dict(enumerate(answers))
         self._loop = loop
-        #: The events that the request has not consumed yet; at most all events of its answers.
         self._queue: asyncio.Queue[JobEvent | None] = asyncio.Queue()
 
     async def events(self) -> AsyncIterator[JobEvent]:
@@ -110,8 +107,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model that was loaded, its engine, and what is closed after the engine. The engine's thread calls
-    `between_answers` while no answer is generated: with True before one begins, with False after the last."""
+    """A model that was loaded, its engine, and what is closed after it. The engine's thread calls `between_answers`
+    while no answer is generated: with True before one begins, with False after the last."""
 
     session: Session
     engine: Engine
@@ -122,9 +119,9 @@ class OpenedModel:
 class ServedModel:
     """A model that generates text, and a thread that steps its engine while there are jobs.
 
-    `n_waiting` answers may wait for a free slot. `turns` is held for each step: engines that share it decode in
-    turns, each with all cores. `idle` is called after the last answer. `failure` is the exception that ended the
-    thread, a bug or a lost worker; all answers have failed then.
+    `n_waiting` answers may wait for a free slot. `turns` is held for each step, so that engines take turns with all
+    cores. `idle` is called after the last answer. `failure` is the exception that ended the thread, a bug or a lost
+    worker; all answers have failed then.
     """
 
     def __init__(
@@ -166,9 +163,8 @@ class ServedModel:
             raise RequestError.queue_full(self._retry_s(n_answers))
 
     def submit(self, asks: Sequence[Insert], loop: asyncio.AbstractEventLoop) -> Job:
-        """Submit answers, whose events go to this event loop. May be called from any thread. Raise
-        `RequestError`, what `Engine.insert` raises, and `BackendError` if the thread has ended; nothing is
-        submitted then."""
+        """Submit answers, from any thread; their events go to this event loop. Raise `RequestError`, what
+        `Engine.insert` raises, and `BackendError` if the thread has ended; nothing is submitted then."""
         now = time.monotonic()
         with self._changed:
             self._check_running()
@@ -291,29 +287,18 @@ _T = TypeVar("_T")
 
 
 class ServedEmbedder:
-    """An embedding model that answers requests. At most `n_waiting` requests wait while one is answered; `turns` is
-    held for each text."""
+    """An embedding model; `n_waiting` requests may wait while one is answered. `turns` is held for each text."""
 
     #: Requests that are answered at once, and what ended the thread: an error ends its request only.
     n_parallel = 1
     failure: BaseException | None = None
 
     def __init__(
-        self,
-        name: str,
-        embedder: Embedder,
-        metrics: Metrics,
-        n_waiting: int,
-        turns: Turns,
+        self, name: str, embedder: Embedder, metrics: Metrics, n_waiting: int, turns: Turns
     ) -> None:
-        self.name = name
-        self.embedder = embedder
-        self.target = embedder.model
-        #: Requests that are being answered.
+        self.name, self.embedder, self.target = name, embedder, embedder.model
         self.n_open = 0
-        self._metrics = metrics
-        self._n_waiting = n_waiting
-        self._turns = turns
+        self._metrics, self._n_waiting, self._turns = metrics, n_waiting, turns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specgen-embeddings")
         self._is_ending = False
 

@@ -28,14 +28,13 @@ _log = logging.getLogger("specgen.serve.server")
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model that can be served. `open` loads it, holds the turns that it gets while it decodes or opens
-    contexts, and raises `KeyboardInterrupt` if the function that it gets returns True meanwhile."""
+    """A model that can be served, with an estimate of its memory; it `embeds`, or generates text. `open` loads it,
+    holds the turns that it gets while it decodes or opens contexts, and raises `KeyboardInterrupt` if the function
+    that it gets returns True meanwhile."""
 
     name: str
     open: Callable[[Turns, Callable[[], bool]], OpenedModel | Embedder]
-    #: An estimate of the memory that it takes while it is loaded.
     n_bytes: int = 0
-    #: Whether it makes embeddings, and no text.
     embeds: bool = False
 
 
@@ -52,13 +51,10 @@ class Place:
     served: Served | None = None
     failure: SpecgenError | None = None
     is_loading: bool = False
-    #: Requests that use the model now, beside those whose answers are generated.
-    n_leases: int = 0
-    #: Requests that wait for the model, and the task that will provide it.
+    n_leases: int = 0  # requests that use it, beside those whose answers are generated
     waiting: list[asyncio.Future[Served]] = field(default_factory=list)
-    task: asyncio.Task[None] | None = None
-    #: A number that is larger, the later the model was asked for.
-    used: int = 0
+    task: asyncio.Task[None] | None = None  # provides it for those that wait
+    used: int = 0  # larger, the later it was asked for
 
     @property
     def status(self) -> ModelStatus:
@@ -78,14 +74,12 @@ class Place:
 
 class ModelPool:
     """Maps names to models, and keeps those loaded that were used last, as far as their estimated sizes fit
-    into `memory_bytes`. Use it as a context manager; its exit closes all models.
+    into `memory_bytes`. With a single entry, any name stands for it. Its exit closes all models.
 
-    Models are loaded and unloaded by one thread, one after the other. A model with unfinished answers stays
-    loaded: a request for one that has no room beside it waits. From then on all requests wait their turn, so
-    that a steady stream of requests for one model does not keep others waiting for ever. At most
-    `limits.n_waiting` requests wait, or one if that is 0, each at most `limits.request_s` seconds. With a single entry, any name
-    stands for it. The methods that are coroutines belong to one event loop. `note` gets a sentence when a
-    model was loaded or unloaded.
+    One thread loads and unloads models. One with unfinished answers stays loaded: a request for another that has no
+    room beside it waits. From then on all requests wait their turn, so that a steady stream of requests for one
+    model does not keep others waiting for ever. At most `limits.n_waiting` requests wait, or one if that is 0, each
+    at most `limits.request_s` seconds. Coroutines belong to one event loop.
     """
 
     def __init__(
@@ -96,20 +90,15 @@ class ModelPool:
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.metrics = ServerMetrics()
-        #: The models by their names.
         self.places = {
             entry.name: Place(entry, Metrics(self.metrics, entry.name)) for entry in entries
         }
-        self._limits = limits
-        self._memory_bytes = memory_bytes
-        self._note = note
+        self._limits, self._memory_bytes, self._note = limits, memory_bytes, note
         self._turns = Turns()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="specgen-loading")
         self._is_ending = threading.Event()
-        #: Held by the task that provides a model.
-        self._providing = asyncio.Lock()
-        #: Set when a model may have become idle, or a request has gone.
-        self._changed = asyncio.Event()
+        self._providing = asyncio.Lock()  # held by the task that provides a model
+        self._changed = asyncio.Event()  # a model may have become idle, or a request has gone
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lacks_room = False
         self._n_used = 0
@@ -135,14 +124,11 @@ class ModelPool:
         """Return the model that a request's `model` stands for. Raise `RequestError`."""
         if len(self.places) == 1:
             return next(iter(self.places.values()))
-        known = ", ".join(self.places)
-        if name is None:
-            message = f"model is missing; there are {known}"
-            raise RequestError(400, message, code="invalid_value", param="model")
-        if not isinstance(name, str) or name not in self.places:
-            message = f"there is no model {name!r}; there are {known}"
-            raise RequestError(404, message, code="model_not_found", param="model")
-        return self.places[name]
+        if isinstance(name, str) and name in self.places:
+            return self.places[name]
+        status, code = (400, "invalid_value") if name is None else (404, "model_not_found")
+        message = f"there is no model {name!r}; there are {', '.join(self.places)}"
+        raise RequestError(status, message, code, "model")
 
     @property
     def failure(self) -> BaseException | None:
@@ -170,8 +156,7 @@ class ModelPool:
         return self._load(self.places[name])
 
     async def lease(self, place: Place) -> Served:
-        """Return a model that stays loaded until `release`, when it is loaded and has its turn. Raise
-        `RequestError`."""
+        """Return a model, when it has its turn; it stays loaded until `release`. Raise `RequestError`."""
         if self._is_ending.is_set():
             raise RequestError.ending()
         self._n_used += 1
@@ -182,8 +167,7 @@ class ModelPool:
         # Without one that waits, no model would ever be loaded.
         n_most = max(1, self._limits.n_waiting)
         if sum(len(each.waiting) for each in self.places.values()) >= n_most:
-            message = f"too many requests wait for models; {place.entry.name} is {place.status}"
-            raise RequestError(429, message, code="queue_full", headers={"Retry-After": "10"})
+            raise RequestError.queue_full(10)
         self._loop = asyncio.get_running_loop()
         answer: asyncio.Future[Served] = self._loop.create_future()
         place.waiting.append(answer)
@@ -253,8 +237,8 @@ class ModelPool:
             self._refuse(place, RequestError(500, message, code="bug"))
 
     async def _make_room(self, place: Place) -> bool:
-        """Unload models that were not used for longest, until there is room for another one, and return
-        True; False if no request waits for it any more."""
+        """Unload models that were not used for longest until there is room for another one; return whether a request
+        still waits for it."""
         try:
             while place.is_wanted:
                 others = [each for each in self.places.values() if each.served is not None]
@@ -307,10 +291,8 @@ class ModelPool:
         if len(self.places) > 1:
             seconds = time.perf_counter() - started
             sizes = [each.entry.n_bytes for each in self.places.values() if each.served]
-            self._note(
-                f"loaded {name} in {seconds:.1f} s: {human_bytes(place.entry.n_bytes)}; "
-                f"{human_bytes(sum(sizes))} of {human_bytes(int(self._memory_bytes))} in use"
-            )
+            in_use = f"{human_bytes(sum(sizes))} of {human_bytes(int(self._memory_bytes))} in use"
+            self._note(f"loaded {name} in {seconds:.1f} s; {in_use}")
         return place.served
 
     def _wake(self) -> None:

@@ -21,16 +21,10 @@ class Limits:
     #: Bytes of a request's body.
     body_bytes: int = 8 * 1024 * 1024
     prompt_tokens: int = _limit(
-        0,
-        "--limit-prompt",
-        "Length of a prompt; 0 is as long as fits into the context.",
-        metavar="TOKENS",
+        0, "--limit-prompt", "Length of a prompt; 0 is as the context.", metavar="TOKENS"
     )
     answer_tokens: int = _limit(
-        0,
-        "--limit-tokens",
-        "Length of an answer; 0 is as long as fits into the context.",
-        metavar="TOKENS",
+        0, "--limit-tokens", "Length of an answer; 0 is as the context.", metavar="TOKENS"
     )
     n_answers: int = _limit(
         16,
@@ -39,16 +33,10 @@ class Limits:
         metavar="N",
     )
     n_waiting: int = _limit(
-        64,
-        "--limit-queue",
-        "Answers that may wait; further requests get status 429.",
-        metavar="N",
+        64, "--limit-queue", "Answers that may wait; further requests get status 429.", metavar="N"
     )
     request_s: float = _limit(
-        0.0,
-        "--limit-time",
-        "Time until the answers to a request are cut off; 0 is no limit.",
-        metavar="SECONDS",
+        0.0, "--limit-time", "Time until answers are cut off; 0 is no limit.", metavar="SECONDS"
     )
     client_s: float = _limit(
         60.0,
@@ -99,11 +87,7 @@ class ServerOptions:
     )
     limits: Limits = field(default_factory=Limits)
     drain_s: float = _server(
-        30.0,
-        "--drain-s",
-        "How long unfinished answers may go on after SIGTERM.",
-        min=0.0,
-        metavar="SECONDS",
+        30.0, "--drain-s", "Time for unfinished answers after SIGTERM.", min=0.0, metavar="SECONDS"
     )
 
 
@@ -118,10 +102,8 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
-    """Return a socket bound to an address, which does not listen yet.
-
-    If the system can, it drops a connection whose client accepts no data for `client_s` seconds (0: never).
-    Raise `UsageError` if there is no such address, or it is taken."""
+    """Return a socket bound to an address. If the system can, it drops a connection whose client accepts no data for
+    `client_s` seconds (0: never). Raise `UsageError` if there is no such address, or it is taken."""
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(address[0], address[1])

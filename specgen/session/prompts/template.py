@@ -123,7 +123,9 @@ def _short_id(identity: str) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=False, indent=indent, default=list
+    )  # filters make iterators
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -320,6 +322,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: _checked(name, each) for name, each in self.filters.items()}
         self.globals["raise_exception"] = _raise_exception
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Allow templates to add to their own lists, as llama.cpp does."""
+        return (attr == "append" and isinstance(obj, list)) or super().is_safe_attribute(
+            obj, attr, value
+        )
+
     def count_step(self) -> None:
         """Count a step; compiled templates call this."""
         self._n_steps += 1
@@ -395,63 +403,3 @@ def _check_growth(name: str, values: Sequence[Any]) -> None:
 def _check_size(n: int) -> None:
     if n > _MOST_CHARACTERS:
         raise TemplateLimitError(f"it makes a text or a list of more than {_MOST_CHARACTERS}")
-
-
-# --- thinking blocks, which some models write between tags before their answer ------------------
-
-_BEGIN, _END = "<think>", "</think>"
-
-
-class ThoughtReader:
-    """Separates the thinking block at the beginning of an answer from the rest, in text that comes in pieces.
-    `is_open` says that the block is open, as some templates leave it (`is_begun`), `is_past` that it is over or there
-    is none: a tag further back is part of the answer."""
-
-    def __init__(self, *, is_begun: bool = False) -> None:
-        self.is_open, self.is_past = is_begun, False
-        self._held, self._is_space = "", True
-
-    def feed(self, text: str) -> tuple[str, str]:
-        """Return the new parts of the thinking block and of the answer; empty lines between the two belong to
-        neither. The beginning of a tag is held back."""
-        if self.is_past:
-            return "", self._answer(text)
-        text, self._held = self._held + text, ""
-        if not self.is_open:
-            begun = text.lstrip()
-            if len(begun) < len(_BEGIN) and _BEGIN.startswith(begun):
-                self._held = text
-                return "", ""
-            if not begun.startswith(_BEGIN):
-                self.is_past, self._is_space = True, False
-                return "", text
-            self.is_open, text = True, begun.removeprefix(_BEGIN)
-        thought, end, answer = text.partition(_END)
-        if end:
-            self.is_open, self.is_past = False, True
-            return thought, self._answer(answer)
-        n_held = next((n for n in range(len(_END) - 1, 0, -1) if text.endswith(_END[:n])), 0)
-        self._held = text[len(text) - n_held :]
-        return text[: len(text) - n_held], ""
-
-    def finish(self) -> tuple[str, str]:
-        """Return the text that was held back, in the form of `feed`."""
-        held, self._held = self._held, ""
-        return (held, "") if self.is_open else ("", held)
-
-    def _answer(self, text: str) -> str:
-        if self._is_space:
-            text = text.lstrip()
-            self._is_space = not text
-        return text
-
-
-def is_thinking(prompt: str) -> bool:
-    """Whether a template has opened a thinking block at the end of a prompt."""
-    return prompt.rstrip().endswith(_BEGIN)
-
-
-def thought_of(prompt: str, text: str) -> str:
-    """Return the thinking block at the beginning of an answer to a prompt; empty if there is none."""
-    reader = ThoughtReader(is_begun=is_thinking(prompt))
-    return (reader.feed(text)[0] + reader.finish()[0]).strip()

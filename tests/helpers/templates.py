@@ -1,0 +1,93 @@
+"""Chat templates that write calls of tools as families of models do."""
+
+from __future__ import annotations
+
+_TURNS = """\
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% if m.tool_calls %}CALLS{% endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+_NAME, _ARGUMENTS = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
+_VALUE = "{{ v if v is string else v | tojson }}"
+
+
+def _calls(one: str, opening: str = "", between: str = "", closing: str = "") -> str:
+    """A template; `one` is a call `c` of `m.tool_calls`."""
+    others = "{% if not loop.first %}" + between + "{% endif %}"
+    loop = "{% for c in m.tool_calls %}" + others + one + "{% endfor %}"
+    return _TURNS.replace("CALLS", opening + loop + closing)
+
+
+def _each(pair: str) -> str:
+    return "{% for k, v in c.function.arguments.items() %}" + pair + "{% endfor %}"
+
+
+_OBJECT = '{"name": "' + _NAME + '", "arguments": ' + _ARGUMENTS + "}"
+FAMILIES = {
+    "Hermes": _calls(f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n"),
+    "Llama": _calls(
+        '{% if m.tool_calls | length != 1 %}{{ raise_exception("one call") }}{% endif %}'
+        + _OBJECT.replace('"arguments"', '"parameters"')
+    ),
+    "Mistral": _calls(_OBJECT, "[TOOL_CALLS][", ", ", "]"),
+    "Granite": _calls(_OBJECT, "<|tool_call|>[", ", ", "]"),
+    "Devstral": _calls(f"[TOOL_CALLS]{_NAME}[ARGS]{_ARGUMENTS}"),
+    "Kimi": _calls(
+        f"<|one|>functions.{_NAME}:" + "{{ loop.index0 }}" + f"<|args|>{_ARGUMENTS}<|/one|>",
+        "<|section|>",
+        closing="<|/section|>",
+    ),
+    "Command": _calls(
+        '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "'
+        + _NAME
+        + f'", "parameters": {_ARGUMENTS}}}',
+        "<|START_ACTION|>[\n    ",
+        ",\n    ",
+        "\n]<|END_ACTION|>",
+    ),
+    "Apertus": _calls('{"' + _NAME + f'": {_ARGUMENTS}}}', "<|tools|>[", ", ", "]<|/tools|>"),
+    "Qwen-Coder": _calls(
+        f"<tool_call>\n<function={_NAME}>\n"
+        + _each("<parameter={{ k }}>\n" + _VALUE + "\n</parameter>\n")
+        + "</function>\n</tool_call>",
+        between="\n",
+    ),
+    "GLM": _calls(
+        f"<tool_call>{_NAME}"
+        + _each("<arg_key>{{ k }}</arg_key><arg_value>" + _VALUE + "</arg_value>")
+        + "</tool_call>"
+    ),
+    "MiniMax": _calls(
+        f'<invoke name="{_NAME}">\n'
+        + _each('<parameter name="{{ k }}">' + _VALUE + "</parameter>\n")
+        + "</invoke>\n",
+        "<calls>\n",
+        closing="</calls>",
+    ),
+    "DeepSeek": _calls(
+        f'<call name="{_NAME}">\n'
+        + _each('<arg name="{{ k }}" string="{{ (v is string) | tojson }}">' + _VALUE + "</arg>\n")
+        + "</call>",
+        "<calls>\n",
+        "\n",
+        "\n</calls>",
+    ),
+    "LFM": _calls(
+        _NAME
+        + "("
+        + _each(
+            '{{ ", " if not loop.first else "" }}{{ k }}='
+            "{{ v | tojson if v is string or v is mapping else v }}"
+        )
+        + ")",
+        "<|tool_call_start|>[",
+        ", ",
+        "]<|tool_call_end|>",
+    ),
+}
+#: Takes tools, and writes calls in a way of its own.
+UNKNOWN = _calls("{{ c.function.name | upper }}!")
