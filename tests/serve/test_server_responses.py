@@ -93,7 +93,7 @@ def test_thoughts_are_apart(tmp_path: Path) -> None:
         chat = {"messages": messages, "max_tokens": 9}
         plain, split = (
             server.post("/v1/chat/completions", **chat, reasoning_format=form).json()
-            for form in (None, "deepseek")
+            for form in ("none", "auto")
         )
         thought = plain["choices"][0]["message"]["content"]
         message = split["choices"][0]["message"]

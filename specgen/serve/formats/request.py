@@ -33,6 +33,7 @@ from specgen.serve.formats.tool_calls import Function, calls_grammar
 from specgen.session.prompts import Prompt, Prompts
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
+from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
 from specgen.text.grammar.json_schema import schema_grammar
 
 #: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as `specgen run` does.
@@ -454,6 +455,9 @@ def with_call_form(
     to be a call there, or the request excludes calls otherwise."""
     request = _with_read_variables(request, template or "")
     tools, generation = request.tools, request.generation
+    if request.splits_reasoning:
+        generation = replace(generation, shown_controls=THOUGHT_CONTROLS)
+        request = replace(request, generation=generation)
     if tools is None:
         return request
     form = form_of(template or "", has_token)
@@ -477,7 +481,8 @@ def with_call_form(
         generation = replace(generation, grammar=grammar)
         warnings = [f"tools: {warning}" for warning in warnings]
         request = replace(request, warnings=(*request.warnings, *warnings))
-    generation = replace(generation, shown_controls=form.controls)
+    controls = dict.fromkeys((*generation.shown_controls, *form.controls))
+    generation = replace(generation, shown_controls=tuple(controls))
     return replace(request, generation=generation, call_form=form)
 
 
