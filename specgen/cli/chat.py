@@ -267,7 +267,7 @@ class _Dialogue:
     def think(self, _argument: str) -> None:
         from specgen.render.rows import clean
         from specgen.render.streams import make_console
-        from specgen.session.prompts.template import thought_of
+        from specgen.session.prompts.thoughts import thought_of
 
         prompt, last = self._chat.prompt, self._chat.finished
         thought = (
