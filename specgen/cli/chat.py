@@ -267,7 +267,7 @@ class _Dialogue:
     def think(self, _argument: str) -> None:
         from specgen.render.rows import clean
         from specgen.render.streams import make_console
-        from specgen.session.prompts.template import thought_of
+        from specgen.session.prompts.thoughts import thought_of
 
         last = self._chat.last
         if last is None or not (thought := thought_of(last[0].text, last[1].text)):

@@ -121,11 +121,9 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
     saved = None
     try:
         if save and search is not None and not search.is_interrupted:
-            best = search.tried[0]
-            names = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draft_token_s")
-            figures = {name: getattr(best.figures, name) for name in names}
-            today = datetime.datetime.now().astimezone().date()
-            save_draft(identity_of(search.target), SavedDraft(best.draft, today, **figures))
+            best, today = search.tried[0], datetime.datetime.now().astimezone().date()
+            found = SavedDraft(best.draft, today, best.figures.speedup)
+            save_draft(identity_of(search.target), found)
             saved = best.draft
             search = replace(search, saved=saved)
     finally:  # show the measurements even if they cannot be saved

@@ -169,8 +169,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What answers prompts, always in the same way. `answer` takes a prompt as a user types it, and raises
-    `PromptError` if it does not fit, another `SpecgenError` if the contender cannot go on."""
+    """What answers prompts as a user types them. `answer` raises `PromptError` if a prompt does not fit, another
+    `SpecgenError` if the contender cannot go on."""
 
     target: str
     temperature: float
@@ -364,12 +364,10 @@ def measure(
 class Figures:
     """The figures of a contender's answers, to all prompts or to those of one category; None means unknown.
 
-    `speedup` over plain decoding is the geometric mean over the answers; that of all prompts is the mean over
-    the categories. `quartiles` are the first and the third over the answers; `worst_speedup` is that of the prompt
-    with the least, over its rounds. `tokens_per_s` is the median, and so is `first_token`, the time to the first token
-    relative to plain decoding's. `n_different` counts answers whose tokens differ from plain decoding's at
-    temperature 0.
-    """
+    `speedup` over plain decoding is the geometric mean over the answers, or of all prompts over the categories;
+    `quartiles` are over the answers, `worst_speedup` is that of the prompt with the least. `tokens_per_s` is the median,
+    and so is `first_token`, the time to the first token relative to plain decoding's. `n_different` counts answers whose
+    tokens differ from plain decoding's at temperature 0."""
 
     target: str
     temperature: float

@@ -20,9 +20,8 @@ _SUM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GTest:
-    """The result of `g_test`. `statistic` is the log-likelihood ratio 2 Σ count·ln(count / expected) over `n_cells` cells,
-    one of which pools `n_pooled` rare ones; it is infinite if something impossible was drawn. `p_value` is the
-    probability that a correct sampler gives at least this statistic."""
+    """The result of `g_test`: 2 Σ count·ln(count / expected) over `n_cells` cells, one of which pools `n_pooled` rare ones
+    (infinite if something impossible was drawn), and the probability that a correct sampler gives at least this."""
 
     statistic: float
     n_cells: int
@@ -37,10 +36,8 @@ def g_test(
     *,
     min_expected: float = MIN_EXPECTED,
 ) -> GTest:
-    """Test whether int64[n_cells] counts are draws from float64[n_cells] exact probabilities.
-
-    `n_draws` is the number of all draws. Draws that are in no cell are impossible and make the p-value 0.
-    A single cell has p-value 1, because nothing could differ.
+    """Test whether int64[n_cells] counts are draws from float64[n_cells] exact probabilities. Of `n_draws` draws those
+    in no cell are impossible and make the p-value 0. A single cell has p-value 1.
 
     The p-value is that of the chi-square distribution, which the statistic follows only if the expected
     counts are large. So cells with an expected count below `min_expected` are pooled, and then the rarest other
@@ -49,8 +46,7 @@ def g_test(
     1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The real false-alarm rate is then at most 1.5 times the nominal one, down
     to a level of 1e-5 (simulated; 5 to 15 times without them).
 
-    Raise `ValueError` if there are no draws, or the probabilities are not positive or do not sum to 1.
-    """
+    Raise `ValueError` if there are no draws, or the probabilities are not positive or do not sum to 1."""
     n = int(counts.sum()) if n_draws is None else n_draws
     n_impossible, total = n - int(counts.sum()), float(exact_probs.sum())
     if not bool((exact_probs > 0.0).all()) or not abs(total - 1.0) <= _SUM_TOLERANCE:

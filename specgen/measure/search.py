@@ -60,8 +60,8 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Drafts for a target, the best first, and files that cannot draft. `threads` are the numbers that were
-    chosen by measuring, by model. `saved` is the draft that was saved for the target, if any."""
+    """Drafts for a target, the best first, files that cannot draft, the numbers of threads that were chosen by
+    measuring, and the draft that was saved."""
 
     target: Path
     baseline: Baseline
@@ -70,18 +70,16 @@ class Search:
     threads: dict[str, Threads] = field(default_factory=dict)
     saved: DraftSource | None = None
     is_interrupted: bool = False
-    #: The share of all cores' time that other programs took meanwhile; None if it is unknown.
     others_share: float | None = None
 
     @property
     def ties(self) -> tuple[Tried, ...]:
-        """The drafts that are as fast as the best one within the noise; empty if it is clearly the best."""
+        """Drafts that are as fast as the best one within the noise; empty if it is clearly the best."""
         best = self.tried[0].figures
         found = tuple(one for one in self.tried if is_tie(best, one.figures))
         return found if len(found) > 1 else ()
 
     def to_json_object(self) -> dict[str, object]:
-        """Return the result as JSON values, with times in seconds."""
         baseline = self.baseline
         return {
             "target": str(self.target),
@@ -112,14 +110,12 @@ def search_drafts(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Search | None:
-    """Try plain decoding, n-grams, the target's MTP layers and the `candidates`, each as `specgen run` would use
-    it. `refused` are files that are known not to draft. With `tunes_threads`, the best numbers of threads of the
-    target and of the first candidate are measured first, since all else depends on them.
+    """Try plain decoding, n-grams, the target's MTP layers and the `candidates`, each as `specgen run` would use it at
+    temperature 0. With `tunes_threads`, the best numbers of threads of the target and of the first candidate are
+    measured first. The costs are measured anew, in the session's memory, which the caller saves.
 
-    What was known of the costs is measured anew, in the session's memory, which the caller saves. The temperature
-    must be 0. Return None if interrupted before there was a result. Raise `PromptError`, `MemoryLimitError` or
-    `BackendError` if the target fails; drafts that fail are listed as refused.
-    """
+    Return None if interrupted before there was a result. Raise `PromptError`, `MemoryLimitError` or `BackendError` if
+    the target fails; drafts that fail are listed as refused, as are the files `refused`."""
     target, load = session.options.target, LoadOfOthers()
     threads: dict[str, Threads] = {}
 
@@ -169,8 +165,7 @@ def search_drafts(
 
 
 def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
-    """Return drafts by their speed-ups, the best first; of those that are shown as equal, what needs no
-    second model: one is chosen only if it gains something."""
+    """Return drafts by their speed-ups; of those that are shown as equal, what needs no second model first."""
 
     def order(one: Tried) -> tuple[float, bool, bool]:
         return (-round(one.figures.speedup, 2), isinstance(one.draft, Path), one.draft == "none")
@@ -218,12 +213,9 @@ def advice(search: Search) -> tuple[str, ...]:
 def find_candidates(
     named: Sequence[Path], known: Iterable[Path], target: Path
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for `target`, and the files that are refused.
-
-    `named` are files, and folders that stand for the GGUF files in them. `known` are the models that
-    specgen has on this disk; they are never reported as refused. Files of the same name and size are one.
-    A file that is larger than the target is tried only if the user named the file itself.
-    """
+    """Return the files to try as drafts for `target`, and those that are refused. `named` are files, and folders of GGUF
+    files; `known` are specgen's models on this disk, never reported as refused. Files of the same name and size are
+    one. A file that is larger than the target is tried only if the user named the file itself."""
     files = [path for path in named if not path.is_dir()]
     in_folders = [
         path
@@ -264,8 +256,6 @@ def find_candidates(
 THREADS_BUDGET_S, _PATIENCE = 20.0, 3.0
 #: Rows of the batch that is timed: as many as the batch of a round usually has.
 BATCH_ROWS = 6
-#: With up to this many cores every number of threads is tried; with more, these shares of the cores.
-_FEW_CORES, _SHARES = 4, (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 #: A number is chosen if it is faster than the default by this share, and so in this share of the rounds.
 _MARGIN, _MAJORITY = 0.03, 0.75
 #: The most rounds, and the least with which anything is changed.
@@ -295,13 +285,10 @@ def _tuned_threads(
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
-    """Return the numbers of threads to try, ascending, on a machine with `n_cores` physical and
-    `n_logical` logical cores, of which this process may use `n_usable` logical ones."""
-    if n_cores <= _FEW_CORES:
-        counts = set(range(1, n_cores + 1))
-    else:
-        counts = {round(share * n_cores) for share in _SHARES} | {n_cores}
-    return sorted({*counts, n_logical, max(1, min(n_usable, n_logical))})
+    """Return the numbers of threads to try, ascending, on a machine with `n_cores` physical and `n_logical` logical
+    cores, of which this process may use `n_usable`: shares of the cores, and all logical and all usable ones."""
+    shares = {n_cores * eighths // 8 for eighths in range(2, 9)} - {0}
+    return sorted({*shares, n_logical, max(1, min(n_usable, n_logical))})
 
 
 def measure_threads(
@@ -311,12 +298,9 @@ def measure_threads(
     budget_s: float,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Threads:
-    """Return the best of these numbers of threads and of `default`, which the backend then uses. Its
-    context is empty before and afterwards.
-
-    All numbers are timed in turns, a row and a batch each, since a machine's speed changes. If `interrupted` is
-    true, the default stays. Raise `BackendError`.
-    """
+    """Return the best of these numbers of threads and of `default`, which the backend then uses; its context is empty
+    before and afterwards. All are timed in turns, a row and a batch each, since a machine's speed changes. If
+    `interrupted` is true, the default stays. Raise `BackendError`."""
     backend.set_threads(default, default)
     text, before_s = begin(backend), backend.decode_s
     #: By the rows of the batch: the seconds by the number of threads, of each round.

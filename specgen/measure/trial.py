@@ -124,8 +124,7 @@ class DraftFigures:
 
 
 def is_tie(one: DraftFigures, other: DraftFigures) -> bool:
-    """Return whether two drafts are equally fast within the noise: twice the standard error of the difference
-    over the answers, and at least 3 %."""
+    """Return whether two drafts are equally fast within twice the standard error over the answers, and 3 %."""
     noise = _LEAST_NOISE
     if len(one.speedups) == len(other.speedups) > 1:
         ratios = [math.log(a / b) for a, b in zip(one.speedups, other.speedups, strict=True)]
@@ -142,10 +141,9 @@ def measure_target(
     interrupted: Callable[[], bool] = lambda: False,
     progress: PromptsDone = lambda _done, _total: None,
 ) -> Baseline | None:
-    """Let the target answer the prompts without a draft, and time its batches up to the most rows of a round. The
-    temperature must be 0. Return None if interrupted. Raise `PromptError` if no prompt fits into the
-    context, if no answer is longer than a token, or if the context has no room to time the batches; and
-    `MemoryLimitError`."""
+    """Let the target answer the prompts at temperature 0 without a draft, and time its batches up to the most rows of
+    a round. None if interrupted. Raise `PromptError` if no prompt fits into the context, no answer is longer than a
+    token, or the context has no room to time the batches; and `MemoryLimitError`."""
     fitting, skipped = fitting_prompts(session, enumerate(prompts, 1), chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())
     sizes = timed_batch_sizes(session.n_rows_max)

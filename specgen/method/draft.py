@@ -1,7 +1,4 @@
-"""A draft: the small tree of tokens that the target is asked to check in one batch.
-
-Everything downstream is written for the tree; a chain is a tree with one branch.
-"""
+"""A draft: the small tree of tokens that the target is asked to check in one batch. A chain is a tree with one branch."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ class NoTokenAllowedError(BackendError):
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A sparse probability distribution over tokens: `token_ids` is int64[m], strictly increasing; `probs` is
-    float64[m], positive, and sums to 1 up to rounding."""
+    """Probabilities of tokens: `token_ids` is int64[m], strictly increasing; `probs` is float64[m], positive, and sums to 1
+    up to rounding."""
 
     token_ids: TokenArray
     probs: ProbArray
@@ -58,9 +55,8 @@ class Distribution:
         return int(self.token_ids[self.probs.argmax()])
 
     def draw(self, rng: np.random.Generator) -> int:
-        """Draw a token by inverting the cumulative distribution, with one uniform number; a certain token takes
-        none. So plain and speculative decoding draw equal tokens from equal distributions if their generators
-        are in equal states."""
+        """Draw a token with one uniform number; a certain token takes none. So plain and speculative decoding draw equal
+        tokens from equal distributions if their generators are in equal states."""
         if len(self.token_ids) == 1:
             return int(self.token_ids[0])
         cumulative = self.probs.cumsum()
@@ -68,13 +64,11 @@ class Distribution:
         return int(self.token_ids[min(index, len(self.token_ids) - 1)])
 
     def without(self, token_id: int) -> Distribution | None:
-        """Return what the next sibling is drawn from if tokens are drawn without replacement; None if nothing is
-        left."""
+        """Return what the next sibling is drawn from without replacement; None if nothing is left."""
         return self.reweighted(np.where(self.token_ids == token_id, 0.0, self.probs))
 
     def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
-        """Return the residual of a rejected draft, normalize(max(0, scale * self - other)). None if nothing is
-        left: with a scale of 1 the two are equal then."""
+        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if nothing is left."""
         return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
 
     def excess(self, other: Distribution, scale: float = 1.0) -> float:
@@ -83,7 +77,6 @@ class Distribution:
         return float(np.maximum(difference, 0.0).sum())
 
     def reweighted(self, weights: ProbArray) -> Distribution | None:
-        """Return normalize(max(0, weights)) over the same tokens; None if no weight is above 0."""
         kept = weights > 0.0
         if not kept.any():
             return None
@@ -101,26 +94,20 @@ def _certain(token_id: int) -> Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """n proposed tokens as a tree; parents come before their children.
+    """n proposed tokens as a tree. Node i's parent, `parents[i] < i`, is `ROOT` behind the last committed token;
+    `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if it has one: policies
+    and the display use it, verifiers do not.
 
-    `tokens[i]` is node i's token id and `parents[i] < i` its parent (`ROOT` for children of the last committed
-    token). `origins[i]` names the drafter. `probabilities[i]` is the drafter's probability of the token, if it
-    has one: policies and the display use it, verifiers do not.
+    `distributions[i]` is the one that the token was *drawn from at random*; among siblings, given the earlier ones. It is
+    None for a token chosen deterministically (an argmax, an n-gram match): testing a token against a distribution that
+    it was not drawn from would bias the text, and so would leaving out a drawn token because of what it is.
 
-    `distributions[i]`, where present, is the distribution that the token was *drawn from at random*; among
-    siblings, given the earlier ones. A token chosen deterministically (an argmax, an n-gram match) has None.
-    Testing a token against a distribution that it was not drawn from would bias the text.
+    `walks` are the nodes of chains that were drawn independently of each other, from a child of the root down, in the
+    order of the draws. Walks with a common prefix share nodes: a token that was drawn twice is decoded once and judged
+    twice. `looks` are the largest probabilities that the drafter gave to any token, in the order in which it looked: in a
+    chain, look i comes before its token i; one more look ended the draft.
 
-    `walks` is set if the draft consists of several chains that were drawn independently of each other: the nodes
-    of each from a child of the root down, in the order of the draws. Walks with a common prefix share nodes, so a
-    token that was drawn twice is decoded once and judged twice. Walks stay whole: leaving out a drawn token
-    because of what it is would bias the text.
-
-    `looks` are the largest probabilities that the drafter gave to any token, in the order in which it looked. In
-    a chain, look i comes before its token i; one more look ended the draft.
-
-    Raises `ValueError` if the lengths differ, if a parent does not come before its child, or if a walk is not a
-    path from the root down.
+    Raises `ValueError` if the lengths differ, a parent does not come before its child, or a walk is no path.
     """
 
     tokens: tuple[int, ...]
@@ -233,21 +220,15 @@ class Draft:
         return [node for node in range(len(self)) if node not in inner]
 
     def followed_by(self, other: Draft) -> Draft:
-        """Return this chain with another draft appended to its last node. Raise `ValueError` if one of them consists
-        of independent walks, which cannot be part of a longer draft."""
+        """Return this chain with another draft behind its last node. Raise `ValueError` if one of them consists of
+        independent walks."""
+        looks, n = self.looks + other.looks, len(self)
         if not len(other):
-            return replace(self, looks=self.looks + other.looks) if other.looks else self
+            return replace(self, looks=looks) if other.looks else self
         if self.walks or other.walks:
             raise ValueError("independent walks cannot be a part of a longer draft")
-        n = len(self)
-        return Draft(
-            self.tokens + other.tokens,
-            self.parents + tuple(n + parent for parent in other.parents),
-            self.origins + other.origins,
-            self.probabilities + other.probabilities,
-            self.distributions + other.distributions,
-            looks=self.looks + other.looks,
-        )
+        parents = [n + parent for parent in other.parents]
+        return replace(self._with(other, range(len(other)), parents), looks=looks)
 
     def merged_with(self, other: Draft) -> Draft:
         """Return a tree with the nodes of both drafts; for the same text, the node of this draft is kept. Raise
@@ -256,22 +237,14 @@ class Draft:
             raise ValueError("drafts that were drawn at random cannot be merged")
         places = zip(self.parents, self.tokens, strict=True)
         found = {place: node for node, place in enumerate(places)}
-        index, parents, added = {ROOT: ROOT}, list(self.parents), list[int]()
+        index, added = {ROOT: ROOT}, list[int]()
         for node, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True)):
             place = index[parent], token
             if place not in found:
-                found[place] = len(parents)
-                parents.append(place[0])
+                found[place] = len(self) + len(added)
                 added.append(node)
             index[node] = found[place]
-        return Draft(
-            (*self.tokens, *(other.tokens[node] for node in added)),
-            tuple(parents),
-            (*self.origins, *(other.origins[node] for node in added)),
-            (*self.probabilities, *(other.probabilities[node] for node in added)),
-            (None,) * len(parents),
-            looks=self.looks,
-        )
+        return self._with(other, added, [index[other.parents[node]] for node in added])
 
     def first(self, n: int) -> Draft:
         """Return the first n nodes, which are a tree too; see `only`."""
@@ -285,14 +258,19 @@ class Draft:
         if self.walks and len(nodes) < len(self):
             raise ValueError("no node of independent walks may be left out")
         index = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
+        kept = NO_DRAFT._with(self, nodes, [index[self.parents[node]] for node in nodes])
+        walks = tuple(tuple(index[node] for node in walk) for walk in self.walks)
+        return replace(kept, walks=walks, looks=self.looks)
+
+    def _with(self, other: Draft, nodes: Sequence[int], parents: Sequence[int]) -> Draft:
+        """Return this draft with nodes of another one behind its own, which have these parents here."""
         return Draft(
-            tuple(self.tokens[node] for node in nodes),
-            tuple(index[self.parents[node]] for node in nodes),
-            tuple(self.origins[node] for node in nodes),
-            tuple(self.probabilities[node] for node in nodes),
-            tuple(self.distributions[node] for node in nodes),
-            tuple(tuple(index[node] for node in walk) for walk in self.walks),
-            self.looks,
+            self.tokens + tuple(other.tokens[node] for node in nodes),
+            self.parents + tuple(parents),
+            self.origins + tuple(other.origins[node] for node in nodes),
+            self.probabilities + tuple(other.probabilities[node] for node in nodes),
+            self.distributions + tuple(other.distributions[node] for node in nodes),
+            looks=self.looks,
         )
 
 

@@ -1,8 +1,4 @@
-"""The draft/verify loop: plan, propose, decode, verify, commit, learn.
-
-One round serves any number of sequences: their drafts are packed into one batch of the target and verified one by
-one. The loop reads no files or options and prints nothing; it changes `Sequence`s and returns events.
-"""
+"""The draft/verify loop. It reads no files or options and prints nothing; it changes `Sequence`s and returns events."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import traceback
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from specgen.errors import BackendError, SpecgenError
 from specgen.events import Event, NoticeEvent, ReasonName
@@ -37,21 +33,6 @@ if TYPE_CHECKING:
 _MAX_PENDING = 16
 
 
-class Chunk(Protocol):
-    """A piece of the prompt of another sequence that is read in the batch of a round: its rows cost little."""
-
-    def add_to(self, batch: Batch) -> list[Event]:
-        """Add its rows behind those of the round, and return events."""
-        ...
-
-    def after(
-        self, n_own: int, batch: Batch, logits: Logits, target_s: float
-    ) -> tuple[float, list[Event]]:
-        """Take what its rows, behind the first `n_own` of the batch, have read. Return its share of the batch's
-        seconds, and events."""
-        ...
-
-
 @dataclass(slots=True)
 class _Turn:
     """One sequence's part in a round: the draft that is verified, what the free drafter found and the others proposed,
@@ -67,11 +48,8 @@ class _Turn:
 
 
 class Loop:
-    """Generates with one target.
-
-    `clock` returns the seconds of a monotonic clock. `interrupted` is called between decodes; once it returns True,
-    sequences finish with the text that they have.
-    """
+    """Generates with one target. `clock` returns seconds. `interrupted` is called between decodes; once it returns True,
+    sequences finish with the text that they have."""
 
     def __init__(
         self,
@@ -89,9 +67,9 @@ class Loop:
         """Seconds since the loop was made: the `time_s` of events."""
         return self.clock() - self._started_s
 
-    def round(self, sequences: abc.Sequence[Sequence], chunk: Chunk | None = None) -> list[Event]:
-        """Run one round for all sequences that are started and not finished, and return the events. A `chunk` may be
-        given only where a row has the same logits in any batch.
+    def round(self, sequences: abc.Sequence[Sequence]) -> list[Event]:
+        """Run one round for all sequences that are started and not finished: their drafts are packed into one batch of
+        the target, and verified one by one. Return the events.
 
         With p the target's distributions and q those of a draft, for each text x (Leviathan et al.,
         arXiv:2211.17192, Algorithm 1):
@@ -117,23 +95,18 @@ class Loop:
         turns = [self._plan(sequence, active, events) for sequence in active]
         self._propose(turns, events)
 
-        target_s, n_rows = target.decode_s, target.n_decoded_rows
         for turn in turns:
             self._pack(batch, turn, target.n_batch // len(turns))
-        n_own = len(batch)
-        if chunk is not None:
-            events += chunk.add_to(batch)
-        logits, hidden = self._decode(batch, active)
+        n_own, target_s, n_rows = len(batch), target.decode_s, target.n_decoded_rows
+        logits, hidden, other_s = self.decode(batch, active, events)
+        target_s = target.decode_s - target_s - other_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
-        target_s, n_rows = target.decode_s - target_s, target.n_decoded_rows - n_rows
-        if chunk is not None and len(batch) > n_own:
-            read_s, reading = chunk.after(n_own, batch, logits, target_s)
-            target_s, n_rows, started = target_s - read_s, n_own, started + read_s
-            events += reading
+        n_rows = target.n_decoded_rows - n_rows - (len(batch) - n_own)
 
         first = 0
         for turn in turns:
             sequence, n_before = turn.sequence, len(turn.sequence.tokens)
+            sequence.n_rows = 1 + len(turn.draft)
             rows = logits[first : first + 1 + len(turn.draft)]
             try:
                 verdict = self.verify(sequence, turn.draft, rows)
@@ -158,7 +131,7 @@ class Loop:
                 sequence.tally.add_round(result, len(turns), turn.model_s)
                 self._learn(sequence, result, events)
             first += len(rows)
-        wall_s = self.clock() - started
+        wall_s = self.clock() - started - other_s
         for sequence in active:  # they share the batch's time equally
             sequence.tally.wall_s += wall_s / len(active)
         return events
@@ -173,8 +146,7 @@ class Loop:
             return _Turn(sequence, RoundPlan(Reason(sequence.why_undrafted)))
         started = self.clock()
         # How much the others will draft is not known yet: about as much as in the last round.
-        n_other_rows = sum(each.n_rows for each in active) - sequence.n_rows
-        others = Others(len(active) - 1, n_other_rows)
+        others = Others(len(active) - 1, sum(each.n_rows for each in active) - sequence.n_rows)
         try:
             offer = sequence.offer(self.target.n_outputs // len(active) - 1, others)
             plan = sequence.policy.plan(offer)
@@ -184,8 +156,6 @@ class Loop:
         return _Turn(sequence, plan, (offer.found,), seconds=self.clock() - started)
 
     def _propose(self, turns: abc.Sequence[_Turn], events: list[Event]) -> None:
-        """Make the planned drafts together. If a drafter fails, drafting ends for its sequence, but the answer goes
-        on."""
         drafting = [turn for turn in turns if len(turn.plan.found) + turn.plan.n_max]
         draftings = [
             turn.sequence.drafters.propose(turn.sequence.tokens, turn.plan)
@@ -195,12 +165,8 @@ class Loop:
         proposals = propose_together(draftings, self.clock, self._interrupted)
         for turn, proposal in zip(drafting, proposals, strict=True):
             self._take(turn, proposal, events)
-        for turn in turns:
-            if turn.sequence.drafters is not None:
-                turn.sequence.n_rows = 1 + len(turn.draft)
 
     def _take(self, turn: _Turn, proposal: Proposal, events: list[Event]) -> None:
-        """Keep the proposed nodes that the grammar allows and that are worth verifying."""
         started, sequence, plan = self.clock(), turn.sequence, turn.plan
         if proposal.error is None:
             refuse_nonsense(proposal, len(plan.found) + plan.n_max, self.target.n_vocab)
@@ -217,8 +183,7 @@ class Loop:
             turn.plan = replace(plan, reason=Reason("failed"))
             self._end_drafting(sequence, proposal.error, events)
         seconds = proposal.seconds + self.clock() - started
-        # Drafters of the last hidden state alone (decoder heads) ask for no decode: all their drafting counts as the
-        # draft model's time. The others' decodes were timed.
+        # Decoder heads, which read the last hidden state alone, ask for no decode: all their drafting counts as one.
         asks = sequence.hidden is None or sequence.hidden.all_rows
         turn.model_s = proposal.model_s if asks else seconds
         turn.seconds += seconds
@@ -241,7 +206,7 @@ class Loop:
         turn.pending = pack(batch, target, sequence.slot, tokens[start:], turn.draft)
 
     def decode_text(self, sequence: Sequence, batch: Batch) -> Logits:
-        """Decode rows of a sequence's text, and keep their hidden states for drafters that read those of all rows."""
+        """Decode rows of a text, and keep their hidden states for drafters that read those of all rows."""
         states = sequence.hidden
         if states is None or not states.all_rows:
             return self.target.decode(batch)
@@ -249,14 +214,16 @@ class Loop:
         states.take_rows(hidden, sequence.tokens, batch.positions[-1] + 1)
         return logits
 
-    def _decode(self, batch: Batch, active: abc.Sequence[Sequence]) -> tuple[Logits, Hidden | None]:
-        """Decode a round's batch. Return the logits, float32[n_rows, n_vocab], and the hidden states, if a drafter
-        needs these: float32[n, n_embd] of all rows or of those with logits."""
+    def decode(
+        self, batch: Batch, active: abc.Sequence[Sequence], events: list[Event]
+    ) -> tuple[Logits, Hidden | None, float]:
+        """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of rows that
+        were added for others."""
         # The same draft serves all sequences.
         states = next((each.hidden for each in active if each.hidden is not None), None)
         if states is None or not (states.all_rows or len(batch) <= self.target.n_outputs):
-            return self.target.decode(batch), None
-        return self.target.decode_hidden(batch, all_rows=states.all_rows)
+            return self.target.decode(batch), None, 0.0
+        return *self.target.decode_hidden(batch, all_rows=states.all_rows), 0.0
 
     def verify(self, sequence: Sequence, draft: Draft, logits: Logits) -> Verdict:
         """Return which nodes are accepted, and the target's own token, from the logits at the root and at each node,
@@ -290,7 +257,6 @@ class Loop:
                 self._end_drafting(sequence, error, events)
 
     def _end_drafting(self, sequence: Sequence, error: Exception, events: list[Event]) -> None:
-        """Let an answer go on without a draft."""
         sequence.drafters, sequence.why_undrafted = None, "failed"
         what = error.message if isinstance(error, SpecgenError) else repr(error)
         message = f"drafting failed, going on without a draft: {what}"
@@ -301,8 +267,8 @@ class Loop:
 def _keep_states(
     turn: _Turn, hidden: Hidden, first: int, kept: abc.Sequence[int], n_read: int
 ) -> None:
-    """Let a sequence keep the hidden states of its first `n_read` tokens that this round has decoded: the pending ones
-    and the accepted nodes. `first` is the root's row of the logits."""
+    """Let a sequence keep the states of the pending tokens and the accepted nodes; `first` is the root's row of the
+    logits."""
     states = turn.sequence.hidden
     if states is not None:
         pending = turn.pending if states.all_rows else range(first, first + 1)

@@ -1,8 +1,7 @@
 """How much is drafted: a policy makes a plan once a round, as a value, and drafters follow it without asking back.
 
 `CostAwarePolicy` decides by costs and acceptance (`tables.py`); the others know none. A *look* is one reading of a
-drafter's distribution for the next position; its *confidence* is the largest probability there. A look may end the
-draft without adding a token.
+drafter's distribution for the next position; its *confidence* is the largest probability there.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from specgen.method.tables import (
     FREE,
     NGRAM_ORIGINS,
     AcceptanceRates,
-    BatchShare,
     CostTable,
     Others,
     Price,
@@ -35,8 +33,6 @@ from specgen.system.arrays import ProbArray
 
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
-
-# --- plans ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +48,9 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is known when a round is planned: the tokens that the answer is expected to get still, the most that may be
-    drafted now, what the drafter that costs nothing has found, the name and price of the one that decodes, and the
-    other sequences in the target's batch."""
+    """What is known when a round is planned: the tokens that the answer is expected to get still, the most that
+    may be drafted now, what the drafter that costs nothing has found, the name and price of the one that decodes,
+    and the other sequences in the target's batch."""
 
     n_left: int
     n_most: int
@@ -64,36 +60,14 @@ class Offer:
     others: Others = ALONE
 
 
-class Stop(Protocol):
-    """How far a draft goes. Its answers depend only on what the drafter has seen in this round.
-
-    `confidences` has one number for each look so far; the last one belongs to the token that is about to be
-    drafted. It is known before a token is drawn, so whether a token is drafted never depends on the token.
-    """
-
-    @property
-    def needs_confidence(self) -> bool:
-        """Whether `wants_token` uses the confidences, each of which costs a pass over the logits."""
-        ...
-
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        """Return whether to draft the token at the last look."""
-        ...
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        """Return whether another look, after all these tokens, is worth a decode of the drafter."""
-        ...
-
-    def cut(self, draft: Draft) -> Draft:
-        """Return the nodes of a finished draft that are worth verifying: the first tokens of a chain, or nodes of a
-        tree, likeliest first. No token that was drawn at random is dropped."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class UntilUnsure:
-    """A draft goes on while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all its
-    tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified."""
+class Stop:
+    """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all its
+    tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
+
+    `confidences` has one number for each look so far; the last one belongs to the token that is about to be drafted. So
+    whether a token is drafted never depends on the token. `needs_confidence` says whether `wants_token` uses them, each of
+    which costs a pass over the logits."""
 
     p_min: float = 0.0
     n_min: int = 0
@@ -101,13 +75,17 @@ class UntilUnsure:
     needs_confidence: bool = False
 
     def wants_token(self, confidences: Sequence[float]) -> bool:
+        """Return whether to draft the token at the last look."""
         return confidences[-1] >= self.p_min and math.prod(confidences) >= self.bound
 
     def wants_decode(self, confidences: Sequence[float]) -> bool:
+        """Return whether another look, after all these tokens, is worth a decode of the drafter."""
         return True
 
     def cut(self, draft: Draft) -> Draft:
-        if draft.is_drawn:  # a drawn token is not dropped because of what it is
+        """Return the nodes of a finished draft that are worth verifying: the first tokens of a chain, or nodes of a
+        tree, likeliest first. No token that was drawn at random is dropped, since that would bias the text."""
+        if draft.is_drawn:
             return draft
         if draft.is_chain and self.bound > 0.0:
             known = (1.0 if each is None else each for each in draft.probabilities)
@@ -124,13 +102,13 @@ class RoundPlan:
     `drafter`, as far as `stop` lets it go; if `extends` is set, lookups add tokens after or beside those. `stop`
     cuts the finished draft. The first `n_given` tokens are drafted whatever `stop` says: a drafter of another
     vocabulary drafts them again. A parallel draft predicts `n_at_once` tokens in its one decode (None: `n_max`).
-    Policies also learn from `prefill_s`, the seconds of the drafter's prefill: an investment in later rounds.
+    `prefill_s` are the seconds of the drafter's prefill, an investment in later rounds.
     """
 
     reason: Reason
     n_max: int = 0
     found: Draft = NO_DRAFT
-    stop: Stop = field(default_factory=UntilUnsure)
+    stop: Stop = field(default_factory=Stop)
     extends: bool = False
     n_given: int = 0
     n_at_once: int | None = None
@@ -159,15 +137,14 @@ class RoundPlan:
 
 def draft_up_to(n_max: int, *, needs_confidence: bool = False) -> RoundPlan:
     """Return a plan for a single drafter that drafts `n_max` tokens, however sure it is."""
-    return RoundPlan(Reason("fixed"), n_max, stop=UntilUnsure(needs_confidence=needs_confidence))
+    return RoundPlan(Reason("fixed"), n_max, stop=Stop(needs_confidence=needs_confidence))
 
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
     """The result of a round for one sequence, from which policies and drafters learn: the verified draft and its
     accepted nodes; the seconds of this sequence's drafting; seconds and rows of the target's batch, those of other
-    sequences included; the tokens that the round added to the text; and all that was drafted and found, before it was
-    cut, since the text shows which of it was right."""
+    sequences included; the tokens that the round added to the text; all that was drafted and found, uncut."""
 
     plan: RoundPlan
     draft: Draft
@@ -190,17 +167,13 @@ class Policy(Protocol):
     def observe(self, result: RoundResult) -> None: ...
 
 
-# --- policies that know no costs --------------------------------------------------------------
-
-
 class FixedPolicy:
-    """A fixed draft length, with a stop where the draft becomes unsure. Of several drafters, the first one that has a
-    draft is used."""
+    """A fixed draft length, with a stop where the draft becomes unsure. What was found comes first."""
 
     def __init__(self, options: DraftOptions) -> None:
         self.n_max = options.n_max
         p_min = options.stops_below
-        self._stop = UntilUnsure(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
+        self._stop = Stop(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
 
     def plan(self, offer: Offer) -> RoundPlan:
         n_max = min(self.n_max, offer.n_most)
@@ -218,12 +191,9 @@ class FixedPolicy:
 
 
 class ThresholdPolicy(FixedPolicy):
-    """Drafts while the product of the tokens' probabilities stays above a bound, which adapts.
-
-    The product is the model's own estimate of the probability that the whole draft is accepted. The bound moves so
-    that, in the long run, a quarter of the drafted tokens is rejected. (A confidence bound that follows the
-    accepted share: Mamou et al., arXiv:2405.04304.)
-    """
+    """Drafts while the product of the tokens' probabilities, the model's own estimate that the whole draft is
+    accepted, stays above a bound. This moves so that, in the long run, a quarter of the drafted tokens is rejected.
+    (A confidence bound that follows the accepted share: Mamou et al., arXiv:2405.04304.)"""
 
     _REJECTED = 0.25
     #: How far the bound moves in a round, in log-probability for each unit of difference to that share.
@@ -247,13 +217,9 @@ class ThresholdPolicy(FixedPolicy):
         self._stop = replace(self._stop, bound=min(self._MOST, max(self._LEAST, bound)))
 
 
-# --- how far a draft goes while it is expected to save time -----------------------------------
-
-#: The probabilities that the draft so far is accepted whole, at which a rule's values are computed.
-_N_GRID = 20
-_LEAST = 0.01
-_LOG_GRID = np.linspace(math.log(_LEAST), 0.0, _N_GRID)
-_STEP = -math.log(_LEAST) / (_N_GRID - 1)
+#: The logarithms of the probabilities, that the draft so far is accepted whole, at which values are computed.
+_LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)
+_LEAST_LOG, _STEP = float(_LOG_GRID[0]), float(_LOG_GRID[1] - _LOG_GRID[0])
 
 
 class StoppingRule:
@@ -263,9 +229,9 @@ class StoppingRule:
     next token, and `token_s` what an accepted token is worth. `frequencies` and `acceptance`, float64[n_bins], are
     how often the next token falls in a bin of confidence, and how often a token of that bin is accepted.
 
-    With A the probability that the draft so far is accepted whole, V(n, A) = -next_s + the mean over bins b of
-    max(0, A acceptance[b] token_s - (extra_s[n + 1] - extra_s[n]) + max(0, V(n + 1, A acceptance[b]))), and
-    V(n_max, A) = 0. That is: look, then take the token or not, then look again or not.
+    With A the probability that the draft so far is accepted whole, look, then take the token or not, then look again
+    or not: V(n, A) = -next_s + the mean over bins b of max(0, A acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
+    + max(0, V(n + 1, A acceptance[b]))), and V(n_max, A) = 0.
     """
 
     def __init__(
@@ -277,41 +243,40 @@ class StoppingRule:
         acceptance: ProbArray,
     ) -> None:
         self.n_max = len(extra_s) - 1
-        self._token_s, self._rows_s = token_s, np.diff(extra_s).tolist()
+        self._token_s = token_s
+        self._rows_s: list[float] = np.diff(extra_s).tolist()
         log_chances = np.add.outer(_LOG_GRID, np.log(acceptance))
         gains_s = token_s * np.exp(log_chances)
-        #: V(n, A) by n; lists, since single numbers are read.
-        self._values: list[list[float]] = [[0.0] * _N_GRID]
+        self._values: list[list[float]] = [[0.0] * len(_LOG_GRID)]
         for row_s in reversed(self._rows_s):
             after_s = np.interp(log_chances, _LOG_GRID, np.maximum(self._values[0], 0.0))
             values = np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s
             self._values.insert(0, values.tolist())
 
     def value(self, n_drafted: int, chance: float) -> float:
-        """Return the expected gain V of a look at the next token, in seconds; below 0 the look does not pay."""
+        """Return V, the expected gain of a look at the next token; below 0 the look does not pay."""
         if n_drafted >= self.n_max:
             return 0.0
         values = self._values[n_drafted]
-        place = math.log(max(chance, _LEAST) / _LEAST) / _STEP
-        index = min(int(place), _N_GRID - 2)
+        place = (max(math.log(chance), _LEAST_LOG) - _LEAST_LOG) / _STEP if chance > 0.0 else 0.0
+        index = min(int(place), len(values) - 2)
         return values[index] + (place - index) * (values[index + 1] - values[index])
 
     def takes(self, n_drafted: int, chance: float) -> float:
-        """Return the expected gain, in seconds, of taking one more token, with which the draft's probability is
-        `chance`."""
+        """Return the expected gain of taking one more token, with which the draft's probability is `chance`."""
         if n_drafted >= self.n_max:
             return -1.0
-        gain_s: float = chance * self._token_s - self._rows_s[n_drafted]
+        gain_s = chance * self._token_s - self._rows_s[n_drafted]
         return gain_s + max(0.0, self.value(n_drafted + 1, chance))
 
 
-@dataclass(frozen=True, slots=True)
-class WhilePaying:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhilePaying(Stop):
     """Drafts as long as another token is expected to save time.
 
-    `rates` returns the acceptance rates of an origin. An expected token counts `token_s` seconds, and `extra_s[n]` are the seconds that n drafted tokens
-    add to the target's batch. A look of the drafter `origin` takes `next_s` seconds; without a `rule` it drafts
-    nothing.
+    `rates` returns the acceptance rates of an origin. An expected token counts `token_s` seconds, and `extra_s[n]`
+    are the seconds that n drafted tokens add to the target's batch. A look of the drafter `origin` takes `next_s`
+    seconds; without a `rule` it drafts nothing.
     """
 
     origin: str
@@ -320,8 +285,25 @@ class WhilePaying:
     extra_s: Sequence[float]
     rule: StoppingRule | None = None
     next_s: float = 0.0
-    p_min: float = 0.0
     needs_confidence: bool = True
+
+    def wants_token(self, confidences: Sequence[float]) -> bool:
+        if confidences[-1] < self.p_min or self.rule is None:
+            return False
+        return self.rule.takes(len(confidences) - 1, self._whole_chance(confidences)) > 0.0
+
+    def wants_decode(self, confidences: Sequence[float]) -> bool:
+        if self.rule is None:
+            return False
+        return self.rule.value(len(confidences), self._whole_chance(confidences)) > 0.0
+
+    def cut(self, draft: Draft) -> Draft:
+        n, chances = draft.n_fixed, self.path_probabilities(draft)
+        if draft.is_chain:
+            return draft.first(max(n, _best_number(chances, self.token_s, self.extra_s)))
+        extra_s = [seconds - self.extra_s[n] for seconds in self.extra_s[n:]]
+        behind = best_nodes(chances[n:], self.token_s, extra_s)
+        return draft.only([*range(n), *(n + node for node in behind)])
 
     def worth_of(self, draft: Draft) -> float:
         """Return the expected gain of verifying a draft, in seconds; 0 for none."""
@@ -330,28 +312,8 @@ class WhilePaying:
 
     def chance(self, origin: str, confidence: float | None, rank: int = 0) -> float:
         """Return the probability that a token is accepted if all before it are; `rank` siblings are better."""
-        confidence = 1.0 if confidence is None else confidence
-        return self.rates(origin_of_rank(origin, rank)).chance(confidence)
-
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        if confidences[-1] < self.p_min or self.rule is None:
-            return False
-        return self.rule.takes(len(confidences) - 1, self._path_probability(confidences)) > 0.0
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        if self.rule is None:
-            return False
-        return self.rule.value(len(confidences), self._path_probability(confidences)) > 0.0
-
-    def cut(self, draft: Draft) -> Draft:
-        """Return the nodes worth verifying, those of a tree likeliest first. Drawn nodes, and all before them, are
-        never dropped, since that would bias the text."""
-        n, chances = draft.n_fixed, self.path_probabilities(draft)
-        if draft.is_chain:
-            return draft.first(max(n, _best_number(chances, self.token_s, self.extra_s)))
-        extra_s = [seconds - self.extra_s[n] for seconds in self.extra_s[n:]]
-        behind = best_nodes(chances[n:], self.token_s, extra_s)
-        return draft.only([*range(n), *(n + node for node in behind)])
+        rates = self.rates(origin_of_rank(origin, rank))
+        return rates.chance(1.0 if confidence is None else confidence)
 
     def path_probabilities(self, draft: Draft) -> list[float]:
         """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
@@ -361,10 +323,13 @@ class WhilePaying:
         ):
             chance = self.chance(origin, confidence, rank)
             probabilities.append(chance if parent == ROOT else chance * probabilities[parent])
+        for node, origin in enumerate(draft.origins):
+            if origin in NGRAM_ORIGINS:
+                probabilities[node] *= _NGRAM_TRUST
         return probabilities
 
-    def _path_probability(self, confidences: Sequence[float]) -> float:
-        """Return the probability that tokens with these confidences are accepted."""
+    def _whole_chance(self, confidences: Sequence[float]) -> float:
+        """Return the probability that tokens with these confidences are all accepted."""
         rates = self.rates(self.origin)
         return math.prod(rates.chance(each) for each in confidences)
 
@@ -375,8 +340,7 @@ def best_nodes(
     """Return the nodes of a tree that are worth most together, likeliest first.
 
     The probability that a path is accepted does not grow along it. So the n likeliest nodes always form a tree,
-    and it is the best tree of n nodes (Sequoia, arXiv:2402.12374). `path_probabilities` lists parents before their
-    children; `extra_s[n]` are the seconds to verify n nodes.
+    the best one of n nodes (Sequoia, arXiv:2402.12374). Parents come before their children.
     """
     order = sorted(range(len(path_probabilities)), key=path_probabilities.__getitem__, reverse=True)
     chances = [path_probabilities[node] for node in order]
@@ -387,60 +351,27 @@ def _best_number(chances: Sequence[float], token_s: float, extra_s: Sequence[flo
     """Return how many of the first nodes, accepted with these probabilities, are worth most together."""
     gains_s = itertools.accumulate(chances[: len(extra_s) - 1], initial=0.0)
     values_s = [gain * token_s - cost_s for gain, cost_s in zip(gains_s, extra_s, strict=False)]
-    return max(range(len(values_s)), key=values_s.__getitem__, default=0)
+    return max(range(len(values_s)), key=values_s.__getitem__)
 
-
-# --- the policy by costs ----------------------------------------------------------------------
 
 #: After this many rounds without a plain decode one is made: its cost is what everything is compared with.
 _MAX_STALE = 64
-#: The expected gain of a draft must be this many times its cost: a cost is certain and a gain is not.
-_MARGIN = 1.2
+#: The expected gain of a draft must be this many times its cost: a cost is certain and a gain is not. N-grams do not say
+#: how sure they are, so that long drafts of theirs are a bet.
+_MARGIN, _NGRAM_TRUST = 1.1, 0.75
 #: The numbers of tokens that a parallel draft may predict in one decode.
 _AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
-#: A trial of a model that is not expected to pay drafts so many tokens, and reads the text first only if so many
-#: trials may follow.
-_N_TRIED_TOKENS = 3
-_N_TRIALS = 3
-#: The prefill of a draft may take at most this many times the time that the answer took so far, that of a trial less:
-#: how long the answer gets is a guess.
-_MOST_AHEAD = 2.0
-_MOST_AHEAD_OF_TRIAL = 0.1
-#: What a draft is expected to save in the rest of the answer must be this many times its prefill.
-_PREFILL_MARGIN = 1.5
+#: A trial of a model that is not expected to pay drafts so many tokens. How long an answer gets is a guess, so a prefill
+#: may take at most `_MOST_AHEAD` times the answer's time so far, a trial less; and must save more than it takes.
+_N_TRIED = 3
+_MOST_AHEAD, _MOST_AHEAD_OF_TRIAL, _PREFILL_MARGIN = 2.0, 0.1, 1.5
 #: A round loses at most so many plain tokens: where it took longer, the machine stood still for a moment.
-_MOST_LOST_TOKENS = 8.0
+_MOST_LOST = 8.0
+#: The weight of a round in the averages over recent ones; at first all count equally, and a plain decode as four.
+_RATE = 0.06
 #: A stopping rule is computed again when a price has changed by this share of a token's worth, or after this many
 #: looks and judged tokens.
-_NEWS = 0.05
-_N_NEWS = 24
-_N_RULES = 64
-
-
-class Pace:
-    """Averages over the recent rounds of an answer: seconds a token, and tokens a round."""
-
-    #: The weight of a new round once there were many; at first all count equally, and plain decoding as `_N_BEFORE`.
-    _RATE = 0.06
-    _N_BEFORE = 4.0
-
-    def __init__(self) -> None:
-        self.elapsed_s = 0.0
-        #: None before the first round.
-        self.token_s: float | None = None
-        self.tokens_a_round = 1.0
-        self._n_rounds = 0
-
-    def add(self, round_s: float, n_committed: int, plain_s: float) -> None:
-        """Add a round; a plain decode takes `plain_s`."""
-        self.elapsed_s += round_s
-        self._n_rounds += 1
-        rate = max(self._RATE, 1.0 / (self._n_rounds + self._N_BEFORE))
-        # Seconds and tokens are averaged separately: the mean of their ratios would be a different figure.
-        mean_round_s = (plain_s if self.token_s is None else self.token_s) * self.tokens_a_round
-        mean_round_s += rate * (round_s - mean_round_s)
-        self.tokens_a_round += rate * (n_committed - self.tokens_a_round)
-        self.token_s = mean_round_s / self.tokens_a_round
+_NEWS, _N_NEWS, _N_RULES = 0.05, 24, 64
 
 
 class Gate:
@@ -450,28 +381,23 @@ class Gate:
     rounds, and for twice as many each time. What it saved covers losses up to `_MOST_SAVED` tokens.
     """
 
-    _SHARE = 0.01
-    _TOKENS = 4.0
-    _MOST_SAVED = 8.0
-    _N_ROUNDS = 16
+    _SHARE, _TOKENS, _MOST_SAVED, _N_ROUNDS = 0.01, 4.0, 8.0, 16
 
     def __init__(self) -> None:
         self._saved_s: dict[str, float] = {}
-        self._aside: dict[str, int] = {}
-        self._n_aside: dict[str, int] = {}
+        #: The drafters that wait, with the rounds that they still do; and how long each waits the next time.
+        self.aside: dict[str, int] = {}
+        self._n_next: dict[str, int] = {}
 
     def begin_round(self) -> None:
-        self._aside = {origin: n - 1 for origin, n in self._aside.items() if n > 1}
-
-    def is_put_aside(self, origin: str) -> bool:
-        return origin in self._aside
+        self.aside = {origin: n - 1 for origin, n in self.aside.items() if n > 1}
 
     def add(self, origin: str, saved_s: float, plain_s: float, elapsed_s: float) -> None:
         """Add what a drafter saved in a round, negative if it lost time. A plain decode takes `plain_s`."""
         saved_s = min(saved_s + self._saved_s.get(origin, 0.0), self._MOST_SAVED * plain_s)
         if saved_s < -self._TOKENS * plain_s - self._SHARE * elapsed_s:
-            self._aside[origin] = self._n_aside.get(origin, self._N_ROUNDS)
-            self._n_aside[origin] = 2 * self._aside[origin]
+            self.aside[origin] = self._n_next.get(origin, self._N_ROUNDS)
+            self._n_next[origin] = 2 * self.aside[origin]
             saved_s = 0.0
         self._saved_s[origin] = saved_s
 
@@ -480,17 +406,16 @@ class CostAwarePolicy:
     """Drafts the tokens that are expected to save more time than they cost; that may be none.
 
     A token that a round adds is worth the time that it would take otherwise: that of a plain decode, or less if
-    recent rounds were faster. Its cost is the drafter's decodes and the larger batch of the target. The number of
-    tokens that a draft adds is the sum, over its tokens, of the probability that the token and all before it are
-    accepted. A draft that is known as a whole is cut where its value is highest. A model drafts token by token,
-    by a `StoppingRule`, which also predicts what the model is worth before it runs. (The rule for a fixed length
-    is Leviathan et al.'s, arXiv:2211.17192, section 3.4.)
+    recent rounds were faster. Its cost is the drafter's decodes and the larger batch of the target. A draft adds the
+    sum, over its tokens, of the probability that the token and all before it are accepted. A draft that is known as a
+    whole is cut where its value is highest. A model drafts token by token, by a `StoppingRule`, which also predicts
+    what it is worth before it runs. (For a fixed length: Leviathan et al., arXiv:2211.17192, section 3.4.)
 
-    Most learning is free: tokens that were not worth verifying are compared with the text that follows. Only trials
-    of a model that is not expected to pay cost time. A drafter that loses time against expectation waits (`Gate`).
+    Most learning is free: tokens that were not worth verifying are compared with the text that follows. Only trials of
+    a model that is not expected to pay cost time. A drafter that loses time against expectation waits (`Gate`).
 
-    A policy decides for one text. `costs` is the target's table, to which observed times are added. `acceptance`
-    is by origin; its counts cover all texts and may be shared with other policies.
+    A policy decides for one text. `costs` is the target's table, to which observed times are added. `acceptance` is by
+    origin; its counts cover all texts and may be shared with other policies.
     """
 
     def __init__(
@@ -499,36 +424,35 @@ class CostAwarePolicy:
         costs: CostTable,
         acceptance: MutableMapping[str, AcceptanceRates] | None = None,
     ) -> None:
-        self.n_max = options.n_max
-        self._p_min = options.stops_below
-        self._table = costs
-        self._share = BatchShare(costs)
+        self.n_max, self._p_min = options.n_max, options.stops_below
+        self._costs, self._others = costs, ALONE
         #: The acceptance probabilities from all texts, and those in this text; by origin.
         self._known = {} if acceptance is None else acceptance
-        self._acceptance: dict[str, AcceptanceRates] = {}
+        self._here: dict[str, AcceptanceRates] = {}
         self._rules: dict[tuple[object, ...], StoppingRule] = {}
-        self._pace = Pace()
         self._gate = Gate()
-        self._n_stale = 0
+        self._n_stale = self._n_rounds = 0
+        #: The seconds of all rounds, and averages over recent ones: seconds and tokens of a round.
+        self._elapsed_s = self._round_s = 0.0
+        self._round_tokens = 1.0
         #: In this round: the seconds of a plain decode, those that n drafted tokens add to it, a token's worth.
         self._plain_s = self._token_s = 0.0
         self._extra_s = [0.0]
 
     def plan(self, offer: Offer) -> RoundPlan:
         self._gate.begin_round()
-        self._n_stale += 1
-        if (reason := self._read_costs(offer)) is not None:
-            return RoundPlan(reason)
-        drafter, price = offer.drafter, offer.price
+        if (nothing := self._read_costs(offer)) is not None:
+            return RoundPlan(nothing)
+        drafter, price, n_max = offer.drafter, offer.price, min(self.n_max, offer.n_most)
         stop = WhilePaying(
-            drafter or NGRAM_ORIGINS[0],
-            self.acceptance_of,
-            self._token_s,
-            self._extra_s,
+            origin=drafter or NGRAM_ORIGINS[0],
+            rates=self.acceptance_of,
+            token_s=self._token_s,
+            extra_s=self._extra_s,
             p_min=self._p_min,
         )
         found = stop.cut(offer.found)
-        if len(found) and self._gate.is_put_aside(found.origins[0]):
+        if len(found) and found.origins[0] in self._gate.aside:
             found = NO_DRAFT
         plan = RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
         if drafter is None:
@@ -538,63 +462,64 @@ class CostAwarePolicy:
         if len(found) and (why_not is not None or stop.worth_of(found) >= value_s):
             return plan
         if why_not is None:
-            return replace(
-                plan,
-                reason=Reason("model"),
-                found=NO_DRAFT,
-                n_max=min(self.n_max, offer.n_most),
-                stop=replace(stop, rule=rule, next_s=price.next_s),
-                extends=not self._gate.is_put_aside(NGRAM_ORIGINS[0]),
-                n_at_once=n_at_once,
-                prefill_s=price.prefill_s,
-            )
-        if why_not.name != "put aside" and self._may_try(drafter, price):
             return RoundPlan(
-                Reason("trial"),
-                min(self.n_max, offer.n_most, _N_TRIED_TOKENS),
-                stop=UntilUnsure(needs_confidence=True),
+                Reason("model"),
+                n_max,
+                stop=replace(stop, rule=rule, next_s=price.next_s),
+                extends=NGRAM_ORIGINS[0] not in self._gate.aside,
+                n_at_once=n_at_once,
                 drafter=drafter,
                 prefill_s=price.prefill_s,
             )
+        if self._may_try(drafter, price):
+            stop_of_trial, n = Stop(needs_confidence=True), min(n_max, _N_TRIED)
+            plan = RoundPlan(Reason("trial"), n, stop=stop_of_trial, drafter=drafter)
+            return replace(plan, prefill_s=price.prefill_s)
         return replace(plan, reason=why_not)
 
     def observe(self, result: RoundResult) -> None:
-        self._table.observe(result.n_rows, result.target_s)
-        plan, draft = result.plan, result.draft
-        if not len(draft):
-            self._n_stale = 0
+        self._costs.observe(result.n_rows, result.target_s)
         self._learn_acceptance(result)
-        if not self._share.is_known:
+        plan, n_drafted, n_sequences = result.plan, len(result.draft), 1 + self._others.n_sequences
+        if not n_drafted:
+            self._n_stale = 0
+        if not self._costs.knows(n_sequences):
             return
-        plain_s = self._share.seconds(1)
-        n_committed = max(1, len(result.committed), len(result.path) + 1)
-        target_s = result.target_s * self._share.of_batch(1 + len(draft), result.n_rows)
+        plain_s = self._costs.seconds(n_sequences) / n_sequences
+        n_tokens = max(1, len(result.committed), len(result.path) + 1)
+        target_s = result.target_s * self._costs.share(1 + n_drafted, result.n_rows, n_sequences)
         # Prefill is an investment in later rounds, and is not charged to this one.
         round_s = max(0.0, result.draft_s - plan.prefill_s) + target_s
-        round_s = min(round_s, (n_committed + _MOST_LOST_TOKENS) * plain_s)
-        saved_s = n_committed * plain_s - round_s
-        self._pace.add(round_s, n_committed, plain_s)
-        if plan.origin is not None and (len(draft) or plan.n_max):
-            self._gate.add(plan.origin, saved_s, plain_s, self._pace.elapsed_s)
+        round_s = min(round_s, (n_tokens + _MOST_LOST) * plain_s)
+        saved_s = n_tokens * plain_s - round_s
+        self._average(round_s, n_tokens, plain_s)
+        if plan.origin is not None and (n_drafted or plan.n_max):
+            self._gate.add(plan.origin, saved_s, plain_s, self._elapsed_s)
         if plan.drafter is not None:
             tried_s = saved_s - plan.prefill_s if plan.reason.name == "trial" else 0.0
-            self.acceptance_of(plan.drafter).counts.account(n_committed, tried_s / plain_s)
+            self.acceptance_of(plan.drafter).counts.account(n_tokens, tried_s / plain_s)
 
     # --- the steps of a plan ----------------------------------------------------------------
 
     def _read_costs(self, offer: Offer) -> Reason | None:
-        """Take the costs of this round, or return why nothing can be drafted."""
-        self._share = share = BatchShare(self._table, offer.others)
-        if not share.is_known:
+        """Take the costs of this round, or return why nothing can be drafted.
+
+        With v the seconds of the target's batches: N sequences without drafts pay v(N) / N each, and a drafted token is
+        a row more in a batch with B rows of others, and costs what that row adds.
+        """
+        self._n_stale += 1
+        costs, self._others = self._costs, offer.others
+        n_sequences, n_others = 1 + offer.others.n_sequences, offer.others.n_rows
+        if not costs.knows(n_sequences):
             return Reason("costs unknown")
         if self._n_stale > _MAX_STALE:
             return Reason("plain decode")
         if min(self.n_max, offer.n_most) < 1:
             return Reason("no room")
-        rows_s = [share.seconds(n) for n in range(1, self.n_max + 2)]
-        self._plain_s = plain_s = rows_s[0]
-        self._extra_s = [seconds - plain_s for seconds in rows_s]
-        recent_s = plain_s if self._pace.token_s is None else self._pace.token_s
+        rows_s = [costs.seconds(n_others + n) for n in range(1, self.n_max + 2)]
+        self._extra_s = [seconds - rows_s[0] for seconds in rows_s]
+        self._plain_s = plain_s = costs.seconds(n_sequences) / n_sequences
+        recent_s = self._round_s / self._round_tokens if self._n_rounds else plain_s
         self._token_s = min(plain_s / _MARGIN, recent_s)
         return None
 
@@ -606,96 +531,107 @@ class CostAwarePolicy:
         rule, n_at_once = self._rule(origin, price, self.n_max), None
         value_s = rule.value(0, 1.0) + price.next_s - price.first_s
         if price.at_once_s:
-            # How sure the draft is is known only once all its tokens are predicted. So the rule is solved for
-            # each number of tokens, with free looks, and the decode is subtracted.
-            n_most = min(self.n_max, len(price.at_once_s))
-            value_s, n_at_once = max(
-                (self._rule(origin, price, n).value(0, 1.0) - price.seconds(n), n)
+            # How sure the draft is is known only once all its tokens are predicted. So the rule is solved for each
+            # number of tokens, with free looks, and the decode is subtracted.
+            values_s = {
+                n: self._rule(origin, price, n).value(0, 1.0) - price.seconds(n)
                 for n in _AT_ONCE
-                if n <= n_most
-            )
+                if n <= min(self.n_max, len(price.at_once_s))
+            }
+            n_at_once = max(values_s, key=values_s.__getitem__)
+            value_s = values_s[n_at_once]
         # The prefill is spread over a cautious estimate of the rounds that the answer still takes.
-        n_rounds = 0.75 * max(1.0, n_left / max(1.0, self._pace.tokens_a_round))
+        n_rounds = 0.75 * max(1.0, n_left / max(1.0, self._round_tokens))
         return rule, value_s - _PREFILL_MARGIN * price.prefill_s / n_rounds, n_at_once
 
     def _why_not(self, origin: str, price: Price, value_s: float) -> Reason | None:
         """Return why not to start a model that is expected to gain `value_s` a round; None if it should start."""
-        if price == FREE:  # its draft is judged once it is known
-            return None
-        if self._gate.is_put_aside(origin):
+        if origin in self._gate.aside:
             return Reason("put aside")
-        if value_s <= 0.0 and self._ideal_s(price) <= 0.0:
-            guess_s = price.seconds(2) - price.first_s
-            guess, row = guess_s / self._plain_s, self._extra_s[1] / self._plain_s
+        pays = value_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
+        if not pays and self._ideal_s(price) <= 0.0:
+            guess, row = (price.seconds(2) - price.first_s) / self._plain_s, self._row_cost
             text = f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
             return Reason("row cost", text)
-        is_too_soon = price.prefill_s > _MOST_AHEAD * self._pace.elapsed_s
-        if is_too_soon or (price.prefill_s and value_s <= 0.0):
+        if price.prefill_s > (_MOST_AHEAD * self._elapsed_s if pays else 0.0):
             return Reason("prefill", f"the draft must first read the text, {price.prefill_s:.1f} s")
-        return self._too_rarely(origin) if value_s <= 0.0 else None
+        return None if pays else self._too_rarely(origin)
 
     def _why_not_found(self, found: Draft) -> Reason:
         if not len(found):
             return Reason("nothing found")
-        if self._gate.is_put_aside(found.origins[0]):
-            return Reason("put aside")
-        return self._too_rarely(found.origins[0])
+        is_aside = found.origins[0] in self._gate.aside
+        return Reason("put aside") if is_aside else self._too_rarely(found.origins[0])
 
     def _too_rarely(self, origin: str) -> Reason:
-        rate, row = self.acceptance_of(origin).mean(), self._extra_s[1] / self._plain_s
-        return Reason(
-            "acceptance",
-            f"{rate:.0%} of its tokens are expected to be accepted in this text, and checking one costs "
-            f"{row:.2f} of a token",
+        text = (
+            f"{self.acceptance_of(origin).mean():.0%} of its tokens are expected to be accepted in this text, and "
+            f"checking one costs {self._row_cost:.2f} of a token"
         )
+        return Reason("acceptance", text)
+
+    @property
+    def _row_cost(self) -> float:
+        return self._extra_s[1] / self._plain_s
 
     def _may_try(self, origin: str, price: Price) -> bool:
         """Return whether to try a model that is not expected to pay, to learn whether that is still so."""
-        n = min(_N_TRIED_TOKENS, self.n_max)
-        cost_s = price.seconds(n) + self._extra_s[n]
-        if price.prefill_s:
-            cost_s = price.prefill_s + _N_TRIALS * cost_s
+        n = min(_N_TRIED, self.n_max)
         credit_s = self.acceptance_of(origin).counts.trial_credit * self._plain_s
-        most_s = min(credit_s, _MOST_AHEAD_OF_TRIAL * self._pace.elapsed_s)
-        return cost_s <= most_s and self._ideal_s(price) > 0.0
+        most_s = min(credit_s, _MOST_AHEAD_OF_TRIAL * self._elapsed_s)
+        # The text is read for several trials.
+        n_trials = 3 if price.prefill_s else 1
+        cost_s = price.prefill_s + n_trials * (price.seconds(n) + self._extra_s[n])
+        return origin not in self._gate.aside and cost_s <= most_s and self._ideal_s(price) > 0.0
 
     def _ideal_s(self, price: Price) -> float:
         """Return the seconds that a round would save with a draft of the best length, all accepted."""
         lengths = range(1, self.n_max + 1)
         return max(n * self._plain_s - self._extra_s[n] - price.seconds(n) for n in lengths)
 
-    # --- acceptance -------------------------------------------------------------------------
+    # --- what it learns ---------------------------------------------------------------------
+
+    def _average(self, round_s: float, n_tokens: int, plain_s: float) -> None:
+        """Average seconds and tokens separately: the mean of their ratios would be a different figure."""
+        if not self._n_rounds:
+            self._round_s = plain_s
+        self._n_rounds += 1
+        self._elapsed_s += round_s
+        rate = max(_RATE, 1.0 / (self._n_rounds + 4))
+        self._round_s += rate * (round_s - self._round_s)
+        self._round_tokens += rate * (n_tokens - self._round_tokens)
 
     def _learn_acceptance(self, result: RoundResult) -> None:
-        draft = result.draft
         if result.plan.drafter is not None:
             seen = self.acceptance_of(result.plan.drafter)
             for confidence in itertools.chain(*(each.looks for each in result.proposed)):
                 seen.see(confidence)
-        if draft.is_drawn and draft.is_chain:
-            judge_draws(self.acceptance_of, draft, len(result.path))
+        if result.draft.is_drawn and result.draft.is_chain:
+            judge_draws(self.acceptance_of, result.draft, len(result.path))
         judge_drafts(self.acceptance_of, result.proposed, result.committed)
 
     def acceptance_of(self, origin: str) -> AcceptanceRates:
         """Return the acceptance rates of a drafter's tokens in this text."""
-        acceptance = self._acceptance.get(origin)
-        if acceptance is None:
+        rates = self._here.get(origin)
+        if rates is None:
             known = self._known.setdefault(origin, AcceptanceRates(origin))
-            acceptance = self._acceptance[origin] = AcceptanceRates(origin, known.counts)
-        return acceptance
+            rates = self._here[origin] = AcceptanceRates(origin, known.counts)
+        return rates
 
     def _rule(self, origin: str, price: Price, n_most: int) -> StoppingRule:
-        """Return the stopping rule of a drafter for drafts of at most `n_most` tokens: the one that was computed for
-        about these prices and acceptance rates, if there is one."""
-        acceptance, unit_s = self.acceptance_of(origin), _NEWS * self._plain_s
+        """Return the stopping rule of a drafter for drafts of at most `n_most` tokens, perhaps computed before for about
+        these prices and acceptance rates."""
+        rates, unit_s = self.acceptance_of(origin), _NEWS * self._plain_s
         prices = [round(s / unit_s) for s in (price.next_s, self._token_s, self._extra_s[1])]
-        key = (origin, n_most, acceptance.version // _N_NEWS, *prices)
-        rule = self._rules.get(key)
-        if rule is None:
+        key = (origin, n_most, rates.version // _N_NEWS, *prices)
+        if key not in self._rules:
             if len(self._rules) >= _N_RULES:
                 self._rules.clear()
-            extra_s, curve = self._extra_s[: n_most + 1], np.array(acceptance.curve())
-            frequencies = acceptance.frequencies()
-            rule = StoppingRule(extra_s, price.next_s, self._token_s, frequencies, curve)
-            self._rules[key] = rule
-        return rule
+            self._rules[key] = StoppingRule(
+                self._extra_s[: n_most + 1],
+                price.next_s,
+                self._token_s,
+                rates.frequencies(),
+                np.array(rates.curve()),
+            )
+        return self._rules[key]

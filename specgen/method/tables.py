@@ -115,6 +115,16 @@ class CostTable:
         n = self._n_sharing
         return self.seconds(n_rows * n) / n if self._sizes else 0.0
 
+    def share(self, n_rows: int, n_batch_rows: int, n_sequences: int) -> float:
+        """Return the share, in [0, 1], that one of N sequences pays of a batch in which it has `n_rows` rows: an equal
+        part of v(N), and of the rest as much as its drafted rows are of all."""
+        if n_sequences == 1:
+            return 1.0
+        plain_s = self.seconds(n_sequences)
+        batch_s = max(plain_s, self.seconds(n_batch_rows))
+        drafted = (n_rows - 1) / max(1, n_batch_rows - n_sequences)
+        return (plain_s / n_sequences + drafted * (batch_s - plain_s)) / batch_s
+
     def start(self, n_rows: int, seconds: float) -> None:
         """Set the measured seconds of a size; they replace earlier ones."""
         if n_rows > 0 and seconds > 0.0:
@@ -137,42 +147,6 @@ class CostTable:
         self.start(n_rows, expected_s * deviation**own)
         if is_known:
             self._slowness *= deviation**_SPEED_SHARE
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShare:
-    """What the rows of one sequence cost in a batch of the target that it shares with others.
-
-    Without drafts, N sequences share a batch of N rows, and each pays for v(N) / N. A drafted token is a row more
-    in a batch of B rows, and costs what that row adds: v(B + 1) - v(B). `table` is v, the seconds of the target's
-    batches by their rows.
-    """
-
-    table: CostTable
-    others: Others = ALONE
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a batch without drafts was measured or seen."""
-        return self.table.knows(1 + self.others.n_sequences)
-
-    def seconds(self, n_rows: int) -> float:
-        """Return the seconds that `n_rows` >= 1 rows of this sequence cost."""
-        table, n_others = self.table, self.others.n_rows
-        if not n_others:
-            return table.seconds(n_rows)
-        n = 1 + self.others.n_sequences
-        return table.seconds(n) / n + table.seconds(n_others + n_rows) - table.seconds(n_others + 1)
-
-    def of_batch(self, n_rows: int, n_batch_rows: int) -> float:
-        """Return the share, in [0, 1], that a sequence with `n_rows` rows pays of a batch of `n_batch_rows`. The
-        shares of all sequences sum to at most 1."""
-        n = 1 + self.others.n_sequences
-        plain_s, batch_s = self.table.seconds(n), self.table.seconds(n_batch_rows)
-        if n == 1 or n_batch_rows <= n or batch_s <= plain_s:
-            return 1.0 / n
-        drafted = (n_rows - 1) / (n_batch_rows - n)
-        return (plain_s / n + drafted * (batch_s - plain_s)) / batch_s
 
 
 # --- acceptance -------------------------------------------------------------------------------

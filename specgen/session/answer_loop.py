@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT
 from specgen.method.loop import Loop
 from specgen.method.tables import CostTable
-from specgen.system.arrays import Logits
+from specgen.system.arrays import Hidden, Logits
 from specgen.text.sequence import Sequence
 
 #: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
@@ -25,6 +26,8 @@ _SHORTEST_COMPARED = 30
 class AnswerLoop(Loop):
     """A loop that also reads the prompts of its sequences, and sums their answers up."""
 
+    _chunk: ChunkedPrefill | None = None
+
     def run(self, sequence: Sequence) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""
         yield from self.start(sequence)
@@ -32,6 +35,25 @@ class AnswerLoop(Loop):
             yield from self.round([sequence])
         if sequence.failure is not None:
             raise sequence.failure
+
+    def round(
+        self, sequences: abc.Sequence[Sequence], chunk: ChunkedPrefill | None = None
+    ) -> list[Event]:
+        """Run a round; read a `chunk` of a prompt in its batch, where a row has the same logits in any batch."""
+        self._chunk = chunk
+        return super().round(sequences)
+
+    def decode(
+        self, batch: Batch, active: abc.Sequence[Sequence], events: list[Event]
+    ) -> tuple[Logits, Hidden | None, float]:
+        chunk, n_own, before_s = self._chunk, len(batch), self.target.decode_s
+        if chunk is not None:
+            events += chunk.add_to(batch)
+        logits, hidden, other_s = super().decode(batch, active, events)
+        if chunk is not None and len(batch) > n_own:
+            other_s, reading = chunk.after(n_own, batch, logits, self.target.decode_s - before_s)
+            events += reading
+        return logits, hidden, other_s
 
     def start(self, sequence: Sequence) -> list[Event]:
         """Decode a prompt, and commit the first token: as early as in plain decoding, since nothing drafts before."""

@@ -282,7 +282,9 @@ def test_defects_are_called_by_their_name() -> None:
     report = _report()
     difference = report.greedy[1].difference
     assert difference is not None
-    exact = replace(report.greedy[1], difference=replace(difference, exact_rows=True))
+    exact = replace(
+        report.greedy[1], difference=replace(difference, allowed=0.0, same_in_batches_of=None)
+    )
     text = shown(replace(report, greedy=(exact,)), 200)
     assert "token 19: defect" in text
     assert "batches move no row" in text

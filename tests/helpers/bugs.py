@@ -71,16 +71,13 @@ class _Picky:
 
     def plan(self, offer: Offer) -> RoundPlan:
         plan = self._inner.plan(offer)
-        return replace(plan, stop=_PickyStop(plan.stop))
+        picky = _PickyStop(inner=plan.stop, needs_confidence=plan.stop.needs_confidence)
+        return replace(plan, stop=picky)
 
 
-@dataclass(frozen=True)
-class _PickyStop:
+@dataclass(frozen=True, kw_only=True)
+class _PickyStop(Stop):
     inner: Stop
-
-    @property
-    def needs_confidence(self) -> bool:
-        return self.inner.needs_confidence
 
     def wants_token(self, confidences: abc.Sequence[float]) -> bool:
         return self.inner.wants_token(confidences)

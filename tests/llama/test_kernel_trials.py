@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gguf import GGUFReader
 
-from specgen.errors import ModelFileError, UsageError
+from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import VERDICTS, KernelStatus, ModelTrials
@@ -286,8 +286,7 @@ def test_a_file_that_cannot_be_loaded_is_not_the_kernels_fault(
 def unsupported(kernels: Kernels) -> Iterator[None]:
     """All models are ones on which the kernels died."""
     assert kernels.computes_products
-    problem = "they died of SIGSEGV on loading it"
-    ask_before_loading(lambda _file: problem)
+    ask_before_loading(lambda _file: "they died of SIGSEGV on loading it")
     yield
     ask_before_loading(None)
     kernels.lacks_attention = False  # else it would be off for all tests of this process
@@ -295,8 +294,7 @@ def unsupported(kernels: Kernels) -> Iterator[None]:
 
 @pytest.mark.usefixtures("unsupported")
 def test_a_run_says_that_llama_cpp_serves(cli: Cli) -> None:
-    plain = cli.run(PROMPT, "--kernels", "llama.cpp")
-    result = cli.run(PROMPT)
+    plain, result = cli.run(PROMPT, "--kernels", "llama.cpp"), cli.run(PROMPT)
     assert (result.code, result.out) == (0, plain.out)
     for model in ("target.gguf", "draft.gguf"):
         note = f"note: {model}: llama.cpp's own code computes this model"
@@ -337,14 +335,12 @@ def test_the_doctor_tries_the_kernels_on_the_model(
     from specgen.llama.kernels import admission as kernels
     from specgen.measure import doctor
 
-    status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")
-    monkeypatch.setenv("SPECGEN_KERNELS", "auto")
-    monkeypatch.setattr(kernels, "examine_kernels", lambda *_args, **_options: status)
-    monkeypatch.setattr(doctor, "places_of", lambda _build: [])
+    status = KernelStatus("specgen", "avx2", path=Path("library"))
+    monkeypatch.setattr(kernels, "choose_kernels", lambda *_: status)
     monkeypatch.setattr(ModelTrials, "problem_of", lambda *_args, **_options: problem)
-    checks = {check.name: check for check in doctor.diagnose(model).checks}
-    last = checks["specgen's kernels on model.gguf"]
-    assert last.passed == (not problem)
-    if problem:
-        assert last.message == problem
-        assert "report" in (last.hint or "")
+    if not problem:
+        assert "tokens in a batch differ by" in doctor.decode_both_ways("CPU", str(model))
+        return
+    with pytest.raises(BackendError, match=f"^specgen's kernels: {problem}") as caught:
+        doctor.decode_both_ways("CPU", str(model))
+    assert "report" in str(caught.value.hint)

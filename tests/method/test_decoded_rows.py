@@ -10,7 +10,7 @@ import pytest
 from specgen.drafters.cascade import Cascade
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
-from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, UntilUnsure
+from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, Stop
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
@@ -78,7 +78,7 @@ class Models:
         return Text(state, language, LETTERS, self.sampler, 99, self.n_guess, self.open)
 
 
-class UpToTwo(UntilUnsure):
+class UpToTwo(Stop):
     """A draft of at most two tokens of a model: it has looked for a third one before it stops."""
 
     def wants_token(self, confidences: Sequence[float]) -> bool:

@@ -787,13 +787,13 @@ def test_a_drafter_that_lost_too_much_waits_and_longer_each_time() -> None:
     gate = Gate()
     waits = []
     for _ in range(3):
-        while not gate.is_put_aside("model"):
+        while "model" not in gate.aside:
             gate.begin_round()
             gate.add("model", -1.0, 1.0, 10.0)
         n = 0
-        while gate.is_put_aside("model"):
+        while "model" in gate.aside:
             gate.begin_round()
             n += 1
         waits.append(n)
     assert waits == [16, 32, 64]
-    assert not gate.is_put_aside("ngram")
+    assert "ngram" not in gate.aside

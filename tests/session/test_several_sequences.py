@@ -20,7 +20,7 @@ from specgen.method.backend import Backend, Batch
 from specgen.method.draft import Draft, NoTokenAllowedError
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import CostAwarePolicy, RoundPlan
-from specgen.method.tables import BatchShare, CostTable, Others
+from specgen.method.tables import CostTable
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
@@ -70,8 +70,7 @@ def test_the_shares_of_a_batch_are_all_of_it(
 ) -> None:
     table = CostTable({n: own_s + row_s * n for n in range(1, 60)})
     n_rows = len(n_drafted) + sum(n_drafted)
-    share = BatchShare(table, Others(len(n_drafted) - 1, n_rows - 1))
-    parts = [share.of_batch(1 + n, n_rows) for n in n_drafted]
+    parts = [table.share(1 + n, n_rows, len(n_drafted)) for n in n_drafted]
     assert sum(parts) == pytest.approx(1.0)
     assert min(parts) > 0.0
     # Who drafts more pays more.
