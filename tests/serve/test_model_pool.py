@@ -274,7 +274,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(files: Path) 
         assert not server.http.get("/v1/models/b").json()["status"]["failed"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/apply-template", "/infill"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_unknown_names(files: Path, path: str) -> None:
     with serving(files) as server:
         answer = server.http.post(path, json={"model": "d", "prompt": "x", "content": "x"})

@@ -78,15 +78,6 @@ def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
     assert {chunk.id for chunk in chunks} == {last.id}
 
 
-def test_a_completion(server: Running, client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=12)
-    expected = said(server, server.session.prompts.of_text(PROMPT, chat=False))
-    assert answer.choices[0].text
-    assert expected.startswith(answer.choices[0].text)
-    chunks = list(client.completions.create(model="any", prompt=PROMPT, max_tokens=12, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
-
-
 def test_several_prompts_and_several_answers(client: openai.OpenAI) -> None:
     prompts = [PROMPT, "a dog"]
     answer = client.completions.create(model="any", prompt=prompts, n=2, temperature=1.0, seed=3)
@@ -218,12 +209,6 @@ def test_a_form_that_cannot_be_followed_is_refused(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=told):
         client.chat.completions.create(model="any", messages=MESSAGES, extra_body={name: form})
-
-
-def test_a_prompt_without_room(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="any", prompt="x" * 1000)
-    assert caught.value.code == "context_length_exceeded"
 
 
 def test_paths_that_there_are_not(server: Running) -> None:
