@@ -181,8 +181,8 @@ def _kept(value: Any) -> Any:
     """Return the result of an operation, if it is not too large; texts that have marks become `MarkedText` again."""
     if isinstance(value, (str, list)):
         _check_size(len(value))
-    if isinstance(value, list):
-        return [_kept(each) for each in value] if value and type(value[0]) is str else value
+    if isinstance(value, list) and value and type(value[0]) is str:
+        value[:] = map(_kept, value)  # it stays the same list, to which a template may add
     return MarkedText(value) if type(value) is str and _MARKED.search(value) else value
 
 
