@@ -119,11 +119,9 @@ def test_neither_target_nor_draft_reads_again_what_was_said(models: Path, draft:
         for turn in range(6):
             n_rows = backend.n_decoded_rows
             list(talk.ask(f"number {turn} is the cat"))
-            assert talk.finished is not None
-            n_prompt, n_message = talk.finished.n_prompt_tokens, 40  # with its template's marks
+            finished, n_message = talk.answers[-1], 40  # with its template's marks
             # The last answer may be spelled in other tokens when it is read in the template.
-            assert n_prompt - talk.finished.n_cached_tokens <= 40 + n_message
+            assert finished.n_prompt_tokens - finished.n_cached_tokens <= 40 + n_message
             # A draft reads what was said, and decodes what it proposes.
             assert backend.n_decoded_rows - n_rows <= 2 * (40 + n_message)
-        assert talk.finished is not None
-        assert talk.finished.n_prompt_tokens > 300
+        assert talk.answers[-1].n_prompt_tokens > 300
