@@ -286,8 +286,7 @@ def test_a_file_that_cannot_be_loaded_is_not_the_kernels_fault(
 def unsupported(kernels: Kernels) -> Iterator[None]:
     """All models are ones on which the kernels died."""
     assert kernels.computes_products
-    problem = "they died of SIGSEGV on loading it"
-    ask_before_loading(lambda _file: problem)
+    ask_before_loading(lambda _file: "they died of SIGSEGV on loading it")
     yield
     ask_before_loading(None)
     kernels.lacks_attention = False  # else it would be off for all tests of this process
@@ -295,8 +294,7 @@ def unsupported(kernels: Kernels) -> Iterator[None]:
 
 @pytest.mark.usefixtures("unsupported")
 def test_a_run_says_that_llama_cpp_serves(cli: Cli) -> None:
-    plain = cli.run(PROMPT, "--kernels", "llama.cpp")
-    result = cli.run(PROMPT)
+    plain, result = cli.run(PROMPT, "--kernels", "llama.cpp"), cli.run(PROMPT)
     assert (result.code, result.out) == (0, plain.out)
     for model in ("target.gguf", "draft.gguf"):
         note = f"note: {model}: llama.cpp's own code computes this model"
