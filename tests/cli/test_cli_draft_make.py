@@ -72,7 +72,7 @@ def test_make_makes_heads_compares_and_keeps_the_best(
     path = heads_file(cache(), identity)
     assert is_heads_file(path)
     assert read_heads(path).target == "t.gguf"
-    assert "the heads' first guess is right for" in made.err
+    assert "the heads' guess is right for" in made.err
     found = json.loads(made.out)
     tried = {Path(draft["draft"]).name for draft in found["drafts"]}
     assert tried == {path.name, "ngram", "none"}
