@@ -267,13 +267,10 @@ class _Dialogue:
     def think(self, _argument: str) -> None:
         from specgen.render.rows import clean
         from specgen.render.streams import make_console
-        from specgen.session.prompts.template import thought_of
+        from specgen.session.prompts.thoughts import thought_of
 
-        prompt, last = self._chat.prompt, self._chat.finished
-        thought = (
-            thought_of(prompt.text, last.text) if prompt is not None and last is not None else ""
-        )
-        if not thought:
+        last = self._chat.last
+        if last is None or not (thought := thought_of(last[0].text, last[1].text)):
             raise UsageError("the last answer of this run has no thinking block")
         console = make_console(sys.stderr, os.environ)
         console.print(clean(thought), style="dim", soft_wrap=True)
@@ -282,9 +279,9 @@ class _Dialogue:
         from specgen.render.streams import make_console
         from specgen.render.summary import print_summary, totals
 
-        prompt, last = self._chat.prompt, self._chat.finished
-        if last is None or prompt is None:
+        if self._chat.last is None:
             raise UsageError("there is no answer yet")
+        prompt, last = self._chat.last
         console = make_console(sys.stderr, os.environ)
         print_summary(console, last, draft=prompt.draft, kernels=prompt.kernels)
         n_used, n_ctx = last.n_prompt_tokens + last.n_tokens, self._chat.n_ctx
@@ -389,13 +386,12 @@ def _history() -> History:
                 super().store_string(string)
 
     path = data_folder() / "chat-history"
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         path.read_bytes()
-    except OSError:
-        return InMemoryHistory()
-    return Kept(str(path))
+        return Kept(str(path))
+    return InMemoryHistory()
 
 
 def _keys() -> KeyBindings:
@@ -457,9 +453,6 @@ def without_echo() -> Iterator[None]:
 
 def is_person() -> bool:
     """Return whether a person types the messages at a terminal, and one of the streams can show them."""
-    return (
-        sys.stdin is not None
-        and sys.stdin.isatty()
-        and (sys.stdout.isatty() or sys.stderr.isatty())
-        and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    )
+    is_shown = sys.stdout.isatty() or sys.stderr.isatty()
+    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return sys.stdin is not None and sys.stdin.isatty() and is_shown and not is_dumb

@@ -45,7 +45,7 @@ from specgen.render.streams import (
     print_notice,
     reading,
 )
-from specgen.session.prompts.template import ThoughtReader, is_thinking
+from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.progress import counted
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -153,8 +153,7 @@ class LiveRenderer(Renderer):
             self._notice(event)
         self._status.update(event)
         if isinstance(event, PromptEvent) and self._folds:
-            flow, is_begun = Flow(self._flow.columns), is_thinking(event.text)
-            self._thought = _FoldedThought(flow, is_begun=is_begun)
+            self._thought = _FoldedThought(Flow(self._flow.columns), event.text)
         completed = self._rounds.read(event)
         if completed is not None and isinstance(event, CommittedEvent):
             self._add(completed, event)
@@ -280,9 +279,9 @@ class _Status:
 class _FoldedThought:
     """The thinking block of one answer: its last rows while it is generated, then one line in its place."""
 
-    def __init__(self, flow: Flow, *, is_begun: bool) -> None:
+    def __init__(self, flow: Flow, prompt: str) -> None:
         self.flow = flow
-        self._reader = ThoughtReader(is_begun=is_begun)
+        self._reader = ThoughtReader(prompt)
         self._rows: list[Row] = []
         self._is_blank = True
         self._first_s: float | None = None

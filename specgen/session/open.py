@@ -272,8 +272,8 @@ def embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
 
 
 def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
-    """Estimate the size of a model's weights, and of its context for so many tokens. Where the metadata give
-    the numbers of heads layer by layer, the cache is estimated as if all layers had the most."""
+    """Estimate the size of a model's weights, and of its context for so many tokens, as if all layers had the most
+    heads of any."""
     with GgufMetadata(file) as about:
         name = about.text("general.architecture")
         n_layers = about.number(f"{name}.block_count")

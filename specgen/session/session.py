@@ -32,8 +32,8 @@ _ROOM = (
 
 
 def usual_n_ctx(wanted: int | None, n_train: int) -> int:
-    """Return the default size, in tokens, of a context for a prompt and its answer: the options' size (0: the
-    target's training context), or else 4096, or the training context if that is less."""
+    """Return the size, in tokens, of a context for a prompt and its answer: what is `wanted` (0: the training context),
+    or else 4096, or the training context if that is less."""
     if wanted is not None:
         return wanted or n_train or _ROOM
     return min(_ROOM, n_train) if n_train > 0 else _ROOM
@@ -42,11 +42,10 @@ def usual_n_ctx(wanted: int | None, n_train: int) -> int:
 class Session:
     """A target and the models that draft for it, loaded once. Use it as a context manager.
 
-    Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
-    is closed, and until the last context that uses them is. `memory` has the measurements of these models
-    on this machine, and is updated; the caller saves it. The weights of `draft_ahead`, a draft that is likely to be
-    opened, are loaded while those of the target are. With `vocabulary_only` the target decodes elsewhere: only the
-    models that draft for it have contexts (`draft_contexts`).
+    Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it and the last
+    context that uses them are closed. `memory` is updated; the caller saves it. The weights of `draft_ahead`, a draft
+    that is likely to be opened, are loaded while those of the target are. With `vocabulary_only` the target decodes
+    elsewhere: only the models that draft for it have contexts (`draft_contexts`).
     """
 
     def __init__(
@@ -98,8 +97,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Close the models. May be called twice. The context of an unfinished answer is freed together with its
-        iterator, which raises `BackendError` if it is continued."""
+        """Close the models. An unfinished answer raises `BackendError` if it is continued."""
         self._resources.close()
 
     @property
@@ -108,8 +106,8 @@ class Session:
         return Prompts(self.target, self.own_vocabulary)
 
     def _load_ahead(self, draft: Path) -> None:
-        """Begin to load the weights of a draft model; not where that may take memory from the target, or the
-        draft is a small file, or is none that has weights of its own. Errors are those of opening it."""
+        """Begin to load the weights of a draft model, unless that may take memory from the target, or the file is
+        small. Errors are those of opening it."""
         with contextlib.suppress(SpecgenError, OSError):
             is_small = draft.stat().st_size < LEAST_AHEAD
             if is_small or has_gpu() or self.options.learning is not None:
@@ -120,8 +118,7 @@ class Session:
                 self._ahead.callback(load_ahead(draft, self.options.draft_context.n_gpu_layers))
 
     def _load_lookups(self) -> None:
-        """Load the texts in which n-grams are looked up, besides the answer's own text: files, and earlier
-        answers. Raise `UsageError` if a file cannot be read."""
+        """Load the files and the earlier answers in which n-grams are looked up. Raise `UsageError`."""
         drafting, cache = self.options.drafting, self.options.cache
         self._earlier: EarlierTexts | None = None
         corpora: list[SuffixArray] = []
@@ -144,9 +141,8 @@ class Session:
     # --- what drafts -------------------------------------------------------------------------
 
     def change_draft(self, source: DraftSource) -> None:
-        """Replace the present draft, which is closed and must have no open context. With the same source,
-        it is loaded again, with the weights that it learnt last. Raise what `open_draft` raises; there is then no
-        draft."""
+        """Replace the present draft, which must have no open context. The same source is loaded again, with the weights
+        that it learnt last. Raise what `open_draft` raises; there is then no draft."""
         self._close_draft()
         learning = self.options.learning
         setup = replace(
@@ -238,7 +234,7 @@ class Session:
 
     @property
     def usual_n_ctx(self) -> int:
-        """The default size, in tokens, of a context for a prompt and its answer: see `usual_n_ctx`."""
+        """See `usual_n_ctx`."""
         return usual_n_ctx(self.options.target_context.n_ctx, self.target.n_ctx_train)
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
@@ -284,9 +280,8 @@ class Session:
     def draft_contexts(
         self, n_ctx: int, *, target: LlamaBackend | None = None, n_slots: int = 1
     ) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Open contexts of the draft, of what drafts for it, and so on, for a context of the target of the same size. A
-        draft that reads what the target computes needs that context, `target`, and is closed before it. Raise
-        `MemoryLimitError`."""
+        """Open contexts of the draft, of what drafts for it, and so on, beside a context of the target, which a draft
+        needs that reads what the target computes. Raise `MemoryLimitError`."""
         room = Room(n_ctx, n_slots, self.n_rows_max, self.clock, self.costs.context_options, target)
         with contextlib.ExitStack() as stack:
             found = self.draft.contexts(room) if self.draft is not None else ()

@@ -79,8 +79,8 @@ class KeptResults:
             replace_text(self._file, json.dumps({"results": latest}, indent=1) + "\n")
 
 
-def read_toml(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    """Return the content of a file; empty if it `is_optional` and there is none. Raise `UsageError`."""
+def read_toml(file: Path) -> dict[str, Any]:
+    """Return the content of a file. Raise `UsageError`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -89,8 +89,6 @@ def read_toml(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        if is_optional and isinstance(error, FileNotFoundError):
-            return {}
         raise UsageError(f"cannot read {file}: {error.strerror or error}") from error
     except RecursionError as error:
         raise UsageError(f"{file} is nested too deeply", correct(file)) from error
@@ -123,11 +121,8 @@ def as_json(value: Any) -> Any:
         return [as_json(each) for each in value]
     if isinstance(value, dict):
         return {name: as_json(each) for name, each in value.items()}
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_infinite or isinstance(value, PurePath) else value
 
 
 class DamagedLineError(Exception):

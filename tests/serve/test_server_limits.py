@@ -27,7 +27,6 @@ LIMITS = Limits(
     body_bytes=200_000,
     prompt_tokens=100,
     answer_tokens=40,
-    n_answers=3,
     n_waiting=2,
     client_s=0.5,
 )
@@ -70,12 +69,6 @@ def test_an_answer_is_cut(server: Running) -> None:
         body = server.post("/v1/completions", **asked).json()
         assert body["usage"]["completion_tokens"] == 40
         assert body["choices"][0]["finish_reason"] == "length"
-
-
-def test_too_many_answers_to_one_request(server: Running) -> None:
-    found = server.post("/v1/completions", prompt=["a", "b"], n=2)
-    assert found.status_code == 400
-    assert found.json()["error"]["param"] == "n"
 
 
 def test_a_full_queue(server: Running) -> None:
