@@ -316,21 +316,6 @@ def test_several_processes_add_at_once(tmp_path: Path) -> None:
 # --- saved arrays
 
 
-@given(texts=st.lists(st.lists(st.integers(0, 3), max_size=25), max_size=5))
-def test_an_array_is_saved_and_loaded(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
-) -> None:
-    path = tmp_path_factory.mktemp("arrays") / "array.npz"
-    array, made_of = SuffixArray.build(texts), np.arange(4, dtype=np.int32)
-    array.save(path, made_of)
-    assert SuffixArray.load(path) is None
-    loaded = SuffixArray.load(path, made_of)
-    assert loaded is not None
-    for text in texts:
-        assert loaded.longest(text) == array.longest(text)
-    assert [file.name for file in path.parent.iterdir()] == ["array.npz"]
-
-
 def test_a_missing_or_damaged_file_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "array.npz"
     assert SuffixArray.load(path) is None

@@ -144,20 +144,6 @@ def test_whatever_becomes_of_drafts_the_next_one_is_that_of_a_fresh_drafter(
         assert backend.text(0) == tuple(text)
 
 
-@pytest.mark.parametrize("n_ctx", [10, 16, 33])
-def test_drafting_goes_on_when_the_text_outgrows_the_context(n_ctx: int) -> None:
-    drafter, backend = parallel(n_ctx=n_ctx)
-    tokens = np.random.default_rng(3).integers(0, N_VOCAB, 4 * n_ctx).tolist()
-    for length in range(1, len(tokens) + 1, 3):
-        text = tokens[:length]
-        draft = propose(drafter, text, 4)
-        seen = backend.text(0)
-        n_latest = len(seen) - 4
-        assert seen in (tuple(text), (*text[:4], *text[len(text) - n_latest :]))
-        assert len(draft) >= 1
-        assert list(draft.tokens) == predicted(seen, len(draft))
-
-
 # --- several sequences
 
 

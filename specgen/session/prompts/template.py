@@ -72,7 +72,9 @@ def render(
     environment = _Sandbox()
     environment.globals["strftime_now"] = now.strftime
     mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
-    given = {name: mark(value) for name, value in (variables or {}).items()}
+    # As llama.cpp: templates ask whether they are defined, and some have a date of long ago.
+    given = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
+    given |= {name: mark(value) for name, value in (variables or {}).items()}
     given |= {"add_generation_prompt": True, "bos_token": bos_token, "eos_token": eos_token}
     # The role is not the sender's text: templates make control tokens of it.
     turns = (_turn(message, _NEEDS_SHORT_IDS in template) for message in messages)
@@ -122,10 +124,22 @@ def _short_id(identity: str) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    as_plain = list  # filters make iterators
     return json.dumps(
-        value, ensure_ascii=False, indent=indent, default=list
-    )  # filters make iterators
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=as_plain,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
