@@ -101,9 +101,6 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
         for line in draft_lines(search.tried):
             print(line)
         notes += advice(search)
-    if search.ties:
-        ties = (f"{name_of(one.draft)} (x{one.figures.speedup:.2f})" for one in search.ties)
-        notes.append(f"a tie, since they differ by no more than the noise: {', '.join(ties)}")
     notes += notes_on_figures(search.others_share)
     notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
     notes += [

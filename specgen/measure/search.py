@@ -18,7 +18,6 @@ from specgen.llama import default_threads
 from specgen.measure.trial import (
     Baseline,
     DraftFigures,
-    is_tie,
     measure_target,
     plain_figures,
     try_draft,
@@ -72,13 +71,6 @@ class Search:
     is_interrupted: bool = False
     others_share: float | None = None
 
-    @property
-    def ties(self) -> tuple[Tried, ...]:
-        """Drafts that are as fast as the best one within the noise; empty if it is clearly the best."""
-        best = self.tried[0].figures
-        found = tuple(one for one in self.tried if is_tie(best, one.figures))
-        return found if len(found) > 1 else ()
-
     def to_json_object(self) -> dict[str, object]:
         baseline = self.baseline
         return {
@@ -91,7 +83,6 @@ class Search:
             "threads": as_json(self.threads),
             "drafts": [{"draft": str(one.draft), **as_json(one.figures)} for one in self.tried],
             "refused": as_json(self.refused),
-            "ties": [str(one.draft) for one in self.ties],
             "advice": list(advice(self)),
             "others_share": self.others_share,
             "saved": as_json(self.saved),

@@ -9,7 +9,6 @@ can be tried in only their own time.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections import abc, defaultdict
 from collections.abc import Callable, Iterable
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
 #: After each answer, the first sizes of batches are timed so often, but for a single row, which the answer itself times;
 #: larger sizes once.
 _N_OFTEN, _N_REPEATS = 6, 3
-#: Speed-ups that differ by a smaller share are a tie; those that differ by a larger share are none.
-_LEAST_NOISE, _MOST_NOISE = 0.03, 0.2
 
 #: Called with the number of prompts that are done, and of all prompts.
 PromptsDone = Callable[[int, int], None]
@@ -120,17 +117,6 @@ class DraftFigures:
     start_s: float
     n_rounds: int = 0
     undrafted: tuple[ReasonCount, ...] = ()
-    speedups: tuple[float, ...] = ()
-
-
-def is_tie(one: DraftFigures, other: DraftFigures) -> bool:
-    """Return whether two drafts are equally fast within twice the standard error over the answers, and 3 %."""
-    noise = _LEAST_NOISE
-    if len(one.speedups) == len(other.speedups) > 1:
-        ratios = [math.log(a / b) for a, b in zip(one.speedups, other.speedups, strict=True)]
-        spread = 2.0 * statistics.stdev(ratios) / math.sqrt(len(ratios))
-        noise = max(noise, min(_MOST_NOISE, spread))
-    return abs(math.log(one.speedup / other.speedup)) <= noise
 
 
 def measure_target(
@@ -283,16 +269,12 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
         start_s=sum(replay.start_s for replay in counted) / len(counted),
         n_rounds=n_rounds,
         undrafted=whole.undrafted,
-        speedups=tuple(replay.speedup for replay in counted),
     )
 
 
 def plain_figures(baseline: Baseline) -> DraftFigures:
     """Return the figures of plain decoding."""
-    n_answers = sum(len(answer.tokens) > 1 for answer in baseline.answers)
-    return DraftFigures(
-        1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0, speedups=(1.0,) * n_answers
-    )
+    return DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
 
 
 def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
