@@ -260,7 +260,7 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
 def test_a_request_is_refused_if_all_connections_are_being_answered(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.serve.server.http._N_CONNECTIONS", 3)
+    monkeypatch.setattr("specgen.serve.server.http.N_CONNECTIONS", 3)
     with (
         running(session_of(model)) as server,
         contextlib.ExitStack() as stack,

@@ -218,7 +218,7 @@ def _split(url: str) -> SplitResult:
 #: Connections that the system may accept before the server does.
 _BACKLOG = 128
 #: Connections at once; many systems allow 1024 descriptors.
-_N_CONNECTIONS = 500
+N_CONNECTIONS = 500
 #: Seconds for sending the ends of answers that were cut short.
 _FLUSH_S = 5.0
 
@@ -242,7 +242,7 @@ class DrainingServer(uvicorn.Server):
             http=type("Protocol", (_TimedProtocol,), {"head_s": options.limits.client_s}),
             ws="none",
             backlog=_BACKLOG,
-            limit_concurrency=_N_CONNECTIONS,  # more get status 503
+            limit_concurrency=N_CONNECTIONS,  # more get status 503
             log_config=None,
             # specgen's own log has the errors; a client that does not read its answer is none.
             log_level="info" if is_verbose else "critical",
