@@ -139,11 +139,7 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
 @app.command(cls=Command)
 @flags.takes_options(
     target=flags.target_option(),
-    files=Argument(
-        metavar="FILES_OR_FOLDERS",
-        help="GGUF files to try, and folders with such files.",
-        show_default=False,
-    ),
+    files=Argument(metavar="FILES", help="GGUF files to try.", show_default=False),
     save=Option(
         "--save",
         help="Save the fastest draft for this target: `specgen run` without --draft uses it.",
@@ -188,11 +184,8 @@ def find(
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
     texts = trials.texts()
     for file in files or ():
-        if not file.exists():
-            raise ModelFileError(f"{file}: there is no such file or folder")
-        if file.is_dir() and not any(file.glob("*.gguf")):
-            hint = "folders in it are not searched: name them"
-            raise ModelFileError(f"{file}: the folder has no GGUF files", hint)
+        if not file.is_file():
+            raise ModelFileError(f"{file}: there is no such file")
     path = find_target(target, quiet=output.quiet)
     if save and (identity := identify(path)) is not None:
         saved_draft(identity)  # a damaged file is reported now, not after minutes
