@@ -136,8 +136,7 @@ def bench(
     category, or "overall"; number of answers; speed-up over plain decoding
     (geometric mean); its first and third quartile, and that of the worst prompt; tokens per
     second (median); acceptance rate; tokens per pass of the target; time to the first
-    token relative to plain decoding; answers whose text differs from plain
-    decoding's.
+    token relative to plain decoding.
     """
     from specgen.models.files import cache_folder
     from specgen.session.open import layers_without_gpu, open_memory

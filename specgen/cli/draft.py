@@ -101,9 +101,6 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
         for line in draft_lines(search.tried):
             print(line)
         notes += advice(search)
-    if search.ties:
-        ties = (f"{name_of(one.draft)} (x{one.figures.speedup:.2f})" for one in search.ties)
-        notes.append(f"a tie, since they differ by no more than the noise: {', '.join(ties)}")
     notes += notes_on_figures(search.others_share)
     notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
     notes += [
@@ -142,11 +139,7 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
 @app.command(cls=Command)
 @flags.takes_options(
     target=flags.target_option(),
-    files=Argument(
-        metavar="FILES_OR_FOLDERS",
-        help="GGUF files to try, and folders with such files.",
-        show_default=False,
-    ),
+    files=Argument(metavar="FILES", help="GGUF files to try.", show_default=False),
     save=Option(
         "--save",
         help="Save the fastest draft for this target: `specgen run` without --draft uses it.",
@@ -191,11 +184,8 @@ def find(
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
     texts = trials.texts()
     for file in files or ():
-        if not file.exists():
-            raise ModelFileError(f"{file}: there is no such file or folder")
-        if file.is_dir() and not any(file.glob("*.gguf")):
-            hint = "folders in it are not searched: name them"
-            raise ModelFileError(f"{file}: the folder has no GGUF files", hint)
+        if not file.is_file():
+            raise ModelFileError(f"{file}: there is no such file")
     path = find_target(target, quiet=output.quiet)
     if save and (identity := identify(path)) is not None:
         saved_draft(identity)  # a damaged file is reported now, not after minutes

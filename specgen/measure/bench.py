@@ -219,7 +219,6 @@ class Result:
     target: str
     temperature: float
     contender: str
-    is_plain: bool
     prompt: int
     category: str
     round: int
@@ -298,8 +297,7 @@ def take_turns(
             continue
         if outcome.finish_reason == "interrupted" or interrupted():
             return
-        is_plain = contender.name == PLAIN
-        runs.results.append(Result(*who, is_plain, asked.number, asked.category, number, outcome))
+        runs.results.append(Result(*who, asked.number, asked.category, number, outcome))
     progress(len(turns), len(turns))
     if runs.skipped and len(skipped) == len(prompts):
         last = runs.skipped[-1]
@@ -366,8 +364,7 @@ class Figures:
 
     `speedup` over plain decoding is the geometric mean over the answers, or of all prompts over the categories;
     `quartiles` are over the answers, `worst_speedup` is that of the prompt with the least. `tokens_per_s` is the median,
-    and so is `first_token`, the time to the first token relative to plain decoding's. `n_different` counts answers whose
-    tokens differ from plain decoding's at temperature 0."""
+    and so is `first_token`, the time to the first token relative to plain decoding's."""
 
     target: str
     temperature: float
@@ -381,13 +378,12 @@ class Figures:
     acceptance_rate: float | None
     mean_accepted_length: float | None
     first_token: float | None
-    n_different: int | None
     categories: tuple[Figures, ...]
 
 
 def figures_of(results: Sequence[Result]) -> tuple[Figures, ...]:
     """Return the figures of each contender that has an answer."""
-    plain = {_place(each): each for each in results if each.is_plain}
+    plain = {_place(each): each for each in results if each.contender == PLAIN}
     answers: dict[tuple[str, float, str], list[Result]] = defaultdict(list)
     for result in results:
         answers[result.target, result.temperature, result.contender].append(result)
@@ -410,7 +406,6 @@ def _figures(
             parts.append(_figures(own, plain, name))
     by_prompt: dict[int, list[float]] = defaultdict(list)
     firsts: list[float] = []
-    n_different = 0
     for result in results:
         if (other := plain.get(_place(result))) is None:
             continue
@@ -418,8 +413,6 @@ def _figures(
             by_prompt[result.prompt].append(ratio)
         own_s, other_s = (each.outcome.time_to_first_token_s for each in (result, other))
         firsts += [own_s / other_s] if own_s is not None and other_s else []
-        tokens = result.outcome.token_ids, other.outcome.token_ids
-        n_different += None not in tokens and tokens[0] != tokens[1]
     speedups = [ratio for ratios in by_prompt.values() for ratio in ratios]
     shares = [each.speedup for each in parts if each.speedup is not None] or speedups
     outcomes = [result.outcome for result in results]
@@ -442,7 +435,6 @@ def _figures(
         acceptance_rate=n_accepted / n_drafted if n_drafted else None,
         mean_accepted_length=sum(mean * n for mean, n in rounds) / n_rounds if n_rounds else None,
         first_token=statistics.median(firsts) if firsts else None,
-        n_different=n_different if first.temperature <= 0.0 else None,
         categories=tuple(parts),
     )
 

@@ -31,7 +31,6 @@ _BENCH: tuple[tuple[str, str, Callable[[Figures], float | None]], ...] = (
     ("acceptance_rate", "accepted", lambda of: of.acceptance_rate),
     ("tokens_per_pass", "per-pass", lambda of: of.mean_accepted_length),
     ("first_token", "first", lambda of: of.first_token),
-    ("different", "other", lambda of: of.n_different),
 )
 #: The figures of a draft, in the same form.
 _DRAFT: tuple[tuple[str, str, Callable[[DraftFigures], float | None]], ...] = (
@@ -91,8 +90,7 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
     explanation = (
         "Each prompt was answered by all in turn: the speed-up over plain decoding (geometric mean), its quartiles "
         "and its least; tokens a second after the first (median); the share of drafted tokens that the target "
-        "accepts; tokens per pass of the target; the time to the first token relative to plain decoding; answers "
-        "whose text differs from plain decoding's."
+        "accepts; tokens per pass of the target; the time to the first token relative to plain decoding."
     )
     console.print(Text(explanation, style="dim"))
 

@@ -73,6 +73,13 @@ class Distilled:
     n_steps: int
     seconds: float
 
+    @property
+    def text(self) -> str:
+        return (
+            f"it agrees with the target on {self.agreement_after:.1%} of the tokens of held-back answers, before it "
+            f"was fitted on {self.agreement_before:.1%} ({self.n_steps} steps)"
+        )
+
 
 def distil(
     draft: Path,

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from specgen.errors import UsageError
 from specgen.llama import LlamaModel
-from specgen.llama.decoder_heads import HeadWeights, matrix
+from specgen.llama.decoder_heads import HeadWeights, matrix, write_heads
 from specgen.llama.operators import FloatArray
+from specgen.system.files import new_beside, write_errors
 from specgen.train.gguf_weights import ModelRows
 from specgen.train.target_text import TargetText
 from specgen.train.training_loop import Budget, Parameters, Schedule, TrainingState, train
@@ -46,25 +47,23 @@ _OPTIMIZER = optax.scale_by_adam(b1=0.9, b2=0.98)
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
-    """How often heads predict the target's token on held-back answers.
-
-    Item k is for the token k + 1 positions ahead, given the right tokens before it: `top_1` counts the
-    likeliest token, `top_4` the four likeliest."""
-
-    top_1: tuple[float, ...]
-    top_4: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class TrainedHeads:
-    """Heads, the agreement of the linear map alone and after training, and the amount of training."""
+    """Heads, and the amount of training. `before` (the linear map alone) and `after` are the shares of held-back places at
+    which they find the target's token likeliest, one and more positions ahead, given the right tokens before it."""
 
     weights: HeadWeights
-    before: Agreement
-    after: Agreement
+    before: tuple[float, ...]
+    after: tuple[float, ...]
     n_samples: int
     n_steps: int
+
+    @property
+    def text(self) -> str:
+        first = ", ".join(f"{share:.2f}" for share in self.after)
+        return (
+            f"on held-back answers the heads' guess is right for {first} of the tokens one, two and three ahead "
+            f"({self.n_samples} places learnt from, {self.n_steps} steps)"
+        )
 
 
 class _Samples(NamedTuple):
@@ -79,11 +78,11 @@ class _Samples(NamedTuple):
 
 
 def train_heads(
-    text: TargetText, target: Path, model: LlamaModel, budget: Budget
+    text: TargetText, target: Path, model: LlamaModel, output: Path, budget: Budget
 ) -> TrainedHeads | None:
-    """Train heads for `model`, whose file is `target`, on the text that it wrote, with the weights that agreed best on the
-    held-back answers; None if interrupted. Raises `UsageError` if the text is too short or `n_embd` is no multiple of
-    32, `ModelFileError` if the target's file is damaged."""
+    """Train heads for `model`, whose file is `target`, on the text that it wrote, and write those that agreed best on the
+    held-back answers to `output`; None if interrupted. Raises `UsageError` if the text is too short or `n_embd` is no
+    multiple of 32, `ModelFileError` if the target's file is damaged, `OutputError`."""
     learnt, judged = _samples(text, held_back=False), _samples(text, held_back=True)
     n_learnt, n_judged = len(learnt.hidden), len(judged.hidden)
     if n_learnt < _LEAST_SAMPLES or n_judged < _LEAST_JUDGED:
@@ -97,7 +96,7 @@ def train_heads(
         raise UsageError(f"{model.name} {why}")
     trainer = _Trainer(ModelRows(target), _frequent(text, n_vocab), learnt, judged, n_vocab)
     before = trainer.judge()
-    state = TrainingState(-sum(before.top_1), trainer.copied())
+    state = TrainingState(-sum(before), trainer.copied())
     schedule = Schedule(
         n_learnt,
         _N_BATCH,
@@ -112,6 +111,9 @@ def train_heads(
         return None
     trainer.parameters = state.best
     weights = _weights(state.best, trainer, model)
+    with write_errors(output), new_beside(output) as new:
+        write_heads(new, weights)
+        new.replace(output)
     return TrainedHeads(weights, before, trainer.judge(), n_learnt, state.n_steps)
 
 
@@ -234,11 +236,11 @@ class _Trainer:
         )
 
     def loss(self) -> float:
-        return -sum(self.judge().top_1)
+        return -sum(self.judge())
 
-    def judge(self) -> Agreement:
+    def judge(self) -> tuple[float, ...]:
         judged, n = self._judged, len(self._judged.hidden)
-        right, among = np.zeros(N_AHEAD), np.zeros(N_AHEAD)
+        right = np.zeros(N_AHEAD)
         for start in range(0, n, _N_BATCH):
             part = slice(start, start + _N_BATCH)
             state: Any = judged.hidden[part]
@@ -246,10 +248,8 @@ class _Trainer:
                 state = advance(self.parameters, state, self._embedded(judged.tokens[part, k]))
                 logits = np.asarray(state) @ self.output.T
                 expected = self._index[judged.tokens[part, k + 1]]
-                best = np.argpartition(logits, -4, axis=1)[:, -4:]
                 right[k] += (logits.argmax(axis=1) == expected).sum()
-                among[k] += (best == expected[:, None]).any(axis=1).sum()
-        return Agreement(tuple((right / n).tolist()), tuple((among / n).tolist()))
+        return tuple((right / n).tolist())
 
     def _embedded(self, tokens: NDArray[np.int32]) -> FloatArray:
         rows: FloatArray = self.embeddings[self._index[tokens]]  # -1: the last row

@@ -220,8 +220,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: s
 def test_trained_heads_agree_more_than_the_linear_map_and_than_chance(folder: Path) -> None:
     with opened(folder / "t.gguf") as target:
         written(target, folder / "text", prompts())
-        made = trained(target, folder / "text")
+        made = trained(target, folder / "text", folder / "heads.gguf")
     assert made is not None
-    assert sum(made.after.top_1) >= sum(made.before.top_1)
-    assert made.after.top_1[0] > 0.2
-    assert all(four >= one for one, four in zip(made.after.top_1, made.after.top_4, strict=True))
+    assert sum(made.after) >= sum(made.before)
+    assert made.after[0] > 0.2

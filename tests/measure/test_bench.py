@@ -81,7 +81,6 @@ def test_plain_decoding_is_first_and_the_others_take_turns() -> None:
     assert [(each.prompt, each.round) for each in runs.results[::3]] == [
         (number, round_) for round_ in (1, 2) for number in (1, 2, 3)
     ]
-    assert [each.contender for each in runs.results if each.is_plain] == ["plain"] * 6
     assert {each.outcome for each in runs.results} == {OUTCOME}
 
 
@@ -153,7 +152,6 @@ def result(contender: str, prompt: int, speed: float, **changes: Any) -> Result:
     outcome = replace(OUTCOME, tokens_per_s=speed, **changes)
     return Result(
         contender=contender,
-        is_plain=contender == "plain",
         prompt=prompt,
         outcome=outcome,
         **values | own,
@@ -230,15 +228,6 @@ def test_counts_and_shares_are_over_all_answers() -> None:
     assert figures.acceptance_rate == pytest.approx(0.25)
     assert figures.mean_accepted_length == pytest.approx((5 * 2.0 + 15 * 4.0) / 20)
     assert figures.first_token == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(("temperature", "n"), [(0.0, 1), (0.8, None)])
-def test_texts_that_differ_are_counted_at_temperature_0(temperature: float, n: int | None) -> None:
-    results = []
-    for prompt, token_ids in enumerate([OUTCOME.token_ids, (1,), None]):
-        results.append(result("plain", prompt, 1.0, temperature=temperature))
-        results.append(result("a", prompt, 1.0, temperature=temperature, token_ids=token_ids))
-    assert figures_of_a(*results).n_different == n
 
 
 @pytest.mark.parametrize("width", [80, 120])
