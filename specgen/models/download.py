@@ -212,10 +212,7 @@ def _lock(lock_file: Path, what: str, progress: ProgressView) -> AbstractContext
 
 
 def fetch(
-    model: CatalogueModel,
-    *,
-    progress: ProgressView | None = None,
-    source: SourceChoice = "auto",
+    model: CatalogueModel, *, progress: ProgressView | None = None, source: SourceChoice = "auto"
 ) -> Path:
     """Return the path of a model, downloading it if need be; what has arrived is kept. Raise `FetchError` or
     `UnknownModelError`."""
