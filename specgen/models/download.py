@@ -276,7 +276,8 @@ def fetch_reference(
     the cache decides. Raise `FetchError`, or `UnknownModelError` if there is no such repository or model.
     """
     repo, progress = reference.repo, progress or ProgressView(None)
-    if not newest and (path := hub.find_in_cache(hub.usual(reference))) is not None:
+    usual = reference if reference.names_a_model else HubReference(repo, hub.USUAL_QUANTS[0])
+    if not newest and (path := hub.find_in_cache(usual)) is not None:
         return path
     with _writing_to_cache(), closing(progress):
         try:
