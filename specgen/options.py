@@ -42,8 +42,8 @@ NGRAMS = (2, 32)
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The shape of a draft: ``auto`` grows what is expected to save time, ``off`` a chain. ``levels``: each node of depth
-    d has `numbers[d]` children. ``walks``: `numbers[0]` independent drafts of `numbers[1]` tokens."""
+    """The shape of a draft: ``auto`` grows what is expected to save time, ``off`` a chain. ``levels``: each node of
+    depth d has `numbers[d]` children. ``walks``: `numbers[0]` independent drafts of `numbers[1]` tokens."""
 
     kind: Literal["auto", "off", "levels", "walks"]
     numbers: tuple[int, ...] = ()
@@ -391,7 +391,7 @@ class ModelChoice:
 
 
 def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
-    """Return the models: the first of `drafts` drafts for the target, the next one for the first. Raise `UsageError`."""
+    """Return the models: the first of `drafts` drafts for the target, the next for the first. Raise `UsageError`."""
     if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
     if "ngram" in drafts[:-1]:

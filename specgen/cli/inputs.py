@@ -45,7 +45,7 @@ def read_prompt(
 
 
 def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
-    """Return the name of a part of the prompt, and its text without the newline that tools add. A string is the question."""
+    """Return the name of a part of the prompt, and its text without the newline at its end. A string is the question."""
     if isinstance(source, str):
         try:
             return "the question", utf8(source)

