@@ -98,14 +98,7 @@ def train_heads(
     before = trainer.judge()
     state = TrainingState(-sum(before), trainer.copied())
     schedule = Schedule(
-        n_learnt,
-        _N_BATCH,
-        n_passes=3,
-        rate=2e-4,
-        n_rising=30,
-        last_share=0.02,
-        judged_every=40,
-        patience=6,
+        n_learnt, _N_BATCH, 3, 2e-4, 30, last_share=0.02, judged_every=40, patience=6
     )
     if not train(trainer, state, schedule, budget):
         return None
@@ -162,11 +155,10 @@ class _Trainer:
         #: Each token's index among the frequent ones; -1 for the others.
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
+        own = rows.embeddings(tokens)
+        own /= np.sqrt(np.square(own).mean())
         #: The embeddings of the frequent tokens at one scale, and a last row, their mean, for all others.
-        embeddings = rows.embeddings(tokens)
-        embeddings = embeddings / np.sqrt(np.square(embeddings).mean())
-        embeddings = np.concatenate([embeddings, embeddings.mean(axis=0, keepdims=True)])
-        self.embeddings: FloatArray = embeddings.astype(np.float32)
+        self.embeddings: FloatArray = np.concatenate([own, own.mean(axis=0, keepdims=True)])
         #: The output matrix for scaled states (V in `decoder_heads`).
         self.output: FloatArray = rows.output(tokens) / np.float32(self.scale)
         seen = self._index[np.unique(learnt.tokens)]
