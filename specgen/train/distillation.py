@@ -125,7 +125,6 @@ def distil(
 
 
 def _check_memory(draft: Path, weights: GgufWeights) -> None:
-    """Raise `MemoryLimitError` if the weights and the values of a step do not fit the free memory."""
     shape = weights.hyperparameters
     n_vocab = len(weights.tensors["token_embd.weight"])
     n_ff = max(len(weights.tensors[f"blk.{i}.ffn_up.weight"]) for i in range(shape.n_layer))

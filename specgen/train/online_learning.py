@@ -193,7 +193,6 @@ class _Start(NamedTuple):
 
 
 def _better_start(base: Path, learnt: Path | None, rows: Rows, judged: Rows) -> _Start:
-    """Judge a draft as it came and with what it learnt, and start from the better of the two."""
     from specgen.train.distillation import Trainer
 
     trainer = Trainer(base, rows, judged)
@@ -210,7 +209,6 @@ def _better_start(base: Path, learnt: Path | None, rows: Rows, judged: Rows) -> 
 
 
 def _clear(folder: Path) -> None:
-    """Delete what a killed process left: weights and unfinished files that no state names."""
     states = [kept_answers.read_state(path) for path in folder.glob("*.json")]
     named = {state.weights for state in states}
     for path in (*folder.glob(f"*{NEW}"), *folder.glob("*.gguf")):
@@ -370,7 +368,6 @@ class Learner:
             self._tell(f"learning has ended: {error}")
 
     def _reload_draft(self) -> None:
-        """Reload the draft if it learnt something, here or elsewhere, or if what it learnt was deleted."""
         learnt = learnt_weights(self._folder, self._draft)
         if learnt != self._in_use and self._engine.reload_draft():
             self._in_use = learnt
@@ -438,7 +435,6 @@ class Learner:
             self._news = text
 
     def _last_words(self, child: subprocess.Popen[bytes]) -> tuple[bytes, str]:
-        """Return what a process that has ended wrote, and its last complaint. Close its files."""
         result, _ = child.communicate()
         with self._errors as errors:
             errors.seek(0)

@@ -250,7 +250,6 @@ def _rounded(n_tokens: int, step: int) -> int:
 def _whole_answer(
     session: Session, request: Request, text: str, is_judged: bool
 ) -> TargetAnswer | None:
-    """Return the answer of a request that is done; None if it is empty or did not end as it should."""
     finished = request.finished
     if request.failure is not None or finished is None or not finished.token_ids:
         return None
@@ -280,7 +279,6 @@ class TrainingText:
     top_probabilities: NDArray[np.float16] | None = field(default=None, compare=False)
 
     def length(self, n_columns: int) -> int:
-        """Return how many of its tokens a row of so many holds."""
         return min(n_columns, len(self.prompt_tokens) + len(self.answer_tokens))
 
 

@@ -84,19 +84,15 @@ class TrainingState:
 
 
 class Trainee(Protocol):
-    """What is trained."""
+    """What is trained: it has a loss on the held-back text, and gives copies of its present parameters."""
 
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
         """Take a step on some rows of the data with a learning rate."""
         ...
 
-    def loss(self) -> float:
-        """Return the loss on the held-back text."""
-        ...
+    def loss(self) -> float: ...
 
-    def copied(self) -> Parameters:
-        """Return a copy of the present parameters."""
-        ...
+    def copied(self) -> Parameters: ...
 
 
 def train(trainee: Trainee, state: TrainingState, schedule: Schedule, budget: Budget) -> bool:
