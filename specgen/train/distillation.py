@@ -331,7 +331,7 @@ class Trainer:
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def _step(
     shape: Hyperparameters,
-    changes: Parameters,
+    changes: Any,
     moments: Any,
     frozen: Any,
     rows: Any,
