@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import words_for
-from specgen.events import undrafted_text
 from specgen.llama import default_threads
 from specgen.measure.trial import (
     Baseline,
@@ -22,14 +21,13 @@ from specgen.measure.trial import (
     plain_figures,
     try_draft,
 )
-from specgen.models.files import FileIdentity, identify, identity_of, shard_number
+from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.session.calibration import begin, short_context, time_batch
 from specgen.session.files import name_of
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.system.progress import human_bytes
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend
@@ -78,7 +76,7 @@ class Search:
             "plain_tokens_per_s": 1.0 / baseline.token_s,
             "batch_s": baseline.batch_s,
             "n_prompts": len(baseline.answers),
-            "n_tokens": baseline.n_tokens,
+            "n_tokens": sum(len(answer.tokens) for answer in baseline.answers),
             "skipped_prompts": list(baseline.skipped),
             "threads": as_json(self.threads),
             "drafts": [{"draft": str(one.draft), **as_json(one.figures)} for one in self.tried],
@@ -188,12 +186,7 @@ def advice(search: Search) -> tuple[str, ...]:
         per_pass = f"{figures.mean_accepted_length:.1f} tokens come of a pass of the target"
         use = f"use it: --draft {shlex.quote(str(best.draft))}"
         return measured, f"{batch} and {accepted}, so {per_pass}", use
-    why = [
-        f"; {name_of(one.draft)}: {undrafted_text(one.figures.undrafted, one.figures.n_rounds)}"
-        for one in search.tried
-        if one.figures.undrafted
-    ]
-    none = f"{batch}, and no draft that was tried is clearly faster{''.join(why[:1])}"
+    none = f"{batch}, and no draft that was tried is clearly faster"
     others = "draft with another model (`specgen models list` shows some)"
     return measured, none, f"{others}, or not at all: --draft none"
 
@@ -204,38 +197,26 @@ def advice(search: Search) -> tuple[str, ...]:
 def find_candidates(
     named: Sequence[Path], known: Iterable[Path], target: Path
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for `target`, and those that are refused. `named` are files, and folders of GGUF
-    files; `known` are specgen's models on this disk, never reported as refused. Files of the same name and size are
-    one. A file that is larger than the target is tried only if the user named the file itself."""
-    files = [path for path in named if not path.is_dir()]
-    in_folders = [
-        path
-        for folder in named
-        for path in sorted(folder.glob("*.gguf"))
-        if path.is_file() and shard_number(path) in (None, 1) and "mmproj" not in path.name.lower()
-    ]
+    """Return the files to try as drafts for `target`, and those of the `named` that are refused. Of the `known` models
+    on this disk the larger ones are not tried. Files of the same name and size are one."""
     candidates: list[Path] = []
     refused: list[Refused] = []
     of_target = identity_of(target)
-    seen: set[FileIdentity | None] = set()
+    seen: set[FileIdentity] = set()
     # Named files come first, since the first of equal files is used.
-    for path in (*files, *in_folders, *known):
+    for path in (*named, *known):
         identity, reason = identify(path), ""
         if identity is None:
             reason = "there is no such file, or it cannot be read"
-        elif identity in seen:
+        elif identity in seen or (path not in named and identity.size_bytes > of_target.size_bytes):
             continue
-        elif identity == of_target or path.samefile(target):
-            reason = "it is the target itself"
-        elif identity.size_bytes > of_target.size_bytes and path not in files:
-            size = human_bytes(identity.size_bytes)
-            reason = (
-                f"it is larger than the target ({size}): named itself, it is tried all the same"
-            )
-        seen.add(identity)
+        else:
+            seen.add(identity)
+            if identity == of_target or path.samefile(target):
+                reason = "it is the target itself"
         if not reason:
             candidates.append(path)
-        elif path in files or path in in_folders:
+        elif path in named:
             refused.append(Refused(path, reason))
     return candidates, refused
 

@@ -133,19 +133,16 @@ def test_a_seed_repeats_an_answer(cli: Cli) -> None:
 
 # --- constrained answers
 
+NUMBER = {"type": "integer", "minimum": -9, "maximum": 999}
+PROPERTIES = {
+    "name": {"type": "string", "maxLength": 8},
+    "numbers": {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 3},
+    "kind": {"enum": ["a long name of a kind", "another long name of a kind"]},
+}
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "numbers": {
-            "type": "array",
-            "items": {"type": "integer", "minimum": -9, "maximum": 999},
-            "minItems": 2,
-            "maxItems": 3,
-        },
-        "kind": {"enum": ["a long name of a kind", "another long name of a kind"]},
-    },
-    "required": ["name", "numbers", "kind"],
+    "properties": PROPERTIES,
+    "required": [*PROPERTIES],
     "additionalProperties": False,
 }
 
