@@ -42,6 +42,7 @@ class Interrupt:
         return 0 if self._received is None else 128 + self._received
 
     def __enter__(self) -> Interrupt:
+        self._received = None
         for number in _SIGNALS:
             self._previous[number] = signal.signal(number, self._on_signal)
         return self

@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -133,9 +134,19 @@ class DamagedLineError(Exception):
         self.number = number
 
 
+#: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
+
+
 def to_line(value: Any) -> bytes:
-    """Return a value as a line of JSON. A lone surrogate becomes an escape."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    """Return a value as a line of JSON in UTF-8. Numbers that JSON lacks become null, lone surrogates escapes."""
+    try:
+        line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        known = json.loads(json.dumps(value), parse_constant=lambda _name: None)
+        line = json.dumps(known, ensure_ascii=False)
+    line = _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
+    return line.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def take_lines(data: bytes, take: Callable[[Any], None]) -> int:
