@@ -72,10 +72,9 @@ def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], l
     return find_candidates(named, known, target)
 
 
-def trial_options(
+def _trial_options(
     target: Path, drafting: DraftOptions, max_tokens: int, machine: Contexts
 ) -> SessionOptions:
-    """Return the options with which drafts are tried."""
     from specgen.session.open import session_options
 
     sources = Sources(target, (DraftChoice("none"),))
@@ -189,7 +188,7 @@ def find(
     path = find_target(target, quiet=output.quiet)
     if save and (identity := identify(path)) is not None:
         saved_draft(identity)  # a damaged file is reported now, not after minutes
-    options = trial_options(path, drafting, trials.max_tokens, machine)
+    options = _trial_options(path, drafting, trials.max_tokens, machine)
     with (
         opened(options, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
@@ -258,7 +257,7 @@ def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -
     It prints the folder.
     """
     path = find_target(target, quiet=output.quiet)
-    own = trial_options(path, DraftOptions(), text.max_tokens, machine)
+    own = _trial_options(path, DraftOptions(), text.max_tokens, machine)
     with (
         opened(own, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
@@ -335,7 +334,7 @@ def make(
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
     kinds = kinds if kind is None else [kind]
     use_kernels(machine.kernels, output)
-    own = trial_options(path, DraftOptions(), text.max_tokens, machine)
+    own = _trial_options(path, DraftOptions(), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
     n_drafts = 1 + len(kinds) + len(known_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):
