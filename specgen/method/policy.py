@@ -361,12 +361,15 @@ _MAX_STALE = 64
 _MARGIN, _NGRAM_TRUST = 1.1, 0.75
 #: The numbers of tokens that a parallel draft may predict in one decode.
 _AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
-#: A trial of a model that is not expected to pay drafts so many tokens. How long an answer gets is a guess, so a prefill
-#: may take at most `_MOST_AHEAD` times the answer's time so far, a trial less; and must save more than it takes.
-_N_TRIED = 3
+#: A trial of a model that is not expected to pay drafts so many tokens. In plain tokens' time, trials may cost a share of
+#: the generated tokens, so much at once.
+_N_TRIED, _TRIAL_SHARE, _MOST_CREDIT = 3, 0.015, 32.0
+#: How long an answer gets is a guess: a prefill may take at most so many times the answer's time so far, that of a trial
+#: less, and must be expected to save more than it takes.
 _MOST_AHEAD, _MOST_AHEAD_OF_TRIAL, _PREFILL_MARGIN = 2.0, 0.1, 1.5
-#: A round loses at most so many plain tokens: where it took longer, the machine stood still for a moment.
-_MOST_LOST = 8.0
+#: A drafter waits while it has lost more than so many plain tokens and this share of the answer's time. What it saved
+#: covers losses up to `_MOST_SAVED` tokens. A round loses at most `_MOST_LOST`: if it took longer, the machine stood still.
+_TOKENS_LOST, _SHARE_LOST, _MOST_SAVED, _MOST_LOST = 4.0, 0.01, 8.0, 8.0
 #: The weight of a round in the averages over recent ones; at first all count equally, and a plain decode as four.
 _RATE = 0.06
 #: A stopping rule is computed again when a price has changed by this share of a token's worth, or after this many
@@ -374,45 +377,16 @@ _RATE = 0.06
 _NEWS, _N_NEWS, _N_RULES = 0.05, 24, 64
 
 
-class Gate:
-    """Keeps the drafters of one answer from losing more time than they may, whatever is expected of them.
-
-    A drafter that lost more than `_SHARE` of the answer's time and `_TOKENS` plain tokens waits for `_N_ROUNDS`
-    rounds, and for twice as many each time. What it saved covers losses up to `_MOST_SAVED` tokens.
-    """
-
-    _SHARE, _TOKENS, _MOST_SAVED, _N_ROUNDS = 0.01, 4.0, 8.0, 16
-
-    def __init__(self) -> None:
-        self._saved_s: dict[str, float] = {}
-        #: The drafters that wait, with the rounds that they still do; and how long each waits the next time.
-        self.aside: dict[str, int] = {}
-        self._n_next: dict[str, int] = {}
-
-    def begin_round(self) -> None:
-        self.aside = {origin: n - 1 for origin, n in self.aside.items() if n > 1}
-
-    def add(self, origin: str, saved_s: float, plain_s: float, elapsed_s: float) -> None:
-        """Add what a drafter saved in a round, negative if it lost time. A plain decode takes `plain_s`."""
-        saved_s = min(saved_s + self._saved_s.get(origin, 0.0), self._MOST_SAVED * plain_s)
-        if saved_s < -self._TOKENS * plain_s - self._SHARE * elapsed_s:
-            self.aside[origin] = self._n_next.get(origin, self._N_ROUNDS)
-            self._n_next[origin] = 2 * self.aside[origin]
-            saved_s = 0.0
-        self._saved_s[origin] = saved_s
-
-
 class CostAwarePolicy:
     """Drafts the tokens that are expected to save more time than they cost; that may be none.
 
-    A token that a round adds is worth the time that it would take otherwise: that of a plain decode, or less if
-    recent rounds were faster. Its cost is the drafter's decodes and the larger batch of the target. A draft adds the
-    sum, over its tokens, of the probability that the token and all before it are accepted. A draft that is known as a
-    whole is cut where its value is highest. A model drafts token by token, by a `StoppingRule`, which also predicts
-    what it is worth before it runs. (For a fixed length: Leviathan et al., arXiv:2211.17192, section 3.4.)
+    A token is worth the time that it would take otherwise: that of a plain decode, or less if recent rounds were faster.
+    It costs decodes of the drafter and a row of the target's batch. A draft adds the sum, over its tokens, of the
+    probability that the token and all before it are accepted (for a fixed length: Leviathan et al., arXiv:2211.17192,
+    section 3.4). What is known as a whole is cut where its value is highest; a model drafts by a `StoppingRule`.
 
     Most learning is free: tokens that were not worth verifying are compared with the text that follows. Only trials of
-    a model that is not expected to pay cost time. A drafter that loses time against expectation waits (`Gate`).
+    a model that is not expected to pay cost time. A drafter that loses time against expectation waits.
 
     A policy decides for one text. `costs` is the target's table, to which observed times are added. `acceptance` is by
     origin; its counts cover all texts and may be shared with other policies.
@@ -430,7 +404,8 @@ class CostAwarePolicy:
         self._known = {} if acceptance is None else acceptance
         self._here: dict[str, AcceptanceRates] = {}
         self._rules: dict[tuple[object, ...], StoppingRule] = {}
-        self._gate = Gate()
+        #: The seconds that each drafter has saved in this text.
+        self._saved_s: dict[str, float] = {}
         self._n_stale = self._n_rounds = 0
         #: The seconds of all rounds, and averages over recent ones: seconds and tokens of a round.
         self._elapsed_s = self._round_s = 0.0
@@ -440,7 +415,6 @@ class CostAwarePolicy:
         self._extra_s = [0.0]
 
     def plan(self, offer: Offer) -> RoundPlan:
-        self._gate.begin_round()
         if (nothing := self._read_costs(offer)) is not None:
             return RoundPlan(nothing)
         drafter, price, n_max = offer.drafter, offer.price, min(self.n_max, offer.n_most)
@@ -452,7 +426,7 @@ class CostAwarePolicy:
             p_min=self._p_min,
         )
         found = stop.cut(offer.found)
-        if len(found) and found.origins[0] in self._gate.aside:
+        if len(found) and self._waits(found.origins[0]):
             found = NO_DRAFT
         plan = RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
         if drafter is None:
@@ -466,7 +440,7 @@ class CostAwarePolicy:
                 Reason("model"),
                 n_max,
                 stop=replace(stop, rule=rule, next_s=price.next_s),
-                extends=NGRAM_ORIGINS[0] not in self._gate.aside,
+                extends=not self._waits(NGRAM_ORIGINS[0]),
                 n_at_once=n_at_once,
                 drafter=drafter,
                 prefill_s=price.prefill_s,
@@ -494,10 +468,13 @@ class CostAwarePolicy:
         saved_s = n_tokens * plain_s - round_s
         self._average(round_s, n_tokens, plain_s)
         if plan.origin is not None and (n_drafted or plan.n_max):
-            self._gate.add(plan.origin, saved_s, plain_s, self._elapsed_s)
+            before_s = self._saved_s.get(plan.origin, 0.0)
+            self._saved_s[plan.origin] = min(before_s + saved_s, _MOST_SAVED * plain_s)
         if plan.drafter is not None:
+            counts = self.acceptance_of(plan.drafter).counts
             tried_s = saved_s - plan.prefill_s if plan.reason.name == "trial" else 0.0
-            self.acceptance_of(plan.drafter).counts.account(n_tokens, tried_s / plain_s)
+            credit = counts.trial_credit + _TRIAL_SHARE * n_tokens + tried_s / plain_s
+            counts.trial_credit = min(_MOST_CREDIT, credit)
 
     # --- the steps of a plan ----------------------------------------------------------------
 
@@ -546,7 +523,7 @@ class CostAwarePolicy:
 
     def _why_not(self, origin: str, price: Price, value_s: float) -> Reason | None:
         """Return why not to start a model that is expected to gain `value_s` a round; None if it should start."""
-        if origin in self._gate.aside:
+        if self._waits(origin):
             return Reason("put aside")
         pays = value_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
         if not pays and self._ideal_s(price) <= 0.0:
@@ -560,8 +537,13 @@ class CostAwarePolicy:
     def _why_not_found(self, found: Draft) -> Reason:
         if not len(found):
             return Reason("nothing found")
-        is_aside = found.origins[0] in self._gate.aside
-        return Reason("put aside") if is_aside else self._too_rarely(found.origins[0])
+        origin = found.origins[0]
+        return Reason("put aside") if self._waits(origin) else self._too_rarely(origin)
+
+    def _waits(self, origin: str) -> bool:
+        """Return whether a drafter lost so much time that it waits, whatever is expected of it."""
+        most_s = _TOKENS_LOST * self._plain_s + _SHARE_LOST * self._elapsed_s
+        return self._saved_s.get(origin, 0.0) < -most_s
 
     def _too_rarely(self, origin: str) -> Reason:
         text = (
@@ -582,7 +564,7 @@ class CostAwarePolicy:
         # The text is read for several trials.
         n_trials = 3 if price.prefill_s else 1
         cost_s = price.prefill_s + n_trials * (price.seconds(n) + self._extra_s[n])
-        return origin not in self._gate.aside and cost_s <= most_s and self._ideal_s(price) > 0.0
+        return not self._waits(origin) and cost_s <= most_s and self._ideal_s(price) > 0.0
 
     def _ideal_s(self, price: Price) -> float:
         """Return the seconds that a round would save with a draft of the best length, all accepted."""

@@ -166,9 +166,6 @@ _TEXT_RATE = 0.12
 _MAX_DEVIATION_OF_TEXT = 2.5
 #: The frequencies of confidences in all texts count as this many looks in the present text.
 _N_HERE = 20.0
-#: What trials of a drafter may cost, in plain tokens' time: a share of the generated tokens, so much at once.
-_TRIAL_SHARE = 0.015
-_MOST_CREDIT = 32.0
 #: Origins of tokens that need no model.
 NGRAM_ORIGINS = ("ngram", "lookup")
 #: Rates are kept at least this far from 0 and from 1.
@@ -203,11 +200,6 @@ class AcceptanceCounts:
     n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     trial_credit: float = 0.0
-
-    def account(self, n_tokens: int, saved: float = 0.0) -> None:
-        """Note that the text has grown by `n_tokens`, and what a trial saved; negative if it lost time."""
-        credit = self.trial_credit + _TRIAL_SHARE * n_tokens + saved
-        self.trial_credit = min(_MOST_CREDIT, credit)
 
 
 class AcceptanceRates:

@@ -223,23 +223,6 @@ def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
     assert acceptance.chance(0.55) < 0.35
 
 
-# --- what texts gain ---------------------------------------------------------------------------
-
-
-def test_trials_use_up_a_credit_that_comes_back_slowly() -> None:
-    counts = AcceptanceRates().counts
-    assert counts.trial_credit == 0.0
-    for _ in range(10):
-        counts.account(1, -4.0)
-    assert counts.trial_credit == pytest.approx(-40.0, abs=1.0)
-    for _ in range(1000):
-        counts.account(1)
-    assert counts.trial_credit == pytest.approx(-25.0, abs=2.0)
-    for _ in range(1000):
-        counts.account(3, 2.0)
-    assert counts.trial_credit < 50.0  # what was saved once is no credit for ever
-
-
 # --- when to stop: the rule against the search through everything that may happen
 
 

@@ -20,7 +20,6 @@ from specgen.method.drafter import draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
     FixedPolicy,
-    Gate,
     Offer,
     Policy,
     Reason,
@@ -778,22 +777,3 @@ def test_a_drafter_that_loses_time_is_put_aside() -> None:
     assert 1 <= first < 10
     assert set(names[:first]) == {"model"}
     assert names[first : first + 15] == ["put aside"] * 15
-
-
-# --- the gate -----------------------------------------------------------------------------------
-
-
-def test_a_drafter_that_lost_too_much_waits_and_longer_each_time() -> None:
-    gate = Gate()
-    waits = []
-    for _ in range(3):
-        while "model" not in gate.aside:
-            gate.begin_round()
-            gate.add("model", -1.0, 1.0, 10.0)
-        n = 0
-        while "model" in gate.aside:
-            gate.begin_round()
-            n += 1
-        waits.append(n)
-    assert waits == [16, 32, 64]
-    assert "ngram" not in gate.aside
