@@ -274,7 +274,8 @@ class StoppingRule:
 class WhilePaying(Stop):
     """Drafts as long as another token is expected to save time.
 
-    `rates` returns the acceptance rates of an origin. An expected token counts `token_s` seconds, and `extra_s[n]`
+    `rates` returns the acceptance rates of an origin. An expected token counts `token_s` seconds, a token from n-grams
+    `ngram_trust` times as much, and `extra_s[n]`
     are the seconds that n drafted tokens add to the target's batch. A look of the drafter `origin` takes `next_s`
     seconds; without a `rule` it drafts nothing.
     """
@@ -285,6 +286,7 @@ class WhilePaying(Stop):
     extra_s: Sequence[float]
     rule: StoppingRule | None = None
     next_s: float = 0.0
+    ngram_trust: float = 1.0
     needs_confidence: bool = True
 
     def wants_token(self, confidences: Sequence[float]) -> bool:
@@ -325,7 +327,7 @@ class WhilePaying(Stop):
             probabilities.append(chance if parent == ROOT else chance * probabilities[parent])
         for node, origin in enumerate(draft.origins):
             if origin in NGRAM_ORIGINS:
-                probabilities[node] *= _NGRAM_TRUST
+                probabilities[node] *= self.ngram_trust
         return probabilities
 
     def _whole_chance(self, confidences: Sequence[float]) -> float:
@@ -356,9 +358,9 @@ def _best_number(chances: Sequence[float], token_s: float, extra_s: Sequence[flo
 
 #: After this many rounds without a plain decode one is made: its cost is what everything is compared with.
 _MAX_STALE = 64
-#: The expected gain of a draft must be this many times its cost: a cost is certain and a gain is not. N-grams do not say
-#: how sure they are, so that long drafts of theirs are a bet.
-_MARGIN, _NGRAM_TRUST = 1.1, 0.75
+#: The expected gain of a draft must be this many times its cost: a cost is certain and a gain is not. A model says how
+#: sure it is, and can be trusted more than n-grams.
+_MARGIN, _NGRAM_MARGIN = 1.1, 1.5
 #: The numbers of tokens that a parallel draft may predict in one decode.
 _AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 #: A trial of a model that is not expected to pay drafts so many tokens. In plain tokens' time, trials may cost a share of
@@ -411,7 +413,7 @@ class CostAwarePolicy:
         self._elapsed_s = self._round_s = 0.0
         self._round_tokens = 1.0
         #: In this round: the seconds of a plain decode, those that n drafted tokens add to it, a token's worth.
-        self._plain_s = self._token_s = 0.0
+        self._plain_s = self._token_s = self._ngram_trust = 0.0
         self._extra_s = [0.0]
 
     def plan(self, offer: Offer) -> RoundPlan:
@@ -423,6 +425,7 @@ class CostAwarePolicy:
             rates=self.acceptance_of,
             token_s=self._token_s,
             extra_s=self._extra_s,
+            ngram_trust=self._ngram_trust,
             p_min=self._p_min,
         )
         found = stop.cut(offer.found)
@@ -498,6 +501,7 @@ class CostAwarePolicy:
         self._plain_s = plain_s = costs.seconds(n_sequences) / n_sequences
         recent_s = self._round_s / self._round_tokens if self._n_rounds else plain_s
         self._token_s = min(plain_s / _MARGIN, recent_s)
+        self._ngram_trust = min(plain_s / _NGRAM_MARGIN, recent_s) / self._token_s
         return None
 
     def _expect(
