@@ -62,12 +62,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all its
-    tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
+    """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all
+    its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
 
-    `confidences` has one number for each look so far; the last one belongs to the token that is about to be drafted. So
-    whether a token is drafted never depends on the token. `needs_confidence` says whether `wants_token` uses them, each of
-    which costs a pass over the logits."""
+    `confidences` has one number for each look so far; the last one belongs to the token that is about to be drafted.
+    So whether a token is drafted never depends on the token. `needs_confidence` says whether `wants_token` uses them,
+    each of which costs a pass over the logits."""
 
     p_min: float = 0.0
     n_min: int = 0
@@ -274,10 +274,9 @@ class StoppingRule:
 class WhilePaying(Stop):
     """Drafts as long as another token is expected to save time.
 
-    `rates` returns the acceptance rates of an origin. An expected token counts `token_s` seconds, a token from n-grams
-    `ngram_trust` times as much, and `extra_s[n]`
-    are the seconds that n drafted tokens add to the target's batch. A look of the drafter `origin` takes `next_s`
-    seconds; without a `rule` it drafts nothing.
+    `rates` returns the acceptance rates of an origin. An expected token counts `token_s` seconds, a token from
+    n-grams `ngram_trust` times as much, and `extra_s[n]` are the seconds that n drafted tokens add to the target's
+    batch. A look of the drafter `origin` takes `next_s` seconds; without a `rule` it drafts nothing.
     """
 
     origin: str
@@ -358,19 +357,20 @@ def _best_number(chances: Sequence[float], token_s: float, extra_s: Sequence[flo
 
 #: After this many rounds without a plain decode one is made: its cost is what everything is compared with.
 _MAX_STALE = 64
-#: The expected gain of a draft must be this many times its cost: a cost is certain and a gain is not. A model says how
-#: sure it is, and can be trusted more than n-grams.
+#: The expected gain of a draft must be this many times its cost: a cost is certain and a gain is not. A model says
+#: how sure it is, and can be trusted more than n-grams.
 _MARGIN, _NGRAM_MARGIN = 1.1, 1.5
 #: The numbers of tokens that a parallel draft may predict in one decode.
 _AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
-#: A trial of a model that is not expected to pay drafts so many tokens. In plain tokens' time, trials may cost a share of
-#: the generated tokens, so much at once.
+#: A trial of a model that is not expected to pay drafts so many tokens. In plain tokens' time, trials may cost a
+#: share of the generated tokens, so much at once.
 _N_TRIED, _TRIAL_SHARE, _MOST_CREDIT = 3, 0.015, 32.0
-#: How long an answer gets is a guess: a prefill may take at most so many times the answer's time so far, that of a trial
-#: less, and must be expected to save more than it takes.
+#: How long an answer gets is a guess: a prefill may take at most so many times the answer's time so far, that of a
+#: trial less, and must be expected to save more than it takes.
 _MOST_AHEAD, _MOST_AHEAD_OF_TRIAL, _PREFILL_MARGIN = 2.0, 0.1, 1.5
 #: A drafter waits while it has lost more than so many plain tokens and this share of the answer's time. What it saved
-#: covers losses up to `_MOST_SAVED` tokens. A round loses at most `_MOST_LOST`: if it took longer, the machine stood still.
+#: covers losses up to `_MOST_SAVED` tokens. A round loses at most `_MOST_LOST`: if it took longer, the machine stood
+#: still.
 _TOKENS_LOST, _SHARE_LOST, _MOST_SAVED, _MOST_LOST = 4.0, 0.01, 8.0, 8.0
 #: The weight of a round in the averages over recent ones; at first all count equally, and a plain decode as four.
 _RATE = 0.06
@@ -382,16 +382,17 @@ _NEWS, _N_NEWS, _N_RULES = 0.05, 24, 64
 class CostAwarePolicy:
     """Drafts the tokens that are expected to save more time than they cost; that may be none.
 
-    A token is worth the time that it would take otherwise: that of a plain decode, or less if recent rounds were faster.
-    It costs decodes of the drafter and a row of the target's batch. A draft adds the sum, over its tokens, of the
-    probability that the token and all before it are accepted (for a fixed length: Leviathan et al., arXiv:2211.17192,
-    section 3.4). What is known as a whole is cut where its value is highest; a model drafts by a `StoppingRule`.
+    A token is worth the time that it would take otherwise: that of a plain decode, or less if recent rounds were
+    faster. It costs decodes of the drafter and a row of the target's batch. A draft adds the sum, over its tokens, of
+    the probability that the token and all before it are accepted (for a fixed length: Leviathan et al.,
+    arXiv:2211.17192, section 3.4). What is known as a whole is cut where its value is highest; a model drafts by a
+    `StoppingRule`.
 
-    Most learning is free: tokens that were not worth verifying are compared with the text that follows. Only trials of
-    a model that is not expected to pay cost time. A drafter that loses time against expectation waits.
+    Most learning is free: tokens that were not worth verifying are compared with the text that follows. Only trials
+    of a model that is not expected to pay cost time. A drafter that loses time against expectation waits.
 
-    A policy decides for one text. `costs` is the target's table, to which observed times are added. `acceptance` is by
-    origin; its counts cover all texts and may be shared with other policies.
+    A policy decides for one text. `costs` is the target's table, to which observed times are added. `acceptance` is
+    by origin; its counts cover all texts and may be shared with other policies.
     """
 
     def __init__(
@@ -484,8 +485,8 @@ class CostAwarePolicy:
     def _read_costs(self, offer: Offer) -> Reason | None:
         """Take the costs of this round, or return why nothing can be drafted.
 
-        With v the seconds of the target's batches: N sequences without drafts pay v(N) / N each, and a drafted token is
-        a row more in a batch with B rows of others, and costs what that row adds.
+        With v the seconds of the target's batches: N sequences without drafts pay v(N) / N each, and a drafted token
+        is a row more in a batch with B rows of others, and costs what that row adds.
         """
         self._n_stale += 1
         costs, self._others = self._costs, offer.others
@@ -605,8 +606,8 @@ class CostAwarePolicy:
         return rates
 
     def _rule(self, origin: str, price: Price, n_most: int) -> StoppingRule:
-        """Return the stopping rule of a drafter for drafts of at most `n_most` tokens, perhaps computed before for about
-        these prices and acceptance rates."""
+        """Return the stopping rule of a drafter for drafts of at most `n_most` tokens, perhaps computed before for
+        about these prices and acceptance rates."""
         rates, unit_s = self.acceptance_of(origin), _NEWS * self._plain_s
         prices = [round(s / unit_s) for s in (price.next_s, self._token_s, self._extra_s[1])]
         key = (origin, n_most, rates.version // _N_NEWS, *prices)

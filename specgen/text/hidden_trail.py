@@ -117,7 +117,8 @@ class HiddenTrail:
 
 @runtime_checkable
 class StatesBackend(Backend, Protocol):
-    """A context of what drafts from the target's hidden states. Its rows have the state before them (`Batch.hidden`)."""
+    """A context of what drafts from the target's hidden states. Its rows have the state before them
+    (`Batch.hidden`)."""
 
     @property
     def trails(self) -> Sequence[HiddenTrail]:
@@ -130,8 +131,8 @@ class StatesBackend(Backend, Protocol):
 
 
 class LastHidden:
-    """The target's final hidden state after the last committed token that it has read. The loop replaces it after each
-    round, and decoder heads draft from it."""
+    """The target's final hidden state after the last committed token that it has read. The loop replaces it after
+    each round, and decoder heads draft from it."""
 
     all_rows: ClassVar[bool] = False
 
