@@ -48,9 +48,9 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is known when a round is planned: the tokens that the answer is expected to get still, the most that
-    may be drafted now, what the drafter that costs nothing has found, the name and price of the one that decodes,
-    and the other sequences in the target's batch."""
+    """What is known when a round is planned: the tokens that the answer is expected to get still, the most that may
+    be drafted now, what was found for nothing, the name and price of the drafter that decodes, and the other
+    sequences."""
 
     n_left: int
     n_most: int
@@ -195,14 +195,9 @@ class ThresholdPolicy(FixedPolicy):
     accepted, stays above a bound. This moves so that, in the long run, a quarter of the drafted tokens is rejected.
     (A confidence bound that follows the accepted share: Mamou et al., arXiv:2405.04304.)"""
 
-    _REJECTED = 0.25
-    #: How far the bound moves in a round, in log-probability for each unit of difference to that share.
-    _RATE = 0.4
-    _START, _LEAST, _MOST = 0.3, 0.01, 0.9
-
     def __init__(self, options: DraftOptions) -> None:
         super().__init__(options)
-        self._stop = replace(self._stop, bound=self._START, needs_confidence=True)
+        self._stop = replace(self._stop, bound=0.3, needs_confidence=True)
 
     @property
     def bound(self) -> float:
@@ -210,11 +205,11 @@ class ThresholdPolicy(FixedPolicy):
 
     def observe(self, result: RoundResult) -> None:
         # If nothing was sure enough, the bound falls slowly, since nothing is learnt without drafts.
-        difference = -0.1 * self._REJECTED
+        difference = -0.025
         if n_drafted := len(result.draft):
-            difference = 1.0 - len(result.path) / n_drafted - self._REJECTED
-        bound = self.bound * math.exp(self._RATE * difference)
-        self._stop = replace(self._stop, bound=min(self._MOST, max(self._LEAST, bound)))
+            difference = 1.0 - len(result.path) / n_drafted - 0.25
+        bound = self.bound * math.exp(0.4 * difference)
+        self._stop = replace(self._stop, bound=min(0.9, max(0.01, bound)))
 
 
 #: The logarithms of the probabilities, that the draft so far is accepted whole, at which values are computed.
@@ -242,7 +237,6 @@ class StoppingRule:
         frequencies: ProbArray,
         acceptance: ProbArray,
     ) -> None:
-        self.n_max = len(extra_s) - 1
         self._token_s = token_s
         self._rows_s: list[float] = np.diff(extra_s).tolist()
         log_chances = np.add.outer(_LOG_GRID, np.log(acceptance))
@@ -255,8 +249,6 @@ class StoppingRule:
 
     def value(self, n_drafted: int, chance: float) -> float:
         """Return V, the expected gain of a look at the next token; below 0 the look does not pay."""
-        if n_drafted >= self.n_max:
-            return 0.0
         values = self._values[n_drafted]
         place = (max(math.log(chance), _LEAST_LOG) - _LEAST_LOG) / _STEP if chance > 0.0 else 0.0
         index = min(int(place), len(values) - 2)
@@ -264,19 +256,16 @@ class StoppingRule:
 
     def takes(self, n_drafted: int, chance: float) -> float:
         """Return the expected gain of taking one more token, with which the draft's probability is `chance`."""
-        if n_drafted >= self.n_max:
-            return -1.0
         gain_s = chance * self._token_s - self._rows_s[n_drafted]
         return gain_s + max(0.0, self.value(n_drafted + 1, chance))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhilePaying(Stop):
-    """Drafts as long as another token is expected to save time.
-
-    `rates` returns the acceptance rates of an origin. An expected token counts `token_s` seconds, a token from
-    n-grams `ngram_trust` times as much, and `extra_s[n]` are the seconds that n drafted tokens add to the target's
-    batch. A look of the drafter `origin` takes `next_s` seconds; without a `rule` it drafts nothing.
+    """Drafts as long as another token is expected to save time. `rates` returns the acceptance rates of an origin. An
+    expected token counts `token_s` seconds, one from n-grams `ngram_trust` times as much; n drafted tokens add
+    `extra_s[n]` to the target's batch. A look of the drafter `origin` takes `next_s`; without a `rule` it drafts
+    nothing.
     """
 
     origin: str
@@ -307,7 +296,7 @@ class WhilePaying(Stop):
         return draft.only([*range(n), *(n + node for node in behind)])
 
     def worth_of(self, draft: Draft) -> float:
-        """Return the expected gain of verifying a draft, in seconds; 0 for none."""
+        """Return the seconds that verifying a draft is expected to save."""
         chances = self.path_probabilities(draft)[: len(self.extra_s) - 1]
         return sum(chances) * self.token_s - self.extra_s[len(chances)]
 
@@ -330,7 +319,6 @@ class WhilePaying(Stop):
         return probabilities
 
     def _whole_chance(self, confidences: Sequence[float]) -> float:
-        """Return the probability that tokens with these confidences are all accepted."""
         rates = self.rates(self.origin)
         return math.prod(rates.chance(each) for each in confidences)
 
@@ -338,18 +326,14 @@ class WhilePaying(Stop):
 def best_nodes(
     path_probabilities: Sequence[float], token_s: float, extra_s: Sequence[float]
 ) -> list[int]:
-    """Return the nodes of a tree that are worth most together, likeliest first.
-
-    The probability that a path is accepted does not grow along it. So the n likeliest nodes always form a tree,
-    the best one of n nodes (Sequoia, arXiv:2402.12374). Parents come before their children.
-    """
+    """Return the nodes of a tree that are worth most together, likeliest first. The probability that a path is
+    accepted does not grow along it: the n likeliest nodes form a tree, the best one (Sequoia, arXiv:2402.12374)."""
     order = sorted(range(len(path_probabilities)), key=path_probabilities.__getitem__, reverse=True)
     chances = [path_probabilities[node] for node in order]
     return order[: _best_number(chances, token_s, extra_s)]
 
 
 def _best_number(chances: Sequence[float], token_s: float, extra_s: Sequence[float]) -> int:
-    """Return how many of the first nodes, accepted with these probabilities, are worth most together."""
     gains_s = itertools.accumulate(chances[: len(extra_s) - 1], initial=0.0)
     values_s = [gain * token_s - cost_s for gain, cost_s in zip(gains_s, extra_s, strict=False)]
     return max(range(len(values_s)), key=values_s.__getitem__)
@@ -449,11 +433,10 @@ class CostAwarePolicy:
                 drafter=drafter,
                 prefill_s=price.prefill_s,
             )
-        if self._may_try(drafter, price):
-            stop_of_trial, n = Stop(needs_confidence=True), min(n_max, _N_TRIED)
-            plan = RoundPlan(Reason("trial"), n, stop=stop_of_trial, drafter=drafter)
-            return replace(plan, prefill_s=price.prefill_s)
-        return replace(plan, reason=why_not)
+        if not self._may_try(drafter, price):
+            return replace(plan, reason=why_not)
+        trial = replace(plan, stop=Stop(needs_confidence=True), prefill_s=price.prefill_s)
+        return replace(trial, reason=Reason("trial"), n_max=min(n_max, _N_TRIED))
 
     def observe(self, result: RoundResult) -> None:
         self._costs.observe(result.n_rows, result.target_s)
@@ -532,7 +515,8 @@ class CostAwarePolicy:
             return Reason("put aside")
         pays = value_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
         if not pays and self._ideal_s(price) <= 0.0:
-            guess, row = (price.seconds(2) - price.first_s) / self._plain_s, self._row_cost
+            guess = (price.seconds(2) - price.first_s) / self._plain_s
+            row = self._extra_s[1] / self._plain_s
             text = f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
             return Reason("row cost", text)
         if price.prefill_s > (_MOST_AHEAD * self._elapsed_s if pays else 0.0):
@@ -551,15 +535,12 @@ class CostAwarePolicy:
         return self._saved_s.get(origin, 0.0) < -most_s
 
     def _too_rarely(self, origin: str) -> Reason:
-        text = (
-            f"{self.acceptance_of(origin).mean():.0%} of its tokens are expected to be accepted in this text, and "
-            f"checking one costs {self._row_cost:.2f} of a token"
+        rate, row = self.acceptance_of(origin).mean(), self._extra_s[1] / self._plain_s
+        return Reason(
+            "acceptance",
+            f"{rate:.0%} of its tokens are expected to be accepted in this text, and checking one costs "
+            f"{row:.2f} of a token",
         )
-        return Reason("acceptance", text)
-
-    @property
-    def _row_cost(self) -> float:
-        return self._extra_s[1] / self._plain_s
 
     def _may_try(self, origin: str, price: Price) -> bool:
         """Return whether to try a model that is not expected to pay, to learn whether that is still so."""
