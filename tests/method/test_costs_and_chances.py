@@ -12,11 +12,9 @@ from specgen.method.policy import Reason, RoundPlan, RoundResult, StoppingRule
 from specgen.method.tables import (
     FREE,
     N_BINS,
-    NGRAM_ORIGINS,
     AcceptanceRates,
     CostTable,
     Price,
-    start_of,
 )
 from specgen.text.tally import Tally
 
@@ -69,24 +67,6 @@ def test_what_makes_no_sense_is_not_known(sense: dict[int, float]) -> None:
         table.start(size, seconds)
         table.observe(size, seconds)
     assert not table
-
-
-@given(TABLES, st.floats(0.5, 2.0), st.data())
-def test_a_machine_at_another_pace_is_found_out_from_one_size(
-    seconds: dict[int, float], pace: float, data: st.DataObject
-) -> None:
-    """All sizes share the pace of the machine, so that what is seen of one tells about others."""
-    n_rows = data.draw(st.sampled_from(sorted(seconds)))
-    table = CostTable(seconds)
-    for _ in range(200):
-        table.observe(n_rows, pace * seconds[n_rows])
-    assert table.seconds(n_rows) == pytest.approx(pace * seconds[n_rows], rel=0.01)
-    for size, time in seconds.items():
-        # Not all of it: some is put down to the size itself.
-        low, high = sorted((time, pace * time))
-        assert low * 0.999 <= table.seconds(size) <= high * 1.001
-        if abs(pace - 1.0) > 0.1:
-            assert table.seconds(size) != pytest.approx(time, rel=0.01)
 
 
 def test_every_size_is_learnt_whatever_was_expected() -> None:
@@ -144,17 +124,6 @@ def judged(acceptance: AcceptanceRates, truth: dict[float, float], n: int, seed:
         acceptance.judge(confidence, accepted=bool(rng.random() < truth[confidence]))
 
 
-def test_before_anything_was_seen_a_surer_drafter_is_held_to_be_right_more_often() -> None:
-    for origin in ("model", *NGRAM_ORIGINS):
-        curve = np.array(AcceptanceRates(origin).curve())
-        assert np.all(np.diff(curve) > 0.0)
-        assert curve[0] == pytest.approx(start_of(origin, 0.05))
-        assert 0.0 < AcceptanceRates(origin).mean() < 1.0
-        assert AcceptanceRates(origin).n_judged == 0.0
-    # An unsure model may be right; a repetition that was never one is hardly so.
-    assert AcceptanceRates("model").chance(0.0) > AcceptanceRates("ngram").chance(0.0)
-
-
 @pytest.mark.parametrize("over", [0.0, 0.2, -0.2])
 def test_the_curve_becomes_what_was_accepted(over: float) -> None:
     truth = {c: min(0.97, max(0.03, c + over)) for c in OF_EACH_BIN}
@@ -197,20 +166,6 @@ def test_a_chance_is_never_certain_and_what_was_counted_makes_sense(
     counts = acceptance.counts
     assert np.all(counts.n_accepted <= counts.n_judged + 1e-9)
     assert acceptance.n_judged <= len(tokens) + 1e-9
-
-
-@given(st.lists(st.tuples(CONFIDENCES, st.booleans()), max_size=50), CONFIDENCES)
-def test_an_accepted_token_never_lowers_a_chance_and_a_refused_one_never_raises_it(
-    tokens: list[tuple[float, bool]], confidence: float
-) -> None:
-    accepting, refusing = AcceptanceRates(), AcceptanceRates()
-    for acceptance, last in ((accepting, True), (refusing, False)):
-        for seen, accepted in tokens:
-            acceptance.judge(seen, accepted=accepted)
-        before = np.array(acceptance.curve())
-        acceptance.judge(confidence, accepted=last)
-        difference = acceptance.curve() - before
-        assert np.all(difference >= -2e-3) if last else np.all(difference <= 2e-3)
 
 
 def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
