@@ -65,6 +65,8 @@ class Sequence:
     ends: frozenset[int] = frozenset()
     hidden: TargetStates | None = None
     why_undrafted: Literal["off", "failed"] = "off"
+    #: All committed tokens, prompt and answer: those of `state`.
+    tokens: list[int] = field(init=False)
     text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
@@ -83,17 +85,13 @@ class Sequence:
     _has_end_token: bool = False
 
     def __post_init__(self) -> None:
-        self.n_prompt = len(self.state.tokens)
+        self.tokens = self.state.tokens
+        self.n_prompt = len(self.tokens)
         if not self.n_prompt:
             raise ValueError("a sequence needs at least one prompt token")
         self.text = TextStream(self.options.stop)
         if self.options.max_tokens == 0:
             self.finish_reason = "length"
-
-    @property
-    def tokens(self) -> list[int]:
-        """All committed tokens, prompt and answer."""
-        return self.state.tokens
 
     @property
     def is_finished(self) -> bool:
