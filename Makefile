@@ -17,7 +17,7 @@ MACHINES = x86_64
 # worlds, child processes, commands as a whole, and comparisons with llama.cpp case by case. (Files, or
 # the beginnings of tests' names, below tests/.)
 SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test_cli_draft.py \
-	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_trees.py cli/test_cli_tune.py \
+	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_tune.py \
 	cli/test_cli_verify.py method/test_lossless.py::test_matching method/test_lossless.py::test_sampled \
 	method/test_policy.py::test_a_draft_that_cannot_pay method/test_policy.py::test_in_the_long_run \
 	method/test_reference.py method/test_translation_text.py \

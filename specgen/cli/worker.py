@@ -89,8 +89,8 @@ def worker(
     own = attached()
     if own is not None and own.computes_products:
         own.serve()
-    for device in devices:
-        by = f", {computing()}" if device.is_cpu else ""
+    for device in devices.values():
+        by = f", {computing()}" if device.kind == "cpu" else ""
         free = f"{device.free_bytes / 2**30:.1f} GiB"
         say(f"offering {device.name}: {device.description}, {free}{by}")
     endpoint = f"{host}:{port}"

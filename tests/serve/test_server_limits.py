@@ -257,10 +257,12 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
         assert _is_closed(kept)
 
 
-def test_a_request_is_refused_if_all_connections_are_being_answered(model: Path) -> None:
-    limits = Limits(n_connections=2, n_waiting=8)
+def test_a_request_is_refused_if_all_connections_are_being_answered(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.serve.server.http.N_CONNECTIONS", 3)
     with (
-        running(session_of(model), ServerOptions(port=0, limits=limits)) as server,
+        running(session_of(model)) as server,
         contextlib.ExitStack() as stack,
         server.standing_still(),
     ):

@@ -70,11 +70,9 @@ class RequestError(Exception):
         return RequestError(503, "the server ends", "ending")
 
     @staticmethod
-    def queue_full(retry_s: int) -> RequestError:
-        """Return the error for a request without room; in about `retry_s` seconds there may be some."""
-        message = f"too many requests are waiting; try again in {retry_s} s"
-        headers = {"Retry-After": str(retry_s)}
-        return RequestError(429, message, "queue_full", headers=headers)
+    def queue_full() -> RequestError:
+        what = "too many requests are waiting; try again later"
+        return RequestError(429, what, "queue_full", headers={"Retry-After": "5"})
 
     def body(self) -> Json:
         kind = _TYPES.get(self.status, "invalid_request_error")
