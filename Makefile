@@ -17,7 +17,7 @@ MACHINES = x86_64
 # worlds, child processes, commands as a whole, and comparisons with llama.cpp case by case. (Files, or
 # the beginnings of tests' names, below tests/.)
 SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test_cli_draft.py \
-	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_trees.py cli/test_cli_tune.py \
+	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_tune.py \
 	cli/test_cli_verify.py method/test_lossless.py::test_matching method/test_lossless.py::test_sampled \
 	method/test_policy.py::test_a_draft_that_cannot_pay method/test_policy.py::test_in_the_long_run \
 	method/test_reference.py method/test_translation_text.py \
@@ -44,7 +44,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers rpc arm gpu-test test architectures quick pythons dist check lint format format-check types fuzz soak docs docs-check install clean FORCE
+.PHONY: help run peers rpc arm gpu-test test architectures quick pythons dist check lint format format-check types fuzz soak templates docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -116,6 +116,9 @@ fuzz: $(VENV)/.installed-dev ## Look for failing examples, then run damaged file
 
 soak: $(VENV)/.installed-dev ## Ask a server for an hour, rightly and wrongly (SOAK_ARGS="--minutes 10 -- -m FILE")
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.long_runs.server_soak $(SOAK_ARGS)
+
+templates: $(VENV)/.installed-dev ## How calls and thoughts of every chat template are read that llama.cpp ships (TEMPLATES=FOLDER)
+	$(BIN)/python -m tests.long_runs.templates $(TEMPLATES)
 
 docs: $(VENV)/.installed-dev ## Write the generated part of docs/, and wrap all documents
 	$(BIN)/python -m scripts.make_docs

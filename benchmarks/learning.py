@@ -35,7 +35,8 @@ import numpy as np
 from specgen.events import FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
-from specgen.measure.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
+from specgen.measure.prompts import NOW
+from specgen.measure.trial import Baseline, Replay, TargetAnswer, replay
 from specgen.models.files import cache_folder, identify, learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.calibration import calibrate
@@ -296,7 +297,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
             found[arm] = []
             for answer in answers:
                 context.remove(0)
-                begun = answered_prompt(loaded, baseline, answer)
+                begun = loaded.prompts.of_text(answer.prompt, now=NOW)
                 generation = DrafterFactory(loaded).sequence(begun, n_ctx, (context,), 0)
                 found[arm].append(replay(generation, answer, baseline, loaded.clock))
     return {

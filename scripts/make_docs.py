@@ -23,6 +23,7 @@ import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -312,7 +313,8 @@ def fields_of_classes(source: str) -> dict[str, list[Field]]:
     for record in classes(source):
         fields: list[Field] = []
         may_join = False
-        for name, annotation in annotated_names(record):
+        bases = [each for each in classes(source) if each.name in map(ast.unparse, record.bases)]
+        for name, annotation in chain.from_iterable(map(annotated_names, (*bases, record))):
             own = comment_above(comments, annotation.lineno)
             of_type = [described_types.get(word, "") for word in names_within(annotation)]
             description = own or known.get(name) or "".join(of_type)
@@ -378,7 +380,8 @@ def comment_above(comments: Mapping[int, str], line: int) -> str:
 def records_of_events() -> list[Record]:
     """The dataclasses that events are made of but that are no events themselves."""
     source = inspect.getsource(events)
-    records: list[Record] = [getattr(events, node.name) for node in classes(source)]
+    names = [node.name for node in classes(source) if not node.name.startswith("_")]
+    records: list[Record] = [getattr(events, name) for name in names]
     return [record for record in records if record not in events.EVENT_TYPES]
 
 

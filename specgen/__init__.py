@@ -46,39 +46,12 @@ __version__ = "0.1.0"
 #: Where the public names are looked for, in this order: the last one imports llama.cpp's bindings.
 _MODULES = ("specgen.errors", "specgen.events", "specgen.options", "specgen.api")
 
-__all__ = [
-    "AnswerOptions",
-    "BackendError",
-    "CommittedEvent",
-    "ContextOptions",
-    "DraftOptions",
-    "DraftedEvent",
-    "Engine",
-    "FetchError",
-    "FinishedEvent",
-    "GenerationOptions",
-    "MemoryLimitError",
-    "Message",
-    "Model",
-    "ModelFileError",
-    "NoticeEvent",
-    "PairError",
-    "Prompt",
-    "PromptError",
-    "PromptEvent",
-    "ReadingEvent",
-    "Request",
-    "SamplerOptions",
-    "Session",
-    "SessionOptions",
-    "SpecgenError",
-    "TreeShape",
-    "UnknownModelError",
-    "UsageError",
-    "VerifiedEvent",
-    "__version__",
-    "load",
-]
+__all__ = ["AnswerOptions", "BackendError", "CommittedEvent", "ContextOptions", "DraftOptions"]
+__all__ += ["DraftedEvent", "Engine", "FetchError", "FinishedEvent", "GenerationOptions"]
+__all__ += ["MemoryLimitError", "Message", "Model", "ModelFileError", "NoticeEvent", "PairError"]
+__all__ += ["Prompt", "PromptError", "PromptEvent", "ReadingEvent", "Request", "SamplerOptions"]
+__all__ += ["Session", "SessionOptions", "SpecgenError", "TreeShape", "UnknownModelError"]
+__all__ += ["UsageError", "VerifiedEvent", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -190,23 +190,19 @@ class Model:
         return replace(sampling, **_given(options, "temperature", "seed"))
 
     def _generation(self, options: AnswerOptions) -> GenerationOptions:
-        given = _given(options, "max_tokens", "ignore_eos", "logprobs", "stop")
+        given = _given(options, "max_tokens", "ignore_eos", "logprobs")
         if "grammar" in options and "json_schema" in options:
             raise UsageError("grammar and json_schema exclude each other")
         if "grammar" in options:
             given["grammar"] = Grammar("gbnf", options["grammar"])
-        if "json_schema" in options:
-            schema = options["json_schema"]
-            given["grammar"] = schema_grammar(
-                schema if isinstance(schema, str) else json.dumps(schema)
-            )
-        if "stop" in given:
-            given["stop"] = tuple(given["stop"])
+        if (schema := options.get("json_schema")) is not None:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            given["grammar"] = schema_grammar(text)
+        if "stop" in options:
+            given["stop"] = tuple(options["stop"])
         generation = replace(self._loaded.options.generation, **given)
         if generation.grammar is not None and generation.ignore_eos:
-            raise UsageError(
-                "ignore_eos and a grammar exclude each other: text that follows a grammar has an end"
-            )
+            raise UsageError("ignore_eos and a grammar, whose text ends, exclude each other")
         return generation
 
 

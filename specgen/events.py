@@ -50,15 +50,23 @@ REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class PromptEvent:
-    """Once, before anything is decoded: the prompt, the models and the settings."""
-
-    event: ClassVar[str] = "prompt"
+class _Event:
+    event: ClassVar[str]
 
     #: Which of several parallel sequences this is about (0 for `run`).
     sequence: int
     #: Seconds since the start of the generation.
     time_s: float
+
+    def __init_subclass__(cls, event: str = "") -> None:
+        if event:  # the class that has slots is made of another one
+            cls.event = event
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent(_Event, event="prompt"):
+    """Once, before anything is decoded: the prompt, the models and the settings."""
+
     #: The prompt as the model sees it, the chat template applied.
     text: str
     #: Number of prompt tokens.
@@ -83,13 +91,9 @@ class PromptEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadingEvent:
+class ReadingEvent(_Event, event="reading"):
     """A piece of a long prompt was decoded, and others follow."""
 
-    event: ClassVar[str] = "reading"
-
-    sequence: int
-    time_s: float
     #: Tokens of the prompt that the target has read, those from an answer before among them.
     n_read: int
     n_prompt_tokens: int
@@ -113,13 +117,9 @@ class DraftNode:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedEvent:
+class DraftedEvent(_Event, event="drafted"):
     """A drafter proposed a tree (a chain is a tree with one branch)."""
 
-    event: ClassVar[str] = "drafted"
-
-    sequence: int
-    time_s: float
     #: Rounds count from 1; a round is one decode of the target.
     round: int
     nodes: tuple[DraftNode, ...]
@@ -136,13 +136,9 @@ class RejectedBranch:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedEvent:
+class VerifiedEvent(_Event, event="verified"):
     """The target judged the draft of this round (there is none in a round without one)."""
 
-    event: ClassVar[str] = "verified"
-
-    sequence: int
-    time_s: float
     round: int
     #: Indices of the accepted nodes, from the root down: one path.
     accepted: tuple[int, ...]
@@ -181,16 +177,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class CommittedEvent:
+class CommittedEvent(_Event, event="committed"):
     """Tokens became part of the answer. The texts of all these events, joined, are the answer.
 
     An end-of-text token is the last piece and has no text. An interruption may release text that was held back.
     """
 
-    event: ClassVar[str] = "committed"
-
-    sequence: int
-    time_s: float
     round: int
     pieces: tuple[Piece, ...]
     #: The pieces' texts joined. What may turn out to be the beginning of a stop string is held back.
@@ -221,26 +213,19 @@ def undrafted_text(reasons: Sequence[ReasonCount], n_rounds: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class NoticeEvent:
+class NoticeEvent(_Event, event="notice"):
     """Something the user should know that does not end the answer."""
 
-    event: ClassVar[str] = "notice"
-
-    sequence: int
-    time_s: float
+    #: In a line.
     message: str
     #: More detail for `--verbose`; may have several lines.
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedEvent:
+class FinishedEvent(_Event, event="finished"):
     """Once, at the end."""
 
-    event: ClassVar[str] = "finished"
-
-    sequence: int
-    time_s: float
     #: The whole answer.
     text: str
     #: Its tokens, without the end-of-text token.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,52 +24,42 @@ from specgen.system.files import read_toml
 COMMAND_LINE_ERROR: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
-#: What the help of a command ends with, by its own name, which no other has.
-EXAMPLES: Mapping[str, Sequence[str]] = {
-    "run": (
-        'specgen run "Why is the sky blue?"',
-        'specgen run -hf Qwen/Qwen2.5-Coder-7B-Instruct-GGUF "Tell a story"',
-        'git diff | specgen run -m coder.gguf "Review this change"',
-    ),
-    "chat": (
-        'specgen chat -m model.gguf --system "Be brief." --file notes.txt',
-        "specgen chat -m model.gguf --session work",
-    ),
-    "fim": (
-        "specgen fim src/shapes.py:120:9 -m coder.gguf --in-place",
-        "specgen fim --prefix-file before --suffix-file after -m coder.gguf",
-    ),
-    "batch": ("specgen batch questions.jsonl answers.jsonl -m model.gguf --parallel 8",),
-    "serve": (
-        "specgen serve -m model.gguf --port 8081 --parallel 2",
-        "specgen serve -m model.gguf --host 0.0.0.0 --api-key-file keys.txt",
-    ),
-    "verify": ("specgen verify -m model.gguf -md small.gguf",),
-    "tune": ("specgen tune -m model.gguf -md small.gguf",),
-    "bench": (
-        'specgen bench -m model.gguf "Write a sort function" "Explain gravity"',
-        "specgen bench -m model.gguf -md small.gguf --prompts mine.jsonl --json report.json",
-    ),
-    "config": ("specgen config -m model.gguf",),
-    "worker": (
-        "specgen worker --host 0.0.0.0 --insecure-network",
-        "specgen run -m model.gguf --rpc 192.0.2.7:50052 Hello",
-    ),
-    "doctor": ("specgen doctor -m model.gguf",),
-    "list": ("specgen models list --json",),
-    "show": ("specgen models show qwen2.5-coder-1.5b",),
-    "pull": ("specgen models pull Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M",),
-    "path": ("ls -l $(specgen models path qwen2.5-coder-1.5b)",),
-    "rm": ("specgen models rm Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M",),
-    "find": ("specgen draft find -m model.gguf small.gguf smaller.gguf --save",),
-    "make": (
-        "specgen draft make -m model.gguf --minutes 60",
-        "specgen draft make -m model.gguf --kind distilled -md small.gguf",
-    ),
-    "data": ("specgen draft data -m model.gguf --tokens 80000",),
-    "learn": ("specgen draft learn -m model.gguf --minutes 30",),
-    "forget": ("specgen draft forget -m model.gguf",),
-}
+_EXAMPLES = """
+specgen run "Why is the sky blue?"
+specgen run -hf Qwen/Qwen2.5-Coder-7B-Instruct-GGUF "Tell a story"
+git diff | specgen run -m coder.gguf "Review this change"
+specgen chat -m model.gguf --system "Be brief." --file notes.txt
+specgen chat -m model.gguf --session work
+specgen fim src/shapes.py:120:9 -m coder.gguf --in-place
+specgen fim --prefix-file before --suffix-file after -m coder.gguf
+specgen batch questions.jsonl answers.jsonl -m model.gguf --parallel 8
+specgen serve -m model.gguf --port 8081 --parallel 2
+specgen serve -m model.gguf --host 0.0.0.0 --api-key-file keys.txt
+specgen verify -m model.gguf -md small.gguf
+specgen tune -m model.gguf -md small.gguf
+specgen bench -m model.gguf "Write a sort function" "Explain gravity"
+specgen bench -m model.gguf -md small.gguf --prompts mine.jsonl --json report.json
+specgen config -m model.gguf
+specgen worker --host 0.0.0.0 --insecure-network
+specgen doctor -m model.gguf
+specgen models list --json
+specgen models show qwen2.5-coder-1.5b
+specgen models pull Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M
+ls -l $(specgen models path qwen2.5-coder-1.5b)
+specgen models rm Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M
+specgen draft find -m model.gguf small.gguf smaller.gguf --save
+specgen draft make -m model.gguf --minutes 60
+specgen draft make -m model.gguf --kind distilled -md small.gguf
+specgen draft data -m model.gguf --tokens 80000
+specgen draft learn -m model.gguf --minutes 30
+specgen draft forget -m model.gguf
+"""
+
+
+def examples(command: str) -> list[str]:
+    """Return what the help of a command ends with, by its own name, which no other has."""
+    own = re.compile(rf"\bspecgen (?:models |draft )?{command}\b")
+    return [line for line in _EXAMPLES.splitlines() if own.search(line)]
 
 
 #: The commands that answer prompts: all defaults are theirs. The others, which measure or make drafts, take
@@ -78,9 +68,6 @@ _ANSWERING = ("run", "chat", "fim", "batch", "serve", "config")
 _PANELS = ("Models", "Machine")
 #: Options that say what is asked for, and not how, have no default in the file.
 _NO_DEFAULTS = ("prompt", "file", "stop", "logprobs", "json", "verbose", "help")
-_NO_PANELS = ("Constrained answers",)
-#: The table of targets.
-_TARGETS = "targets"
 #: What pydantic says of a value, which typer passes on, and how we say it.
 _WORDS = (
     (r"Input should be a valid integer.*", "it is not a whole number"),
@@ -105,7 +92,7 @@ class Command(typer.core.TyperCommand):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         # Typer shows each paragraph as a line.
-        self.epilog = "\n\n".join(EXAMPLES.get(self.name or "", ()))
+        self.epilog = "\n\n".join(examples(self.name or "-"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
@@ -147,16 +134,15 @@ def config_file() -> Path:
 def option_keys(parameter: Any) -> list[str]:
     """Return the keys of an option in the file, its readable spelling first; none if it has no default there."""
     names = [name.removeprefix("--") for name in parameter.opts if name.startswith("--")]
-    panel = getattr(parameter, "rich_help_panel", None)
-    is_out = parameter.param_type_name != "option" or parameter.is_eager or panel in _NO_PANELS
+    is_constraint = getattr(parameter, "rich_help_panel", None) == "Constrained answers"
+    is_out = parameter.param_type_name != "option" or parameter.is_eager or is_constraint
     return [] if is_out or names[:1] == [] or names[0] in _NO_DEFAULTS else names
 
 
 def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's defaults for a command, by its parameters, beside what the command line has `given`."""
     path = config_file()
-    document = read_toml(path, is_optional=True)
-    if not document:
+    if not path.exists() or not (document := read_toml(path)):
         return {}
     root = context.find_root().command
     root.load(*_ANSWERING)
@@ -167,12 +153,11 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         for key in option_keys(each)
     }
     own = {key: each for each in context.command.params for key in option_keys(each)}
-    tables = document.pop(_TARGETS, {})
+    tables = document.pop("targets", {})
     if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
-        raise UsageError(f'{path}: {_TARGETS}: give tables, as in [{_TARGETS}."NAME"]')
+        raise UsageError(f'{path}: targets: give tables, as in [targets."NAME"]')
     profiles = {
-        name: _entries(f'{path}: {_TARGETS}."{name}".', table, known)
-        for name, table in tables.items()
+        name: _entries(f'{path}: targets."{name}".', table, known) for name, table in tables.items()
     }
     found = _entries(f"{path}: ", document, known)
     names = {}  # of the target and the pair
@@ -204,7 +189,7 @@ def _entries(
     for key, value in table.items():
         option = known.get(key.replace("_", "-"))
         if option is None:
-            near = difflib.get_close_matches(key.replace("_", "-"), [*known, _TARGETS], n=1)
+            near = difflib.get_close_matches(key.replace("_", "-"), [*known, "targets"], n=1)
             hint = f"the nearest one is {near[0]}" if near else "`specgen config` lists the keys"
             raise UsageError(f"{where}{key}: there is no such key", hint=hint)
         found[option_keys(option)[0]] = (f"{where}{key}", value)

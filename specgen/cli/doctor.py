@@ -92,11 +92,13 @@ def _model_file(name: str) -> Path:
 
     def find(name: str) -> Path:
         is_on_hub = is_reference(name)
-        path = find_in_cache(parse_reference(name)) if is_on_hub else locate(registry.model(name))
-        if path is None:
-            hint = f"fetch it: specgen models pull {name}"
-            raise ModelFileError(f"{name} is not on this disk", hint=hint)
-        return path
+        if (
+            path := find_in_cache(parse_reference(name))
+            if is_on_hub
+            else locate(registry.model(name))
+        ):
+            return path
+        raise ModelFileError(f"{name} is not on this disk", f"fetch it: specgen models pull {name}")
 
     return find_model(name, registry, find)
 

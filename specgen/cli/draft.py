@@ -72,10 +72,9 @@ def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], l
     return find_candidates(named, known, target)
 
 
-def trial_options(
+def _trial_options(
     target: Path, drafting: DraftOptions, max_tokens: int, machine: Contexts
 ) -> SessionOptions:
-    """Return the options with which drafts are tried."""
     from specgen.session.open import session_options
 
     sources = Sources(target, (DraftChoice("none"),))
@@ -101,9 +100,6 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
         for line in draft_lines(search.tried):
             print(line)
         notes += advice(search)
-    if search.ties:
-        ties = (f"{name_of(one.draft)} (x{one.figures.speedup:.2f})" for one in search.ties)
-        notes.append(f"a tie, since they differ by no more than the noise: {', '.join(ties)}")
     notes += notes_on_figures(search.others_share)
     notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
     notes += [
@@ -121,11 +117,9 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
     saved = None
     try:
         if save and search is not None and not search.is_interrupted:
-            best = search.tried[0]
-            names = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draft_token_s")
-            figures = {name: getattr(best.figures, name) for name in names}
-            today = datetime.datetime.now().astimezone().date()
-            save_draft(identity_of(search.target), SavedDraft(best.draft, today, **figures))
+            best, today = search.tried[0], datetime.datetime.now().astimezone().date()
+            found = SavedDraft(best.draft, today, best.figures.speedup)
+            save_draft(identity_of(search.target), found)
             saved = best.draft
             search = replace(search, saved=saved)
     finally:  # show the measurements even if they cannot be saved
@@ -144,11 +138,7 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
 @app.command(cls=Command)
 @flags.takes_options(
     target=flags.target_option(),
-    files=Argument(
-        metavar="FILES_OR_FOLDERS",
-        help="GGUF files to try, and folders with such files.",
-        show_default=False,
-    ),
+    files=Argument(metavar="FILES", help="GGUF files to try.", show_default=False),
     save=Option(
         "--save",
         help="Save the fastest draft for this target: `specgen run` without --draft uses it.",
@@ -186,22 +176,18 @@ def find(
     and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
-    from specgen.models.files import identify
     from specgen.models.saved_drafts import saved_draft
 
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
     texts = trials.texts()
     for file in files or ():
-        if not file.exists():
-            raise ModelFileError(f"{file}: there is no such file or folder")
-        if file.is_dir() and not any(file.glob("*.gguf")):
-            hint = "folders in it are not searched: name them"
-            raise ModelFileError(f"{file}: the folder has no GGUF files", hint)
+        if not file.is_file():
+            raise ModelFileError(f"{file}: there is no such file")
     path = find_target(target, quiet=output.quiet)
-    if save and (identity := identify(path)) is not None:
-        saved_draft(identity)  # a damaged file is reported now, not after minutes
-    options = trial_options(path, drafting, trials.max_tokens, machine)
+    if save:
+        saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
+    options = _trial_options(path, drafting, trials.max_tokens, machine)
     with (
         opened(options, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
@@ -270,7 +256,7 @@ def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -
     It prints the folder.
     """
     path = find_target(target, quiet=output.quiet)
-    own = trial_options(path, DraftOptions(), text.max_tokens, machine)
+    own = _trial_options(path, DraftOptions(), text.max_tokens, machine)
     with (
         opened(own, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
@@ -347,7 +333,7 @@ def make(
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
     kinds = kinds if kind is None else [kind]
     use_kernels(machine.kernels, output)
-    own = trial_options(path, DraftOptions(), text.max_tokens, machine)
+    own = _trial_options(path, DraftOptions(), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
     n_drafts = 1 + len(kinds) + len(known_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):

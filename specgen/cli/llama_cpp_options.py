@@ -1,5 +1,5 @@
-"""Options of llama.cpp's programs that are typed out of habit: what specgen does anyhow is left out, with one note; what
-has an equal is replaced by it; the others are refused, with what to use instead."""
+"""Options of llama.cpp's programs that are typed out of habit: what specgen does anyhow is left out, with one note;
+what has an equal is replaced by it; the others are refused, with what to use instead."""
 
 from __future__ import annotations
 
@@ -45,17 +45,14 @@ _HINTS = {
         "`specgen chat` is a conversation; `specgen run` answers one prompt"
     ),
     "-st --single-turn -no-cnv --no-conversation": "`specgen run` answers one prompt",
-    "--display-prompt": "specgen prints only the answer",
-    "--verbose-prompt": "--json shows the prompt as the model sees it",
+    "--display-prompt --verbose-prompt": "--json shows the prompt as the model sees it",
     "--no-mmap --mlock -lm --load-mode": "leave it out: specgen maps the file",
     "-sysf --system-prompt-file": '--system "$(cat FILE)" takes it from a file',
-    "-bf --binary-file": "-f FILE reads a text in UTF-8",
-    "-td --threads-draft -tbd --threads-batch-draft --spec-draft-threads": (
-        "-t and -tb are for the draft, too"
+    "-td --threads-draft -tbd --threads-batch-draft --spec-draft-threads -ctkd -ctvd": (
+        "-t, -tb, -ctk and -ctv are for the draft, too"
     ),
-    "-ctkd -ctvd": "-ctk and -ctv are for the draft, too",
     "-C -Cr --cpu-mask --cpu-range --cpu-strict --prio --poll --numa": (
-        "leave it out: specgen measures how many threads are best, and the system places them"
+        "leave it out: specgen measures how many threads are best"
     ),
     "--chat-template --chat-template-file --no-jinja": (
         "specgen uses the model's own template; --raw continues a text in which you wrote one yourself"
@@ -64,7 +61,6 @@ _HINTS = {
         "-v and -vv say more on standard error; `2> FILE` keeps it"
     ),
     "--keep --context-shift": "an answer ends where the context is full: -c N makes it larger",
-    "--prompt-cache-all --prompt-cache-ro": "--prompt-cache FILE keeps the prompt",
     "--spec-type": "--draft says what drafts: a model, mtp, ngram or heads",
     "-mu --model-url": "download it, or name it with -hf USER/REPO:QUANT",
     "--api-key": "--api-key-file FILE: other users of the machine can see options",
@@ -72,7 +68,7 @@ _HINTS = {
     "--ssl-key-file --ssl-cert-file": "put a proxy with TLS in front of it",
     "--offline": "the variable HF_HUB_OFFLINE=1 does so",
     # Without these, the first letter would count as an option and the rest as its value.
-    "-ot -cmoe -ncmoe -nkvo -mg -sm -dev -devd -ctxcp -cram -kvu -ptc -sp -nocb -dt -gan -gaw -mm -bs -lcd "
+    "-bf --binary-file --prompt-cache-all --prompt-cache-ro -ot -cmoe -ncmoe -nkvo -mg -sm -dev -devd -ctxcp -cram -kvu -ptc -sp -nocb -dt -gan -gaw -mm -bs -lcd "
     "-sps -nr": "",
 }
 _INSTEAD = {name: hint for names, hint in _HINTS.items() for name in names.split()}
@@ -107,7 +103,9 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
         elif _HUB.get(name) in own or name in _HUB_OTHERS:
             value = value if equals or not rest else rest.pop(0)
             if name in _HUB:
-                found += [_HUB[name], _reference(value)]
+                from specgen.models.hub import parse_reference
+
+                found += [_HUB[name], str(parse_reference(value))]
             others[_HUB_OTHERS.get(name, "")] = value
         elif name in same:
             left_out.append(name)
@@ -129,12 +127,6 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
     return _with_file(found, others.get("file"))
 
 
-def _reference(name: str) -> str:
-    from specgen.models.hub import parse_reference
-
-    return str(parse_reference(name))
-
-
 def _with_file(words: list[str], file: str | None) -> list[str]:
     """Return the words with the file in the target's repository, if there is one, as the target."""
     if file is None:
@@ -144,8 +136,10 @@ def _with_file(words: list[str], file: str | None) -> list[str]:
     ]
     if len(names) != 1:
         raise UsageError("--hf-file needs one --hf-repo", "name it with -hf USER/REPO")
-    repo = words[names[0]].split(":")[1]
-    return [*words[: names[0]], _reference(f"{repo}/{file}"), *words[names[0] + 1 :]]
+    from specgen.models.hub import parse_reference
+
+    name = parse_reference(f"{words[names[0]].split(':')[1]}/{file}")
+    return [*words[: names[0]], str(name), *words[names[0] + 1 :]]
 
 
 def _check_draft(name: str, value: str) -> None:

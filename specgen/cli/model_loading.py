@@ -68,12 +68,12 @@ class Setup:
         )
         return sources, options
 
-    @contextlib.contextmanager
-    def opened(self, output: Output, check: Check | None = None) -> Iterator[Session]:
+    def opened(
+        self, output: Output, check: Check | None = None
+    ) -> contextlib.AbstractContextManager[Session]:
         """Find and load the models; close them at the end."""
         sources, options = self.find(output)
-        with opened(options, self.machine.kernels, output, sources.drafts, check) as session:
-            yield session
+        return opened(options, self.machine.kernels, output, sources.drafts, check)
 
 
 @contextlib.contextmanager
@@ -116,7 +116,6 @@ def load(
         note=output.note,
         check=check or (lambda _session: None),
         loading=loading,
-        load_ahead=not output.verbose,  # lines of the log of two models at once would be mixed
     )
 
 

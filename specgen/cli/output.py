@@ -61,6 +61,8 @@ class Output:
         show_default=False,
     )
 
+    prefix: str = ""  # of notes
+
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:
             raise UsageError("--quiet and --verbose exclude each other", hint="use one of them")
@@ -73,7 +75,7 @@ class Output:
         """Print a note on standard error, unless it is to be quiet."""
         if self.quiet:
             return
-        line = f"note: {text}"
+        line = f"note: {self.prefix}{text}"
         if sys.stderr.isatty():
             columns = shutil.get_terminal_size().columns
             line = textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)

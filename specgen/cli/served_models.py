@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class ModelLoader:
             self._check_memory(name, n_bytes)
         output = self.output
         if self.memory_bytes is not None:
-            output = _Named(**asdict(output), name=name)
+            output = replace(output, prefix=f"{name}: ")
         opened = partial(self._open, sources, options, n_parallel, is_fixed, output)
         return ModelEntry(name, opened, n_bytes)
 
@@ -114,12 +114,16 @@ class ModelLoader:
         def stops() -> bool:
             return self.stop() or interrupted()
 
+        def save() -> None:
+            with turns:  # nothing learns meanwhile
+                self._memory.save()
+
         with contextlib.ExitStack() as stack:
             with _weights(options), turns:
                 loaded = stack.enter_context(
                     load(options, output, sources.drafts, memory=self._memory)
                 )
-                stack.callback(self._save, turns)
+                stack.callback(save)
                 news = calibrate(loaded, stops)
                 engine = Engine.largest(
                     loaded,
@@ -139,10 +143,12 @@ class ModelLoader:
                 output.note(notice)
             learner = stack.enter_context(Learner(loaded, engine, output.note))
 
-            def between(begins: bool) -> None:
-                learner.between_answers(begins=begins)
-
-            return OpenedModel(loaded, engine, stack.pop_all(), between)
+            return OpenedModel(
+                loaded,
+                engine,
+                stack.pop_all(),
+                lambda begins: learner.between_answers(begins=begins),
+            )
 
     def _check_memory(self, name: str, n_bytes: int) -> None:
         if self.memory_bytes is not None and n_bytes > self.memory_bytes:
@@ -151,11 +157,6 @@ class ModelLoader:
                 f"{name} needs about {human_bytes(n_bytes)}, but --memory allows {allowed}",
                 hint="give more --memory, or the model a smaller --ctx-size",
             )
-
-    def _save(self, turns: Turns) -> None:
-        """Save what was learnt, while nothing learns."""
-        with turns:
-            self._memory.save()
 
 
 @contextlib.contextmanager
@@ -174,16 +175,6 @@ def _weights(options: SessionOptions) -> Iterator[None]:
         yield
     finally:
         model.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Named(Output):
-    """An output whose notes begin with the name of a model."""
-
-    name: str = ""
-
-    def note(self, text: str) -> None:
-        Output.note(self, f"{self.name}: {text}")
 
 
 # --- several models -------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from specgen.system.worker_probe import probe
 
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
 #: Seconds: the longest wait for the worker's first response, and between two checks for signals.
-_START_S = 10.0
-_POLL_S = 0.1
+_START_S, _POLL_S = 10.0, 0.1
 
 
 @flags.takes_options(
@@ -37,12 +36,7 @@ _POLL_S = 0.1
         show_default="all that is free",
     ),
     threads=Option(
-        "--threads",
-        "-t",
-        min=1,
-        max=512,
-        help="Threads for computing.",
-        show_default="physical cores",
+        "--threads", "-t", min=1, max=512, help="Threads.", show_default="physical cores"
     ),
     cache=Option(
         "--cache", help="Keep large tensors on this disk, so that a model is sent only once."
@@ -95,8 +89,8 @@ def worker(
     own = attached()
     if own is not None and own.computes_products:
         own.serve()
-    for device in devices:
-        by = f", {computing()}" if device.is_cpu else ""
+    for device in devices.values():
+        by = f", {computing()}" if device.kind == "cpu" else ""
         free = f"{device.free_bytes / 2**30:.1f} GiB"
         say(f"offering {device.name}: {device.description}, {free}{by}")
     endpoint = f"{host}:{port}"

@@ -74,10 +74,10 @@ class LlamaBackend:
         self.n_vocab = self.vocabulary.n_tokens
 
         n_rows = max(self.n_batch, n_outputs)
-        size = ContextSize(n_ctx, n_rows, n_outputs, n_sequences, n_branches, is_mtp)
-        if n_rollback is None:
-            n_rollback = n_outputs - 1
-        context = open_context(model, options, size, n_rollback, on_tensor, other)
+        native = {"on_tensor": on_tensor, "other": other}
+        size = ContextSize(n_ctx, n_rows, n_outputs, n_sequences, n_branches, is_mtp, **native)
+        n_rollback = n_outputs - 1 if n_rollback is None else n_rollback
+        context = open_context(model, options, size, n_rollback)
         self.handle, self._n_snapshots = context.handle, context.n_snapshots
         model.hold()
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
@@ -85,10 +85,9 @@ class LlamaBackend:
         self._cache = Cache(model.name, self.handle, model.n_window, model.call, context.guards)
         if not self._cache:
             self.close()
-            raise ModelFileError(
-                f"{model.path}: the model has no KV cache, so it cannot generate text"
-            )
-        self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs, self._cache.with_guards)
+            why = "the model has no KV cache, so it cannot generate text"
+            raise ModelFileError(f"{model.path}: {why}")
+        self._rows = _RowBuffers(n_rows, n_sequences, n_outputs, self._cache)
         #: The layers whose inputs `decode_hidden` returns for a draft that reads them.
         self._layers: tuple[int, ...] = ()
         #: The tokens of each sequence; not used for models with a recurrent state (see `Rewinder`).
@@ -97,14 +96,9 @@ class LlamaBackend:
         self.rollback: Rollback = "cells"
         if model.has_recurrent_state and not is_mtp:
             self.rollback = "snapshots" if self._n_snapshots else "states"
-            shared = 0 if self._n_snapshots else n_sequences
-            self._rewinder = Rewinder(
-                self._cache,
-                StateCopies(self._cache, shared),
-                self.decode_rows,
-                n_rows=n_rows,
-                n_snapshots=self._n_snapshots,
-            )
+            copies = StateCopies(self._cache, 0 if self._n_snapshots else n_sequences)
+            counts = {"n_rows": n_rows, "n_snapshots": self._n_snapshots}
+            self._rewinder = Rewinder(self._cache, copies, self.decode_rows, **counts)
 
     def decode(self, batch: Batch) -> Logits:
         if self._rewinder is None:
@@ -167,7 +161,6 @@ class LlamaBackend:
         return self._values_at(pointer, n_rows, self.model.n_embd_out)
 
     def _view(self, n_rows: int) -> Logits:
-        """Return the first rows of llama.cpp's logits: float32[n_rows, n_vocab]."""
         if n_rows == 0:
             return np.empty((0, self.n_vocab), np.float32)
         return self._values_at(llama_cpp.llama_get_logits(self.handle), n_rows, self.n_vocab)
@@ -284,7 +277,6 @@ class LlamaBackend:
 
 
 def _decode(context: Any, batch: Any) -> int:
-    """Decode a batch, and wait for the GPU, which works on after llama_decode returns."""
     status = int(llama_cpp.llama_decode(context, batch))
     llama_cpp.llama_synchronize(context)
     return status
@@ -300,17 +292,11 @@ _DECODE_ERRORS = {
 
 
 class _RowBuffers:
-    """The arrays that llama.cpp's batch points to, allocated once. `with_guards` is that of `Cache`."""
+    """The arrays that llama.cpp's batch points to, allocated once."""
 
-    def __init__(
-        self,
-        n_rows: int,
-        n_sequences: int,
-        n_outputs: int,
-        with_guards: Callable[[tuple[int, ...]], tuple[int, ...]],
-    ) -> None:
+    def __init__(self, n_rows: int, n_sequences: int, n_outputs: int, cache: Cache) -> None:
         self._n_outputs = n_outputs
-        self._with_guards = with_guards
+        self._with_guards = with_guards = cache.with_guards
         # Plain ctypes arrays: NumPy is slower for the few numbers of a round.
         self._tokens = (ctypes.c_int32 * n_rows)()
         self._positions = (ctypes.c_int32 * n_rows)()

@@ -36,11 +36,13 @@ class ContextSize:
     is_mtp: bool = False
     #: llama.cpp's number of how the hidden states of a text become one embedding; None: it computes logits only.
     pooling: int | None = None
+    #: A native callback that sees the computed tensors, and the native context of a target; see `LlamaBackend`.
+    on_tensor: Any = None
+    other: Any = None
 
 
 class OpenContext(NamedTuple):
-    """A native context, the number of tokens that its snapshots go back, and the guards of its
-    sequences (see `Cache`)."""
+    """A native context, how many tokens its snapshots go back, and the guards of its sequences (see `Cache`)."""
 
     handle: Any
     n_snapshots: int
@@ -48,18 +50,13 @@ class OpenContext(NamedTuple):
 
 
 def n_native_sequences(model: LlamaModel, n_branches: int) -> int:
-    """Return the most of llama.cpp's sequences that a text with its branches needs: a copy of each
-    recurrent state (see `StateCopies`), and a guard if there is a sliding window (see `Cache`)."""
+    """Return the most of llama.cpp's sequences that a text with its branches needs, with copies of each recurrent state
+    (see `StateCopies`), and a guard if there is a sliding window (see `Cache`)."""
     return n_branches * (2 if model.has_recurrent_state else 1) + (1 if model.n_window else 0)
 
 
 def open_context(
-    model: LlamaModel,
-    options: ContextOptions,
-    size: ContextSize,
-    n_rollback: int,
-    on_tensor: Any = None,
-    other: Any = None,
+    model: LlamaModel, options: ContextOptions, size: ContextSize, n_rollback: int
 ) -> OpenContext:
     """Open a native context.
 
@@ -86,10 +83,9 @@ def open_context(
             raise MemoryLimitError(
                 f"{model.name}: a context of {size.n_ctx} tokens needs about "
                 f"{needed / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB are free",
-                hint="use a smaller --ctx-size, or a smaller KV cache (--cache-type-k q8_0 "
-                "--cache-type-v q8_0)",
+                hint="use a smaller --ctx-size, or --cache-type-k q8_0 --cache-type-v q8_0",
             )
-        handle = _make(model, options, size, n_sequences, n, on_tensor, other)
+        handle = _make(model, options, size, n_sequences, n)
         if handle and n in (0, llama_cpp.llama_n_rs_seq(handle)):
             guards = dict(zip(guarded, range(first_guard, n_sequences), strict=True))
             return OpenContext(handle, n, guards)
@@ -115,13 +111,10 @@ def _make(
     size: ContextSize,
     n_sequences: int,
     n_snapshots: int,
-    on_tensor: Any,
-    other: Any,
 ) -> Any:
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = size.n_ctx
-    params.n_batch = size.n_rows
-    params.n_ubatch = size.n_rows
+    params.n_batch = params.n_ubatch = size.n_rows
     params.n_seq_max = n_sequences
     params.n_rs_seq = n_snapshots
     # llama.cpp aborts if there are fewer outputs than sequences.
@@ -129,8 +122,8 @@ def _make(
     params.n_threads = options.n_threads or default_threads()
     params.n_threads_batch = options.n_threads_batch or params.n_threads
     params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-    params.type_k = CACHE_TYPES[options.cache_type_k][0]
-    params.type_v = CACHE_TYPES[options.cache_type_v][0]
+    types = options.cache_type_k, options.cache_type_v
+    params.type_k, params.type_v = (CACHE_TYPES[each][0] for each in types)
     params.kv_unified = True  # branches of a tree share cells
     params.swa_full = True  # else a sliding window drops cells that a rollback needs
     if size.is_mtp:
@@ -138,10 +131,10 @@ def _make(
     if size.pooling is not None:
         params.embeddings, params.pooling_type = True, size.pooling
     params.no_perf = True
-    if on_tensor is not None:
-        params.cb_eval = on_tensor
-    if other is not None:
-        params.ctx_other = other
+    if size.on_tensor is not None:
+        params.cb_eval = size.on_tensor
+    if size.other is not None:
+        params.ctx_other = size.other
     forget_log()
     return model.call(llama_cpp.llama_init_from_model, model.handle, params)
 
@@ -155,16 +148,13 @@ def default_threads() -> int:
 def _check_cache_types(options: ContextOptions) -> None:
     is_quantised = options.cache_type_v not in ("f32", "f16", "bf16")
     if is_quantised and options.flash_attention == "off":
-        raise UsageError(
-            f"--cache-type-v {options.cache_type_v} needs flash attention",
-            hint="leave out --flash-attn off, or use --cache-type-v f16",
-        )
+        hint = "leave out --flash-attn off, or use --cache-type-v f16"
+        raise UsageError(f"--cache-type-v {options.cache_type_v} needs flash attention", hint)
 
 
 def _needed_bytes(
     model: LlamaModel, options: ContextOptions, size: ContextSize, n_states: int
 ) -> int:
-    """Estimate the size of a context with `n_states` recurrent states."""
     cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
     if size.is_mtp:
         return cells * model.n_mtp_layers // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES

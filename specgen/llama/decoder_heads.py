@@ -1,18 +1,17 @@
-"""Decoder heads: a small recurrent network that reads a target's final hidden state and predicts the
-tokens after the next one.
+"""Decoder heads: a small recurrent network that reads a target's final hidden state and predicts the tokens after the
+next one.
 
-A round of the target gives its next token x and the hidden state h from which x was chosen. From these
-two the heads predict the target's next hidden state h'. Like the target, they compute from h' the logits
-of the token that follows. From h' and that token they predict the next state, and so on:
+A round of the target gives its next token x and the hidden state h from which x was chosen. From these two the heads
+predict the target's next hidden state h'. Like the target, they compute from h' the logits of the token that follows.
+From h' and that token they predict the next state, and so on:
 
     h' = M h + N e + c + C silu(Q h + P e + b)       e: the embedding of the token x
     logits = V h'                                    V: rows of the target's output matrix
 
-In Medusa (Cai et al., arXiv:2401.10774) and blockwise parallel decoding (Stern et al.,
-arXiv:1811.03115) each head reads h alone. In Hydra (Ankner et al., arXiv:2402.05109) each head also
-reads the tokens before its own. ReDrafter (Cheng et al., arXiv:2403.09919) uses one cell for all heads.
-EAGLE (Li et al., arXiv:2401.15077) predicts the target's next hidden state. V has only the frequent
-part of the vocabulary (FR-Spec, Zhao et al., arXiv:2502.14856).
+In Medusa (Cai et al., arXiv:2401.10774) and blockwise parallel decoding (Stern et al., arXiv:1811.03115) each head
+reads h alone, in Hydra (Ankner et al., arXiv:2402.05109) also the tokens before its own. ReDrafter (Cheng et al.,
+arXiv:2403.09919) uses one cell for all heads. EAGLE (Li et al., arXiv:2401.15077) predicts the target's next hidden
+state. V has only the frequent part of the vocabulary (FR-Spec, Zhao et al., arXiv:2502.14856).
 
 A file of heads is a GGUF with the architecture `ARCHITECTURE`.
 """
@@ -30,26 +29,22 @@ from numpy.typing import NDArray
 
 from specgen.errors import ModelFileError
 from specgen.llama import operators
+from specgen.llama.gguf_file import architecture_of
 from specgen.llama.kernels.attached import LLAMA_CPP, computing
 from specgen.llama.operators import FloatArray, Matrix, Weights
 from specgen.system.arrays import Hidden, Logits
 
 ARCHITECTURE = "specgen-heads"
-#: The types of the cell's matrices and of the matrices with a row for each token. The latter are by far
-#: the largest; with 4 bits the heads agree with a target as often as with 8.
+#: The types of the cell's matrices and of those with a row for each token, which are by far the largest.
 CELL_TYPE, VOCABULARY_TYPE = "q8_0", "q4_0"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of heads, and the target that they were made for.
+    """The weights of heads, and the target that they were made for. n_embd is the size of a hidden state, n_inner that of
+    the argument of silu. Matrices that are multiplied with the same vector are stored as one."""
 
-    n_embd is the size of a hidden state, n_inner the size of the argument of silu. Matrices that are
-    multiplied with the same vector are stored as one.
-    """
-
-    #: The target's name, the sizes of its hidden states and of its vocabulary, and the digest of its
-    #: vocabulary.
+    #: The target's name, the sizes of its hidden states and of its vocabulary, and the digest of its vocabulary.
     target: str
     n_embd: int
     n_vocab: int
@@ -64,19 +59,16 @@ class HeadWeights:
     bias: FloatArray
     #: C: (n_embd, n_inner).
     of_inner: Weights
-    #: The embeddings of the frequent tokens, then one embedding for all other tokens:
-    #: (n_frequent + 1, n_embd).
+    #: The embeddings of the frequent tokens, then one for all others: (n_frequent + 1, n_embd).
     embeddings: Weights
     #: V: (n_frequent, n_embd).
     output: Weights
 
 
 class DecoderHeads:
-    """Heads that are loaded and can predict. Close them, or use them as a context manager.
-
-    A state is a predicted hidden state, float32[n_embd]. `compute_s` are the seconds spent in
-    predictions so far, by `clock`. Raises `ModelFileError` if the file has no heads, or is damaged.
-    """
+    """Loaded heads; close them, or use them as a context manager. A state is a predicted hidden state, float32[n_embd].
+    `compute_s` are the seconds spent in predictions so far. Raises `ModelFileError` if the file has no heads, or is
+    damaged."""
 
     def __init__(self, path: Path, clock: Callable[[], float], n_threads: int) -> None:
         self.path = path
@@ -120,8 +112,7 @@ class DecoderHeads:
         return self.weights.tokens
 
     def begin(self, hidden: Hidden, token: int) -> Hidden:
-        """Return the state after `token`, which the target chose from the hidden state
-        float32[n_embd], as float32[1, n_embd]."""
+        """Return the state after `token`, which the target chose from a hidden state, as float32[1, n_embd]."""
         return self.advance(hidden[None] * np.float32(self.weights.scale), [token])
 
     def advance(self, states: Hidden, tokens: Sequence[int]) -> Hidden:
@@ -186,10 +177,7 @@ def write_heads(path: Path, weights: HeadWeights) -> None:
 
 def is_heads_file(path: Path) -> bool:
     """Return whether a file names the architecture of heads; False if it cannot be read."""
-    # The architecture is the first key of a file.
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return ARCHITECTURE.encode() in file.read(128)
-    return False
+    return architecture_of(path) == ARCHITECTURE
 
 
 def read_heads(path: Path) -> HeadWeights:
@@ -223,27 +211,21 @@ def read_heads(path: Path) -> HeadWeights:
 def _check(weights: HeadWeights) -> None:
     n_embd, n_frequent = weights.n_embd, len(weights.tokens)
     n_inner = weights.of_inner.shape[1]
-    shapes = {
-        "of_state": (n_embd + n_inner, n_embd),
-        "of_token": (n_embd + n_inner, n_embd),
-        "of_inner": (n_embd, n_inner),
-        "embeddings": (n_frequent + 1, n_embd),
-        "output": (n_frequent, n_embd),
-    }
-    for name, shape in shapes.items():
-        if getattr(weights, name).shape != shape:
-            raise ValueError(f"{name}: {getattr(weights, name).shape}, {shape} expected")
     tokens, bias = weights.tokens, weights.bias
-    if bias.shape != (n_embd + n_inner,) or not np.isfinite(bias).all():
-        raise ValueError("the bias")
-    is_sorted = tokens.ndim == 1 and bool((np.diff(tokens) > 0).all())
-    if not is_sorted or tokens[0] < 0 or tokens[-1] >= weights.n_vocab:
-        raise ValueError("tokens that the target does not have")
-    if not np.isfinite(weights.scale):
-        raise ValueError("the scale")
+    is_whole = (
+        weights.of_state.shape == weights.of_token.shape == (n_embd + n_inner, n_embd)
+        and weights.of_inner.shape[0] == n_embd
+        and weights.embeddings.shape == (n_frequent + 1, n_embd)
+        and weights.output.shape == (n_frequent, n_embd)
+        and bias.shape == (n_embd + n_inner,)
+        and np.isfinite([*bias, weights.scale]).all()
+        and (tokens.ndim == 1 and (np.diff(tokens) > 0).all())
+        and 0 <= tokens[0] <= tokens[-1] < weights.n_vocab
+    )
+    if not is_whole:
+        raise ValueError("parts that do not fit together")
 
 
 def matrix(values: FloatArray, name: str) -> Weights:
-    """Quantise float32[n_rows, n_columns] to the matrix of this name in `HeadWeights`. n_columns must
-    be a multiple of 32."""
+    """Quantise float32[n_rows, n_columns], n_columns a multiple of 32, to the matrix of this name in `HeadWeights`."""
     return operators.quantize(values, _MATRICES[name])

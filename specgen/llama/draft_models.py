@@ -1,9 +1,9 @@
 """The files of drafts that read what their target computes: EAGLE-3, DFlash and DSpark, Gemma 4 assistants, MTP layers.
 
-EAGLE-3 (Li et al., arXiv:2503.01840) is one layer that was trained for one target. It reads the inputs of three of
-the target's layers, which its *encoder*, a matrix, makes one hidden state of. DFlash (Chen et al., arXiv:2602.06036)
-reads the inputs of some layers, too, and predicts a block of tokens at once. An assistant is a few layers without keys
-and values, which attend to those of the target's last two layers. MTP layers read its last hidden state.
+EAGLE-3 (Li et al., arXiv:2503.01840) is a layer that reads the inputs of three of its target's layers, of which its
+*encoder*, a matrix, makes one hidden state. DFlash (Chen et al., arXiv:2602.06036) reads the inputs of some layers,
+too, and predicts a block of tokens at once. An assistant is a few layers without keys and values, which attend to those
+of the target's last two layers. MTP layers read its last hidden state.
 """
 
 from __future__ import annotations
@@ -113,11 +113,10 @@ class TrainedModel(DraftModel):
 
     def _check_target(self, target: LlamaModel) -> None:
         if target.architecture not in HOOKED:
-            raise self._misfit(
-                target,
-                "llama.cpp does not hand out the layers' inputs of this architecture "
-                f"({target.architecture}), which {self.kind} reads",
+            why = (
+                f"does not hand out the layers' inputs of this architecture ({target.architecture})"
             )
+            raise self._misfit(target, f"llama.cpp {why}, which {self.kind} reads")
         self._check_states(target, self._n_target(), target.n_embd)
         self.n_read = len(self.layers) * target.n_embd
         n_layers = target.n_layer + (self.reads_last and target.architecture in _LAST)
@@ -192,7 +191,6 @@ class AssistantModel(TrainedModel):
         return 0
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
-        """Return 0: it has no cache of its own."""
         return 0
 
     def _read_file(self) -> None:

@@ -30,10 +30,8 @@ class EmbeddingModel(LlamaModel):
 
 
 class Embedder:
-    """An embedding model and its context for one text at a time, of at most `n_ctx` tokens.
-
-    Raises `ModelFileError` if the file is no embedding model, `MemoryLimitError` if it does not fit into memory.
-    """
+    """An embedding model and its context for one text at a time, of at most `n_ctx` tokens. Raises `ModelFileError` if
+    the file is no embedding model, `MemoryLimitError` if it does not fit into memory."""
 
     def __init__(self, file: Path, options: ContextOptions, n_ctx: int) -> None:
         with ExitStack() as resources:

@@ -1,14 +1,10 @@
-"""GGUF files: their metadata, read by the functions of gguf.h, and the check before llama.cpp reads a file.
-
-Some values of the metadata make an assertion of llama.cpp end the process.
-"""
+"""GGUF files: their metadata, read by the functions of gguf.h, and the check before llama.cpp reads a file."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import hashlib
-import math
 import os
 import re
 import stat
@@ -25,8 +21,14 @@ from specgen.llama.library import forget_log, ggml
 from specgen.system.files import KeptResults
 
 #: Types of values in gguf.h, and the sizes in bytes of those that arrays may be cut to.
-_UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
+_STRING, _ARRAY = 8, 9
 _VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+#: The functions that read numbers of 32 bits, by the type.
+_READERS: dict[int | None, tuple[str, Any]] = {
+    4: ("gguf_get_val_u32", ctypes.c_uint32),
+    5: ("gguf_get_val_i32", ctypes.c_int32),
+    6: ("gguf_get_val_f32", ctypes.c_float),
+}
 _FIRST_PART = re.compile(r"-00001-of-(\d{5})\.gguf$")
 #: A file's architecture is found in so many of its first bytes.
 _N_SEARCHED = 4096
@@ -99,12 +101,7 @@ class GgufMetadata:
 
     def value(self, key: str) -> float | None:
         """Return a number of 32 bits; None if the key is missing or has another value."""
-        readers: dict[int | None, tuple[str, Any]] = {
-            _UINT32: ("gguf_get_val_u32", ctypes.c_uint32),
-            _INT32: ("gguf_get_val_i32", ctypes.c_int32),
-            _FLOAT32: ("gguf_get_val_f32", ctypes.c_float),
-        }
-        reader = readers.get(self.get("gguf_get_kv_type", ctypes.c_int, key))
+        reader = _READERS.get(self.get("gguf_get_kv_type", ctypes.c_int, key))
         return None if reader is None else float(self.get(*reader, key))
 
     def number(self, key: str) -> int:
@@ -147,7 +144,6 @@ class GgufMetadata:
         write(self.handle, key.encode(), value.encode())
 
     def cut(self, key: str, kept: Sequence[int]) -> None:
-        """Keep some values of an array of numbers."""
         kind: int = self.get("gguf_get_arr_type", ctypes.c_int, key)
         size = _VALUE_BYTES.get(kind)
         if size is None:  # texts
@@ -206,26 +202,10 @@ _NO_MODELS = {
         "a LoRA adapter, not a model",
         "merge it into its model with llama.cpp's llama-export-lora, and give the merged file",
     ),
-    "mmproj": (
-        "an encoder of images or sound (mmproj), not a model",
-        "give the model that it belongs to",
-    ),
+    "mmproj": ("an encoder of images or sound (mmproj)", "give the model that it belongs to"),
 }
 #: The end of the names of all files but the first of a model in several.
 _LATER_FILE = re.compile(r"(-(?!00001)\d{5}-of-)\d{5}\.gguf$")
-#: Keys of values that are neither negative nor infinite.
-_FINITE = (
-    "attention.layer_norm_epsilon",
-    "attention.layer_norm_rms_epsilon",
-    "attention.group_norm_epsilon",
-    "hyper_connection.epsilon",
-    "rope.freq_base",
-    "rope.freq_base_swa",
-    "rope.scaling.factor",
-)
-#: The key of the number of layers, and llama.cpp's LLAMA_MAX_LAYERS.
-_LAYERS, _MOST_LAYERS = "block_count", 512
-_AGAIN = "fetch or convert the model again"
 #: The most bytes of a token that a message shows.
 _SHOWN = 60
 #: The name of the list of checked files in the cache folder, and the most of them in it.
@@ -241,7 +221,7 @@ def remember_checks(folder: Path | None) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise `ModelFileError` if a file is not a GGUF, or has metadata that would end the process in llama.cpp."""
+    """Raise `ModelFileError` if a file is no GGUF of a model, or has a token twice: llama.cpp would end the process."""
     _check_kind(path)
     try:
         with path.open("rb") as file:
@@ -300,7 +280,6 @@ def check_metadata(path: Path) -> None:
         if (found := _NO_MODELS.get(metadata.text("general.type"))) is not None:
             raise ModelFileError(f"{path}: {found[0]}", hint=found[1])
         _check_tokens(path, metadata)
-        _check_values(path, metadata)
     _passed.add({_key(path): True})
 
 
@@ -309,20 +288,8 @@ def _check_tokens(path: Path, metadata: GgufMetadata) -> None:
     for token, spelling in enumerate(metadata.texts("tokenizer.ggml.tokens")):
         if spelling and seen.setdefault(spelling, token) != token:
             shown = spelling[:_SHOWN].decode("utf-8", "replace")
-            raise ModelFileError(
-                f"{path}: damaged: tokens {seen[spelling]} and {token} are both {shown!r}",
-                hint=_AGAIN,
-            )
-
-
-def _check_values(path: Path, metadata: GgufMetadata) -> None:
-    architecture = metadata.text("general.architecture")  # a file may have keys of others
-    for key in (_LAYERS, *_FINITE):
-        name = f"{architecture}.{key}"
-        value = metadata.value(name)
-        least, beyond = (1, _MOST_LAYERS + 1) if key == _LAYERS else (0, math.inf)
-        if value is not None and not least <= value < beyond:
-            raise ModelFileError(f"{path}: damaged: {name} is {value:g}", hint=_AGAIN)
+            why = f"damaged: tokens {seen[spelling]} and {token} are both {shown!r}"
+            raise ModelFileError(f"{path}: {why}", "fetch or convert the model again")
 
 
 def _unreadable(path: Path, error: OSError) -> ModelFileError:

@@ -30,8 +30,7 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
     "iq4_nl": (20, 18 / 32),
     "bf16": (30, 2.0),
 }
-#: Architectures with which llama.cpp computes a batch of several sequences wrong: it stores the state of one sequence
-#: in another one's cells (``plamo2``, which also ends the process then), or takes it from another one's row.
+#: Architectures with which llama.cpp computes a batch of several sequences wrong.
 ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
 #: Architectures of encoders that make embeddings, and llama.cpp's numbers of how hidden states are pooled.
 _ENCODERS = frozenset(
@@ -86,9 +85,8 @@ class LlamaModel:
         #: Why its MTP layers cannot draft; empty if they can.
         self.why_no_mtp = "its MTP layers are not loaded"
         if mtp and not vocabulary_only:
-            self.why_no_mtp = why_no_mtp(file)
-            if workers is not None and not self.why_no_mtp:
-                self.why_no_mtp = "its MTP layers cannot draft while workers (--rpc) compute it"
+            remote = "its MTP layers cannot draft while workers (--rpc) compute it"
+            self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
         self.file = file
         #: Whether it is closed: contexts of it decode nothing more.
         self.is_closed = False
@@ -99,10 +97,9 @@ class LlamaModel:
             workers=workers,
             mtp=not self.why_no_mtp,
         )
+        n_on_gpu = 0 if vocabulary_only else n_gpu_layers
         #: What computes: `WORKERS`, or the kernels as `computing` names them, with llama.cpp for layers on a GPU.
-        self.kernels = WORKERS
-        if workers is None:
-            self.kernels = self._computing_with(0 if vocabulary_only else n_gpu_layers)
+        self.kernels = self._computing_with(n_on_gpu) if workers is None else WORKERS
         try:
             self._check_usable()
         except ModelFileError:
@@ -179,18 +176,15 @@ class LlamaModel:
 
     @property
     def call(self) -> Callable[..., Any]:
-        """Makes native calls that may wait for workers: `call(function, *arguments)`. Raises `WorkerLostError`."""
         return self._weights.call
 
     @property
     def handle(self) -> Any:
-        """The native model; raises `BackendError` if the model is closed."""
         self.check_open()
         return self._weights.handle
 
     @property
     def vocabulary(self) -> LlamaVocabulary:
-        """The model's tokens; raises `BackendError` if the model is closed."""
         self.check_open()
         return self._weights.vocabulary
 
@@ -235,7 +229,7 @@ class LlamaModel:
 
     @property
     def n_window(self) -> int:
-        """The number of tokens that layers with a sliding window see; 0 if there are no such layers."""
+        """The number of tokens that layers with a sliding window see; 0: there are none."""
         return int(llama_cpp.llama_model_n_swa(self.handle))
 
     @property
@@ -285,7 +279,6 @@ class LlamaModel:
         return 4 * n_layer * a_layer
 
     def number(self, key: str) -> int:
-        """Return a whole number of the architecture's metadata; 0 if there is none."""
         value = self.metadata(f"{self.architecture}.{key}") or ""
         return int(value) if value.isdecimal() else 0
 
@@ -297,7 +290,6 @@ class LlamaModel:
             self._weights.release()
 
     def hold(self) -> None:
-        """Keep the weights until `let_go`, for a context that was made from the model."""
         self._weights.share()
 
     def let_go(self) -> None:
@@ -308,9 +300,9 @@ class LlamaModel:
         hint = "use a model that generates text"
         causal = self.metadata(f"{architecture}.attention.causal") or "true"
         if self.number("nextn_predict_layers") and holds_mtp_only(self.file):
+            why = "MTP layers, and not the model that they belong to"
             raise ModelFileError(
-                f"{self.path}: MTP layers, and not the model that they belong to",
-                hint="give them as --draft, and their model as -m",
+                f"{self.path}: {why}", "give them as --draft, and their model as -m"
             )
         if llama_cpp.llama_model_has_encoder(self.handle):
             what = "an encoder-decoder or encoder-only model"
@@ -329,9 +321,8 @@ class LlamaModel:
             raise ModelFileError(f"{self.path}: the model has no vocabulary")
         else:
             return
-        raise ModelFileError(
-            f"{self.path}: {what} ({architecture}); specgen generates text, token by token", hint
-        )
+        why = f"{what} ({architecture}); specgen generates text, token by token"
+        raise ModelFileError(f"{self.path}: {why}", hint)
 
 
 def pooling_of(file: Path) -> int | None:

@@ -14,7 +14,7 @@ import ctypes
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from functools import partial
 from pathlib import Path
@@ -33,15 +33,13 @@ from specgen.llama.library import (
     watch_aborts,
 )
 from specgen.options import Workers
-from specgen.system.machine import LIBRARY, REINSTALL, stamp_of
+from specgen.system.machine import LIBRARY, REINSTALL, Device, stamp_of
 from specgen.system.processes import leave_running
 from specgen.system.worker_probe import check_protocol, lost_among, probe
 
 _POINTER: Any = ctypes.c_void_p
-_BUILD_HINT = (
-    "in a checkout of specgen: make rpc; with pip: "
-    f'CMAKE_ARGS="-DGGML_RPC=on -DCMAKE_CXX_FLAGS=-fno-dse" {REINSTALL}'
-)
+_CMAKE = 'CMAKE_ARGS="-DGGML_RPC=on -DCMAKE_CXX_FLAGS=-fno-dse"'
+_BUILD_HINT = f"in a checkout of specgen: make rpc; with pip: {_CMAKE} {REINSTALL}"
 #: The tensor names of an output matrix, as a regular expression. Models without one use the embeddings.
 _OUTPUT_MATRIX = rb"^(output|token_embd)\.weight$"
 #: The longest that a worker may take to answer a probe.
@@ -63,16 +61,12 @@ def load_rpc() -> Any:
         return found
     path = library_path()
     if path is None:
-        raise BackendError(
-            "this build of llama.cpp has no RPC backend, which workers need", hint=_BUILD_HINT
-        )
+        why = "this build of llama.cpp has no RPC backend, which workers need"
+        raise BackendError(why, _BUILD_HINT)
     version = stamp_of(path).get("version")
     if version != llama_cpp.__version__.partition("+")[0]:
-        raise BackendError(
-            f"{path.name} was built for llama-cpp-python {version or 'of an unknown version'}, and "
-            f"{llama_cpp.__version__} is installed",
-            hint=_BUILD_HINT,
-        )
+        built = f"{path.name} was built for llama-cpp-python {version or 'of an unknown version'}"
+        raise BackendError(f"{built}, and {llama_cpp.__version__} is installed", _BUILD_HINT)
     forget_log()
     if loaded := ggml("ggml_backend_load", _POINTER, ctypes.c_char_p)(os.fsencode(path)):
         return loaded
@@ -88,11 +82,11 @@ def check_workers(workers: Workers, file: Path) -> None:
     n_bytes = file.stat().st_size
     free_bytes = sum(device.free_bytes for worker in found for device in worker.devices)
     if free_bytes < n_bytes and not workers.tensor_split:
-        raise MemoryLimitError(
-            f"{file}: the model has {n_bytes / 2**30:.1f} GiB, but the workers offer only "
-            f"{free_bytes / 2**30:.1f} GiB",
-            hint="name more workers, or let them offer more (`specgen worker --memory`)",
+        sizes = (
+            f"{n_bytes / 2**30:.1f} GiB, but the workers offer only {free_bytes / 2**30:.1f} GiB"
         )
+        hint = "name more workers, or let them offer more (`specgen worker --memory`)"
+        raise MemoryLimitError(f"{file}: the model has {sizes}", hint)
 
 
 def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCalls]:
@@ -151,41 +145,27 @@ def _spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
     return kept
 
 
-class Offered:
-    """A device of this machine that a worker offers."""
-
-    def __init__(self, handle: int, memory_bytes: int | None) -> None:
-        about = device_of(handle)
-        self.name, self.description = about.name, about.description
-        self.handle = handle
-        self.is_cpu = about.kind == "cpu"
-        self._kept = None if memory_bytes is None else _limit_memory(handle, memory_bytes)
-
-    @property
-    def free_bytes(self) -> int:
-        return device_of(self.handle).free_bytes
-
-
-def offered_devices(memory_bytes: int | None) -> list[Offered]:
-    """Return this machine's GPUs, or its CPU if there are none. `memory_bytes` limits the free memory of each that is
-    reported to clients, which spread a model by it."""
+def offered_devices(memory_bytes: int | None) -> dict[int, Device]:
+    """Return this machine's GPUs, or its CPU if there are none, by their native pointers. `memory_bytes` limits the free
+    memory of each that is reported to clients, which spread a model by it."""
     load_rpc()
-    kinds = {device: device_of(device).kind for device in native_devices()}
-    chosen = [device for device, kind in kinds.items() if kind not in ("cpu", "accelerator")]
-    chosen = chosen or [device for device, kind in kinds.items() if kind == "cpu"]
-    return [Offered(device, memory_bytes) for device in chosen]
+    found = {handle: device_of(handle) for handle in native_devices()}
+    gpus = [handle for handle, each in found.items() if each.kind not in ("cpu", "accelerator")]
+    chosen = gpus or [handle for handle, each in found.items() if each.kind == "cpu"]
+    for handle in chosen if memory_bytes is not None else ():
+        _limit_memory(handle, memory_bytes or 0)
+    return {handle: device_of(handle) for handle in chosen}
 
 
 def serve_devices(
-    endpoint: str, devices: Sequence[Offered], n_threads: int, cache: Path | None
+    endpoint: str, devices: Collection[int], n_threads: int, cache: Path | None
 ) -> None:
     """Compute for clients, one after the other; return only if llama.cpp gives up. `cache` is a folder for tensors, so
     that clients need not send them again."""
     types = (*2 * (ctypes.c_char_p,), *2 * (ctypes.c_size_t,), _POINTER)
     start = _procedure(b"ggml_backend_rpc_start_server", None, *types)
-    array = (_POINTER * len(devices))(*(device.handle for device in devices))
     folder = None if cache is None else os.fsencode(cache)
-    start(endpoint.encode(), folder, n_threads, len(devices), array)
+    start(endpoint.encode(), folder, n_threads, len(devices), (_POINTER * len(devices))(*devices))
 
 
 # --- GGML's structures -----------------------------------------------------------------------------
@@ -194,7 +174,7 @@ _GET_MEMORY = ctypes.CFUNCTYPE(None, _POINTER, *2 * (ctypes.POINTER(ctypes.c_siz
 
 
 class _Placement(ctypes.Structure):
-    """llama.cpp's `llama_model_tensor_buft_override`: the buffer type of tensors with some names."""
+    """llama.cpp's `llama_model_tensor_buft_override`."""
 
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", _POINTER))
 
@@ -205,8 +185,11 @@ class _DeviceStruct(ctypes.Structure):
     _fields_ = (("name", _POINTER), ("description", _POINTER), ("memory", _POINTER))
 
 
-def _limit_memory(device: int, limit: int) -> Any:
-    """Make a device report at most `limit` bytes of memory. Return the callback, which must be kept alive."""
+#: The callbacks of limits, kept for as long as GGML may call them.
+_limits: list[Any] = []
+
+
+def _limit_memory(device: int, limit: int) -> None:
     struct = _DeviceStruct.from_address(device)
     own = ctypes.cast(struct.memory, _GET_MEMORY)
 
@@ -214,8 +197,8 @@ def _limit_memory(device: int, limit: int) -> Any:
         own(asked, free, total)
         free[0], total[0] = min(limit, free[0]), min(limit, total[0])
 
-    struct.memory = ctypes.cast(limited := _GET_MEMORY(tell), _POINTER).value
-    return limited
+    _limits.append(_GET_MEMORY(tell))
+    struct.memory = ctypes.cast(_limits[-1], _POINTER).value
 
 
 def _procedure(name: bytes, result: Any, *arguments: Any) -> Any:
@@ -254,7 +237,6 @@ class RemoteCalls:
         self._thread.start()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Make a native call. Raise `WorkerLostError` if a worker is lost during the call, or was lost before."""
         self.check()
         if threading.current_thread() is self._thread:
             return function(*arguments)
@@ -281,7 +263,6 @@ class RemoteCalls:
             raise WorkerLostError(f"lost {', '.join(self._names)}: {reason}", hint)
 
     def alive(self) -> None:
-        """Report that the current call makes progress, which extends its time."""
         self._is_alive = True
 
     def give_up(self, reason: str, hint: str = _RESTART) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -48,29 +48,22 @@ Stages: TypeAlias = tuple[DraftSource, ...]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A target and a way to draft by their names in tables, and the options."""
+    """A way to draft by its name in tables, and the options."""
 
-    target: str
     name: str
     options: SessionOptions
 
 
 def find_drafts(
-    targets: Sequence[str], drafts: Sequence[str], *, quiet: bool
-) -> dict[Path, list[Stages]]:
-    """Find targets (none: the default pair's) and the drafts of each; fetch them if need be. A plus sign separates a
-    draft from its own draft. Without `drafts` a target has the one that `specgen run` would pick, and n-grams. Raise
-    `UsageError`, `UnknownModelError`, `FetchError`."""
-    found: dict[Path, list[Stages]] = {}
-    named: list[str | None] = [*targets] or [None]
-    for target in named:
-        for draft in map(_stages, drafts or [""]):
-            sources = find_models(staged(target, draft, None), quiet=quiet)
-            own = found.setdefault(sources.target, [])
-            own.append((sources.draft, *sources.helpers))
-            if not drafts:
-                own.append(("ngram",))
-    return found
+    target: str | None, drafts: Sequence[str], *, quiet: bool
+) -> tuple[Path, list[Stages]]:
+    """Find a target (None: the default pair's) and its drafts; fetch them if need be. A plus sign separates a draft from
+    its own draft. Without `drafts` they are the one that `specgen run` would pick, and n-grams. Raise `UsageError`,
+    `UnknownModelError`, `FetchError`."""
+    named = map(_stages, drafts or [""])
+    found = [find_models(staged(target, draft, None), quiet=quiet) for draft in named]
+    stages = [(each.draft, *each.helpers) for each in found]
+    return found[0].target, stages if drafts else [*stages, ("ngram",)]
 
 
 def _stages(draft: str) -> tuple[str, ...]:
@@ -85,14 +78,14 @@ def _stages(draft: str) -> tuple[str, ...]:
 
 def entries_of(
     base: SessionOptions,
-    drafts: Mapping[Path, Sequence[Stages]],
+    drafts: Sequence[Stages],
     policies: Sequence[PolicyName],
     trees: Sequence[TreeShape],
     temperatures: Sequence[float] = (0.0,),
     known: Memory | None = None,
 ) -> list[Entry]:
-    """Return for each target, at each temperature, plain decoding and every draft with every policy and tree.
-    `base` has the options that all share; `known` has the numbers of threads that `specgen run` would use."""
+    """Return for each temperature plain decoding and every draft with every policy and tree. `base` has the options that
+    all share; `known` has the numbers of threads that `specgen run` would use."""
     from specgen.session.memory import with_threads
 
     def in_context(options: SessionOptions, model: DraftSource, which: str) -> SessionOptions:
@@ -108,41 +101,38 @@ def entries_of(
         for tree in trees
         for policy in (policies[:1] if tree.is_fixed else policies)
     ]
-    entries: list[Entry] = []
-    for name, target in _named_apart(list(drafts)).items():
-        options = in_context(replace(base, target=target), target, "target_context")
-        plain = replace(options, drafting=replace(base.drafting, policy="fixed"))
-        own = [Entry(name, PLAIN, replace(plain, draft="none", helpers=()))]
-        for draft_name, (draft, *helpers) in _by_name(drafts[target]).items():
-            drafted = replace(options, draft=draft, helpers=tuple(helpers))
-            drafted = in_context(drafted, draft, "draft_context")
-            for way in ways:
-                parts = [draft_name]
-                if len(policies) > 1 and not way.tree.is_fixed:
-                    parts.append(way.policy)
-                if len(trees) > 1:
-                    parts.append(f"tree {way.tree}")
-                own.append(Entry(name, ", ".join(parts), replace(drafted, drafting=way)))
-        for temperature in temperatures:
-            sampler = replace(base.sampler, temperature=temperature)
-            entries += (
-                replace(each, options=replace(each.options, sampler=sampler)) for each in own
-            )
-    return entries
+    options = in_context(base, base.target, "target_context")
+    plain = replace(options, drafting=replace(base.drafting, policy="fixed"))
+    entries = [Entry(PLAIN, replace(plain, draft="none", helpers=()))]
+    for name, (draft, *helpers) in _by_name(drafts).items():
+        drafted = replace(options, draft=draft, helpers=tuple(helpers))
+        drafted = in_context(drafted, draft, "draft_context")
+        for way in ways:
+            parts = [name]
+            if len(policies) > 1 and not way.tree.is_fixed:
+                parts.append(way.policy)
+            if len(trees) > 1:
+                parts.append(f"tree {way.tree}")
+            entries.append(Entry(", ".join(parts), replace(drafted, drafting=way)))
+    samplers = [replace(base.sampler, temperature=temperature) for temperature in temperatures]
+    return [
+        replace(entry, options=replace(entry.options, sampler=sampler))
+        for sampler in samplers
+        for entry in entries
+    ]
 
 
 def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
-    """Return drafts by name, each once, without "none", which plain decoding covers."""
+    """Return drafts by name, each once, without "none", which plain decoding covers. Files of the same name are called
+    by their paths."""
     kept = [stages for stages in dict.fromkeys(found) if stages != ("none",)]
-    files = dict.fromkeys(each for stages in kept for each in stages if isinstance(each, Path))
-    names: dict[DraftSource, str] = {path: name for name, path in _named_apart(list(files)).items()}
-    return {"+".join(names.get(each, str(each)) for each in stages): stages for stages in kept}
+    files = {each for stages in kept for each in stages if isinstance(each, Path)}
+    names = Counter(path.name for path in files)
 
+    def name_of(each: DraftSource) -> str:
+        return each.name if isinstance(each, Path) and names[each.name] == 1 else str(each)
 
-def _named_apart(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return paths by their file names, or by the whole path if two files have the same name."""
-    names = [path.name for path in paths]
-    return {path.name if names.count(path.name) == 1 else str(path): path for path in paths}
+    return {"+".join(map(name_of, stages)): stages for stages in kept}
 
 
 # --- answers in turns ------------------------------------------------------------------------------
@@ -169,10 +159,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What answers prompts, always in the same way. `answer` takes a prompt as a user types it, and raises
-    `PromptError` if it does not fit, another `SpecgenError` if the contender cannot go on."""
+    """What answers prompts as a user types them. `answer` raises `PromptError` if a prompt does not fit, another
+    `SpecgenError` if the contender cannot go on."""
 
-    target: str
     temperature: float
     name: str
     answer: Callable[[str], Outcome]
@@ -180,7 +169,6 @@ class Contender:
 
 
 def contender_of(
-    target: str,
     name: str,
     session: Session,
     chat: bool | None = None,
@@ -208,18 +196,15 @@ def contender_of(
             if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP:
                 break
 
-    temperature = session.options.sampler.temperature
-    return Contender(target, temperature, name, answer, warm_up)
+    return Contender(session.options.sampler.temperature, name, answer, warm_up)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """An answer. `prompt` is its number in the file; `round` counts passes through all prompts, from 1."""
 
-    target: str
     temperature: float
     contender: str
-    is_plain: bool
     prompt: int
     category: str
     round: int
@@ -230,7 +215,6 @@ class Result:
 class Failure:
     """A contender that could not answer a prompt (None: or not even warm up), and why."""
 
-    target: str
     temperature: float
     contender: str
     prompt: int | None
@@ -240,13 +224,13 @@ class Failure:
 @dataclass(slots=True)
 class Runs:
     """The results so far, the contenders that failed and had no further turn, the prompts that plain decoding could
-    not answer, what computed each target, the error that ended the measurement, and the share of all cores' time that
+    not answer, what computed the target, the error that ended the measurement, and the share of all cores' time that
     other programs took meanwhile."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     skipped: list[Failure] = field(default_factory=list)
-    kernels: dict[str, str] = field(default_factory=dict)
+    kernels: str = ""
     error: SpecgenError | None = None
     is_interrupted: bool = False
     others_share: float | None = None
@@ -277,7 +261,7 @@ def take_turns(
         progress(n_done, len(turns))
         if interrupted():
             return
-        who = contender.target, contender.temperature, contender.name
+        who = contender.temperature, contender.name
         if contender in failed or (asked is not None and asked.number in skipped):
             continue
         try:
@@ -298,8 +282,7 @@ def take_turns(
             continue
         if outcome.finish_reason == "interrupted" or interrupted():
             return
-        is_plain = contender.name == PLAIN
-        runs.results.append(Result(*who, is_plain, asked.number, asked.category, number, outcome))
+        runs.results.append(Result(*who, asked.number, asked.category, number, outcome))
     progress(len(turns), len(turns))
     if runs.skipped and len(skipped) == len(prompts):
         last = runs.skipped[-1]
@@ -323,36 +306,33 @@ def measure(
     progress: Progress = lambda _what, _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Runs:
-    """Measure all entries of one target after the other, each with models of its own: none gains by the costs and
-    acceptance rates that others learn. An error after some results ends the measurements."""
+    """Measure all entries, each with models of its own: none gains by the costs and acceptance rates that others learn.
+    An error after some results ends the measurements."""
     from specgen.session.session import Session
     from specgen.system.machine import LoadOfOthers
 
     runs, load = Runs(), LoadOfOthers()
-    for target in dict.fromkeys(entry.target for entry in entries):
-        own = [entry for entry in entries if entry.target == target]
-        contenders: list[Contender] = []
-        try:
-            with contextlib.ExitStack() as stack:
-                for n_done, entry in enumerate(own):
-                    progress(f"loading {target}", n_done, len(own))
-                    session = stack.enter_context(Session(entry.options, time.perf_counter))
-                    contenders.append(contender_of(target, entry.name, session, chat, interrupted))
-                    runs.kernels[target] = session.target.kernels
-                take_turns(
-                    contenders,
-                    prompts,
-                    runs,
-                    n_rounds=n_rounds,
-                    interrupted=interrupted,
-                    progress=partial(progress, target),
-                )
-        except SpecgenError as error:
-            if not runs.results:
-                raise
-            runs.error = error
-        if interrupted() or runs.error is not None:
-            break
+    contenders: list[Contender] = []
+    try:
+        with contextlib.ExitStack() as stack:
+            for n_done, entry in enumerate(entries):
+                progress("loading", n_done, len(entries))
+                session = stack.enter_context(Session(entry.options, time.perf_counter))
+                contenders.append(contender_of(entry.name, session, chat, interrupted))
+                runs.kernels = session.target.kernels
+            shown = partial(progress, entry.options.target.name)
+            take_turns(
+                contenders,
+                prompts,
+                runs,
+                n_rounds=n_rounds,
+                interrupted=interrupted,
+                progress=shown,
+            )
+    except SpecgenError as error:
+        if not runs.results:
+            raise
+        runs.error = error
     runs.is_interrupted, runs.others_share = interrupted(), load.share
     return runs
 
@@ -364,14 +344,10 @@ def measure(
 class Figures:
     """The figures of a contender's answers, to all prompts or to those of one category; None means unknown.
 
-    `speedup` over plain decoding is the geometric mean over the answers; that of all prompts is the mean over
-    the categories. `quartiles` are the first and the third over the answers; `worst_speedup` is that of the prompt
-    with the least, over its rounds. `tokens_per_s` is the median, and so is `first_token`, the time to the first token
-    relative to plain decoding's. `n_different` counts answers whose tokens differ from plain decoding's at
-    temperature 0.
-    """
+    `speedup` over plain decoding is the geometric mean over the answers, or of all prompts over the categories;
+    `quartiles` are over the answers, `worst_speedup` is that of the prompt with the least. `tokens_per_s` is the median,
+    and so is `first_token`, the time to the first token relative to plain decoding's."""
 
-    target: str
     temperature: float
     contender: str
     category: str
@@ -383,26 +359,25 @@ class Figures:
     acceptance_rate: float | None
     mean_accepted_length: float | None
     first_token: float | None
-    n_different: int | None
     categories: tuple[Figures, ...]
 
 
 def figures_of(results: Sequence[Result]) -> tuple[Figures, ...]:
     """Return the figures of each contender that has an answer."""
-    plain = {_place(each): each for each in results if each.is_plain}
-    answers: dict[tuple[str, float, str], list[Result]] = defaultdict(list)
+    plain = {_place(each): each for each in results if each.contender == PLAIN}
+    answers: dict[tuple[float, str], list[Result]] = defaultdict(list)
     for result in results:
-        answers[result.target, result.temperature, result.contender].append(result)
+        answers[result.temperature, result.contender].append(result)
     return tuple(_figures(own, plain) for own in answers.values())
 
 
-def _place(result: Result) -> tuple[str, float, int, int]:
-    return result.target, result.temperature, result.prompt, result.round
+def _place(result: Result) -> tuple[float, int, int]:
+    return result.temperature, result.prompt, result.round
 
 
 def _figures(
     results: Sequence[Result],
-    plain: Mapping[tuple[str, float, int, int], Result],
+    plain: Mapping[tuple[float, int, int], Result],
     category: str | None = None,
 ) -> Figures:
     parts: list[Figures] = []
@@ -412,7 +387,6 @@ def _figures(
             parts.append(_figures(own, plain, name))
     by_prompt: dict[int, list[float]] = defaultdict(list)
     firsts: list[float] = []
-    n_different = 0
     for result in results:
         if (other := plain.get(_place(result))) is None:
             continue
@@ -420,8 +394,6 @@ def _figures(
             by_prompt[result.prompt].append(ratio)
         own_s, other_s = (each.outcome.time_to_first_token_s for each in (result, other))
         firsts += [own_s / other_s] if own_s is not None and other_s else []
-        tokens = result.outcome.token_ids, other.outcome.token_ids
-        n_different += None not in tokens and tokens[0] != tokens[1]
     speedups = [ratio for ratios in by_prompt.values() for ratio in ratios]
     shares = [each.speedup for each in parts if each.speedup is not None] or speedups
     outcomes = [result.outcome for result in results]
@@ -432,7 +404,6 @@ def _figures(
     n_accepted = sum(outcome.n_accepted or 0 for outcome in outcomes)
     first = results[0]
     return Figures(
-        target=first.target,
         temperature=first.temperature,
         contender=first.contender,
         category=category or OVERALL,
@@ -444,7 +415,6 @@ def _figures(
         acceptance_rate=n_accepted / n_drafted if n_drafted else None,
         mean_accepted_length=sum(mean * n for mean, n in rounds) / n_rounds if n_rounds else None,
         first_token=statistics.median(firsts) if firsts else None,
-        n_different=n_different if first.temperature <= 0.0 else None,
         categories=tuple(parts),
     )
 

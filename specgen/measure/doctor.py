@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen import __version__, errors
-from specgen.errors import BackendError, ModelFileError, SpecgenError
+from specgen.errors import BackendError, SpecgenError
 from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
 from specgen.system.files import as_json
@@ -67,8 +67,7 @@ class Check:
 
 @dataclass(slots=True)
 class DoctorReport:
-    """Everything that `specgen doctor` finds. `build` is None if llama.cpp could not be loaded; `models` are the
-    files of the known models that are on this disk."""
+    """Everything that `specgen doctor` finds; `build` is None if llama.cpp could not be loaded."""
 
     machine: Machine = field(default_factory=look_at_machine)
     version: str = __version__
@@ -79,14 +78,13 @@ class DoctorReport:
     models: dict[str, Path] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
 
-    def check(self, name: str, do: Callable[[], str]) -> Check:
+    def check(self, name: str, do: Callable[[], str]) -> None:
         """Add a check with the message that `do` returns, or with the `SpecgenError` that it raises."""
         try:
-            found = Check(name, True, do())
+            self.checks.append(Check(name, True, do()))
         except SpecgenError as error:
-            found = Check(name, False, error.message, error.hint, type(error).__name__)
-        self.checks.append(found)
-        return found
+            own = error.message, error.hint, type(error).__name__
+            self.checks.append(Check(name, False, *own))
 
     @property
     def healthy(self) -> bool:
@@ -115,9 +113,9 @@ def diagnose(
     is the command that starts a child process; `on_check` receives the name of each check before it runs."""
     report, command = DoctorReport(), child or CHILD_COMMAND
 
-    def run(name: str, do: Callable[[], str]) -> Check:
+    def run(name: str, do: Callable[[], str]) -> None:
         on_check(name)
-        return report.check(name, do)
+        report.check(name, do)
 
     def decode(place: str, *file: str) -> str:
         timeout_s = _MODEL_TIMEOUT_S if file else _TINY_TIMEOUT_S
@@ -130,9 +128,6 @@ def diagnose(
             run(f"decoding on the {place}", partial(decode, place))
         run("specgen's kernels", partial(_test_kernels, report))
         if model is not None:
-            if report.kernels.computes == "specgen" and report.kernels.path:
-                task = partial(_try_kernels, report.kernels.path, model)
-                run(f"specgen's kernels on {model.name}", task)
             run(model.name, partial(decode, [*places, "CPU"][0], os.fspath(model)))
     run("the list of models", partial(_find_models, report))
     for endpoint in endpoints if report.build is not None else ():
@@ -142,8 +137,7 @@ def diagnose(
 
 def places_of(build: Build) -> list[str]:
     """Return where models can be decoded, the fastest place first."""
-    has_gpu = build.gpu_offload and any("gpu" in device.kind for device in build.devices)
-    return ["GPU", "CPU"] if has_gpu else ["CPU"]
+    return ["GPU", "CPU"] if build.gpu_offload else ["CPU"]
 
 
 def _load(report: DoctorReport, command: Sequence[str]) -> str:
@@ -169,20 +163,6 @@ def _test_kernels(report: DoctorReport) -> str:
     if report.kernels.is_broken:
         raise BackendError(report.kernels.reason or "", report.kernels.hint)
     return report.kernels.tested or f"not used: {report.kernels.reason}"
-
-
-def _try_kernels(library: Path, model: Path) -> str:
-    from specgen.llama.kernels.admission import ModelTrials
-    from specgen.models.files import cache_folder
-
-    try:
-        problem = ModelTrials(library, cache_folder()).problem_of(model, anew=True)
-    except OSError as error:
-        raise ModelFileError(f"the file cannot be read: {error.strerror}") from error
-    if problem:
-        hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
-        raise BackendError(problem, hint)
-    return "load it and decode"
 
 
 def _find_models(report: DoctorReport) -> str:
@@ -216,29 +196,27 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     dies, does not answer in time, or answers something else."""
     try:
         answer = ask_child(command, timeout_s)
-    except ChildDiedError as error:
-        raise death(error) from None
     except ChildError as error:
-        raise BackendError(str(error), f"build llama.cpp again: {REINSTALL}") from error
+        raise explained(error) from error
     if "error" in answer:
         raise _error_named(answer["error"], answer["message"], answer["hint"])
     return answer
 
 
-def death(child: ChildDiedError) -> BackendError:
-    """Return what killed a child, with a hint against it."""
-    name = child.signal_name
-    message = f"llama.cpp died of {name}" if name else f"it ended with code {child.returncode}"
-    if child.description:
-        message += f" ({child.description.lower()})"
-    if child.last_words:
-        message += f": {child.last_words}"
+def explained(error: ChildError) -> BackendError:
+    """Return why a child gave no answer, with a hint against it."""
+    message, signal = str(error), ""
+    if isinstance(error, ChildDiedError):
+        signal = error.signal_name
+        if signal:
+            message = f"llama.cpp died of {signal} ({error.description.lower()})"
+        message += f": {error.last_words}" if error.last_words else ""
     hints = {
         "SIGILL": "it was built for another CPU, or by GCC 12, which gets the code for AMX wrong; "
         f"build it again, here: {REBUILD}",
         "SIGKILL": "most likely the memory ran out: free some, or take a smaller model",
     }
-    return BackendError(message, hint=hints.get(name, f"build llama.cpp again: {REINSTALL}"))
+    return BackendError(message, hints.get(signal, f"build llama.cpp again: {REINSTALL}"))
 
 
 def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenError:
@@ -270,7 +248,7 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
     llama.cpp itself, of a tiny one."""
     import numpy as np
 
-    from specgen.llama.kernels.admission import choose_kernels, wanted_in
+    from specgen.llama.kernels.admission import ModelTrials, choose_kernels, wanted_in
     from specgen.models.files import cache_folder
 
     options = ContextOptions(n_gpu_layers=-1 if place == "GPU" else 0)
@@ -281,8 +259,13 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
             # One thread: on a busy machine several threads wait for each other, which takes far longer.
             together, one_by_one, _ = _decode(tiny, replace(options, n_threads=1))
         return compared(together, one_by_one)
-    choose_kernels(wanted_in(os.environ), cache_folder())
-    together, one_by_one, exception = _decode(Path(file), options)
+    kernels, path, problem = choose_kernels(wanted_in(os.environ), cache_folder()), Path(file), ""
+    if kernels.computes == "specgen" and kernels.path is not None and path.is_file():
+        problem = ModelTrials(kernels.path, cache_folder()).problem_of(path, anew=True)
+    together, one_by_one, exception = _decode(path, options)
+    if problem:
+        hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
+        raise BackendError(f"specgen's kernels: {problem}", hint)
     message = compared(together, one_by_one)
     if np.array_equal(together, one_by_one) and not exception:
         return f"{message}: rows are the same in any batch"
@@ -290,8 +273,7 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
 
 
 def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
-    """Return the logits of a text, float32[n_tokens, n_vocab], decoded in one batch and token by token, and why rows
-    of the model must differ, if they must."""
+    """Return float32[n_tokens, n_vocab] of a text, decoded in one batch and token by token, and why rows must differ."""
     import numpy as np
 
     from specgen.drafters.kinds import refuse_draft
@@ -319,8 +301,7 @@ def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
 
 
 def compared(together: Logits, one_by_one: Logits) -> str:
-    """Say how far apart two tables of logits are (see `_TOLERANCE`). Raise `BackendError` if they are too far apart, or
-    one has what is no number."""
+    """Say how far apart two tables of logits are. Raise `BackendError` if that is more than `_TOLERANCE`."""
     import numpy as np
 
     spread = max(float(np.std(one_by_one)), 1e-12)

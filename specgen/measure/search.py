@@ -13,24 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import words_for
-from specgen.events import undrafted_text
 from specgen.llama import default_threads
 from specgen.measure.trial import (
     Baseline,
     DraftFigures,
-    is_tie,
     measure_target,
     plain_figures,
     try_draft,
 )
-from specgen.models.files import FileIdentity, identify, identity_of, shard_number
+from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.session.calibration import begin, short_context, time_batch
 from specgen.session.files import name_of
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.system.progress import human_bytes
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend
@@ -60,8 +57,8 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Drafts for a target, the best first, and files that cannot draft. `threads` are the numbers that were
-    chosen by measuring, by model. `saved` is the draft that was saved for the target, if any."""
+    """Drafts for a target, the best first, files that cannot draft, the numbers of threads that were chosen by
+    measuring, and the draft that was saved."""
 
     target: Path
     baseline: Baseline
@@ -70,30 +67,20 @@ class Search:
     threads: dict[str, Threads] = field(default_factory=dict)
     saved: DraftSource | None = None
     is_interrupted: bool = False
-    #: The share of all cores' time that other programs took meanwhile; None if it is unknown.
     others_share: float | None = None
 
-    @property
-    def ties(self) -> tuple[Tried, ...]:
-        """The drafts that are as fast as the best one within the noise; empty if it is clearly the best."""
-        best = self.tried[0].figures
-        found = tuple(one for one in self.tried if is_tie(best, one.figures))
-        return found if len(found) > 1 else ()
-
     def to_json_object(self) -> dict[str, object]:
-        """Return the result as JSON values, with times in seconds."""
         baseline = self.baseline
         return {
             "target": str(self.target),
             "plain_tokens_per_s": 1.0 / baseline.token_s,
             "batch_s": baseline.batch_s,
             "n_prompts": len(baseline.answers),
-            "n_tokens": baseline.n_tokens,
+            "n_tokens": sum(len(answer.tokens) for answer in baseline.answers),
             "skipped_prompts": list(baseline.skipped),
             "threads": as_json(self.threads),
             "drafts": [{"draft": str(one.draft), **as_json(one.figures)} for one in self.tried],
             "refused": as_json(self.refused),
-            "ties": [str(one.draft) for one in self.ties],
             "advice": list(advice(self)),
             "others_share": self.others_share,
             "saved": as_json(self.saved),
@@ -112,25 +99,18 @@ def search_drafts(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Search | None:
-    """Try plain decoding, n-grams, the target's MTP layers and the `candidates`, each as `specgen run` would use
-    it. `refused` are files that are known not to draft. With `tunes_threads`, the best numbers of threads of the
-    target and of the first candidate are measured first, since all else depends on them.
+    """Try plain decoding, n-grams, the target's MTP layers and the `candidates`, each as `specgen run` would use it at
+    temperature 0. With `tunes_threads`, the best numbers of threads of the target and of the first candidate are
+    measured first. The costs are measured anew, in the session's memory, which the caller saves.
 
-    What was known of the costs is measured anew, in the session's memory, which the caller saves. The temperature
-    must be 0. Return None if interrupted before there was a result. Raise `PromptError`, `MemoryLimitError` or
-    `BackendError` if the target fails; drafts that fail are listed as refused.
-    """
+    Return None if interrupted before there was a result. Raise `PromptError`, `MemoryLimitError` or `BackendError` if
+    the target fails; drafts that fail are listed as refused, as are the files `refused`."""
     target, load = session.options.target, LoadOfOthers()
     threads: dict[str, Threads] = {}
 
-    def tune_threads(model: Path, *, is_draft: bool) -> None:
-        progress(f"threads for {model.name}", 0, 1)
-        chosen = _tuned_threads(session, model, interrupted, is_draft=is_draft)
-        threads.update({} if chosen is None else {model.name: chosen})
-
     session.change_draft("none")
     if tunes_threads:
-        tune_threads(target, is_draft=False)
+        threads |= _tuned_threads(session, target, interrupted, progress, is_draft=False)
     session.costs.forget()
     baseline = measure_target(
         session,
@@ -146,7 +126,7 @@ def search_drafts(
         try:
             session.change_draft(draft)
             if tunes_threads and isinstance(draft, Path) and draft == candidates[0]:
-                tune_threads(draft, is_draft=True)
+                threads |= _tuned_threads(session, draft, interrupted, progress, is_draft=True)
             if session.draft is not None and session.draft.timed is not None:
                 session.costs.forget(session.draft.timed)
             shown = partial(progress, name_of(draft))
@@ -169,8 +149,7 @@ def search_drafts(
 
 
 def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
-    """Return drafts by their speed-ups, the best first; of those that are shown as equal, what needs no
-    second model: one is chosen only if it gains something."""
+    """Return drafts by their speed-ups; of those that are shown as equal, what needs no second model first."""
 
     def order(one: Tried) -> tuple[float, bool, bool]:
         return (-round(one.figures.speedup, 2), isinstance(one.draft, Path), one.draft == "none")
@@ -202,12 +181,7 @@ def advice(search: Search) -> tuple[str, ...]:
         per_pass = f"{figures.mean_accepted_length:.1f} tokens come of a pass of the target"
         use = f"use it: --draft {shlex.quote(str(best.draft))}"
         return measured, f"{batch} and {accepted}, so {per_pass}", use
-    why = [
-        f"; {name_of(one.draft)}: {undrafted_text(one.figures.undrafted, one.figures.n_rounds)}"
-        for one in search.tried
-        if one.figures.undrafted
-    ]
-    none = f"{batch}, and no draft that was tried is clearly faster{''.join(why[:1])}"
+    none = f"{batch}, and no draft that was tried is clearly faster"
     others = "draft with another model (`specgen models list` shows some)"
     return measured, none, f"{others}, or not at all: --draft none"
 
@@ -218,41 +192,26 @@ def advice(search: Search) -> tuple[str, ...]:
 def find_candidates(
     named: Sequence[Path], known: Iterable[Path], target: Path
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for `target`, and the files that are refused.
-
-    `named` are files, and folders that stand for the GGUF files in them. `known` are the models that
-    specgen has on this disk; they are never reported as refused. Files of the same name and size are one.
-    A file that is larger than the target is tried only if the user named the file itself.
-    """
-    files = [path for path in named if not path.is_dir()]
-    in_folders = [
-        path
-        for folder in named
-        for path in sorted(folder.glob("*.gguf"))
-        if path.is_file() and shard_number(path) in (None, 1) and "mmproj" not in path.name.lower()
-    ]
+    """Return the files to try as drafts for `target`, and those of the `named` that are refused. Of the `known` models
+    on this disk the larger ones are not tried. Files of the same name and size are one."""
     candidates: list[Path] = []
     refused: list[Refused] = []
     of_target = identity_of(target)
-    seen: set[FileIdentity | None] = set()
+    seen: set[FileIdentity] = set()
     # Named files come first, since the first of equal files is used.
-    for path in (*files, *in_folders, *known):
+    for path in (*named, *known):
         identity, reason = identify(path), ""
         if identity is None:
             reason = "there is no such file, or it cannot be read"
-        elif identity in seen:
+        elif identity in seen or (path not in named and identity.size_bytes > of_target.size_bytes):
             continue
-        elif identity == of_target or path.samefile(target):
-            reason = "it is the target itself"
-        elif identity.size_bytes > of_target.size_bytes and path not in files:
-            size = human_bytes(identity.size_bytes)
-            reason = (
-                f"it is larger than the target ({size}): named itself, it is tried all the same"
-            )
-        seen.add(identity)
+        else:
+            seen.add(identity)
+            if identity == of_target or path.samefile(target):
+                reason = "it is the target itself"
         if not reason:
             candidates.append(path)
-        elif path in files or path in in_folders:
+        elif path in named:
             refused.append(Refused(path, reason))
     return candidates, refused
 
@@ -264,8 +223,6 @@ def find_candidates(
 THREADS_BUDGET_S, _PATIENCE = 20.0, 3.0
 #: Rows of the batch that is timed: as many as the batch of a round usually has.
 BATCH_ROWS = 6
-#: With up to this many cores every number of threads is tried; with more, these shares of the cores.
-_FEW_CORES, _SHARES = 4, (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 #: A number is chosen if it is faster than the default by this share, and so in this share of the rounds.
 _MARGIN, _MAJORITY = 0.03, 0.75
 #: The most rounds, and the least with which anything is changed.
@@ -273,35 +230,38 @@ _N_ROUNDS, _N_LEAST = 9, 4
 
 
 def _tuned_threads(
-    session: Session, model: Path, interrupted: Callable[[], bool], *, is_draft: bool
-) -> Threads | None:
-    """Measure and keep the best numbers of threads for the target, or for the loaded draft model.
-    None if the user named a number, if interrupted, or if the draft has no context of its own."""
+    session: Session,
+    model: Path,
+    interrupted: Callable[[], bool],
+    progress: Progress,
+    *,
+    is_draft: bool,
+) -> dict[str, Threads]:
+    """Measure and keep the best numbers of threads for the target, or for the loaded draft model, by its name. None
+    if the user named a number, if interrupted, or if the draft has no context of its own."""
     options = session.options.draft_context if is_draft else session.options.target_context
     if (options.n_threads, options.n_threads_batch) != (None, None) or interrupted():
-        return None
+        return {}
+    progress(f"threads for {model.name}", 0, 1)
     default, n_logical = default_threads(), os.cpu_count() or 1
     affinity = getattr(os, "sched_getaffinity", None)
     counts = thread_counts(default, n_logical, len(affinity(0)) if affinity else n_logical)
     with session.contexts(short_context(session), drafts=is_draft) as (target, drafts):
         if is_draft and not drafts:
-            return None
+            return {}
         backend = drafts[0] if is_draft else target
         chosen = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
     if interrupted():
-        return None
+        return {}
     session.memory.keep_threads(model, options, chosen)
-    return chosen
+    return {model.name: chosen}
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
-    """Return the numbers of threads to try, ascending, on a machine with `n_cores` physical and
-    `n_logical` logical cores, of which this process may use `n_usable` logical ones."""
-    if n_cores <= _FEW_CORES:
-        counts = set(range(1, n_cores + 1))
-    else:
-        counts = {round(share * n_cores) for share in _SHARES} | {n_cores}
-    return sorted({*counts, n_logical, max(1, min(n_usable, n_logical))})
+    """Return the numbers of threads to try, ascending, on a machine with `n_cores` physical and `n_logical` logical
+    cores, of which this process may use `n_usable`: shares of the cores, and all logical and all usable ones."""
+    shares = {n_cores * eighths // 8 for eighths in range(2, 9)} - {0}
+    return sorted({*shares, n_logical, max(1, min(n_usable, n_logical))})
 
 
 def measure_threads(
@@ -311,12 +271,9 @@ def measure_threads(
     budget_s: float,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Threads:
-    """Return the best of these numbers of threads and of `default`, which the backend then uses. Its
-    context is empty before and afterwards.
-
-    All numbers are timed in turns, a row and a batch each, since a machine's speed changes. If `interrupted` is
-    true, the default stays. Raise `BackendError`.
-    """
+    """Return the best of these numbers of threads and of `default`, which the backend then uses; its context is empty
+    before and afterwards. All are timed in turns, a row and a batch each, since a machine's speed changes. If
+    `interrupted` is true, the default stays. Raise `BackendError`."""
     backend.set_threads(default, default)
     text, before_s = begin(backend), backend.decode_s
     #: By the rows of the batch: the seconds by the number of threads, of each round.

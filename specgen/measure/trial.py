@@ -8,19 +8,15 @@ can be tried in only their own time.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import statistics
 from collections import abc, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specgen.errors import BackendError, PromptError
-from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW
 from specgen.method.backend import Backend, Batch
@@ -48,8 +44,6 @@ if TYPE_CHECKING:
 #: After each answer, the first sizes of batches are timed so often, but for a single row, which the answer itself times;
 #: larger sizes once.
 _N_OFTEN, _N_REPEATS = 6, 3
-#: Speed-ups that differ by a smaller share are a tie; those that differ by a larger share are none.
-_LEAST_NOISE, _MOST_NOISE = 0.03, 0.2
 
 #: Called with the number of prompts that are done, and of all prompts.
 PromptsDone = Callable[[int, int], None]
@@ -84,10 +78,6 @@ class Baseline:
     def token_s(self) -> float:
         return self.batch_s[1]
 
-    @property
-    def n_tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers)
-
 
 @dataclass(frozen=True, slots=True)
 class Replay:
@@ -108,8 +98,7 @@ class Replay:
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
     """The figures of a draft over all answers together; the decodes of prompts do not count. `start_s` are the
-    seconds of the draft model's decode of a prompt. `undrafted` says why some of the `n_rounds` drafted nothing, the
-    most frequent reason first. Figures that do not exist, since nothing was drafted, are None."""
+    seconds of the draft model's decode of a prompt. Figures that do not exist, since nothing was drafted, are None."""
 
     speedup: float
     worst_speedup: float
@@ -118,20 +107,6 @@ class DraftFigures:
     mean_accepted_length: float
     draft_token_s: float | None
     start_s: float
-    n_rounds: int = 0
-    undrafted: tuple[ReasonCount, ...] = ()
-    speedups: tuple[float, ...] = ()
-
-
-def is_tie(one: DraftFigures, other: DraftFigures) -> bool:
-    """Return whether two drafts are equally fast within the noise: twice the standard error of the difference
-    over the answers, and at least 3 %."""
-    noise = _LEAST_NOISE
-    if len(one.speedups) == len(other.speedups) > 1:
-        ratios = [math.log(a / b) for a, b in zip(one.speedups, other.speedups, strict=True)]
-        spread = 2.0 * statistics.stdev(ratios) / math.sqrt(len(ratios))
-        noise = max(noise, min(_MOST_NOISE, spread))
-    return abs(math.log(one.speedup / other.speedup)) <= noise
 
 
 def measure_target(
@@ -142,10 +117,9 @@ def measure_target(
     interrupted: Callable[[], bool] = lambda: False,
     progress: PromptsDone = lambda _done, _total: None,
 ) -> Baseline | None:
-    """Let the target answer the prompts without a draft, and time its batches up to the most rows of a round. The
-    temperature must be 0. Return None if interrupted. Raise `PromptError` if no prompt fits into the
-    context, if no answer is longer than a token, or if the context has no room to time the batches; and
-    `MemoryLimitError`."""
+    """Let the target answer the prompts at temperature 0 without a draft, and time its batches up to the most rows of
+    a round. None if interrupted. Raise `PromptError` if no prompt fits into the context, no answer is longer than a
+    token, or the context has no room to time the batches; and `MemoryLimitError`."""
     fitting, skipped = fitting_prompts(session, enumerate(prompts, 1), chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())
     sizes = timed_batch_sizes(session.n_rows_max)
@@ -202,7 +176,7 @@ def try_draft(
             progress(len(replays), len(baseline.answers))
             if interrupted():
                 return None
-            prompt = answered_prompt(session, baseline, answer)
+            prompt = session.prompts.of_text(answer.prompt, chat=baseline.chat, now=NOW)
             for draft in drafts:
                 draft.remove(0)
             generation = DrafterFactory(session).sequence(prompt, baseline.n_ctx, drafts, 0)
@@ -228,29 +202,29 @@ def replay(
     drafters, policy, hidden = generation.drafters, generation.policy, generation.hidden
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0
+    if drafters is not None:
+        # The draft model decodes the prompt for a proposal that is not used: so the rounds have only costs that grow
+        # with the answer.
+        started = clock()
+        draft_alone(drafters.propose(generation.tokens, draft_up_to(1)))
+        start_s = clock() - started
+    generation.commit(tokens[0])
     while (done := len(generation.tokens) - generation.n_prompt) < len(tokens):
         plan, draft, seconds = RoundPlan(Reason("off")), NO_DRAFT, 0.0
         whole: tuple[Draft, ...] = ()
         if drafters is not None:
             started = clock()
             offer = generation.offer(policy.n_max)
-            plan = policy.plan(offer) if done else draft_up_to(1)
+            plan = policy.plan(offer)
             proposed = draft_alone(drafters.propose(generation.tokens, plan))
             whole, draft = (offer.found, proposed), plan.stop.cut(proposed)
-            if len(plan.found) + plan.n_max > 0 and not len(draft):
-                plan = dataclasses.replace(plan, reason=Reason("unsure"))
             seconds = clock() - started
-        if not done:
-            # A real answer's first token has no draft. Here the draft model decodes the prompt for a proposal that is
-            # not used: so the rounds have only costs that grow with the answer.
-            start_s, seconds = seconds, 0.0
-            plan, whole, draft = RoundPlan(Reason("plain decode")), (), NO_DRAFT
         path = agreeing_path(draft, tokens[done:])
         last = done + len(path)
         committed = tuple(tokens[done : last + 1])
         for token in committed:
             generation.commit(token)
-        if hidden is not None and states is not None and done > 0 and last < len(states):
+        if hidden is not None and states is not None and last < len(states):
             n_read = generation.n_prompt + last
             hidden.take_rows(states[last : last + 1], generation.tokens, n_read)
         n_rows = 1 + len(draft)
@@ -259,8 +233,7 @@ def replay(
         policy.observe(result)
         if drafters is not None:
             drafters.observe(result)
-        if done:
-            tally.add_round(result, model_s=seconds)
+        tally.add_round(result, model_s=seconds)
     return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
 
 
@@ -269,32 +242,23 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
     counted = [replay for replay in replays if replay.tally.n_rounds]
     tallies = [replay.tally for replay in counted]
     n_tokens = sum(replay.n_tokens for replay in counted)
-    n_rounds, n_drafted = sum(t.n_rounds for t in tallies), sum(t.n_drafted for t in tallies)
+    n_drafted = sum(tally.n_drafted for tally in tallies)
     draft_s = sum(tally.draft_s for tally in tallies)
     seconds = draft_s + sum(tally.target_s for tally in tallies)
-    whole = Tally()
-    for each in chain.from_iterable(tally.undrafted for tally in tallies):
-        whole.add_undrafted(each.reason, each.text, each.n_rounds)
     return DraftFigures(
         speedup=speedup(n_tokens, seconds, counted[0].token_s),
         worst_speedup=min(replay.speedup for replay in counted),
         tokens_per_s=n_tokens / seconds,
         acceptance_rate=sum(t.n_accepted for t in tallies) / n_drafted if n_drafted else None,
-        mean_accepted_length=n_tokens / n_rounds,
+        mean_accepted_length=n_tokens / sum(tally.n_rounds for tally in tallies),
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in counted) / len(counted),
-        n_rounds=n_rounds,
-        undrafted=whole.undrafted,
-        speedups=tuple(replay.speedup for replay in counted),
     )
 
 
 def plain_figures(baseline: Baseline) -> DraftFigures:
     """Return the figures of plain decoding."""
-    n_answers = sum(len(answer.tokens) > 1 for answer in baseline.answers)
-    return DraftFigures(
-        1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0, speedups=(1.0,) * n_answers
-    )
+    return DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
 
 
 def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
@@ -309,11 +273,6 @@ def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def answered_prompt(session: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
-    """Return the prompt of an answer, for the present draft: it contains the draft's tokens."""
-    return session.prompts.of_text(answer.prompt, chat=baseline.chat, now=NOW)
-
-
 def fitting_prompts(
     session: Session,
     texts: Iterable[tuple[int, str]],
@@ -322,21 +281,19 @@ def fitting_prompts(
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
     """Return the prompts that fit into the context with `n_more` tokens by their numbers, and the numbers of the
     others. Raise `PromptError` if none fits."""
-    fitting: dict[int, Prompt] = {}
-    skipped: list[int] = []
-    failure = PromptError("there are no prompts")
-    for number, text in texts:
-        prompt = session.prompts.of_text(text, chat=chat, now=NOW)
+    prompts = {n: session.prompts.of_text(text, chat=chat, now=NOW) for n, text in texts}
+
+    def problem(prompt: Prompt) -> PromptError | None:
         try:
             session.context_size(len(prompt.tokens) + n_more)
         except PromptError as error:
-            failure = error
-            skipped.append(number)
-        else:
-            fitting[number] = prompt
-    if not fitting:
-        raise failure
-    return fitting, tuple(skipped)
+            return error
+        return None
+
+    failures = {n: error for n, prompt in prompts.items() if (error := problem(prompt))}
+    if len(failures) == len(prompts):
+        raise next(iter(failures.values()), PromptError("there are no prompts"))
+    return {n: each for n, each in prompts.items() if n not in failures}, tuple(failures)
 
 
 def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt: int) -> Hidden:

@@ -23,19 +23,11 @@ from specgen.system.files import correct, replace_text
 
 @dataclass(frozen=True, slots=True)
 class SavedDraft:
-    """A draft that was chosen by measuring, with the measurements; None if there are none.
-
-    `speedup` is over plain decoding, `worst_speedup` is that of the worst prompt, and `draft_token_s` the
-    seconds that drafting a token takes.
-    """
+    """A draft that was chosen by measuring, when, and its speed-up over plain decoding."""
 
     draft: DraftSource
     date: datetime.date | None = None
     speedup: FiniteFloat | None = None
-    worst_speedup: FiniteFloat | None = None
-    tokens_per_s: FiniteFloat | None = None
-    acceptance_rate: FiniteFloat | None = None
-    draft_token_s: FiniteFloat | None = None
 
 
 def saved_drafts_file() -> Path:

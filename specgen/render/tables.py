@@ -31,7 +31,6 @@ _BENCH: tuple[tuple[str, str, Callable[[Figures], float | None]], ...] = (
     ("acceptance_rate", "accepted", lambda of: of.acceptance_rate),
     ("tokens_per_pass", "per-pass", lambda of: of.mean_accepted_length),
     ("first_token", "first", lambda of: of.first_token),
-    ("different", "other", lambda of: of.n_different),
 )
 #: The figures of a draft, in the same form.
 _DRAFT: tuple[tuple[str, str, Callable[[DraftFigures], float | None]], ...] = (
@@ -60,25 +59,25 @@ def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
     there are several, with tabs between. Without figures there are no lines."""
     if figures:
         names = [name for name, _, _ in _BENCH]
-        yield "\t".join(("target", "temperature", "contender", "category", *names))
+        yield "\t".join(("temperature", "contender", "category", *names))
     for whole in figures:
         for each in (whole, *(whole.categories if len(whole.categories) > 1 else ())):
-            own = (each.target, f"{each.temperature:g}", each.contender, each.category)
+            own = (f"{each.temperature:g}", each.contender, each.category)
             yield "\t".join((*own, *(_cell(figure(each)) for _, _, figure in _BENCH)))
 
 
 def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
-    """Print the figures for each target and temperature, those by category, and an explanation."""
+    """Print the figures for each temperature, those by category, and an explanation."""
     shown = [(heading, figure) for _, heading, figure in _BENCH if heading]
-    for target, temperature in dict.fromkeys((e.target, e.temperature) for e in figures):
-        every = [e for e in figures if (e.target, e.temperature) == (target, temperature)]
+    for temperature in dict.fromkeys(each.temperature for each in figures):
+        every = [each for each in figures if each.temperature == temperature]
         best = max((each.speedup or 0.0 for each in every), default=0.0)
         table = _table("contender", *(heading for heading, _ in shown))
         for each in every:
             style = "bold" if each.speedup == best else ""
             cells = [_cell(figure(each), "-") for _, figure in shown]
             table.add_row(Text(each.contender), *cells, style=style)
-        console.print(Text(f"{target}, temperature {temperature:g}", style="bold"))
+        console.print(Text(f"temperature {temperature:g}", style="bold"))
         console.print(table)
         speedups = [{own.category: own.speedup for own in each.categories} for each in every]
         if len(categories := dict.fromkeys(name for own in speedups for name in own)) > 1:
@@ -91,8 +90,7 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
     explanation = (
         "Each prompt was answered by all in turn: the speed-up over plain decoding (geometric mean), its quartiles "
         "and its least; tokens a second after the first (median); the share of drafted tokens that the target "
-        "accepts; tokens per pass of the target; the time to the first token relative to plain decoding; answers "
-        "whose text differs from plain decoding's."
+        "accepts; tokens per pass of the target; the time to the first token relative to plain decoding."
     )
     console.print(Text(explanation, style="dim"))
 

@@ -90,11 +90,10 @@ def _difference(prompt: int, difference: Difference) -> Text:
         repr(clean_line(text.replace("Ġ", " ").replace("▁", " "))) if text else "the end"
         for text in (difference.plain, difference.drafted)
     )
-    why = f"{plain} plainly, {drafted} with drafts; {difference.gap:.3g} logits apart"
-    if difference.exact_rows:
-        why += ", and batches move no row"
-    else:
-        why += f", batches explain {difference.allowed:.3g}"
+    why = f"{plain} plainly, {drafted} with drafts; {difference.gap:.3g} logits apart, "
+    why += (
+        f"batches explain {difference.allowed:.3g}" if difference.allowed else "batches move no row"
+    )
     if difference.same_in_batches_of is not None:
         why += f" (plain decoding does the same in batches of {difference.same_in_batches_of})"
     kind = ("defect", _DEFECT) if difference.is_defect else ("near-tie", "")

@@ -103,8 +103,7 @@ class Chat:
         self.drafts = True
         #: The last events of the answers of this run, and the first and the last event of the last answer.
         self.answers: list[FinishedEvent] = []
-        self.prompt: PromptEvent | None = None
-        self.finished: FinishedEvent | None = None
+        self.last: tuple[PromptEvent, FinishedEvent] | None = None
         #: The turns that have no room in the context, and how often the last question was answered again.
         self._n_left_out = self._n_again = 0
 
@@ -186,17 +185,16 @@ class Chat:
         if self._n_again and sampling.seed >= 0:
             sampling = replace(sampling, seed=sampling.seed + self._n_again)
         answer = self._engine.insert(prompt, sampling=sampling, draft=self.drafts)
-        text, is_whole = "", False
-        events = self._engine.stream(answer)
+        text, is_whole, events = "", False, self._engine.stream(answer)
+        first: PromptEvent | None = None
         try:
             for event in events:
                 if isinstance(event, PromptEvent):
-                    self.prompt, self.finished = event, None
+                    first, self.last = event, None
                 elif isinstance(event, CommittedEvent):
                     text += event.text
-                elif isinstance(event, FinishedEvent):
-                    is_whole = event.finish_reason != "interrupted"
-                    self.finished = event
+                elif isinstance(event, FinishedEvent) and first is not None:
+                    is_whole, self.last = event.finish_reason != "interrupted", (first, event)
                     self.answers.append(event)
                 yield event
                 if isinstance(event, PromptEvent) and n_gone:

@@ -96,9 +96,7 @@ def speedup(n_tokens: float, seconds: float, token_s: float) -> float:
 
 
 def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
-    """Return the expected gain of a draft model, from costs of at least two sizes of batches.
-
-    If each drafted token is accepted with probability a, given that those before it were, a round with n
+    """Return the expected gain of a draft model, from costs of at least two sizes of batches. If each drafted token is accepted with probability a, given that those before it were, a round with n
     drafted tokens gives 1 + a + ... + a^n tokens. Plain decoding takes v(1) for each of them. The round
     takes v(n + 1) for the target's batch and c for each drafted token:
 
@@ -255,10 +253,9 @@ def complete(
     n_rows: int = 1,
     interrupted: Callable[[], bool] = _never,
 ) -> None:
-    """Time the sizes that the backend's table lacks, in an empty context, unless the table was measured
-    before, up to `n_rows` rows. If the time did not suffice for `n_rows` rows, the estimate from the other
-    sizes is stored for them. Raise `BackendError`, and `KeyboardInterrupt` if `interrupted` is true between
-    decodes; the table is then unchanged."""
+    """Time the sizes that the backend's table lacks, in an empty context, unless it was measured up to `n_rows` rows. If
+    the time does not suffice for these, their estimate from the other sizes is stored. Raise what `measure_sizes`
+    raises; the table is then unchanged."""
     if is_measured(table, n_rows):
         return
     is_new = not is_measured(table)
@@ -275,13 +272,10 @@ def measure_sizes(
     budget_s: float,
     interrupted: Callable[[], bool] = _never,
 ) -> dict[int, float]:
-    """Return the median seconds of decoding batches of these sizes, in an empty context, which is empty
-    again afterwards.
-
-    Powers of two come first, and after `budget_s` seconds of decoding no other batch than a single row is
-    started: only some sizes of a large model are timed, all of a small one several times. A size for which the
-    context has no room is left out. Raise `BackendError`, and `KeyboardInterrupt` if `interrupted`.
-    """
+    """Return the median seconds of decoding batches of these sizes, in an empty context, which is empty again
+    afterwards. Powers of two come first, and after `budget_s` seconds of decoding no other batch than a single row is
+    started. A size for which the context has no room is left out. Raise `BackendError`, and `KeyboardInterrupt` if
+    `interrupted`."""
     text = begin(backend)
     samples: defaultdict[int, list[float]] = defaultdict(list)
     before_s = backend.decode_s
@@ -311,12 +305,11 @@ def begin(backend: Backend) -> list[int]:
 
 
 def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | None:
-    """Return the seconds of a batch of `n_rows` rows after the text; None if the context, or a batch, has
-    no room for it. The cache is the same afterwards.
+    """Return the seconds of a batch of `n_rows` rows after the text; None if there is no room for it. The cache is the
+    same afterwards.
 
-    The rows are tokens of the text, since the time of a mixture of experts depends on how much its
-    rows differ. If a rollback takes time, that of the batch before is included, as in rounds whose
-    drafts are not accepted whole. As many rows want logits as the backend allows.
+    The rows are tokens of the text, since the time of a mixture of experts depends on how much its rows differ. If a
+    rollback takes time, that of the batch before is included, as in rounds whose drafts are not accepted whole.
     """
     length = target.length(0)
     if length + n_rows > target.n_ctx or n_rows > target.n_batch:

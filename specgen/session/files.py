@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
 Fetch = Callable[[str], Path]
-#: The general draft is for targets of at least this many times its bytes: a draft that is not much
-#: quicker than its target cannot pay.
+#: The general draft is for targets of at least this many times its bytes: one that is not much quicker cannot pay.
 _MIN_RATIO = 4
 
 
@@ -60,8 +59,7 @@ def find_models(
     registry: Registry | None = None,
     fetch: Fetch | None = None,
 ) -> Sources:
-    """Find the target and the drafts. Named models that are not on this disk are fetched, with progress on
-    standard error.
+    """Find the target and the drafts. Named models that are not on this disk are fetched.
 
     If neither a target nor a pair is named, the target is that of the default pair, whose draft is fetched if none
     is saved for it. A named draft replaces all others, and so does that of a named pair; else the drafts are those of
@@ -124,7 +122,7 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
 
 
 def find_target(name: str, *, quiet: bool) -> Path:
-    """Return the file of a target. If it is missing, it is fetched, with progress on standard error."""
+    """Return the file of a target. If it is missing, it is fetched."""
     registry = load_registry()
     return find_model(name, registry, fetching(registry, quiet=quiet))
 
@@ -177,13 +175,10 @@ def choose_drafts(
     mtp: DraftSource | None = None,
     locate: Callable[[CatalogueModel], Path | None] = locate,
 ) -> tuple[DraftChoice, ...]:
-    """Return the possible drafts for a target without a named draft, the best first.
-
-    The draft that was `saved` for it comes first, then its MTP layers (`mtp`: in its file, or in one beside
-    it), then the first partner in the registry that `locate` finds on this disk, then the general draft if
-    it is there and much smaller than the target, then n-grams. The first that loads and is expected to be
-    faster drafts. N-grams and no draft always load, so the choices end with the first of these.
-    """
+    """Return the possible drafts for a target without a named draft, the best first: the one that was `saved` for it,
+    its MTP layers (`mtp`: in its file, or in one beside it), the first partner in the registry that `locate` finds on
+    this disk, the general draft if it is there and much smaller than the target, n-grams. N-grams and no draft always
+    load, so the choices end with the first of these."""
     choices: dict[DraftSource, DraftChoice] = {}
     for choice in _candidates(target, saved, registry, locate, mtp):
         choices.setdefault(choice.draft, choice)

@@ -49,9 +49,8 @@ def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOpt
 
 
 class Memory:
-    """Measured costs, acceptance statistics and threads, from a file. Without a file nothing is
-    known, and nothing is kept. `machine` is everything about the machine and the build of llama.cpp that
-    decides what a decode costs, as JSON values."""
+    """Measured costs, acceptance statistics and threads, from a file, if there is one. `machine` is everything about
+    the machine and the build of llama.cpp that decides what a decode costs, as JSON values."""
 
     def __init__(self, file: Path | None = None, machine: Mapping[str, Any] | None = None) -> None:
         self._file = file
@@ -78,8 +77,7 @@ class Memory:
         return table
 
     def forget_costs(self, model: Path, context: ContextOptions) -> None:
-        """Forget the costs of a model's decodes in such contexts, so that they are measured again. No table of
-        them may be in use."""
+        """Forget costs, so that they are measured again. No table of them may be in use."""
         for key in self._cost_keys(model, context):
             self._tables.pop(key, None)
             self._known[_COSTS].pop(key, None)
@@ -153,9 +151,8 @@ class Memory:
                 yield table
 
     def _extend(self, table: CostTable, keys: Sequence[str], depth: int) -> None:
-        """Copy the costs of larger batches from the nearest depth that has them, scaled to this table. A
-        table that was made without drafts knows small batches only. It expects larger ones to cost in
-        proportion to their rows, so that no draft would ever pay."""
+        """Copy the costs of larger batches from the nearest depth that has them, scaled to this table: one that was
+        made without drafts knows small batches only, and expects that no draft pays."""
         largest = max(table.known, default=0)
         for kept in self._nearest(keys, depth):
             if max(kept.known) <= largest:
@@ -197,8 +194,7 @@ class ModelCosts:
         self.was_busy = False
 
     def context_options(self, draft: Key | None = None) -> ContextOptions:
-        """Return the options of contexts of the target, or of a draft model. If the user named no number of
-        threads, it is the fastest one that was measured."""
+        """Return the options of contexts, with the measured numbers of threads if the user named none."""
         model, context = self._options.target, self._options.target_context
         if isinstance(draft, Path):
             model, context = draft, self._options.draft_context

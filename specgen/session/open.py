@@ -109,15 +109,13 @@ def open_session(
     note: Callable[[str], None] = lambda _text: None,
     check: Check = lambda _session: None,
     loading: Loading = lambda _name: contextlib.nullcontext(),
-    load_ahead: bool = True,
 ) -> Session:
     """Load a target, and the first of `drafts` that fits it and is expected to be faster on this machine. Without
     `drafts`, that of the options is loaded.
 
     Only a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
     used, and `note` gets the reason. `check` is called before a draft is chosen. `clock` returns seconds. `memory` is
-    by default `open_memory`. With `load_ahead`, the weights of the likely draft are read beside those of the target.
-    Raise `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises.
+    by default `open_memory`. Raise `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises.
     """
     if drafts:
         options = replace(options, draft=drafts[0].draft)
@@ -130,7 +128,6 @@ def open_session(
                 replace(options, draft="none") if is_chosen else options,
                 clock,
                 memory if memory is not None else open_memory(),
-                draft_ahead=options.draft if load_ahead else "none",
             )
         )
         check(session)
@@ -272,8 +269,8 @@ def embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
 
 
 def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
-    """Estimate the size of a model's weights, and of its context for so many tokens. Where the metadata give
-    the numbers of heads layer by layer, the cache is estimated as if all layers had the most."""
+    """Estimate the size of a model's weights, and of its context for so many tokens, as if all layers had the most
+    heads of any."""
     with GgufMetadata(file) as about:
         name = about.text("general.architecture")
         n_layers = about.number(f"{name}.block_count")

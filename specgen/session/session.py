@@ -8,15 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from specgen.drafters.kind import DraftSetup, LoadedDraft, Room
-from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
+from specgen.drafters.kinds import open_draft, refuse_draft
 from specgen.drafters.lookup_texts import EarlierTexts, SuffixArray, load_corpus
 from specgen.drafters.ngram import LoadedNgrams
-from specgen.errors import PromptError, SpecgenError
+from specgen.errors import PromptError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
-from specgen.llama.gguf_file import check_file
-from specgen.llama.library import has_gpu
-from specgen.llama.weights import load_ahead
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
 from specgen.session.memory import Memory, ModelCosts
@@ -24,7 +21,6 @@ from specgen.session.prompts import Prompts
 from specgen.session.request import RequestSettings
 
 MAX_SEQUENCES = 256  # llama.cpp's limit for a context
-LEAST_AHEAD = 32 << 20  # smaller drafts are loaded in a moment
 CONTEXT_STEP = 256  # llama.cpp rounds sizes up to a multiple of it
 _ROOM = (
     4096  # tokens where no size is given: for an unlimited answer, or for a prompt with its answer
@@ -32,8 +28,8 @@ _ROOM = (
 
 
 def usual_n_ctx(wanted: int | None, n_train: int) -> int:
-    """Return the default size, in tokens, of a context for a prompt and its answer: the options' size (0: the
-    target's training context), or else 4096, or the training context if that is less."""
+    """Return the size, in tokens, of a context for a prompt and its answer: what is `wanted` (0: the training context),
+    or else 4096, or the training context if that is less."""
     if wanted is not None:
         return wanted or n_train or _ROOM
     return min(_ROOM, n_train) if n_train > 0 else _ROOM
@@ -42,11 +38,9 @@ def usual_n_ctx(wanted: int | None, n_train: int) -> int:
 class Session:
     """A target and the models that draft for it, loaded once. Use it as a context manager.
 
-    Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
-    is closed, and until the last context that uses them is. `memory` has the measurements of these models
-    on this machine, and is updated; the caller saves it. The weights of `draft_ahead`, a draft that is likely to be
-    opened, are loaded while those of the target are. With `vocabulary_only` the target decodes elsewhere: only the
-    models that draft for it have contexts (`draft_contexts`).
+    Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it and the last
+    context that uses them are closed. `memory` is updated; the caller saves it. With `vocabulary_only` the target decodes
+    elsewhere: only the models that draft for it have contexts (`draft_contexts`).
     """
 
     def __init__(
@@ -55,7 +49,6 @@ class Session:
         clock: Callable[[], float],
         memory: Memory | None = None,
         *,
-        draft_ahead: DraftSource = "none",
         vocabulary_only: bool = False,
     ) -> None:
         self.options = options
@@ -67,13 +60,9 @@ class Session:
         self.draft: LoadedDraft | None = None
         self.draft_source: DraftSource = "none"
         self._resources = contextlib.ExitStack()
-        #: Ends the use of weights that were loaded ahead.
-        self._ahead = self._resources.enter_context(contextlib.ExitStack())
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             refuse_draft(options.target)
-            if isinstance(draft_ahead, Path):
-                self._load_ahead(draft_ahead)
             self.target = LlamaModel(
                 options.target,
                 n_gpu_layers=options.target_context.n_gpu_layers,
@@ -98,8 +87,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Close the models. May be called twice. The context of an unfinished answer is freed together with its
-        iterator, which raises `BackendError` if it is continued."""
+        """Close the models. An unfinished answer raises `BackendError` if it is continued."""
         self._resources.close()
 
     @property
@@ -107,21 +95,8 @@ class Session:
         """Makes the prompts of the target and of its present draft."""
         return Prompts(self.target, self.own_vocabulary)
 
-    def _load_ahead(self, draft: Path) -> None:
-        """Begin to load the weights of a draft model; not where that may take memory from the target, or the
-        draft is a small file, or is none that has weights of its own. Errors are those of opening it."""
-        with contextlib.suppress(SpecgenError, OSError):
-            is_small = draft.stat().st_size < LEAST_AHEAD
-            if is_small or has_gpu() or self.options.learning is not None:
-                return
-            kind = find_kind(draft)
-            if kind is not None and kind.name == ANY_FILE:
-                check_file(draft)
-                self._ahead.callback(load_ahead(draft, self.options.draft_context.n_gpu_layers))
-
     def _load_lookups(self) -> None:
-        """Load the texts in which n-grams are looked up, besides the answer's own text: files, and earlier
-        answers. Raise `UsageError` if a file cannot be read."""
+        """Load the files and the earlier answers in which n-grams are looked up. Raise `UsageError`."""
         drafting, cache = self.options.drafting, self.options.cache
         self._earlier: EarlierTexts | None = None
         corpora: list[SuffixArray] = []
@@ -144,9 +119,8 @@ class Session:
     # --- what drafts -------------------------------------------------------------------------
 
     def change_draft(self, source: DraftSource) -> None:
-        """Replace the present draft, which is closed and must have no open context. With the same source,
-        it is loaded again, with the weights that it learnt last. Raise what `open_draft` raises; there is then no
-        draft."""
+        """Replace the present draft, which must have no open context. The same source is loaded again, with the weights
+        that it learnt last. Raise what `open_draft` raises; there is then no draft."""
         self._close_draft()
         learning = self.options.learning
         setup = replace(
@@ -156,8 +130,6 @@ class Session:
         )
         self.draft = open_draft(source, setup)
         self.draft_source = source
-        if source != "none":
-            self._ahead.close()
 
     def _close_draft(self) -> None:
         if self.draft is not None:
@@ -238,7 +210,7 @@ class Session:
 
     @property
     def usual_n_ctx(self) -> int:
-        """The default size, in tokens, of a context for a prompt and its answer: see `usual_n_ctx`."""
+        """See `usual_n_ctx`."""
         return usual_n_ctx(self.options.target_context.n_ctx, self.target.n_ctx_train)
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
@@ -284,9 +256,8 @@ class Session:
     def draft_contexts(
         self, n_ctx: int, *, target: LlamaBackend | None = None, n_slots: int = 1
     ) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Open contexts of the draft, of what drafts for it, and so on, for a context of the target of the same size. A
-        draft that reads what the target computes needs that context, `target`, and is closed before it. Raise
-        `MemoryLimitError`."""
+        """Open contexts of the draft, of what drafts for it, and so on, beside a context of the target, which a draft
+        needs that reads what the target computes. Raise `MemoryLimitError`."""
         room = Room(n_ctx, n_slots, self.n_rows_max, self.clock, self.costs.context_options, target)
         with contextlib.ExitStack() as stack:
             found = self.draft.contexts(room) if self.draft is not None else ()

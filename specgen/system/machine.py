@@ -70,22 +70,16 @@ def cpu_name(about: Mapping[str, str] | None = None) -> str:
         return f"{platform.machine()}, {about.get('CPU implementer')} {about['CPU part']}"
     if platform.system() == "Darwin":
         command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-        except (OSError, subprocess.SubprocessError):
-            pass
-        else:
-            return answer.stdout.strip()
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.check_output(command, text=True, timeout=10).strip()
     return platform.processor() or platform.machine()
 
 
 # --- the load of other programs
 
-#: psutil's counts of time without work, or in which the work waits for a disk.
-_IDLE = ("idle", "iowait")
-#: Counts that are a part of another one: of `user` and `nice` on Linux, of `system` on Windows.
-_COUNTED_TWICE = ("guest", "guest_nice", "interrupt", "dpc")
-#: If other programs take more than this share of the cores, the machine is busy: measurements are too slow.
+#: psutil's counts of time without work, and those that are a part of another one.
+_IDLE, _COUNTED_TWICE = ("idle", "iowait"), ("guest", "guest_nice", "interrupt", "dpc")
+#: If other programs take more than this share of the cores, the machine is too busy to measure speeds.
 _BUSY_SHARE = 0.25
 
 
@@ -131,7 +125,7 @@ class LoadOfOthers:
 
 
 def is_busy(others_share: float | None) -> bool:
-    """Whether a machine is too busy to measure speeds, by the share of its cores that others take."""
+    """Return whether a machine is too busy to measure speeds."""
     return others_share is not None and others_share > _BUSY_SHARE
 
 
@@ -155,24 +149,20 @@ class Device:
     """A device that llama.cpp can compute on."""
 
     name: str
-    #: ``cpu``, ``gpu``, ``integrated gpu``, ``accelerator`` (works along with the CPU) or
-    #: ``meta`` (several devices as one).
+    #: ``cpu``, ``gpu``, ``integrated gpu``, ``accelerator`` (beside the CPU) or ``meta`` (several as one).
     kind: str
     description: str
-    #: In bytes; 0 if the device does not report its memory.
+    #: 0 if the device does not report its memory.
     memory_bytes: int
     free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A build of llama.cpp."""
+    """A build of llama-cpp-python of a version, and llama.cpp's own line about the features in it."""
 
-    #: Version of llama-cpp-python.
     version: str
-    #: Version of the llama.cpp inside it.
     llama_version: str
-    #: llama.cpp's own line about the features that were compiled in.
     system_info: str
     #: Whether layers can be kept on a GPU.
     gpu_offload: bool
@@ -204,18 +194,16 @@ BUNDLE = "specgen.llama.bundled"
 
 
 def uses_bundle() -> bool:
-    """Return whether the wheel's llama.cpp computes: not if the same llama-cpp-python is here, perhaps built for a GPU."""
-    if not (Path(__file__).parents[1] / "llama" / "bundled").is_dir():
-        return False
-    try:
-        return importlib.metadata.version("llama-cpp-python").partition("+")[0] != REQUIRED_VERSION
-    except importlib.metadata.PackageNotFoundError:
-        return True
+    """Return whether the wheel's llama.cpp computes: not if there is the same one, perhaps built for a GPU."""
+    own = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        own = importlib.metadata.version("llama-cpp-python").partition("+")[0]
+    is_bundled = (Path(__file__).parents[1] / "llama" / "bundled").is_dir()
+    return is_bundled and own != REQUIRED_VERSION
 
 
 #: The library in `specgen/llama/`, and the file beside it that says what it was built for.
-LIBRARY = "libspecgen-rpc.so"
-STAMP = "libspecgen-rpc.json"
+LIBRARY, STAMP = "libspecgen-rpc.so", "libspecgen-rpc.json"
 
 
 def protocol_in(header: Path) -> str | None:

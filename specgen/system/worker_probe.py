@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -60,63 +61,49 @@ def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = N
     `UsageError` if `endpoint` is not HOST:PORT."""
     host, port = parse_endpoint(endpoint)
     try:
-        connection = socket.create_connection((host, port), timeout_s)
+        with socket.create_connection((host, port), timeout_s) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with connection.makefile("rwb") as stream:
+                return _ask(stream, endpoint, clock)
+    except TimeoutError:
+        raise WorkerLostError(
+            f"the worker {endpoint} does not answer within {timeout_s:g} s",
+            "it serves one program at a time: wait for the other one, or start the worker again",
+        ) from None
     except OSError as error:
         reason = error.strerror or str(error)
         raise WorkerLostError(f"cannot reach the worker {endpoint}: {reason}", _START) from error
-    with connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            return _ask(connection, endpoint, clock)
-        except TimeoutError:
-            raise WorkerLostError(
-                f"the worker {endpoint} does not answer within {timeout_s:g} s",
-                "it serves one program at a time: wait for the other one, or start the worker again",
-            ) from None
-        except (OSError, struct.error) as error:
-            raise WorkerLostError(
-                f"{endpoint} does not answer as a worker: {error}", _START
-            ) from error
 
 
-def _ask(connection: socket.socket, endpoint: str, clock: Callable[[], float] | None) -> WorkerInfo:
-    about = _call(connection, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
-    (n_devices,) = struct.unpack("<I", _call(connection, _DEVICE_COUNT, b"", 4))
+def _ask(stream: io.BufferedRWPair, endpoint: str, clock: Callable[[], float] | None) -> WorkerInfo:
+    about = _call(stream, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
+    (n_devices,) = struct.unpack("<I", _call(stream, _DEVICE_COUNT, b"", 4))
     round_trips = []
-    for _ in range(_N_PINGS if clock else 0):
-        assert clock is not None
-        started = clock()
-        _call(connection, _DEVICE_COUNT, b"", 4)
-        round_trips.append(clock() - started)
+    if clock is not None:
+        for _ in range(_N_PINGS):
+            started = clock()
+            _call(stream, _DEVICE_COUNT, b"", 4)
+            round_trips.append(clock() - started)
     devices = []
     for index in range(n_devices):
-        answer = _call(connection, _GET_DEVICE_MEMORY, struct.pack("<I", index), 16)
+        answer = _call(stream, _GET_DEVICE_MEMORY, struct.pack("<I", index), 16)
         devices.append(RemoteDevice(*struct.unpack("<QQ", answer)))
     protocol = ".".join(str(number) for number in about[:3])
     return WorkerInfo(endpoint, protocol, tuple(devices), min(round_trips, default=None))
 
 
-def _call(connection: socket.socket, command: int, request: bytes, n_expected: int) -> bytes:
-    connection.sendall(struct.pack("<BQ", command, len(request)) + request)
-    (size,) = struct.unpack("<Q", _receive(connection, 8))
-    if size != n_expected:
-        raise OSError(f"an answer of {size} bytes, not {n_expected}")
-    return _receive(connection, n_expected)
-
-
-def _receive(connection: socket.socket, n: int) -> bytes:
-    data = b""
-    while len(data) < n:
-        part = connection.recv(n - len(data))
-        if not part:
-            raise OSError("it ended the connection")
-        data += part
-    return data
+def _call(stream: io.BufferedRWPair, command: int, request: bytes, n_expected: int) -> bytes:
+    stream.write(struct.pack("<BQ", command, len(request)) + request)
+    stream.flush()
+    answer = stream.read(8 + n_expected)
+    if answer[:8] != struct.pack("<Q", n_expected) or len(answer) != 8 + n_expected:
+        raise OSError(f"it does not answer as a worker: {answer[:8]!r}")
+    return answer[8:]
 
 
 def lost_among(endpoints: Sequence[str]) -> Sequence[str]:
-    """Return the workers to which this process has no open connection; all, if it cannot tell. They are not asked: a worker
-    serves one program at a time, and accepts connections for a moment when it dies."""
+    """Return the workers to which this process has no open connection; all, if it cannot tell. They are not asked: a
+    worker serves one program at a time, and accepts connections for a moment when it dies."""
     connected = set()
     with contextlib.suppress(OSError, psutil.Error):
         for one in psutil.Process().net_connections("tcp4"):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.models.files import distilled_file, heads_file, identity_of, pruned_file, text_folder
-from specgen.system.files import new_beside, write_errors
 from specgen.system.progress import Progress, human_bytes
 from specgen.train.training_loop import Budget
 
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
     from specgen.method.tables import CostTable
     from specgen.models.files import FileIdentity
     from specgen.session.session import Session
+    from specgen.train.distillation import Distilled
+    from specgen.train.heads import TrainedHeads
+    from specgen.train.layer_skip import Pruned
     from specgen.train.target_text import TargetText
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
@@ -62,14 +64,12 @@ class TimePlan:
     n_judged: int
 
 
-def plan_time(
-    left_s: float, costs: CostTable, n_drafts: int, n_parallel: int, *, n_most: int = N_JUDGED
-) -> TimePlan:
-    """Divide the time by the target's costs. `n_drafts` are compared, on at most `n_most` prompts."""
+def plan_time(left_s: float, costs: CostTable, n_drafts: int, n_parallel: int) -> TimePlan:
+    """Divide the time by the target's costs; `n_drafts` are compared."""
     prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
     opening_s = _OPENING_S * n_drafts
     n_judged = int((_SHARE_OF_JUDGING * left_s - opening_s) / prompt_s)
-    n_judged = max(_LEAST_JUDGED, min(n_most, n_judged))
+    n_judged = max(_LEAST_JUDGED, min(N_JUDGED, n_judged))
     judging_s = opening_s + n_judged * prompt_s
     making_s = max(0.0, left_s - judging_s)
     text_s = _SHARE_OF_TEXT * making_s
@@ -114,11 +114,7 @@ class DraftBuilder:
                 return None
             now_s = self.clock()
             until_s = now_s + (started_s + 60.0 * minutes - now_s) / (len(kinds) - number)
-            if kind == "distilled":
-                assert small is not None, "a distilled draft is made from a model"
-                file = self._distil(small, until_s)
-            else:
-                file = self._prune(until_s) if kind == "pruned" else self._train_heads(until_s)
+            file = self._make(kind, small, until_s)
             if file is None:
                 return None
             made.append(file)
@@ -147,34 +143,38 @@ class DraftBuilder:
         progress = partial(self.progress, label)
         return Budget(self.clock, until_s, self.interrupted, progress)
 
-    def _text(self) -> TargetText:
+    def _make(self, kind: Kind, small: Path | None, until_s: float) -> Path | None:
         from specgen.train.target_text import TargetText
 
-        return TargetText(self.folder, self.text_options.prompts)
+        target, identity = self.session.target, self._identity
+        text = TargetText(self.folder, self.text_options.prompts)
+        made: TrainedHeads | Pruned | Distilled | None
+        if kind == "heads":
+            from specgen.train.heads import train_heads
 
-    def _train_heads(self, until_s: float) -> Path | None:
-        from specgen.llama.decoder_heads import write_heads
-        from specgen.train.heads import train_heads
+            output, budget = (
+                heads_file(self.cache, identity),
+                self._budget(until_s, "training heads"),
+            )
+            made = train_heads(text, self.session.options.target, target, output, budget)
+        elif kind == "pruned":
+            from specgen.train.layer_skip import prune
 
-        target, budget = self.session.target, self._budget(until_s, "training heads")
-        trained = train_heads(self._text(), self.session.options.target, target, budget)
-        if trained is None:
+            output = pruned_file(self.cache, identity)
+            budget = self._budget(until_s, "judging sets of layers")
+            made = prune(self.session, text, output, budget)
+        else:
+            assert small is not None, "a distilled draft is made from a model"
+            output = distilled_file(self.cache, identity, small)
+            made = self._distil(small, text, output, until_s)
+        if made is None:
             return None
-        heads = heads_file(self.cache, self._identity)
-        with write_errors(heads), new_beside(heads) as new:
-            write_heads(new, trained.weights)
-            new.replace(heads)
-        first, among = (
-            ", ".join(f"{share:.2f}" for share in shares)
-            for shares in (trained.after.top_1, trained.after.top_4)
-        )
-        self.tell(
-            f"on held-back answers the heads' first guess is right for {first} of the tokens one, two and three ahead, "
-            f"one of their first four for {among} ({trained.n_samples} places, {trained.n_steps} steps)"
-        )
-        return heads
+        self.tell(f"{output.name}: {made.text}")
+        return output
 
-    def _distil(self, draft: Path, until_s: float) -> Path | None:
+    def _distil(
+        self, draft: Path, text: TargetText, output: Path, until_s: float
+    ) -> Distilled | None:
         from specgen.drafters.kinds import refuse_draft
         from specgen.llama import LlamaModel
         from specgen.train.distillation import distil
@@ -183,30 +183,5 @@ class DraftBuilder:
         refuse_draft(draft)
         with contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small:
             now = datetime.datetime.now().astimezone()
-            texts = training_texts(self._text(), self.session.target, small, now)
-        output = distilled_file(self.cache, self._identity, draft)
-        fitted = distil(draft, texts, output, self._budget(until_s, f"fitting {draft.name}"))
-        if fitted is None:
-            return None
-        self.tell(
-            f"{draft.name} agrees with the target on {fitted.agreement_after:.1%} of the tokens of "
-            f"held-back answers, before it was fitted on {fitted.agreement_before:.1%} "
-            f"({fitted.n_steps} steps)"
-        )
-        return output
-
-    def _prune(self, until_s: float) -> Path | None:
-        from specgen.train.layer_skip import prune
-
-        output = pruned_file(self.cache, self._identity)
-        budget = self._budget(until_s, "judging sets of layers")
-        made = prune(self.session, self._text(), output, budget)
-        if made is None:
-            return None
-        layers = ", ".join(map(str, made.left_out))
-        self.tell(
-            f"{len(made.left_out)} of {made.n_layer} layers left out ({layers}): it agrees with the target on "
-            f"{made.agreement:.1%} of the tokens of held-back answers; expected speed-up {made.speedup:.2f} "
-            f"({made.n_judged} sets were judged)"
-        )
-        return output
+            texts = training_texts(text, self.session.target, small, now)
+        return distil(draft, texts, output, self._budget(until_s, f"fitting {draft.name}"))

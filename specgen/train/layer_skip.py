@@ -68,6 +68,15 @@ class Pruned:
     speedup: float
     n_judged: int
 
+    @property
+    def text(self) -> str:
+        layers = ", ".join(map(str, self.left_out))
+        return (
+            f"{len(self.left_out)} of {self.n_layer} layers left out ({layers}): it agrees with the target on "
+            f"{self.agreement:.1%} of the tokens of held-back answers; expected speed-up {self.speedup:.2f} "
+            f"({self.n_judged} sets were judged)"
+        )
+
 
 def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> Pruned | None:
     """Search for the layers to leave out, and write the draft to `output`; None if interrupted. Raise `UsageError` if
@@ -247,7 +256,6 @@ class Judge:
 
 
 def _batches(texts: Sequence[_Text]) -> Iterator[tuple[Batch, list[int]]]:
-    """Yield batches of whole texts, each text a sequence, with the expected token of each row that wants logits."""
     batch, expected, n_sequences = Batch(), list[int](), 0
     for prompt, answer in texts:
         tokens = (*prompt, *answer[:-1])

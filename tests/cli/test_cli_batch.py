@@ -22,6 +22,7 @@ from specgen.serve.formats import request
 from specgen.serve.formats.openai import read_request
 from tests.helpers.batch import answers, n_results, records, text_of, wait_for_results
 from tests.helpers.cli import Result, Specgen, in_process
+from tests.helpers.templates import FAMILIES
 from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPTS = [
@@ -377,8 +378,7 @@ def test_calls_of_tools(batch: Batch, chat_models: Path) -> None:
         "tool_choice": {"type": "function", "function": {"name": "length"}},
         "max_tokens": 100,
     }
-    template = "{{ tools }}<tool_call>{{ messages[0].content }}"
-    config = TinyConfig(logit_scale=6.0, chat_template=template, n_ctx_train=512)
+    config = TinyConfig(logit_scale=6.0, chat_template=FAMILIES["Hermes"], n_ctx_train=2048)
     write_tiny_model(chat_models / "tools.gguf", config)
     batch.answer([body], target="tools", draft="ngram")
     (choice,) = records(batch.out)["1"]["response"]["body"]["choices"]

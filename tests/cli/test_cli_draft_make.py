@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,64 +62,61 @@ def test_data_says_where_the_text_is_and_goes_on(
     assert "there are no more prompts" in more.err
 
 
+MadeAndUsed = Callable[..., tuple[dict[str, Any], str]]
+
+
+@pytest.fixture
+def made_and_used(specgen: Specgen, asked: Path) -> MadeAndUsed:
+    """Makes a draft, which is compared with n-grams alone, and uses it; the report, and what was noted."""
+
+    def make(target: Path, file: Path, *options: str | Path) -> tuple[dict[str, Any], str]:
+        own = ("draft", "make", "-m", target, "--prompts", asked, "--json", *MACHINE)
+        made = specgen(*own, *options)
+        assert made.code == 0, made.err
+        found: dict[str, Any] = json.loads(made.out)
+        tried = {Path(draft["draft"]).name for draft in found["drafts"]}
+        assert tried == {file.name, "ngram", "none"}
+        run = ("run", "-m", target, "-t", "1", "-n", "16", "abc", "--draft")
+        used, plain = specgen(*run, file), specgen(*run, "none")
+        assert (used.code, used.out) == (0, plain.out), used.err
+        return found, made.err
+
+    return make
+
+
 def test_make_makes_heads_compares_and_keeps_the_best(
-    specgen: Specgen, target: Path, asked: Path
+    made_and_used: MadeAndUsed, specgen: Specgen, target: Path
 ) -> None:
     identity = identity_of(target)
-    made = specgen(
-        *("draft", "make", "-m", target, "--kind", "heads", "--prompts", asked),
-        *("--tokens", "3600", "--json", *MACHINE),
-    )
-    assert made.code == 0, made.err
     path = heads_file(cache(), identity)
+    found, noted = made_and_used(target, path, "--kind", "heads", "--tokens", "3600")
     assert is_heads_file(path)
     assert read_heads(path).target == "t.gguf"
-    assert "the heads' first guess is right for" in made.err
-    found = json.loads(made.out)
-    tried = {Path(draft["draft"]).name for draft in found["drafts"]}
-    assert tried == {path.name, "ngram", "none"}
+    assert "the heads' guess is right for" in noted
     assert found["n_prompts"] == 8
     kept = saved_draft(identity)
     assert kept is not None
     assert str(kept.draft) == found["drafts"][0]["draft"] == found["saved"]
-    used = specgen("run", "-m", target, "--draft", path, "-t", "1", "-n", "16", "abc")
-    plain = specgen("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
-    assert used.code == 0, used.err
-    assert used.out == plain.out
-    by_word = specgen("run", "-m", target, "--draft", "heads", "-t", "1", "-n", "16", "abc")
+    run = ("run", "-m", target, "-t", "1", "-n", "16", "abc", "--draft")
+    by_word, plain = specgen(*run, "heads"), specgen(*run, "none")
     assert (by_word.code, by_word.out) == (0, plain.out)
 
 
-def test_make_fits_a_small_model_to_the_target(specgen: Specgen, target: Path, asked: Path) -> None:
+def test_make_fits_a_small_model_to_the_target(made_and_used: MadeAndUsed, target: Path) -> None:
     pytest.importorskip("jax")
     small = write_tiny_model(target.with_name("small.gguf"), TinyConfig(logit_scale=6.0).draft(0.3))
-    options = ("--prompts", asked, "--tokens", "3600", "--kind", "distilled", "-md", small)
-    made = specgen("draft", "make", "-m", target, *options, "--minutes", "0.5", "--json", *MACHINE)
-    assert made.code == 0, made.err
-    identity = identity_of(target)
-    fitted = distilled_file(cache(), identity, small)
-    after, before = (float(text) for text in re.findall(r" on (\d+\.\d)%", made.err))
+    fitted = distilled_file(cache(), identity_of(target), small)
+    options = ("--tokens", "3600", "--kind", "distilled", "-md", small, "--minutes", "0.5")
+    _, noted = made_and_used(target, fitted, *options)
+    after, before = (float(text) for text in re.findall(r" on (\d+\.\d)%", noted))
     assert after > before - 2  # training chooses by the loss
-    tried = {Path(draft["draft"]).name for draft in json.loads(made.out)["drafts"]}
-    assert tried == {fitted.name, "ngram", "none"}
-    used = specgen("run", "-m", target, "--draft", fitted, "-t", "1", "-n", "16", "abc")
-    plain = specgen("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
-    assert (used.code, used.out) == (0, plain.out)
 
 
-def test_make_cuts_a_draft_out_of_the_target(specgen: Specgen, tmp_path: Path, asked: Path) -> None:
+def test_make_cuts_a_draft_out_of_the_target(made_and_used: MadeAndUsed, tmp_path: Path) -> None:
     target = write_tiny_model(tmp_path / "t.gguf", TinyConfig(n_layer=5, logit_scale=6.0))
-    options = ("--prompts", asked, "--tokens", "1200", "--kind", "pruned", "--json")
-    made = specgen("draft", "make", "-m", target, *options, *MACHINE)
-    assert made.code == 0, made.err
-    identity = identity_of(target)
-    path = pruned_file(cache(), identity)
-    assert "of 5 layers left out" in made.err
-    tried = {Path(draft["draft"]).name for draft in json.loads(made.out)["drafts"]}
-    assert tried == {path.name, "ngram", "none"}
-    used = specgen("run", "-m", target, "--draft", path, "-t", "1", "-n", "16", "abc")
-    plain = specgen("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
-    assert (used.code, used.out) == (0, plain.out)
+    path = pruned_file(cache(), identity_of(target))
+    _, noted = made_and_used(target, path, "--tokens", "1200", "--kind", "pruned")
+    assert "of 5 layers left out" in noted
 
 
 def test_a_target_that_cannot_be_cut_is_refused(

@@ -169,7 +169,7 @@ def test_options_that_are_refused(
     [
         (b"\n\n", "no key"),
         (b"good\ntwo words\n", "line 2"),
-        (b"\xff", "UTF-8"),
+        (b"\xff", "not ASCII"),
     ],
 )
 def test_files_without_keys(

@@ -28,12 +28,9 @@ from tests.helpers.fake_generations import WrappedDrafter
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A planted bug. `about` describes it in a line."""
+    """A planted bug; `needs_draws` says that it shows only in drafts that were drawn at random."""
 
-    name: str
-    about: str
-    #: Whether the bug needs drafts that were drawn at random to show.
-    needs_draws: bool
+    needs_draws: bool = True
     verifier: Callable[[Verifier], Verifier] | None = None
     drafter: Callable[[Drafter], Drafter] | None = None
     policy: Callable[[Policy], Policy] | None = None
@@ -128,11 +125,15 @@ class _Residual:
 
 
 class _NoResidual(_Residual):
+    """Draws from the target itself after a refusal."""
+
     def residual(self, target: Distribution, draft: Distribution) -> Distribution:
         return target
 
 
 class _OneSidedTruncation(_Residual):
+    """Takes the residual after truncating the target alone."""
+
     def residual(self, target: Distribution, draft: Distribution) -> Distribution:
         kept = target.probs >= 0.3 * target.probs.max()
         probs = target.probs[kept]
@@ -155,6 +156,8 @@ class _SubtractionByIndex(_Residual):
 
 
 class _StaleBonus(_Residual):
+    """Draws the token after a wholly accepted draft from the row before."""
+
     def bonus_row(self, path: list[int]) -> int:
         return path[-2] if len(path) > 1 else ROOT
 
@@ -184,58 +187,14 @@ class _WrongRow(MatchVerifier):
 #: By name.
 BUGS: Mapping[str, Bug] = MappingProxyType(
     {
-        bug.name: bug
-        for bug in (
-            Bug(
-                "argmax-as-drawn",
-                "the ratio test on the draft's most likely token, as if it had been drawn",
-                needs_draws=True,
-                verifier=_Residual,
-                drafter=_TopToken,
-            ),
-            Bug(
-                "picky-policy",
-                "drawn tokens dropped for being unlikely",
-                needs_draws=True,
-                policy=_Picky,
-            ),
-            Bug(
-                "one-sided-truncation",
-                "the residual taken after truncating the target alone",
-                needs_draws=True,
-                verifier=_OneSidedTruncation,
-            ),
-            Bug(
-                "subtraction-by-index",
-                "the residual taken entry by entry of two truncated lists",
-                needs_draws=True,
-                verifier=_SubtractionByIndex,
-            ),
-            Bug(
-                "no-residual",
-                "after a refusal, a draw from the target itself",
-                needs_draws=True,
-                verifier=_NoResidual,
-            ),
-            Bug(
-                "stale-bonus",
-                "the token after a wholly accepted draft drawn from the row before",
-                needs_draws=False,
-                verifier=_StaleBonus,
-            ),
-            Bug(
-                "wrong-row",
-                "drafted tokens matched against the row after them",
-                needs_draws=False,
-                verifier=_WrongRow,
-            ),
-            Bug(
-                "lenient",
-                "drafted tokens kept if they are likely enough",
-                needs_draws=False,
-                verifier=_Lenient,
-            ),
-        )
+        "argmax-as-drawn": Bug(verifier=_Residual, drafter=_TopToken),
+        "picky-policy": Bug(policy=_Picky),
+        "one-sided-truncation": Bug(verifier=_OneSidedTruncation),
+        "subtraction-by-index": Bug(verifier=_SubtractionByIndex),
+        "no-residual": Bug(verifier=_NoResidual),
+        "stale-bonus": Bug(needs_draws=False, verifier=_StaleBonus),
+        "wrong-row": Bug(needs_draws=False, verifier=_WrongRow),
+        "lenient": Bug(needs_draws=False, verifier=_Lenient),
     }
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,8 +35,8 @@ class Script:
     n_tokens: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
-    drafted_by_depth: list[int] = field(default_factory=list)
-    accepted_by_depth: list[int] = field(default_factory=list)
+    drafted_by_depth: Counter[int] = field(default_factory=Counter)
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)
     #: The name of the reason of the next rounds, and the reason in words.
     reason: tuple[str, str] | None = None
     undrafted: dict[str, ReasonCount] = field(default_factory=dict)
@@ -133,8 +134,8 @@ class Script:
             n_accepted=self.n_accepted,
             acceptance_rate=self.n_accepted / self.n_drafted if self.n_drafted else None,
             mean_accepted_length=self.n_tokens / self.n_rounds if self.n_rounds else None,
-            accepted_by_depth=tuple(self.accepted_by_depth),
-            drafted_by_depth=tuple(self.drafted_by_depth),
+            accepted_by_depth=tuple(n for _, n in sorted(self.accepted_by_depth.items())),
+            drafted_by_depth=tuple(n for _, n in sorted(self.drafted_by_depth.items())),
             tokens_per_s=self.n_tokens / self.time_s if self.n_rounds else None,
             time_to_first_token_s=0.5,
             prompt_s=0.4,
@@ -165,11 +166,8 @@ class Script:
         depths: list[int] = []
         for parent in parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        for counts, found in ((self.drafted_by_depth, depths), (self.accepted_by_depth, path)):
-            for depth in found if counts is self.drafted_by_depth else range(len(path)):
-                while len(counts) <= depth:
-                    counts.append(0)
-                counts[depth] += 1
+        self.drafted_by_depth.update(depths)
+        self.accepted_by_depth.update(range(len(path)))
 
 
 def _rejected(

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from specgen.llama.decoder_heads import write_heads
 from specgen.options import ContextOptions, GenerationOptions, SessionOptions
 from specgen.session.session import Session
 from specgen.train.heads import TrainedHeads, train_heads
@@ -55,22 +54,19 @@ def written(session: Session, folder: Path, texts: Sequence[str], n_tokens: int 
     )
 
 
-def trained(session: Session, folder: Path, seconds: float = 60.0) -> TrainedHeads | None:
-    """Heads by the text in a folder."""
-    model = session.target
-    return train_heads(
-        TargetText(folder),
-        session.options.target,
-        model,
-        Budget(time.monotonic, time.monotonic() + seconds),
-    )
+def trained(
+    session: Session, folder: Path, path: Path, seconds: float = 60.0
+) -> TrainedHeads | None:
+    """Heads by the text in a folder, written to `path`."""
+    budget = Budget(time.monotonic, time.monotonic() + seconds)
+    target = session.options.target
+    return train_heads(TargetText(folder), target, session.target, path, budget)
 
 
 def make_heads(target: Path, path: Path, folder: Path, seconds: float = 60.0) -> TrainedHeads:
     """Write heads for a target to `path`, by way of a text in `folder`; train them for so long at most."""
     with opened(target) as loaded:
         written(loaded, folder, prompts())
-        made = trained(loaded, folder, seconds)
+        made = trained(loaded, folder, path, seconds)
     assert made is not None
-    write_heads(path, made.weights)
     return made

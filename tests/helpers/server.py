@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from specgen.serve.server.app import Server
 from specgen.serve.server.http import DrainingServer
 from specgen.serve.server.jobs import OpenedModel
 from specgen.serve.server.model_pool import ModelEntry, ModelPool
-from specgen.serve.server.options import ServerOptions, bound_socket, url_of
+from specgen.serve.server.options import Limits, ServerOptions, bound_socket, url_of
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.memory import Memory
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
+from tests.tiny import TinyConfig, write_tiny_model
 
 #: Drafts in every round: what measured costs say of tiny models is a matter of chance.
 FIXED = DraftOptions(policy="fixed", max_tokens=4, ngram_min=1)
@@ -127,6 +128,54 @@ def running(
         pool.load(name)
         server, thread, http = stack.enter_context(answering(pool, options))
         yield Running(str(http.base_url).rstrip("/"), session, engine, http, server, pool, thread)
+
+
+@contextlib.contextmanager
+def tiny_server(
+    folder: Path,
+    options: ServerOptions | None = None,
+    *,
+    draft: float | None = None,
+    max_tokens: int = 24,
+    n_parallel: int = 4,
+    n_ctx: int = N_CTX,
+    **config: Any,
+) -> Iterator[Running]:
+    """Run a server with a tiny model, and a draft that differs from it by `draft`; None is n-grams."""
+    made = TinyConfig(**{"logit_scale": 6.0, "unprintable_scale": 0.0, **config})
+    target = write_tiny_model(folder / "target.gguf", made)
+    source: DraftSource = "ngram"
+    if draft is not None:
+        source = write_tiny_model(folder / "draft.gguf", made.draft(draft))
+    session = session_of(target, source, max_tokens=max_tokens)
+    with running(session, options, n_parallel=n_parallel, n_ctx=n_ctx) as server:
+        yield server
+
+
+@dataclass
+class Pooled:
+    """A server of several models, and sentences about their loads."""
+
+    http: httpx.Client
+    pool: ModelPool
+    notes: list[str]
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.http.base_url}/v1", api_key="none", max_retries=0)
+
+
+@contextlib.contextmanager
+def pooled(
+    entries: Sequence[ModelEntry], n_loaded: int, limits: Limits | None = None
+) -> Iterator[Pooled]:
+    """Serve models, of which `n_loaded` fit into memory."""
+    options, notes = ServerOptions(port=0, limits=limits or Limits()), list[str]()
+    with (
+        ModelPool(entries, options.limits, n_loaded, notes.append) as pool,
+        answering(pool, options) as (_, _, http),
+    ):
+        yield Pooled(http, pool, notes)
 
 
 @contextlib.contextmanager

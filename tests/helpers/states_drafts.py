@@ -1,46 +1,153 @@
-"""What tests of drafts that read the target's hidden states or its cache share."""
+"""Drafts that read layers of tiny targets, with random weights.
+
+So that a target accepts some tokens, most drafts can draft four tokens only, and the target is biased towards
+these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import pytest
-
-from specgen.events import FinishedEvent, NoticeEvent
-from specgen.method.draft import Draft
-from specgen.method.drafter import Drafting
-from specgen.method.policy import RoundPlan
+from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.options import (
+    DraftOptions,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+    SessionOptions,
+    TreeShape,
+)
 from specgen.session.engine import generate
 from specgen.session.session import Session
+from tests.helpers.common import EXACT
+from tests.tiny import Architecture, TinyConfig, tiny_vocabulary, write_tiny_model
+from tests.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 
-PROMPT = "abc fed cab. abcd"
+PROMPT = "the cat is in the else for with"
+#: Cells, snapshots of recurrent states, and copies of them.
+TARGETS: tuple[Architecture, ...] = ("llama", "qwen3", "lfm2", "qwen35")
+CONFIG = TinyConfig(n_layer=4)
+LETTERS = [tiny_vocabulary(CONFIG).tokens.index(letter) for letter in "abcd"]
+BIASED = SamplerOptions(logit_bias=tuple((token, 30.0) for token in LETTERS))
+CHAIN = TreeShape("off")
+#: EAGLE-3 files of several makes: with and without a vocabulary of their own, embeddings, an output matrix,
+#: another size, and norms at other places.
+EAGLES = {
+    "whole": TinyEagle(layers=(1, 2, 3)),
+    "letters": TinyEagle(layers=(0, 2, 3), drafted=LETTERS),
+    "wide": TinyEagle(
+        (0, 1, 3), n_embd=128, n_head=4, drafted=LETTERS[::-1], norm_before_fc=True, seed=7
+    ),
+    "shared": TinyEagle(
+        has_embeddings=False, has_output=False, norm_before_fc=True, norm_before_residual=True
+    ),
+}
+#: DFlash files of several makes. Those of the kind DSpark have a rank.
+DFLASHES = {
+    "dflash whole": TinyDflash(layers=(1, 3)),
+    "dflash letters": TinyDflash(layers=(0, 2, 3), drafted=LETTERS),
+    "dflash shared": TinyDflash(has_embeddings=False, has_output=False),
+    "window": TinyDflash(layers=(1, 2), drafted=LETTERS, sliding_window=8),
+    "causal": TinyDflash(layers=(1,), drafted=LETTERS, causal=True),
+    "sections": TinyDflash(layers=(2, 3), drafted=LETTERS, has_sections=True),
+    "spark": TinyDflash(layers=(0, 1, 2, 3), drafted=LETTERS, rank=8),
+    "spark, masks": TinyDflash(layers=(0, 2), drafted=LETTERS, rank=8, from_anchor=False),
+}
 
 
-def answer(models: Session, prompt: str = PROMPT) -> FinishedEvent:
-    """The end of an answer without notices."""
-    events = list(generate(models, models.prompts.of_text(prompt)))
-    assert not [event for event in events if isinstance(event, NoticeEvent)]
+def write_files(folder: Path) -> Path:
+    """Write all targets and drafts into a folder."""
+    for target in TARGETS:
+        write_tiny_model(folder / f"{target}.gguf", replace(CONFIG, architecture=target))
+    for name, eagle in EAGLES.items():
+        write_tiny_eagle(folder / f"{name}.gguf", CONFIG, eagle)
+    for name, dflash in DFLASHES.items():
+        write_tiny_dflash(folder / f"{name}.gguf", CONFIG, dflash)
+    return folder
+
+
+def loaded(
+    folder: Path,
+    target: str = "llama",
+    draft: str = "letters",
+    *,
+    tree: TreeShape = CHAIN,
+    sampler: SamplerOptions = BIASED,
+    n_tokens: int = 60,
+    ignore_eos: bool = False,
+    grammar: Grammar | None = None,
+    n_ctx: int | None = None,
+    **drafting: Any,
+) -> Session:
+    """A target with its draft: by default chains of three, without n-grams, or trees of six."""
+    fixed = {"policy": "fixed", "max_tokens": 6 if tree.is_fixed else 3, "p_min": 0.0}
+    asked: dict[str, Any] = {"ngrams": False, **({} if "policy" in drafting else fixed), **drafting}
+    options = SessionOptions(
+        target=folder / f"{target}.gguf",
+        draft=draft if draft in ("mtp", "none") else folder / f"{draft}.gguf",
+        drafting=DraftOptions(tree=tree, **asked),
+        sampler=sampler,
+        generation=GenerationOptions(max_tokens=n_tokens, ignore_eos=ignore_eos, grammar=grammar),
+        target_context=replace(EXACT, n_ctx=n_ctx),
+        draft_context=EXACT,
+    )
+    return Session(options, time.perf_counter)
+
+
+def answered(opened: Session, prompt: str = PROMPT) -> tuple[list[Event], FinishedEvent]:
+    """The events of an answer in which drafting did not fail."""
+    events = list(generate(opened, opened.prompts.of_text(prompt, chat=False)))
+    failed = [event for event in events if isinstance(event, NoticeEvent) and event.detail]
+    assert not failed, failed[0].detail
     assert isinstance(events[-1], FinishedEvent)
-    return events[-1]
+    return events, events[-1]
 
 
-def watched_drafts(patch: pytest.MonkeyPatch, *kinds: type[Any]) -> dict[tuple[int, ...], Draft]:
-    """What these drafters draft from now on, by the text before it."""
-    found: dict[tuple[int, ...], Draft] = {}
+def drafts(events: Sequence[Event]) -> Iterator[tuple[int, list[int]]]:
+    """The number of tokens of the answer before each draft, and the draft."""
+    n_tokens = 0
+    for event in events:
+        if isinstance(event, CommittedEvent):
+            n_tokens = event.n_tokens
+        if isinstance(event, DraftedEvent):
+            yield n_tokens, [node.token_id for node in event.nodes]
 
-    def watch(kind: type[Any]) -> None:
-        propose = kind.propose
 
-        def watched(
-            self: Any, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0
-        ) -> Drafting:
-            draft: Draft = yield from propose(self, context, plan, n_drafted)
-            found[tuple(context)] = draft
-            return draft
-
-        patch.setattr(kind, "propose", watched)
-
-    for kind in kinds:
-        watch(kind)
+def drafts_of(
+    program: Path,
+    folder: Path,
+    target: str,
+    name: str,
+    n_max: int,
+    sampler: SamplerOptions,
+) -> dict[int, list[int]]:
+    """What llama.cpp's program drafts, by the number of tokens of the answer before."""
+    kind = "draft-eagle3"
+    if name in DFLASHES:
+        kind = "draft-dspark" if DFLASHES[name].rank else "draft-dflash"
+    options = f"""--spec-type {kind} --spec-draft-n-max {n_max} --spec-draft-p-min 0 --temp 0 -n 60 -c 512 -t 1 -td 1 -lv 10
+        -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32"""
+    biases = [each for token, bias in sampler.logit_bias for each in ("-l", f"{token}+{bias:.0f}")]
+    models = ["-m", str(folder / f"{target}.gguf"), "-md", str(folder / f"{name}.gguf")]
+    command = [str(program), *models, *options.split(), *biases, "-p", PROMPT]
+    output = b""
+    for _ in range(8):  # its log is cut off now and then
+        run = subprocess.run(command, capture_output=True, check=True, timeout=120)
+        output = run.stdout + run.stderr
+        if b"n_accept " in output:
+            break
+    pattern = rb"draft candidate   0, pos +\d+: +(\d+) |accepted (\d+)/\d+ draft"
+    found: dict[int, list[int]] = {}
+    place = 0
+    for token, n_accepted in re.findall(pattern, output):
+        if n_accepted:
+            place += 1 + int(n_accepted)
+        else:
+            found.setdefault(place, []).append(int(token))
     return found

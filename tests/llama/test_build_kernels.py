@@ -9,7 +9,7 @@ import shutil
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -91,27 +91,22 @@ def compiled(commands: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
 def test_nothing_is_compiled_twice(
     source: Path, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(source, compiler.environment)
-    compiler.commands()
-    build(source, compiler.environment)
-    assert compiler.commands() == []
-    (source / "kernels" / "vector.h").write_text("int other;\n")
-    build(source, compiler.environment)
-    assert len(compiler.commands()) == 6
+    stamp = (source / LIBRARY).with_name(build_kernels.STAMP)
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: (source / "kernels" / "vector.h").write_text("int other;\n"),
+        lambda: monkeypatch.setattr(build_kernels, "COMMON_FLAGS", ("-O1",)),
+        lambda: Compiler(tmp_path / "compiler", version="2.0"),
+        (source / LIBRARY).unlink,
+        lambda: stamp.write_text("nonsense"),
+    ]
+    for change in changes:
+        change()
+        for n_commands in (6, 0):
+            build(source, compiler.environment)
+            assert len(compiler.commands()) == n_commands
     build(source, compiler.environment, force=True)
     assert len(compiler.commands()) == 6
-    monkeypatch.setattr(build_kernels, "COMMON_FLAGS", ("-O1",))
-    build(source, compiler.environment)
-    assert len(compiler.commands()) == 6
-    newer = Compiler(tmp_path / "compiler", version="2.0")
-    build(source, newer.environment)
-    assert len(newer.commands()) == 6
-    (source / LIBRARY).unlink()
-    build(source, newer.environment)
-    assert len(newer.commands()) == 6
-    (source / LIBRARY).with_name(build_kernels.STAMP).write_text("nonsense")
-    build(source, newer.environment)
-    assert len(newer.commands()) == 6
 
 
 def test_a_file_whose_flags_are_unknown_is_left_out(source: Path, tmp_path: Path) -> None:
@@ -211,33 +206,25 @@ def package(source: Path) -> Path:
     return source
 
 
-def test_a_wheel_with_kernels_is_for_this_platform(
-    package: Path, tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", str(compiler.path))
-    monkeypatch.delenv(build_kernels.VARIABLE, raising=False)
-    name, files, about = wheel_of(package, tmp_path / "wheels")
-    assert name.endswith("-py3-none-linux_x86_64.whl")
-    assert LIBRARY in files
-    assert "Root-Is-Purelib: false" in about
-    assert "Tag: py3-none-linux_x86_64" in about
-
-
-@pytest.mark.parametrize("reason", ["off", "failed"])
-def test_a_wheel_without_kernels_is_pure(
+@pytest.mark.parametrize("outcome", ["built", "off", "failed"])
+def test_a_wheel_is_for_this_platform_if_it_has_kernels(
     package: Path,
     tmp_path: Path,
     compiler: Compiler,
     monkeypatch: pytest.MonkeyPatch,
-    reason: str,
+    outcome: str,
 ) -> None:
     monkeypatch.setenv("CXX", str(compiler.path))
+    monkeypatch.delenv(build_kernels.VARIABLE, raising=False)
     build(package, compiler.environment)  # what an earlier build left is not taken along
-    if reason == "off":
+    if outcome == "off":
         monkeypatch.setenv(build_kernels.VARIABLE, "off")
-    else:
+    if outcome == "failed":
         (package / "kernels" / "avx2.cpp").write_text("error\n")
     name, files, about = wheel_of(package, tmp_path / "wheels")
-    assert name.endswith("-py3-none-any.whl")
-    assert LIBRARY not in files
-    assert "Root-Is-Purelib: true" in about
+    has_kernels = outcome == "built"
+    assert (LIBRARY in files) == has_kernels
+    tag = "py3-none-linux_x86_64" if has_kernels else "py3-none-any"
+    assert name.endswith(f"-{tag}.whl")
+    assert f"Tag: {tag}" in about
+    assert f"Root-Is-Purelib: {str(not has_kernels).lower()}" in about

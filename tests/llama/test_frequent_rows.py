@@ -14,7 +14,6 @@ from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels import frequent_rows
 from specgen.llama.kernels.attached import Kernels
-from specgen.method.backend import Batch
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -25,6 +24,7 @@ from specgen.options import (
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
+from tests.helpers import rows
 from tests.tiny import TinyConfig, write_tiny_model
 
 N_FREQUENT = 64
@@ -57,30 +57,27 @@ def opened(path: Path) -> Iterator[LlamaBackend]:
 def decoded(backend: LlamaBackend, tokens: list[int]) -> Logits:
     """The logits of a new text's tokens, all in one batch."""
     backend.remove(0)
-    batch = Batch()
-    for position, token in enumerate(tokens):
-        batch.add(token, position, (0,), True)
-    return backend.decode(batch).copy()
+    return rows.decoded(backend, tokens)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 3, 40])
-@pytest.mark.parametrize("rows", [[0], [5, 17, 200], list(range(0, 250, 7))])
+@pytest.mark.parametrize("wanted", [[0], [5, 17, 200], list(range(0, 250, 7))])
 def test_only_the_groups_of_the_rows_are_computed(
-    kernels: Kernels, model_file: Path, n_tokens: int, rows: list[int]
+    kernels: Kernels, model_file: Path, n_tokens: int, wanted: list[int]
 ) -> None:
     tokens = np.random.default_rng(n_tokens).integers(3, 250, n_tokens).tolist()
     with opened(model_file) as backend:
         whole = decoded(backend, tokens)
-        limit = frequent_rows.RowLimit(kernels, backend.n_vocab, np.array(rows, np.int32))
+        limit = frequent_rows.RowLimit(kernels, backend.n_vocab, np.array(wanted, np.int32))
         with limit:
             limited = decoded(backend, tokens)
         limit.close()
         after = decoded(backend, tokens)
     is_there = np.isfinite(limited)
-    assert is_there[:, rows].all()
+    assert is_there[:, wanted].all()
     np.testing.assert_array_equal(limited[is_there], whole[is_there])
     assert (limited[~is_there] == -np.inf).all()
-    assert is_there.sum(axis=1).max() <= LARGEST_GROUP * len(rows)
+    assert is_there.sum(axis=1).max() <= LARGEST_GROUP * len(wanted)
     np.testing.assert_array_equal(after, whole)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -15,6 +16,7 @@ from specgen.llama.kernels.attached import Kernels
 from specgen.method.backend import Batch
 from specgen.options import CacheType, ContextOptions, FlashAttention
 from specgen.system.arrays import Logits
+from tests.helpers.rows import decoded
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import Architecture
 
@@ -28,39 +30,22 @@ def tiny(folder: Path, config: TinyConfig) -> Path:
     return write_tiny_model(folder / "tiny.gguf", config)
 
 
-def opened(path: Path, options: ContextOptions | None = None) -> LlamaBackend:
-    return LlamaBackend(
-        LlamaModel(path),
-        options or ContextOptions(n_threads=2),
-        n_ctx=256,
-        clock=time.perf_counter,
-        n_sequences=4,
-        n_outputs=64,
-    )
-
-
-def decode(
-    backend: LlamaBackend,
-    tokens: Sequence[int],
-    positions: Sequence[int],
-    sequences: Sequence[tuple[int, ...]] | None = None,
-) -> Logits:
-    batch = Batch()
-    for i, (token, position) in enumerate(zip(tokens, positions, strict=True)):
-        batch.add(token, position, sequences[i] if sequences else (0,), True)
-    return backend.decode(batch).copy()
+@contextlib.contextmanager
+def opened(path: Path, options: ContextOptions | None = None) -> Iterator[LlamaBackend]:
+    with contextlib.closing(LlamaModel(path)) as model:
+        given = options or ContextOptions(n_threads=2)
+        sizes = {"n_ctx": 256, "n_sequences": 4, "n_outputs": 64, "clock": time.perf_counter}
+        backend = LlamaBackend(model, given, **sizes)  # type: ignore[arg-type]
+        with contextlib.closing(backend):
+            yield backend
 
 
 def along(backend: LlamaBackend, sizes: Sequence[int]) -> Logits:
     """The rows of `TEXT`, decoded in batches of these sizes, over and over."""
     backend.remove(0)
     rows: list[Logits] = []
-    start = 0
-    while start < len(TEXT):
-        size = sizes[len(rows) % len(sizes)]
-        piece = TEXT[start : start + size]
-        rows.append(decode(backend, piece, range(start, start + len(piece))))
-        start += len(piece)
+    while (start := backend.length(0)) < len(TEXT):
+        rows.append(decoded(backend, TEXT[start : start + sizes[len(rows) % len(sizes)]]))
     return np.concatenate(rows)
 
 
@@ -75,30 +60,25 @@ def test_kernels_change_no_more_than_rounding(
 ) -> None:
     path = tiny(tmp_path, TinyConfig(architecture=architecture))
     options = ContextOptions(n_threads=2, flash_attention=flash_attention)
-    with_kernels = opened(path, options)
-    before = kernels.counts()
-    ours = along(with_kernels, (1, 4, 7))
+    with opened(path, options) as backend:
+        before = kernels.counts()
+        ours = along(backend, (1, 4, 7))
     after = kernels.counts()
     assert after.n_products > before.n_products
     kernels.enable(products=False, attention=False)
-    without = opened(path, options)
-    theirs = along(without, (1, 4, 7))
+    with opened(path, options) as backend:
+        theirs = along(backend, (1, 4, 7))
     assert kernels.counts().n_products == after.n_products
     assert spread(ours, theirs) < 0.01
-    for backend in (with_kernels, without):
-        backend.close()
-        backend.model.close()
 
 
 def test_other_types_of_weights_are_left_to_llama_cpp(kernels: Kernels, tmp_path: Path) -> None:
     packed_bytes = []
     for tensor_type in ("tq1_0", "q4_0"):
         config = TinyConfig(n_embd=256, n_ff=256, tensor_type=tensor_type)
-        backend = opened(tiny(tmp_path, config))
-        assert np.isfinite(along(backend, (1, 4))).all()
-        packed_bytes.append(kernels.counts().packed_bytes)
-        backend.close()
-        backend.model.close()
+        with opened(tiny(tmp_path, config)) as backend:
+            assert np.isfinite(along(backend, (1, 4))).all()
+            packed_bytes.append(kernels.counts().packed_bytes)
     assert packed_bytes[0] < packed_bytes[1]
 
 
@@ -117,12 +97,10 @@ def test_rows_are_the_same_bits_in_any_batch(
         sliding_window=32 if architecture == "gemma3" else 0,
     )
     options = ContextOptions(n_threads=2, flash_attention=flash_attention)
-    backend = opened(tiny(tmp_path, config), options)
-    alone = along(backend, (1,))
-    for sizes in ((2,), (3, 8), (16,), (32,), (5, 1, 13)):
-        assert np.array_equal(along(backend, sizes), alone), sizes
-    backend.close()
-    backend.model.close()
+    with opened(tiny(tmp_path, config), options) as backend:
+        alone = along(backend, (1,))
+        for sizes in ((2,), (3, 8), (16,), (32,), (5, 1, 13)):
+            assert np.array_equal(along(backend, sizes), alone), sizes
 
 
 @pytest.mark.parametrize(
@@ -143,13 +121,11 @@ def test_and_with_any_cache_and_number_of_threads(
             cache_type_v=cache_type,
             flash_attention=flash_attention,
         )
-        backend = opened(path, options)
-        for sizes in ((1,), (4, 9)):
-            rows = along(backend, sizes)
-            expected = rows if expected is None else expected
-            assert np.array_equal(rows, expected), (n_threads, sizes)
-        backend.close()
-        backend.model.close()
+        with opened(path, options) as backend:
+            for sizes in ((1,), (4, 9)):
+                rows = along(backend, sizes)
+                expected = rows if expected is None else expected
+                assert np.array_equal(rows, expected), (n_threads, sizes)
 
 
 @pytest.mark.parametrize("flash_attention", ["on", "off"])
@@ -159,26 +135,22 @@ def test_trees_and_the_holes_that_they_leave(
 ) -> None:
     """The kept branch lies behind a refused one in the cache, and what follows fills the hole."""
     options = ContextOptions(n_threads=2, flash_attention=flash_attention)
-    backend = opened(tiny(tmp_path, TinyConfig(n_layer=3)), options)
-    alone = along(backend, (1,))
-    backend.remove(0)
-    decode(backend, TEXT[:50], range(50))
-    for branch in (1, 2):
-        backend.copy(0, branch)
-    root, wrong, right = (0, 1, 2), (1,), (2,)
-    tree = [TEXT[50], 7, 8, 9, TEXT[51], TEXT[52]]
-    rows = decode(
-        backend, tree, [50, 51, 52, 53, 51, 52], [root, wrong, wrong, wrong, right, right]
-    )
-    assert np.array_equal(rows[[0, 4, 5]], alone[50:53])
-    backend.copy(2, 0, 51)
-    backend.remove(1)
-    backend.remove(2)
-    for start, end in ((53, 55), (55, 56), (56, 72)):
-        rows = decode(backend, TEXT[start:end], range(start, end))
-        assert np.array_equal(rows, alone[start:end]), start
-    backend.close()
-    backend.model.close()
+    with opened(tiny(tmp_path, TinyConfig(n_layer=3)), options) as backend:
+        alone = along(backend, (1,))
+        backend.remove(0)
+        decoded(backend, TEXT[:50])
+        for branch in (1, 2):
+            backend.copy(0, branch)
+        root, wrong, right = (0, 1, 2), (1,), (2,)
+        tree = [TEXT[50], 7, 8, 9, TEXT[51], TEXT[52]]
+        sequences = [root, wrong, wrong, wrong, right, right]
+        rows = backend.decode(Batch(tree, [50, 51, 52, 53, 51, 52], sequences, [True] * 6))
+        assert np.array_equal(rows[[0, 4, 5]], alone[50:53])
+        backend.copy(2, 0, 51)
+        backend.remove(1)
+        backend.remove(2)
+        for start, end in ((53, 55), (55, 56), (56, 72)):
+            assert np.array_equal(decoded(backend, TEXT[start:end]), alone[start:end]), start
 
 
 def test_weights_are_freed_with_their_model(kernels: Kernels, tmp_path: Path) -> None:

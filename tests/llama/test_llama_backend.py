@@ -23,6 +23,7 @@ from specgen.method.backend import Batch
 from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
+from tests.helpers.rows import batch_of, decoded_last
 from tests.tiny import TinyConfig, write_tiny_model
 
 TEXT = [300 % 290, 17, 45, 99, 3, 120, 33]
@@ -60,13 +61,7 @@ def context(model: LlamaModel, *, n_sequences: int = 8, n_ctx: int = 256) -> Lla
 
 def decode(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> Logits:
     """Decode tokens one by one; returns a copy of the last one's logits."""
-    row: Logits | None = None
-    for token in tokens:
-        batch = Batch()
-        batch.add(token, backend.length(sequence), (sequence,), True)
-        row = backend.decode(batch)[0].copy()
-    assert row is not None
-    return row
+    return [decoded_last(backend, [token], sequence) for token in tokens][-1]
 
 
 @pytest.mark.parametrize("path", [(), (0,), (1,), (0, 2), (0, 3), (0, 2, 4), (1, 5)])
@@ -110,9 +105,7 @@ def test_only_wanted_logits_are_given_and_they_are_a_view(model: LlamaModel) -> 
     alone = context(model)
     assert first == pytest.approx(decode(alone, TEXT[:3]), abs=2e-4)
     assert last == pytest.approx(decode(alone, TEXT[3:]), abs=2e-4)
-    unread = Batch()
-    unread.add(1, 7, (0,), False)
-    assert backend.decode(unread).shape == (0, model.vocabulary.n_tokens)
+    assert backend.decode(batch_of([1], 7, wanted="none")).shape == (0, model.vocabulary.n_tokens)
     backend.close()
     alone.close()
 
@@ -122,9 +115,7 @@ def test_hidden_states_are_what_the_logits_are_made_of(model: LlamaModel) -> Non
     backend, plain = context(model), context(model)
     all_logits, all_hidden = [], []
     for start in range(0, 240, 16):
-        batch = Batch()
-        for position in range(start, start + 16):
-            batch.add((7 * position * position + 3) % 290, position, (0,), True)
+        batch = batch_of(((7 * at * at + 3) % 290 for at in range(start, start + 16)), start)
         logits, hidden = backend.decode_hidden(batch)
         assert hidden.shape == (16, model.n_embd)
         assert logits == pytest.approx(plain.decode(batch), abs=2e-4)
@@ -142,17 +133,13 @@ def test_hidden_states_are_what_the_logits_are_made_of(model: LlamaModel) -> Non
 def test_what_cannot_be_decoded_is_an_error_with_the_position(model: LlamaModel) -> None:
     backend = context(model)
     decode(backend, TEXT)
-    gap = Batch()
-    gap.add(1, 50, (0,), True)
-    with pytest.raises(BackendError, match="position 50"):
-        backend.decode(gap)
-    with pytest.raises(BackendError, match="0 rows"):
-        backend.decode(Batch())
-    greedy = Batch()
-    for position in range(17):
-        greedy.add(1, len(TEXT) + position, (0,), True)
-    with pytest.raises(BackendError, match="17 rows of logits"):
-        backend.decode(greedy)
+    for wrong, why in (
+        (batch_of([1], 50), "position 50"),
+        (Batch(), "0 rows"),
+        (batch_of([1] * 17, len(TEXT)), "17 rows of logits"),
+    ):
+        with pytest.raises(BackendError, match=why):
+            backend.decode(wrong)
     backend.close()
     backend.close()
 

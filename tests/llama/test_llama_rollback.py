@@ -8,6 +8,7 @@ rounding, and a state that is one token behind or ahead is far off: see
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
+from tests.helpers.rows import decoded_last
 from tests.tiny import TinyConfig, write_tiny_model
 
 CONFIGS = {
@@ -112,37 +114,23 @@ def _opened(models: dict[str, LlamaModel]) -> Iterator[Opener]:
 def _expected(models: dict[str, LlamaModel]) -> Iterator[Callable[[str, Sequence[int]], Logits]]:
     """The logits after a text that a model decodes for the first time, token by token."""
     backends: dict[str, LlamaBackend] = {}
-    known: dict[tuple[str, tuple[int, ...]], Logits] = {}
 
-    def expected(name: str, text: Sequence[int]) -> Logits:
-        key = (name, tuple(text))
-        if key not in known:
-            if name not in backends:
-                backends[name] = LlamaBackend(
-                    models[name], OPTIONS, n_ctx=256, clock=time.perf_counter
-                )
-            backends[name].remove(0)
-            known[key] = decode(backends[name], text)
-        return known[key]
+    @functools.cache
+    def known(name: str, text: tuple[int, ...]) -> Logits:
+        if name not in backends:
+            own = {"n_ctx": 256, "clock": time.perf_counter}
+            backends[name] = LlamaBackend(models[name], OPTIONS, **own)  # type: ignore[arg-type]
+        backends[name].remove(0)
+        return decode(backends[name], text)
 
-    yield expected
+    yield lambda name, text: known(name, tuple(text))
     for backend in backends.values():
         backend.close()
 
 
 def decode(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> Logits:
     """Decode tokens one by one; the logits after the last of them."""
-    return [decode_together(backend, [token], sequence) for token in tokens][-1]
-
-
-def decode_together(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> Logits:
-    """Decode tokens in one batch; the logits after the last of them."""
-    batch = Batch()
-    start = backend.length(sequence)
-    for position, token in enumerate(tokens, start):
-        batch.add(token, position, (sequence,), position == start + len(tokens) - 1)
-    row: Logits = backend.decode(batch)[0].copy()
-    return row
+    return [decoded_last(backend, [token], sequence) for token in tokens][-1]
 
 
 def assert_same(name: str, found: Logits, expected: Logits) -> None:
@@ -156,15 +144,6 @@ every_way = pytest.mark.parametrize(("name", "n_rollback", "rollback"), WAYS)
 
 
 @every_way
-def test_each_model_is_rolled_back_in_its_own_way(
-    opened: Opener, name: str, n_rollback: int | None, rollback: Rollback
-) -> None:
-    backend = opened(name, n_rollback)
-    assert backend.rollback == rollback
-    assert backend.model.has_recurrent_state == (rollback != "cells")
-
-
-@every_way
 @pytest.mark.parametrize("n_kept", range(len(DRAFT) + 1))
 def test_any_number_of_drafted_rows_can_be_dropped(
     opened: Opener,
@@ -175,14 +154,16 @@ def test_any_number_of_drafted_rows_can_be_dropped(
     n_kept: int,
 ) -> None:
     backend = opened(name, n_rollback)
-    decode_together(backend, TEXT)
+    assert backend.rollback == rollback
+    assert backend.model.has_recurrent_state == (rollback != "cells")
+    decoded_last(backend, TEXT)
     backend.checkpoint(0)
-    decode_together(backend, DRAFT)
+    decoded_last(backend, DRAFT)
     backend.remove(0, len(TEXT) + n_kept)
     assert backend.length(0) == len(TEXT) + n_kept
     text = [*TEXT, *DRAFT[:n_kept], 50]
     assert_same(name, decode(backend, [50]), expected(name, text))
-    assert_same(name, decode_together(backend, [60, 61]), expected(name, [*text, 60, 61]))
+    assert_same(name, decoded_last(backend, [60, 61]), expected(name, [*text, 60, 61]))
     assert backend.length(0) == len(text) + 2
     n_repeated = backend.n_decoded_rows - len(TEXT) - len(DRAFT) - 3
     if rollback == "cells" or n_kept == len(DRAFT):
@@ -210,7 +191,7 @@ def test_rounds_of_all_kinds_in_a_row(
     def extend(n: int) -> Logits:
         tokens = [int(token) for token in rng.integers(0, 280, n)]
         text.extend(tokens)
-        return decode_together(backend, tokens)
+        return decoded_last(backend, tokens)
 
     for _ in range(3):
         extend(16)
@@ -254,12 +235,12 @@ def test_a_rollback_left_out_would_be_seen(expected: Expected, name: str) -> Non
 def test_a_long_run_of_rounds_repeats_few_rows(opened: Opener) -> None:
     """Of states that are copied, not each round's: what is decoded again stays a few rows."""
     backend = opened("mamba")
-    decode_together(backend, TEXT)
+    decoded_last(backend, TEXT)
     n_new, n_rounds, n_before = len(TEXT), 40, 0
     for _ in range(n_rounds):
         backend.checkpoint(0)
         start, n_before = backend.length(0), backend.n_decoded_rows
-        decode_together(backend, DRAFT[:5])
+        decoded_last(backend, DRAFT[:5])
         assert backend.n_decoded_rows - n_before <= 5 + 3 + 3
         backend.remove(0, start + 3)
         n_new += 5
@@ -269,10 +250,10 @@ def test_a_long_run_of_rounds_repeats_few_rows(opened: Opener) -> None:
 def free_cells_before(backend: LlamaBackend, sequence: int) -> None:
     """Decode `TEXT` in a sequence, with free cells before it, and then a text in sequence 2, which uses them.
     llama.cpp would also use those of the first sequence that have left the window of its end."""
-    decode_together(backend, DRAFT, sequence=3)
-    decode_together(backend, TEXT, sequence=sequence)
+    decoded_last(backend, DRAFT, sequence=3)
+    decoded_last(backend, TEXT, sequence=sequence)
     backend.remove(3)
-    decode_together(backend, TEXT[:20], sequence=2)
+    decoded_last(backend, TEXT[:20], sequence=2)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm2-window"])
@@ -306,9 +287,9 @@ def test_a_decode_that_fails_leaves_the_text_as_it_was(
     monkeypatch: pytest.MonkeyPatch, opened: Opener, expected: Expected, name: str
 ) -> None:
     backend = opened(name)
-    decode_together(backend, TEXT)
+    decoded_last(backend, TEXT)
     backend.checkpoint(0)
-    decode_together(backend, DRAFT)
+    decoded_last(backend, DRAFT)
     backend.remove(0, len(TEXT) + 2)
     decode_native = llama_cpp.llama_decode
 
@@ -320,7 +301,7 @@ def test_a_decode_that_fails_leaves_the_text_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_decode", failing)
         with pytest.raises(BackendError, match="status -3"):
-            decode_together(backend, [9, 10])
+            decoded_last(backend, [9, 10])
     assert backend.length(0) == len(TEXT) + 2
     assert_same(name, decode(backend, [50]), expected(name, [*TEXT, *DRAFT[:2], 50]))
 
@@ -329,8 +310,8 @@ def test_a_refused_rollback_names_sequence_and_position(
     monkeypatch: pytest.MonkeyPatch, opened: Opener
 ) -> None:
     backend = opened("qwen35", n_sequences=2)
-    decode_together(backend, TEXT, sequence=1)
-    decode_together(backend, DRAFT, sequence=1)
+    decoded_last(backend, TEXT, sequence=1)
+    decoded_last(backend, DRAFT, sequence=1)
     backend.remove(1, len(TEXT) + 2)
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_memory_seq_rm", lambda *_: False)
@@ -346,13 +327,13 @@ def test_a_state_that_cannot_be_saved_or_restored_is_an_error(
     monkeypatch: pytest.MonkeyPatch, opened: Opener
 ) -> None:
     backend = opened("qwen35")
-    decode_together(backend, TEXT)
+    decoded_last(backend, TEXT)
     backend.checkpoint(0)
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_state_seq_get_data_ext", lambda *_: 0)
         with pytest.raises(BackendError, match=r"sequence 0 could not be saved"):
             decode(backend, [50])
-    decode_together(backend, [50])
+    decoded_last(backend, [50])
     backend.checkpoint(0)
     decode(backend, [51, 52])
     backend.remove(0, 42)
@@ -364,7 +345,7 @@ def test_a_state_that_cannot_be_saved_or_restored_is_an_error(
 
 def test_a_recurrent_state_is_not_shared_and_has_no_gaps(opened: Opener) -> None:
     backend = opened("mamba", n_sequences=2)
-    decode_together(backend, TEXT)
+    decoded_last(backend, TEXT)
     with pytest.raises(BackendError, match="cannot be shared"):
         backend.copy(0, 1)
     shared = Batch()
@@ -393,16 +374,13 @@ def test_snapshots_that_do_not_fit_the_memory_are_done_without(
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba", "lfm2", "qwen35"])
 def test_the_estimate_of_a_state_is_no_less_than_the_state(opened: Opener, name: str) -> None:
     backend = opened(name, 0)
-    decode_together(backend, TEXT)
+    decoded_last(backend, TEXT)
     size = llama_cpp.llama_state_seq_get_size_ext(
         backend.handle,
         0,
         llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY,
     )
     assert 0.8 * size <= backend.model.state_bytes() <= 3 * size
-
-
-# --- the fake, which holds the loop to the rules
 
 
 def test_a_deep_model_keeps_as_many_snapshots_as_its_graph_has_room_for(tmp_path: Path) -> None:
@@ -413,34 +391,26 @@ def test_a_deep_model_keeps_as_many_snapshots_as_its_graph_has_room_for(tmp_path
     program = """
 import json, sys
 from pathlib import Path
-from specgen.method.backend import Batch
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.options import ContextOptions
+from tests.helpers.rows import decoded, decoded_last
 
 model = LlamaModel(Path(sys.argv[1]))
 options = ContextOptions(n_threads=1)
 wide, narrow = (
     LlamaBackend(model, options, n_ctx=256, clock=lambda: 0.0, n_outputs=n) for n in (40, 4)
 )
-
-def decode(backend, tokens, start):
-    batch = Batch()
-    for place, token in enumerate(tokens, start):
-        batch.add(token, place, (0,), True)
-    return backend.decode(batch)
-
 text = list(range(10, 20))
+for start in range(0, len(text), 2):
+    decoded(narrow, text[start:start + 2])
+expected = decoded_last(narrow, [99])
 for n_rows in (1, 5, 30):
-    decode(wide, text, 0)
-    decode(wide, range(30, 30 + n_rows), len(text))
+    decoded(wide, text)
+    decoded(wide, range(30, 30 + n_rows))
     wide.remove(0, len(text))
-    after = decode(wide, [99], len(text))[0].copy()
+    after = decoded_last(wide, [99])
     wide.remove(0)
-    for start in range(0, len(text), 2):
-        decode(narrow, text[start:start + 2], start)
-    expected = decode(narrow, [99], len(text))[0]
     assert abs(after - expected).max() < 1e-3 * abs(expected).max()
-    narrow.remove(0)
 print(json.dumps(wide.rollback))
 """
     assert in_process(program, str(model)) == "snapshots"

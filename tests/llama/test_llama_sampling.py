@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 
 import numpy as np
@@ -248,20 +247,15 @@ def test_any_chain_in_any_order(seed: int) -> None:
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("t", [0.3, 1.7])
-@pytest.mark.parametrize(
-    ("k", "p", "min_p"), list(itertools.product([0, 40], [1.0, 0.95], [0.0, 0.05]))
-)
-def test_a_vocabulary_of_real_size(t: float, k: int, p: float, min_p: float) -> None:
-    chosen = options(temperature=t, top_k=k, top_p=p, min_p=min_p)
+@pytest.mark.parametrize(("k", "p"), [(0, 1.0), (0, 0.95), (40, 0.95)])
+def test_a_vocabulary_of_real_size(k: int, p: float) -> None:
+    chosen = options(temperature=1.7, top_k=k, top_p=p, min_p=0.05)
     for scale in (0.5, 3.0):
         logits = row(50_000, scale, 13)
         logits[::7] = -np.inf
-        ours = Sampler(chosen).distribution(logits)
+        ours, theirs = Sampler(chosen).distribution(logits), native_distribution(logits, chosen)
         # Adding up thousands of float32 numbers, llama.cpp is off by some tokens.
-        edge = 1e-3 if p < 1.0 and k == 0 else 0.0
-        theirs = native_distribution(logits, chosen)
-        assert_same(ours, theirs, edge=edge)
+        assert_same(ours, theirs, edge=1e-3 if p < 1.0 and k == 0 else 0.0)
         assert abs(len(theirs) - len(ours.token_ids)) <= 0.01 * len(theirs)
 
 

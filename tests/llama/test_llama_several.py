@@ -21,6 +21,7 @@ from specgen.method.backend import Batch
 from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack
 from specgen.session.request import Slot
 from specgen.system.arrays import Logits
+from tests.helpers.rows import batch_of, decoded
 from tests.llama.test_llama_rollback import OPTIONS, WAYS, loaded_models
 
 N_TEXTS = 3
@@ -46,11 +47,9 @@ class Alone:
     def rows(self, text: Sequence[int], n: int) -> Logits:
         """The last n rows of a text, decoded in one batch: float32[n, n_vocab]."""
         self._backend.remove(0)
-        batch = Batch()
-        for position, token in enumerate(text):
-            batch.add(token, position, (0,), position >= len(text) - n)
-        rows: Logits = self._backend.decode(batch).copy()
-        return rows
+        if len(text) > n:
+            self._backend.decode(batch_of(text[:-n], wanted="none"))
+        return decoded(self._backend, text[-n:])
 
     def close(self) -> None:
         self._backend.close()
@@ -89,9 +88,7 @@ class Several:
             int(self._rng.integers(2, 9))
         )
         n_held = text.part.share_prefix(self._backend, text.tokens)
-        batch = Batch()
-        for position in range(n_held, len(text.tokens) - 1):
-            batch.add(text.tokens[position], position, (text.slot.first,), False)
+        batch = batch_of(text.tokens[n_held:-1], n_held, text.slot.first, "none")
         if len(batch):
             self._backend.decode(batch)
 

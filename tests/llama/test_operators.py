@@ -76,26 +76,13 @@ def reference(
     return found
 
 
-def parts(n_streams: int = 1, value_size: int = 64) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Queries, keys and values: 5 rows, 8 heads, 2 of them for keys and values, 96 cells."""
-    return (
-        normal(n_streams, 5, 8, 64, seed=1),
-        normal(n_streams, 96, 2, 64, seed=2),
-        normal(n_streams, 96, 2, value_size, seed=3),
-    )
-
-
-def holes(*shape: int) -> Any:
-    """A mask that hides a third of the cells."""
-    hidden = np.random.default_rng(4).random(shape) < 1 / 3
-    return np.where(hidden, -np.inf, 0).astype(np.float16)
-
-
 @pytest.mark.parametrize(
     ("cache_type", "tolerance"), [("f32", 1e-4), ("f16", HALF), ("bf16", 0.02), ("q8_0", 0.02)]
 )
 def test_attention_over_every_usual_cache(cache_type: str, tolerance: float) -> None:
-    queries, keys, values = parts()
-    mask = holes(1, 1, 5, 96)
+    """5 rows, 8 heads, 2 of them for keys and values, 96 cells, a third of them hidden."""
+    queries, keys, values = normal(1, 5, 8, 64), normal(1, 96, 2, 64), normal(1, 96, 2, 64, seed=3)
+    hidden = np.random.default_rng(4).random((1, 1, 5, 96)) < 1 / 3
+    mask = np.where(hidden, -np.inf, 0).astype(np.float16)
     computed = attend(queries, keys, values, mask, cache_type=cache_type, n_threads=2)
     assert error(computed, reference(queries, keys, values, mask)) < tolerance

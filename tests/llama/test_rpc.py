@@ -20,7 +20,6 @@ from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLos
 from specgen.llama import LlamaBackend, LlamaModel, rpc
 from specgen.llama.kernels.attached import Kernels
 from specgen.measure import doctor
-from specgen.method.backend import Batch
 from specgen.options import ContextOptions, Workers
 from specgen.session.memory import Memory
 from specgen.system import worker_probe
@@ -35,6 +34,7 @@ from specgen.system.worker_probe import (
     probe,
 )
 from tests.helpers.cli import Cli
+from tests.helpers.rows import decoded
 from tests.helpers.workers import (
     Worker,
     finished,
@@ -156,10 +156,7 @@ class TestKernels:
             model, options, n_ctx=256, clock=time.perf_counter, n_sequences=1, n_outputs=8
         )
         for start, end in ((0, 6), (6, 7), (7, 8)):
-            batch = Batch()
-            for position in range(start, end):
-                batch.add(10 + position, position, (0,), True)
-            found.append(backend.decode(batch).copy())
+            found.append(decoded(backend, range(10 + start, 10 + end)))
         backend.close()
         return np.concatenate(found)
 

@@ -6,10 +6,8 @@ and verifier; here are files of every make, trees, several answers, and llama.cp
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -19,18 +17,23 @@ import pytest
 from benchmarks.peers import SIMPLE, PeerError, find_program
 from specgen.events import DraftedEvent, NoticeEvent
 from specgen.llama import LlamaBackend
-from specgen.llama.draft_contexts import DflashContext, EagleContext
-from specgen.llama.draft_models import DflashModel
-from specgen.measure.verify import check_sampled
+from specgen.llama.draft_contexts import (
+    AssistantContext,
+    DflashContext,
+    EagleContext,
+    MtpContext,
+    StatesContext,
+)
 from specgen.method.backend import Batch
-from specgen.options import SamplerOptions, parse_tree
+from specgen.options import Grammar, SamplerOptions, parse_tree
 from specgen.session.engine import Engine
 from specgen.session.session import Session
-from tests.helpers.common import EXACT
-from tests.helpers.eagle import (
+from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
+from tests.helpers.heads import make_heads
+from tests.helpers.mtp import MtpArchitecture, write_mtp_model
+from tests.helpers.states_drafts import (
     BIASED,
     DFLASHES,
-    DRAWN,
     EAGLES,
     LETTERS,
     PROMPT,
@@ -41,9 +44,6 @@ from tests.helpers.eagle import (
     loaded,
     write_files,
 )
-from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
-from tests.helpers.heads import make_heads
-from tests.helpers.mtp import MtpArchitecture, write_mtp_model
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.eagle import TinyDflash, TinyEagle
 
@@ -106,40 +106,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafted_anew(opened: Session, text: Sequence[int], n: int) -> list[int]:
-    """What is drafted behind a text by contexts that have seen nothing else."""
-    assert opened.draft is not None
-    (model,) = opened.draft.models
-    options = {"n_ctx": 256, "clock": time.perf_counter}
-    with ExitStack() as stack:
-        target = LlamaBackend(opened.target, EXACT, **options)  # type: ignore[arg-type]
-        stack.callback(target.close)
-        make = DflashContext if isinstance(model, DflashModel) else EagleContext
-        draft = make(model, target, EXACT, **options)  # type: ignore[arg-type]
-        stack.callback(draft.close)
-        n_rows = len(text) - 1
-        batch = Batch(list(text[:-1]), list(range(n_rows)), [(0,)] * n_rows, [False] * n_rows)
-        _, read = target.decode_hidden(batch, all_rows=True)
-        made: list[int] = []
-        if isinstance(model, DflashModel):
-            batch.hidden = list(read)
+    """What is drafted behind a text by contexts that have seen nothing else: all rows in one batch, those of the
+    text with the target's states, the others with the states of what drafted the token before."""
+    with opened.contexts(256) as (target, (draft,)):
+        assert isinstance(draft, StatesContext)
+        n_read = len(text) - 1
+        batch = Batch(list(text[:-1]), list(range(n_read)), [(0,)] * n_read, [False] * n_read)
+        batch.wants_logits[-1] = True
+        read: list[Any] = list(target.decode_hidden(batch, all_rows=True)[1].copy())
+        if isinstance(draft, DflashContext):
+            batch.hidden, batch.wants_logits[-1] = read, False
             assert not len(draft.decode(batch))
-            block = Batch()
-            n_masks = n - 1 if model.predicts_from_last else n
-            for offset, token in enumerate([text[-1], *[model.mask] * n_masks]):
-                block.add(token, n_rows + offset, (0,), True)
-            made += draft.decode(block)[-n:].argmax(axis=1).tolist()
-            return made
-        assert isinstance(draft, EagleContext)
-        batch = Batch(list(text[1:]), batch.positions, batch.sequences, [False] * n_rows)
-        batch.hidden, batch.wants_logits[-1] = list(read), True
-        while True:
-            made.append(int(draft.decode(batch)[-1].argmax()))
-            if len(made) == n:
-                return made
-            batch = Batch([made[-1]], [n_rows + len(made) - 1], [(0,)], [True], [draft.state(0)])
+            block, n_masks = Batch(), n - draft.draft.predicts_from_last
+            for offset, token in enumerate([text[-1], *[draft.draft.mask] * n_masks]):
+                block.add(token, n_read + offset, (0,), True)
+            likeliest: list[int] = draft.decode(block)[-n:].argmax(axis=1).tolist()
+            return likeliest
+        made: list[int] = []
+        first = 1 if isinstance(draft, EagleContext) else 0
+        layers = draft.layers if isinstance(draft, MtpContext) else (draft,)
+        states = [None, *read]
+        while len(made) < n:
+            whole, batch = [*text, *made], Batch()
+            for index in range(first, len(whole)):
+                batch.add(whole[index], index - first, (0,), index == len(whole) - 1)
+                batch.hidden.append(states[index])
+            if isinstance(draft, AssistantContext):  # it reads the target's cache
+                batch = Batch([whole[-1]], [n_read], [(0,)], [True], [states[-1]])
+            layer = layers[min(len(made), len(layers) - 1)]
+            if not isinstance(draft, AssistantContext):
+                layer.remove(0)
+            made.append(int(layer.decode(batch)[-1].argmax()))
+            states.append(layer.state(0))
+        return made
 
 
-@of_layers_for_every_target
+@pytest.mark.parametrize("case", [*OF_LAYERS, *OTHERS[:-1]], ids=str)
 def test_drafts_are_those_of_contexts_that_saw_nothing_else(folder: Path, case: Case) -> None:
     """So neither a mask nor anything that was refused is left in the draft's cache, and accepted tokens have
     the target's states there."""
@@ -157,6 +159,39 @@ def test_drafts_are_those_of_contexts_that_saw_nothing_else(folder: Path, case: 
         assert 0 < finished.n_accepted < finished.n_drafted
 
 
+def test_no_row_is_decoded_twice_and_no_logits_go_unread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[Batch] = []
+    decode = LlamaBackend.decode
+
+    def watched(self: LlamaBackend, batch: Batch) -> Any:
+        if isinstance(self, MtpContext):
+            batches.append(batch.part(0, len(batch)))
+        return decode(self, batch)
+
+    monkeypatch.setattr(LlamaBackend, "decode", watched)
+    with Case("mtp glm4moe", "mtp").loaded(folder) as opened:
+        n_prompt = len(opened.prompts.of_text(PROMPT, chat=False).tokens)
+        found = list(drafts(answered(opened)[0]))
+    n_read = n_prompt + max(n_tokens for n_tokens, _ in found)
+    n_drafted = sum(len(draft) - 1 for _, draft in found)
+    assert sum(len(batch) for batch in batches) == n_read + n_drafted
+    assert all(sum(batch.wants_logits) == 1 for batch in batches)
+
+
+@pytest.mark.parametrize("architecture", ["glm4moe", "mimo2"])
+def test_a_grammar_holds(folder: Path, architecture: str) -> None:
+    grammar = Grammar("gbnf", 'root ::= ("ab" [c-h] "---" [a-h]){12}')
+    case = Case(f"mtp {architecture}", "mtp")
+    with case.loaded(folder, grammar=grammar, ignore_eos=False) as opened:
+        _, fast = answered(opened)
+        assert fast.n_forced > 0
+        assert fast.n_drafted > 0
+        opened.change_draft("none")
+        assert fast.token_ids == answered(opened)[1].token_ids
+
+
 @pytest.mark.parametrize("n_left_out", [0, 2])
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_prompt_that_continues_a_kept_text_is_drafted_as_anew(
@@ -164,13 +199,12 @@ def test_a_prompt_that_continues_a_kept_text_is_drafted_as_anew(
 ) -> None:
     with of_layers("letters", target).loaded(folder) as opened, Engine(opened, n_ctx=256) as engine:
         first = opened.prompts.of_text(PROMPT, chat=False)
-        request = engine.insert(first)
-        events = list(engine.run())
-        assert request.finished is not None
-        answer = request.finished.token_ids
+        kept = engine.insert(first)
+        list(engine.run())
+        assert kept.finished is not None
+        answer = kept.finished.token_ids
         tokens = (*first.tokens, *answer[: len(answer) - n_left_out], *LETTERS)
-        second = replace(first, tokens=tokens)
-        request = engine.insert(second)
+        request = engine.insert(replace(first, tokens=tokens))
         events = list(engine.run())
         assert request.finished is not None
         is_kept = request.finished.n_cached_tokens > len(first.tokens)
@@ -265,24 +299,6 @@ def test_the_contexts_last_position_is_reached(folder: Path, case: Case, tree: s
         _, plain = answered(opened)
     assert fast.finish_reason == plain.finish_reason == "context"
     assert fast.token_ids == plain.token_ids
-
-
-@pytest.mark.parametrize(
-    ("draft", "tree"), [("letters", "off"), ("letters", "3,2,1"), ("spark", "off")]
-)
-@pytest.mark.parametrize("verifier", ["residual", "block"])
-def test_sampled_text_fits_the_targets_distribution(
-    folder: Path, draft: str, tree: str, verifier: str
-) -> None:
-    """Beside what `tests/method/test_lossless.py` draws. False alarms: 1e-4 for each case."""
-    options: dict[str, Any] = {"tree": parse_tree(tree), "sampler": DRAWN, "verifier": verifier}
-    with of_layers(draft).loaded(folder, n_tokens=12, **options) as opened:
-        prompt = opened.prompts.of_text(PROMPT, chat=False)
-        result = check_sampled(opened, {1: prompt}, 1000, 1e-4, seed=1)
-    assert result is not None
-    assert not result.is_defect, result.test
-    assert result.n_drafted > 0
-    assert result.test.n_cells > 1
 
 
 # --- several answers ------------------------------------------------------------------------------

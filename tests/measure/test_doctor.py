@@ -77,7 +77,7 @@ def test_codes_of_shells_and_windows_are_signals_too() -> None:
         (0xC0000005 - 2**32, "SIGSEGV"),
         (0xC0000409, "SIGABRT"),
     ):
-        assert name in doctor.death(child.ChildDiedError(returncode, "")).message
+        assert name in doctor.explained(child.ChildDiedError(returncode, "")).message
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,6 @@ def test_a_model_of_ones_own_is_decoded_too(
     assert "24 tokens" in messages["own.gguf"]
     has_kernels = report["kernels"]["computes"] == "specgen"
     assert ("rows are the same in any batch" in messages["own.gguf"]) == has_kernels
-    assert ("specgen's kernels on own.gguf" in messages) == has_kernels
 
 
 @pytest.mark.parametrize("is_model", [True, False])
@@ -138,9 +137,7 @@ def test_a_file_that_does_not_generate_is_at_fault_and_nothing_else(
     if not is_model:
         path.write_text("hello")
     report = doctor.diagnose(path)
-    about = [check for check in report.checks if path.name in check.name + check.message]
-    assert about[-1].name == path.name
-    assert [check.passed for check in report.checks].count(False) == 1
+    assert [check.name for check in report.checks if not check.passed] == [path.name]
     with pytest.raises(ModelFileError, match=r"^bert\.gguf: (?!bert)"):
         report.raise_first_error()
 

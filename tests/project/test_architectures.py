@@ -75,32 +75,21 @@ def test_a_dead_child_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(run, "WHO", ("llama.cpp",))
     write_tiny_model(tmp_path / "m-f32.gguf", TinyConfig())
     dead, alive = run.results_of("m", tmp_path, tmp_path / "cache")
-    assert (dead.check, dead.ok, dead.detail) == (
-        "nonsense",
-        False,
-        "ended with 1: KeyError: 'nonsense'",
-    )
+    said = "ended with 1: KeyError: 'nonsense'"
+    assert (dead.check, dead.ok, dead.detail) == ("nonsense", False, said)
     assert (alive.check, alive.ok, alive.can_branch) == ("load", True, True)
 
 
 # --- known exceptions
 
 
-def failed(name: str, check: str, *, ok: bool = False) -> Result:
-    return Result(name, "f32", "specgen", check, ok, "why")
-
-
 def test_what_fails_is_known_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = KnownException(("a",), ("rows",), "reason")
+    known = KnownException(("a", "b"), ("rows",), "reason")
     monkeypatch.setattr("tests.architectures.exceptions.EXCEPTIONS", (known,))
-    results = [failed("a", "rows"), failed("a", "fuzz"), failed("b", "rows", ok=True)]
-    assert list(run.unexpected(results)) == ["a, f32, computed by specgen: fuzz fails: why"]
-
-
-def test_an_exception_that_works_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = KnownException(("a", "b", "c"), ("rows",), "reason")
     monkeypatch.setattr(run, "EXCEPTIONS", (known,))
-    results = [failed("a", "rows"), failed("b", "rows", ok=True)]
+    cases = (("a", "rows", False), ("a", "fuzz", False), ("b", "rows", True))
+    results = [Result(name, "f32", "specgen", check, ok, "why") for name, check, ok in cases]
+    assert list(run.unexpected(results)) == ["a, f32, computed by specgen: fuzz fails: why"]
     assert list(run.unnecessary(results)) == ["b: rows works: take it from the known exceptions"]
 
 
@@ -110,9 +99,3 @@ def test_the_exceptions_are_about_checks_that_there_are() -> None:
         assert each.reason
     assert exception_for("clip", "f32", "specgen", "make")
     assert not exception_for("llama", "f32", "specgen", "rows")
-
-
-# --- the page
-
-
-# --- the models

@@ -6,6 +6,8 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[2] / "specgen"
 
 #: The wings and the modules beside them, from the bottom up. A module imports from its own wing and
@@ -42,14 +44,20 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(path: Path) -> set[str]:
-    """Full names of what a module imports, wherever in it."""
+def imported(path: Path, *, for_types: bool = True) -> set[str]:
+    """Full names of what a module imports, wherever in it; with or without what only type checkers read."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while left:
+        node = left.pop()
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif (
+            for_types or not isinstance(node, ast.If) or "TYPE_CHECKING" not in ast.dump(node.test)
+        ):
+            left += ast.iter_child_nodes(node)
     return names
 
 
@@ -113,3 +121,20 @@ def test_nothing_below_the_renderers_prints_or_reads_the_clock() -> None:
             continue
         assert not imported(path) & {"time", "rich", "sys"}, module
         assert "print(" not in path.read_text(encoding="utf-8"), module
+
+
+@pytest.mark.parametrize(
+    ("module", "most_modules", "most_lines"),
+    [("specgen.cli.run", 98, 19_700), ("specgen.method.loop", 14, 2_850)],
+)
+def test_little_of_the_package_is_needed(module: str, most_modules: int, most_lines: int) -> None:
+    """What `specgen run` and the loop need, imports in functions included."""
+    known, found, left = modules(), dict[str, int](), [module]
+    while left:
+        name = left.pop()
+        if name in known and name not in found:
+            found[name] = len(known[name].read_text(encoding="utf-8").splitlines())
+            left += [*imported(known[name], for_types=False), name.rpartition(".")[0]]
+    largest = sorted(found, key=lambda name: -found[name])[:20]
+    assert len(found) <= most_modules, sorted(found)
+    assert sum(found.values()) <= most_lines, {name: found[name] for name in largest}

@@ -11,7 +11,6 @@ from specgen.render.rows import (
     Cell,
     Cleaner,
     Flow,
-    Mark,
     Row,
     Run,
     append_cells,
@@ -117,45 +116,6 @@ def rows_of(text: str, columns: int) -> list[str]:
 )
 def test_rows_end_where_the_terminal_ends_them(text: str, rows: list[str]) -> None:
     assert rows_of(text, 10) == rows
-
-
-@given(TEXTS, st.integers(2, 40))
-def test_wrapping_loses_nothing_and_fits(text: str, columns: int) -> None:
-    cells = cells_of(clean(text).replace("\n", "").replace("\t", " "))
-    rows = wrap(cells, columns)
-    assert [cell for row in rows for cell in row.cells] == cells
-    for row in rows:
-        exact = all(cell.exact for cell in row.cells)
-        limit = columns if exact else columns - 1
-        assert row.width <= limit or len(row.cells) == 1
-        assert row.width == sum(cell.width for cell in row.cells)
-
-
-@given(
-    st.lists(st.tuples(TEXTS, st.sampled_from(["plain", "accepted"])), max_size=12),
-    st.integers(2, 40),
-    st.data(),
-)
-def test_a_growing_text_loses_nothing(
-    pieces: list[tuple[str, Mark]], columns: int, data: st.DataObject
-) -> None:
-    flow = Flow(columns)
-    rows: list[Row] = []
-    for text, mark in pieces:
-        flow.feed([Run(text, mark)])
-        rows += flow.take_settled(data.draw(st.integers(1, 4)), 4)
-        assert len(flow.rows) >= 1
-        if data.draw(st.booleans()):
-            flow.resize(data.draw(st.integers(2, 40)))
-    rows += flow.finish()
-    shown = "".join(cell.text for row in rows for cell in row.cells)
-    whole = clean("".join(text for text, _ in pieces))
-    assert without_tabs(shown) == without_tabs(whole.replace("\n", ""))
-
-
-def without_tabs(text: str) -> str:
-    """Tabs are as many spaces as their place wants, and stray marks get a space."""
-    return text.replace("\t", "").replace(" ", "")
 
 
 def test_tabs_go_to_the_next_stop() -> None:

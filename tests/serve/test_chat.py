@@ -14,7 +14,7 @@ from specgen.errors import PromptError
 from specgen.options import DraftOptions, GenerationOptions, SessionOptions
 from specgen.serve.chat import Chat, Conversation, Turn, read_conversation, save_conversation
 from specgen.session.engine import Engine
-from specgen.session.prompts.template import ThoughtReader, is_thinking, thought_of
+from specgen.session.prompts.thoughts import ThoughtReader, thought_of
 from specgen.session.session import Session
 from tests.helpers.common import NOW
 from tests.helpers.tiny import write_respelled_model
@@ -44,6 +44,18 @@ def test_what_is_no_conversation_is_told_and_left_alone(tmp_path: Path, damage: 
     assert file.read_bytes() == damage
 
 
+_THOUGHTS = [
+    "[THINK]why < not[/THINK]so < it",
+    "<seed:think>why < not</seed:think>\nso < it",
+    "<|channel>thought\nwhy < not<channel|>so < it",
+    "<|START_THINKING|>why < not<|END_THINKING|><|START_RESPONSE|>so < it<|END_RESPONSE|>",
+    "<|START_RESPONSE|>so < it<|END_RESPONSE|>",
+    "<|channel|>analysis<|message|>why < not<|end|><|start|>assistant<|channel|>final<|message|>so < it",
+    "<|channel|>final<|message|>so < it",
+    "so < it",
+]
+
+
 class TestThoughts:
     @given(
         st.lists(st.integers(1, 9)),
@@ -63,11 +75,23 @@ class TestThoughts:
         assert found == [inner, "the answer </think> is <think>"]
 
     def test_a_thought_that_the_template_begins(self) -> None:
-        assert is_thinking("<|assistant|>\n<think>\n")
-        assert not is_thinking("<think></think>")
+        assert ThoughtReader("<|assistant|>\n<think>\n").is_open
+        assert not ThoughtReader("<think></think>").is_open
         assert thought_of("x<think>", " why \n</think>so") == "why"
         assert thought_of("x", "so") == ""
         assert thought_of("x", "<think>why") == "why"
+
+    @pytest.mark.parametrize("text", _THOUGHTS)
+    def test_each_family_has_marks_of_its_own(self, text: str) -> None:
+        for size in (1, 3, 1000):
+            reader, found = ThoughtReader(), ["", ""]
+            pieces = [text[n : n + size] for n in range(0, len(text), size)]
+            for thought, answer in [*map(reader.feed, pieces), reader.finish()]:
+                found = [found[0] + thought, found[1] + answer]
+            assert [each.strip() for each in found] == [
+                "why < not" if "why" in text else "",
+                "so < it",
+            ]
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +119,9 @@ def test_neither_target_nor_draft_reads_again_what_was_said(models: Path, draft:
         for turn in range(6):
             n_rows = backend.n_decoded_rows
             list(talk.ask(f"number {turn} is the cat"))
-            assert talk.finished is not None
-            n_prompt, n_message = talk.finished.n_prompt_tokens, 40  # with its template's marks
+            finished, n_message = talk.answers[-1], 40  # with its template's marks
             # The last answer may be spelled in other tokens when it is read in the template.
-            assert n_prompt - talk.finished.n_cached_tokens <= 40 + n_message
+            assert finished.n_prompt_tokens - finished.n_cached_tokens <= 40 + n_message
             # A draft reads what was said, and decodes what it proposes.
             assert backend.n_decoded_rows - n_rows <= 2 * (40 + n_message)
-        assert talk.finished is not None
-        assert talk.finished.n_prompt_tokens > 300
+        assert talk.answers[-1].n_prompt_tokens > 300

@@ -17,11 +17,19 @@ from playwright.sync_api import Browser, expect
 from specgen.errors import ModelFileError
 from specgen.events import FinishedEvent
 from specgen.serve.server.jobs import OpenedModel, ServedModel, Turns
-from specgen.serve.server.model_pool import ModelEntry, ModelPool
-from specgen.serve.server.options import Limits, ServerOptions
+from specgen.serve.server.model_pool import ModelEntry
+from specgen.serve.server.options import Limits
 from specgen.session.engine import Engine, generate
 from tests.helpers.browser import browser
-from tests.helpers.server import FIXED, N_CTX, PATIENCE_S, answering, session_of, wait_until
+from tests.helpers.server import (
+    FIXED,
+    N_CTX,
+    PATIENCE_S,
+    Pooled,
+    pooled,
+    session_of,
+    wait_until,
+)
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 __all__ = ["browser"]
@@ -31,15 +39,10 @@ PROMPTS = ("the cat is in the", "one two three one two three one two", "a")
 
 
 @dataclass
-class Served:
-    """A server of the models a, b and c, and what happened in it."""
+class Served(Pooled):
+    """A server of the models a, b and c, and their names in the order in which they were loaded."""
 
-    http: httpx.Client
-    pool: ModelPool
-    #: The names of models in the order in which they were loaded.
-    loads: list[str]
-    #: Sentences about models that were loaded or unloaded.
-    notes: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
 
     def ask(self, model: str | None, prompt: str = PROMPTS[0], **body: Any) -> httpx.Response:
         named = {} if model is None else {"model": model}
@@ -104,7 +107,6 @@ def serving(
 ) -> Iterator[Served]:
     """Serve the models, of which `n_loaded` fit into memory."""
     loads: list[str] = []
-    notes: list[str] = []
 
     def entry(name: str) -> ModelEntry:
         def opened(turns: Turns, _interrupted: Callable[[], bool]) -> OpenedModel:
@@ -122,12 +124,8 @@ def serving(
 
         return ModelEntry(name, opened, n_bytes=1)
 
-    options = ServerOptions(port=0, limits=limits or Limits())
-    with (
-        ModelPool([*map(entry, NAMES)], options.limits, n_loaded, notes.append) as pool,
-        answering(pool, options) as (_, _, http),
-    ):
-        yield Served(http, pool, loads, notes)
+    with pooled([*map(entry, NAMES)], n_loaded, limits) as found:
+        yield Served(found.http, found.pool, found.notes, loads)
 
 
 @pytest.mark.parametrize("n_loaded", [1, 2, 3])
@@ -276,7 +274,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(files: Path) 
         assert not server.http.get("/v1/models/b").json()["status"]["failed"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/apply-template", "/infill"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_unknown_names(files: Path, path: str) -> None:
     with serving(files) as server:
         answer = server.http.post(path, json={"model": "d", "prompt": "x", "content": "x"})

@@ -13,7 +13,7 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.request import BodyError, Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.session.prompts.template import Message, ToolCall
-from tests.helpers.formats import written
+from tests.helpers.formats import RESPONSES, written
 from tests.helpers.templates import FAMILIES
 
 TEMPLATE = FAMILIES["Hermes"] + "{{ enable_thinking }}"
@@ -64,76 +64,43 @@ def test_messages_of_one_role_are_joined() -> None:
     )
 
 
-def test_calls_thoughts_and_texts_are_one_turn() -> None:
-    thought = {
-        "type": "reasoning",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": "so"}],
-    }
-    items = [
-        said("user", "x"),
-        thought,
-        said("assistant", "I look."),
-        called("c1", arguments='{"n": 1}'),
-        called("c2", name="b"),
-        returned("c1", "one"),
-        returned("c2", [{"type": "input_text", "text": "two"}]),
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}]},
-        called("c3"),
-        returned("c3", ""),
-        {"type": "web_search_call", "id": "ws"},
-        said("user", "y"),
-    ]
-    assert read(input=items).messages == (
-        Message("user", "x"),
-        Message(
-            "assistant",
-            "I look.",
-            (ToolCall("c1", "a", {"n": 1}), ToolCall("c2", "b", {})),
-            reasoning="so",
-        ),
-        Message("tool", "one", tool_call_id="c1", name="a"),
-        Message("tool", "two", tool_call_id="c2", name="b"),
-        Message("assistant", "", (ToolCall("c3", "a", {}),), reasoning="short"),
-        Message("tool", "", tool_call_id="c3", name="a"),
-        Message("user", "y"),
+def test_what_an_agent_sends() -> None:
+    """Thoughts, a text and calls are one turn; what runs elsewhere is left out."""
+    asked = read(**RESPONSES)
+    look, patch = ToolCall("call_1", "exec_command", {"cmd": "cat a.txt"}), {"input": "+b"}
+    assert asked.messages == (
+        Message("system", "Be brief.\n\nYou may run commands."),
+        Message("user", "Look."),
+        Message("assistant", "I look.", (look,), reasoning="I have to look."),
+        Message("tool", "b", tool_call_id="call_1", name="exec_command"),
+        Message("assistant", "", (ToolCall("call_2", "patch", patch),)),
+        Message("tool", "done", tool_call_id="call_2", name="patch"),
     )
-    assert warned(input=items) == ["input[10]"]
+    assert asked.tools is not None
+    assert [each.name for each in asked.tools.functions] == ["exec_command", "patch"]
+    assert asked.tools.functions[0].description == "Runs a command."
+    assert asked.tools.functions[1].parameters["required"] == ["input"]
+    assert [each.name for each in asked.tools.callable] == ["exec_command"]
+    assert (asked.tools.must_call, asked.tools.is_parallel) == (False, True)
+    assert (asked.generation.max_tokens, asked.variables) == (4, {"enable_thinking": False})
+    names = [each.partition(":")[0] for each in asked.warnings]
+    assert {"input[8]", "tools[1].format", "tools[2]", "tools[3]", "truncation"} <= set(names)
 
 
 def test_thoughts_without_an_answer_are_left_out() -> None:
     lone = {"type": "reasoning", "summary": [], "encrypted_content": "another server's!"}
     short = {**lone, "summary": [{"type": "summary_text", "text": "short"}]}
     assert read(input=[lone, said("user", "x"), short]).messages == (Message("user", "x"),)
+    said_too = read(input=[short, said("assistant", "x")]).messages
+    assert said_too == (Message("assistant", "x", reasoning="short"),)
 
 
-def test_flat_tools() -> None:
-    weather = {"type": "function", "name": "weather", "description": "W.", "strict": False}
-    weather["parameters"] = {"type": "object", "properties": {"city": {"type": "string"}}}
-    tools = [
-        {"type": "web_search", "external_web_access": False},
-        weather,
-        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "x"}]},
-        {"type": "custom", "name": "patch", "format": {"type": "grammar"}},
-    ]
-    request = read(tools=tools)
-    assert request.tools is not None
-    assert [each.name for each in request.tools.functions] == ["weather", "patch"]
-    assert request.tools.functions[0].description == "W."
-    assert request.tools.functions[1].parameters["required"] == ["input"]
-    assert warned(tools=tools) == ["tools.tools", "tools[0]", "tools[2]", "tools[3].format"]
-    assert read(tools=tools[:1], tool_choice="auto").tools is None
+def test_a_tool_that_has_to_be_called() -> None:
+    tools = [{"type": "function", "name": "weather"}, {"type": "custom", "name": "patch"}]
     named = read(tools=tools, tool_choice={"type": "custom", "name": "patch"}).tools
     assert named is not None
-    assert [each.name for each in named.callable] == ["patch"]
-    assert named.must_call
-    allowed = [{"type": "function", "name": "weather"}, {"type": "web_search"}]
-    choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
-    some = read(tools=tools, tool_choice=choice, parallel_tool_calls=False).tools
-    assert some is not None
-    assert [each.name for each in some.callable] == ["weather"]
-    assert not some.must_call
-    assert not some.is_parallel
+    assert ([each.name for each in named.callable], named.must_call) == (["patch"], True)
+    assert read(tools=[{"type": "web_search"}], tool_choice="auto").tools is None
 
 
 def test_what_is_ignored_is_mentioned() -> None:

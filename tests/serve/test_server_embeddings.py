@@ -7,22 +7,21 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
 from specgen.llama.embeddings import Embedder
 from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, Turns
-from specgen.serve.server.model_pool import ModelEntry, ModelPool
-from specgen.serve.server.options import Limits, ServerOptions
+from specgen.serve.server.model_pool import ModelEntry
+from specgen.serve.server.options import Limits
 from specgen.session.engine import Engine
 from tests.helpers.common import EXACT
-from tests.helpers.server import N_CTX, answering, session_of, wait_until
+from tests.helpers.server import N_CTX, Pooled, pooled, session_of, wait_until
 from tests.tiny import TinyConfig, write_tiny_model
 
 MODELS = {
@@ -34,28 +33,18 @@ TEXTS = ["the cat is in the house", "a dog"]
 
 
 @dataclass
-class Served:
-    http: httpx.Client
-    pool: ModelPool
-    #: What was embedded, in this order; a text waits for `goes_on`.
-    embedded: list[list[int]]
-    goes_on: threading.Event
+class Served(Pooled):
+    """What was embedded, in this order; a text waits for `goes_on`."""
 
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.http.base_url}/v1", api_key="none", max_retries=0)
+    embedded: list[list[int]] = field(default_factory=list)
+    goes_on: threading.Event = field(default_factory=threading.Event)
 
     def embed(self, model: str = "encoder", **body: Any) -> httpx.Response:
         return self.http.post("/v1/embeddings", json={"model": model, **body})
 
 
 @contextlib.contextmanager
-def serving(
-    folder: Path,
-    *names: str,
-    n_loaded: int = 3,
-    limits: Limits | None = None,
-) -> Iterator[Served]:
+def serving(folder: Path, *names: str, limits: Limits | None = None) -> Iterator[Served]:
     embedded: list[list[int]] = []
     goes_on = threading.Event()
     goes_on.set()
@@ -81,14 +70,9 @@ def serving(
 
         return ModelEntry(name, opened, n_bytes=1, embeds=name != "text")
 
-    options = ServerOptions(port=0, limits=limits or Limits())
-    entries = [entry(name) for name in names or MODELS]
-    with (
-        ModelPool(entries, options.limits, n_loaded) as pool,
-        answering(pool, options) as (_, _, http),
-    ):
+    with pooled([*map(entry, names or MODELS)], 3, limits) as found:
         try:
-            yield Served(http, pool, embedded, goes_on)
+            yield Served(found.http, found.pool, found.notes, embedded, goes_on)
         finally:
             goes_on.set()
 

@@ -27,7 +27,6 @@ LIMITS = Limits(
     body_bytes=200_000,
     prompt_tokens=100,
     answer_tokens=40,
-    n_answers=3,
     n_waiting=2,
     client_s=0.5,
 )
@@ -70,12 +69,6 @@ def test_an_answer_is_cut(server: Running) -> None:
         body = server.post("/v1/completions", **asked).json()
         assert body["usage"]["completion_tokens"] == 40
         assert body["choices"][0]["finish_reason"] == "length"
-
-
-def test_too_many_answers_to_one_request(server: Running) -> None:
-    found = server.post("/v1/completions", prompt=["a", "b"], n=2)
-    assert found.status_code == 400
-    assert found.json()["error"]["param"] == "n"
 
 
 def test_a_full_queue(server: Running) -> None:
@@ -264,10 +257,12 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
         assert _is_closed(kept)
 
 
-def test_a_request_is_refused_if_all_connections_are_being_answered(model: Path) -> None:
-    limits = Limits(n_connections=2, n_waiting=8)
+def test_a_request_is_refused_if_all_connections_are_being_answered(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.serve.server.http.N_CONNECTIONS", 3)
     with (
-        running(session_of(model), ServerOptions(port=0, limits=limits)) as server,
+        running(session_of(model)) as server,
         contextlib.ExitStack() as stack,
         server.standing_still(),
     ):

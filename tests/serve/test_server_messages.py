@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -11,9 +12,8 @@ import pytest
 from anthropic.types import Message
 
 from specgen.serve.server.options import Limits, ServerOptions
-from tests.helpers.server import Running, running, session_of
-from tests.serve.test_server_tools import TEMPLATE
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.server import Running, tiny_server
+from tests.serve.test_server_tools import LARGE, TEMPLATE
 
 PARAMETERS: Any = {
     "type": "object",
@@ -32,17 +32,10 @@ THINKING = "{% if enable_thinking is not defined or enable_thinking %}<think>\n{
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    config = TinyConfig(
-        logit_scale=6.0,
-        chat_template=TEMPLATE.replace(
-            "assistant\n{% endif -%}", f"assistant\n{THINKING}{{% endif -%}}"
-        ),
-        control_tokens=("<tool_call>", "</tool_call>"),
-        n_ctx_train=2048,
-        unprintable_scale=0.0,
-    )
-    target = write_tiny_model(tmp_path_factory.mktemp("messages") / "target.gguf", config)
-    with running(session_of(target, max_tokens=200), n_ctx=1024) as server:
+    template = TEMPLATE.replace("assistant\n{% endif -%}", f"assistant\n{THINKING}{{% endif -%}}")
+    with tiny_server(
+        tmp_path_factory.mktemp("messages"), **{**LARGE, "chat_template": template}
+    ) as server:
         yield server
 
 
@@ -201,12 +194,9 @@ def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_know(
         client.messages.create(model="any", max_tokens=4, messages=turns)
 
 
-def test_keys_and_other_errors(tmp_path_factory: pytest.TempPathFactory) -> None:
-    target = write_tiny_model(
-        tmp_path_factory.mktemp("keys") / "target.gguf", TinyConfig(chat_template=TEMPLATE)
-    )
+def test_keys_and_other_errors(tmp_path: Path) -> None:
     options = ServerOptions(port=0, api_keys=("secret",), limits=Limits(body_bytes=2000))
-    with running(session_of(target), options) as server:
+    with tiny_server(tmp_path, options, chat_template=TEMPLATE) as server:
         with client_of(server, "secret") as client:
             assert client.messages.create(model="any", max_tokens=1, messages=TURNS).content
             long: Any = [{"role": "user", "content": "x" * 3000}]

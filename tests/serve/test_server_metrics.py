@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.server import Running, running, session_of, wait_until
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.server import Running, tiny_server, wait_until
 
 PROMPTS = ("the cat is in the", "one two three one two three one", "the cat is in the house")
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Running]:
-    config = TinyConfig(logit_scale=6.0, unprintable_scale=0.0)
-    target = write_tiny_model(tmp_path / "target.gguf", config)
-    draft = write_tiny_model(tmp_path / "draft.gguf", config.draft(0.05))
-    with running(session_of(target, draft), n_parallel=2) as server:
+    with tiny_server(tmp_path, draft=0.05, n_parallel=2) as server:
         yield server
 
 

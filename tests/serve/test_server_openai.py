@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from specgen.session.engine import generate
-from tests.helpers.server import Running, running, session_of
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.server import Running, session_of, tiny_server
 from tests.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
 
 MESSAGES: Any = [{"role": "user", "content": "the cat is in the"}]
@@ -22,16 +22,8 @@ PROMPT = "the cat is in the house of"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("server")
-    config = TinyConfig(
-        logit_scale=6.0,
-        chat_template=CHATML_TEMPLATE,
-        control_tokens=INFILL_TOKENS,
-        n_ctx_train=512,
-        unprintable_scale=0.0,
-    )
-    target = write_tiny_model(folder / "target.gguf", config)
-    draft = write_tiny_model(folder / "draft.gguf", config.draft(0.05))
-    with running(session_of(target, draft)) as server:
+    config: dict[str, Any] = {"control_tokens": INFILL_TOKENS, "n_ctx_train": 512}
+    with tiny_server(folder, draft=0.05, chat_template=CHATML_TEMPLATE, **config) as server:
         yield server
 
 
@@ -84,15 +76,6 @@ def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
     assert whole.usage is not None
     assert alone.usage.completion_tokens == whole.usage.completion_tokens
     assert {chunk.id for chunk in chunks} == {last.id}
-
-
-def test_a_completion(server: Running, client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=12)
-    expected = said(server, server.session.prompts.of_text(PROMPT, chat=False))
-    assert answer.choices[0].text
-    assert expected.startswith(answer.choices[0].text)
-    chunks = list(client.completions.create(model="any", prompt=PROMPT, max_tokens=12, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
 
 
 def test_several_prompts_and_several_answers(client: openai.OpenAI) -> None:
@@ -228,12 +211,6 @@ def test_a_form_that_cannot_be_followed_is_refused(
         client.chat.completions.create(model="any", messages=MESSAGES, extra_body={name: form})
 
 
-def test_a_prompt_without_room(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="any", prompt="x" * 1000)
-    assert caught.value.code == "context_length_exceeded"
-
-
 def test_paths_that_there_are_not(server: Running) -> None:
     assert server.http.get("/v2/models").status_code == 404
     assert server.http.get("/v1/chat/completions").status_code == 405
@@ -244,17 +221,15 @@ def test_paths_that_there_are_not(server: Running) -> None:
 
 
 def test_variables_and_earlier_reasoning_reach_the_template(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> None:
     template = """{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}|{% endfor %}{{ mood }}"""
-    config = TinyConfig(chat_template=template)
-    target = write_tiny_model(tmp_path_factory.mktemp("variables") / "target.gguf", config)
     turns = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "why"},
         {"role": "user", "content": "c"},
     ]
-    with running(session_of(target, max_tokens=2)) as server:
+    with tiny_server(tmp_path, max_tokens=2, chat_template=template) as server:
         body = {
             "messages": turns,
             "chat_template_kwargs": {"mood": "glad", "enable_thinking": True},

@@ -194,18 +194,6 @@ def test_what_a_model_says_is_no_markup(page: Page) -> None:
     assert turn(page).locator("img, script, b, i").count() == 0
 
 
-def test_a_setting_out_of_range_is_shown_and_not_sent(page: Page) -> None:
-    more, most = page.get_by_text("More settings"), page.get_by_label("Max tokens")
-    more.click()
-    most.fill("0")
-    more.click()
-    question(page).fill(QUESTION)
-    question(page).press("Enter")
-    expect(most).to_be_focused()
-    expect(question(page)).to_have_value(QUESTION)
-    assert page.locator(".turn").count() == 0
-
-
 @pytest.mark.parametrize("way", ["Stop", "Escape", "New conversation"])
 def test_a_stopped_answer_is_cancelled(browser: Browser, endless: Running, way: str) -> None:
     stopped = 'answers_total{finish_reason="interrupted"}'
@@ -397,14 +385,10 @@ def test_markdown_is_shown_while_it_comes_and_at_the_end(markdown: Page) -> None
     "said",
     [
         "<script>window.attacked = 1</script>",
-        "text <script>window.attacked = 1</script> text",
         '<img src="https://example.org/x.png" onerror="window.attacked = 1">',
-        '<img src="/health">',
-        "![x](https://example.org/x.png)",
         "[![x](https://example.org/x.png)](https://example.org/)",
         '![x](x "y" onerror=window.attacked=1)',
         "[x](javascript:window.attacked=1)",
-        "[x](JaVaScRiPt:window.attacked=1)",
         "[x](&#106;avascript:window.attacked=1)",
         "[x](data:text/html,<script>window.attacked=1</script>)",
         "<javascript:window.attacked=1>",
@@ -412,7 +396,6 @@ def test_markdown_is_shown_while_it_comes_and_at_the_end(markdown: Page) -> None
         "<a href=javascript:window.attacked=1>x</a>",
         "<svg onload=window.attacked=1><style>@import '//example.org/x.css'</style></svg>",
         "<iframe srcdoc='<script>parent.attacked = 1</script>'></iframe>",
-        "<form action=https://example.org><input autofocus onfocus=window.attacked=1></form>",
         "<base href=https://example.org><link rel=stylesheet href=//example.org/x.css>",
         "<math><mtext><table><mglyph><style><img src=x onerror=window.attacked=1>",
         "```html\n<script>window.attacked = 1</script>\n```",

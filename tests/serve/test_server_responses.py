@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
 
-from tests.helpers.server import running, session_of
+from tests.helpers.server import tiny_server
 from tests.serve.test_server_tools import TEMPLATE, client, server
-from tests.tiny import TinyConfig, write_tiny_model
 
 __all__ = ["client", "server"]
 
@@ -85,17 +85,15 @@ def test_a_form(client: openai.OpenAI) -> None:
     assert isinstance(found, Form)
 
 
-def test_thoughts_are_apart(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_thoughts_are_apart(tmp_path: Path) -> None:
     """The template opens the thinking block, and this model never closes it."""
     template = TEMPLATE.replace("|im_start|>assistant\n", "|im_start|>assistant\n<think>\n")
-    config = TinyConfig(logit_scale=6.0, chat_template=template, unprintable_scale=0.0)
-    target = write_tiny_model(tmp_path_factory.mktemp("thinking") / "target.gguf", config)
     messages = [{"role": "user", "content": TEXT}]
-    with running(session_of(target)) as server, server.client as client:
+    with tiny_server(tmp_path, chat_template=template) as server, server.client as client:
         chat = {"messages": messages, "max_tokens": 9}
         plain, split = (
             server.post("/v1/chat/completions", **chat, reasoning_format=form).json()
-            for form in (None, "deepseek")
+            for form in ("none", "auto")
         )
         thought = plain["choices"][0]["message"]["content"]
         message = split["choices"][0]["message"]

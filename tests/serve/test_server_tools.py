@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.helpers.server import Running, running, session_of
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.server import Running, tiny_server
 from tests.tiny.config import CHATML_TEMPLATE
 
 #: ChatML that tells of tools, and writes calls between marks.
@@ -31,6 +31,14 @@ TOOL {{ tool | tojson }}
 <|im_start|>assistant
 {% endif -%}
 """
+#: A server for calls. The marks are control tokens, which a text shows only where calls are looked for.
+LARGE: dict[str, Any] = {
+    "chat_template": TEMPLATE,
+    "control_tokens": ("<tool_call>", "</tool_call>"),
+    "n_ctx_train": 2048,
+    "n_ctx": 1024,
+    "max_tokens": 200,
+}
 MESSAGES: Any = [{"role": "user", "content": "the cat is in the"}]
 
 
@@ -49,16 +57,7 @@ TOOLS: Any = [tool("weather", "C", "F"), tool("length", "m", "ft")]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    # The marks are control tokens, which a text shows only where calls are looked for.
-    config = TinyConfig(
-        logit_scale=6.0,
-        chat_template=TEMPLATE,
-        control_tokens=("<tool_call>", "</tool_call>"),
-        n_ctx_train=2048,
-        unprintable_scale=0.0,
-    )
-    target = write_tiny_model(tmp_path_factory.mktemp("tools") / "target.gguf", config)
-    with running(session_of(target, max_tokens=200), n_ctx=1024) as server:
+    with tiny_server(tmp_path_factory.mktemp("tools"), **LARGE) as server:
         yield server
 
 
@@ -110,10 +109,11 @@ def test_the_template_is_told_of_tools_calls_and_answers(server: Running) -> Non
     assert prompt.endswith("<|im_start|>tool\n7 m<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_model_without_tools_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
-    config = TinyConfig(chat_template=CHATML_TEMPLATE)
-    target = write_tiny_model(tmp_path_factory.mktemp("plain") / "target.gguf", config)
-    with running(session_of(target)) as server, server.client as client:
+def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
+    with (
+        tiny_server(tmp_path, chat_template=CHATML_TEMPLATE) as server,
+        server.client as client,
+    ):
         asked = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 3}
         answer = server.http.post("/v1/chat/completions", json=asked).json()
         assert "calls stay text" in answer["warnings"][0]

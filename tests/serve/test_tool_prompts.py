@@ -96,3 +96,13 @@ def test_a_draft_with_another_vocabulary_reads_the_tools_too(tmp_path: Path) -> 
 
 def said(model: LlamaModel, tokens: Sequence[int]) -> str:
     return b"".join(map(model.vocabulary.token_bytes, tokens)).decode()
+
+
+def test_templates_are_told_what_llama_cpp_tells_them() -> None:
+    template = "{{ enable_thinking }} {{ date_string }} {{ strftime_now('%Y') }}"
+    template += " {{ messages | map(attribute='role') | tojson(separators=(',', ':')) }}"
+    two = [Message("user", "a"), Message("assistant", "b")]
+    date = NOW.strftime("%d %b %Y")
+    assert rendered(template, two) == f'True {date} {NOW.year} ["user","assistant"]'
+    added = "{% set ns = namespace(all=[]) %}{% set _ = ns.all.append(1) %}{{ ns.all }}"
+    assert rendered(added, two) == "[1]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,32 +44,20 @@ def models(
     *,
     mask: str = "auto",
     file: str = "draft",
-    tree: TreeShape | None = None,
     architecture: Architecture = "llama",
     n_max: int = 4,
     helpers: tuple[Path, ...] = (),
 ) -> Session:
     config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
-    target = write_tiny_model(folder / "target.gguf", config)
-    noisy = config.draft(0.1)
-    named = TinyConfig(
-        **{field: getattr(noisy, field) for field in noisy.__dataclass_fields__ if field != "name"},
-        name=name,
+    named = replace(config.draft(0.1), name=name)
+    drafting = DraftOptions(
+        "fixed", max_tokens=n_max, p_min=0.0, mask=mask, tree=TreeShape("off"), ngrams=False
     )
-    draft = write_tiny_model(folder / f"{file}.gguf", named, metadata=metadata)
     options = SessionOptions(
-        target=target,
-        draft=draft,
+        target=write_tiny_model(folder / "target.gguf", config),
+        draft=write_tiny_model(folder / f"{file}.gguf", named, metadata=metadata),
         helpers=helpers,
-        sampler=SamplerOptions(),
-        drafting=DraftOptions(
-            policy="fixed",
-            max_tokens=n_max,
-            p_min=0.0,
-            mask=mask,
-            tree=tree or TreeShape("off"),
-            ngrams=False,
-        ),
+        drafting=drafting,
         generation=GenerationOptions(max_tokens=24, ignore_eos=True),
         target_context=EXACT,
         draft_context=EXACT,
@@ -82,52 +71,47 @@ def mask_of(opened: Session) -> int | None:
 
 
 @pytest.mark.parametrize(
-    "name", ["PARD-Qwen2.5-0.5B", "Pard Qwen3 0.6B", "PARD2-Qwen3-8B", "amd pard-llama"]
+    ("name", "file", "mask"),
+    [
+        ("PARD-Qwen2.5-0.5B", "draft", MASK),
+        ("Pard Qwen3 0.6B", "draft", MASK),
+        ("tiny", "PARD2-Qwen3-8B", MASK),
+        ("tiny", "amd pard-llama", MASK),
+        # Ordinary models have masks too.
+        ("tiny", "draft", None),
+        ("Leopard-7B", "Gemma 3 270M It", None),
+        ("spardish", "draft", None),
+    ],
 )
 def test_a_file_that_names_the_method_and_a_mask_is_a_parallel_draft(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, file: str, mask: int | None
 ) -> None:
-    with models(tmp_path, name, IN_METADATA) as opened:
-        assert mask_of(opened) == MASK
-    with models(tmp_path, "tiny", IN_METADATA, file=name) as opened:
-        assert mask_of(opened) == MASK
-
-
-@pytest.mark.parametrize("name", ["tiny", "Leopard-7B", "Gemma 3 270M It", "spardish"])
-def test_an_ordinary_model_may_have_a_mask_token(tmp_path: Path, name: str) -> None:
-    with models(tmp_path, name, IN_METADATA) as opened:
-        assert mask_of(opened) is None
+    with models(tmp_path, name, IN_METADATA, file=file) as opened:
+        assert mask_of(opened) == mask
         assert not any("mask" in notice for notice in opened.notices(64))
 
 
 def test_the_option_names_the_mask_by_its_number_or_its_text(tmp_path: Path) -> None:
     with models(tmp_path, "tiny", mask="7") as opened:
         assert mask_of(opened) == 7
-        vocabulary = opened.target.vocabulary
-        of_text, of_table = vocabulary.token_text(70), vocabulary.token_text(MASK)
-        assert vocabulary.tokenize(of_table, add_special=False, parse_special=True) != [MASK]
-    for text, token in ((of_text, 70), (of_table, MASK)):
+        texts = {opened.target.vocabulary.token_text(token): token for token in (70, MASK)}
+    for text, token in texts.items():
         with models(tmp_path, "tiny", mask=text) as opened:
             assert mask_of(opened) == token
-    with models(tmp_path, "PARD", IN_METADATA, mask="7") as opened:
-        assert mask_of(opened) == 7
-    with models(tmp_path, "PARD", IN_METADATA, mask="off") as opened:
-        assert mask_of(opened) is None
-
-
-@pytest.mark.parametrize("mask", ["100000", "what is this"])
-def test_a_mask_that_the_model_does_not_have_is_an_error(tmp_path: Path, mask: str) -> None:
-    with pytest.raises(UsageError, match="no such token"):
-        models(tmp_path, mask=mask)
+    for mask, found in (("7", 7), ("off", None)):
+        with models(tmp_path, "PARD", IN_METADATA, mask=mask) as opened:
+            assert mask_of(opened) == found
+    for mask in ("100000", "what is this"):
+        with pytest.raises(UsageError, match="no such token"):
+            models(tmp_path, mask=mask)
 
 
 def test_a_parallel_draft_whose_file_names_no_mask_is_told_of(tmp_path: Path) -> None:
-    with models(tmp_path, "PARD-Tiny") as opened:
-        assert mask_of(opened) is None
-        (notice,) = [notice for notice in opened.notices(64) if "mask" in notice]
-        assert "--draft-mask" in notice
-    with models(tmp_path, "PARD-Tiny", mask="off") as opened:
-        assert not any("mask" in notice for notice in opened.notices(64))
+    for mask, n_notices in (("auto", 1), ("off", 0)):
+        with models(tmp_path, "PARD-Tiny", mask=mask) as opened:
+            assert mask_of(opened) is None
+            notices = [notice for notice in opened.notices(64) if "--draft-mask" in notice]
+            assert len(notices) == n_notices
 
 
 def test_a_parallel_draft_takes_no_draft_of_its_own(tmp_path: Path) -> None:

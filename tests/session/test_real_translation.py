@@ -89,18 +89,3 @@ def test_sampled_text_is_distributed_as_the_targets(smollm2: Path, gemma3: Path)
     assert result is not None
     assert not result.is_defect, result.test
     assert result.n_accepted > 0
-
-
-def test_the_answer_in_chat_is_drafted_as_chat(smollm2: Path, gemma3: Path) -> None:
-    """The draft's own template opens the turn; one without a template gets paragraphs."""
-    with opened((smollm2, gemma3)) as loaded:
-        prompt = loaded.prompts.of_text("Why is the sky blue?", system="Be brief.")
-        assert prompt.draft_tokens is not None
-        assert loaded.draft is not None
-        vocabulary = loaded.draft.models[0].vocabulary
-        text = b"".join(map(vocabulary.token_bytes, prompt.draft_tokens))
-        assert text == b"Be brief.\n\nWhy is the sky blue?\n\n"
-        assert prompt.draft_tokens[0] == vocabulary.special_tokens()["bos"]
-    with opened((gemma3, smollm2)) as loaded:
-        prompt = loaded.prompts.of_text("Why is the sky blue?")
-        assert prompt.draft_tokens is None  # the target has no template: text is continued

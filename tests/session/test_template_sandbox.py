@@ -72,6 +72,7 @@ def test_a_template_without_end_is_one_line(template: str, why: str) -> None:
         ("{{ messages | join(', ', attribute='role') }}", "user, assistant"),
         ("{{ messages | map(attribute='content') | join('|') }}", "x|y"),
         ("{{ ['a'] | join }}{{ ', '.join(['a', 'b']) }}", "aa, b"),
+        ("{% set d = {'x': ['a']} %}{{ d.get('x').append('b') }}{{ d.x | join }}", "Noneab"),
         ("{{ 'abc' | replace('b', 'xx') }}{{ 'abc'.replace('b', '') }}", "axxcac"),
         ("{{ '%s and %5d' % ('a', 3) }}{{ '%s' | format('a') }}", "a and     3a"),
         ("{{ '{} {:>3}'.format('a', 'b') }}", "a   b"),

@@ -26,7 +26,6 @@ import jax
 from specgen.errors import MemoryLimitError, ModelFileError, OutputError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.operators import dequantize, quantize
-from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.train import gguf_weights
 from specgen.train.distillation import (
@@ -41,6 +40,7 @@ from specgen.train.gguf_weights import read_weights, write_weights
 from specgen.train.target_text import N_COLUMNS, TargetText, TrainingText, pack, training_texts
 from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library, train
 from tests.helpers.heads import counting, opened, prompts, written
+from tests.helpers.rows import decoded
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -58,8 +58,7 @@ def llama_logits(path: Path, tokens: list[int], n_ctx: int = N_CONTEXT) -> np.nd
         clock=time.monotonic,
         n_outputs=len(tokens),
     )
-    n = len(tokens)
-    found = backend.decode(Batch(tokens, list(range(n)), [(0,)] * n, [True] * n)).copy()
+    found = decoded(backend, tokens)
     backend.close()
     model.close()
     return found

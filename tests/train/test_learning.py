@@ -542,7 +542,8 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
 
         with ThreadPoolExecutor(3) as pool:
             said = [ask(prompts(4)[0]), *pool.map(ask, prompts(4)[1:])]
-        assert in_use(taught) is not None
+        with server.engine.stepping:  # not while the draft is loaded again
+            assert in_use(taught) is not None
     assert said == plain
     assert told[:2] == [True, False]
     assert told.count(False) >= 2

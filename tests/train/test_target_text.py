@@ -117,7 +117,7 @@ def test_one_process_writes_at_a_time(target: Path, tmp_path: Path) -> None:
 
 def test_too_little_text_is_refused(target: Path, folder: Path) -> None:
     with opened(target) as loaded, pytest.raises(UsageError, match="too few"):
-        trained(loaded, folder)
+        trained(loaded, folder, folder / "heads.gguf")
 
 
 @pytest.mark.parametrize(("minutes", "n_judged"), [(1.0, 2), (3.0, 4), (30.0, 8)])

@@ -33,7 +33,7 @@ from specgen.options import (
 from specgen.sampler_options import SamplerOptions, option
 from specgen.sampler_options import utf8 as utf8_texts
 
-# --- models: files, names of the registry, and repositories of the hub
+# --- models
 
 
 def model_names(incomplete: str) -> list[str]:
@@ -105,11 +105,10 @@ def models(
     return staged(target, draft or (), pair)
 
 
-# --- the machine: contexts, threads, kernels, GPU layers, workers
+# --- the machine
 
 #: llama.cpp's own limit.
 _MOST_WORKERS = 16
-
 kernels = group(KernelOptions)(KernelOptions)
 _MACHINE = panel(
     "Machine",
@@ -154,9 +153,8 @@ def machine(
     **others: Any,
 ) -> Contexts:
     """Return the options of both contexts, and the kernels. The draft is always on this machine."""
-    workers = None
+    workers, shares = None, () if tensor_split is None else _shares(tensor_split)
     if rpc is not None:
-        shares = () if tensor_split is None else _shares(tensor_split)
         workers = Workers(endpoints_of(rpc), shares, output_here, rpc_timeout)
     elif tensor_split is not None or output_here:
         option = "--output-here" if output_here else "--tensor-split"

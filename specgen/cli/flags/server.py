@@ -101,17 +101,13 @@ model_setup = group(
 def _keys(path: Path) -> tuple[str, ...]:
     """Read the keys in a file. A header can only have printable ASCII."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = [line.strip() for line in path.read_text("ascii").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        reason = getattr(error, "strerror", None) or "it is not ASCII"
         raise UsageError(f"--api-key-file {path}: cannot be read: {reason}") from error
-    keys = tuple(line.strip() for line in lines if line.strip())
-    for number, line in enumerate(lines, 1):
-        if not (line.isascii() and line.isprintable()) or " " in line.strip():
-            raise UsageError(
-                f"--api-key-file {path}: line {number} is not a valid key",
-                hint="a key has printable ASCII characters, without spaces",
-            )
-    if not keys:
-        raise UsageError(f"--api-key-file {path}: the file has no key", hint="put one on each line")
-    return keys
+    wrong = [n for n, line in enumerate(lines, 1) if not line.isprintable() or " " in line]
+    if wrong or not any(lines):
+        what = f"line {wrong[0]} is not a valid key" if wrong else "the file has no key"
+        hint = "put one on each line: printable ASCII characters, without spaces"
+        raise UsageError(f"--api-key-file {path}: {what}", hint=hint)
+    return tuple(filter(None, lines))

@@ -4,8 +4,7 @@ The kernels read weights in a layout of their own (docs/kernels.md). Packing tak
 times, and memory that no other process shares. So they are written to a file when the process ends, if the disk has
 room. The next process that loads the same model maps the file: it starts at once, and processes share the pages.
 
-A file is used only for the model file it was made from (name, size and time, and the first and last page of each
-tensor), with the same kernels and the same layers on this machine.
+A file is used only for the model file it was made from, with the same kernels and the same layers on this machine.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class PackedWeights:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Load the model within this context, in one thread."""
+        """Load the model in this context, in one thread."""
         self._native.load_packed(self._handle)
         try:
             yield
@@ -84,7 +83,6 @@ class PackedWeights:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether they are to be kept, and the disk has too little room."""
         with contextlib.suppress(OSError):
             return self._n_bytes > room_bytes(self._path.parent)
         return False
@@ -114,8 +112,7 @@ class PackedWeights:
 
 
 def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
-    """Return the packed weights of a model file; None if they are not kept. `loaded` says what decides which
-    tensors are packed."""
+    """Return the packed weights of a model file; None if they are not kept. `loaded` decides which tensors are packed."""
     kernels = attached()
     if _folder is None or kernels is None or not kernels.computes_products:
         return None

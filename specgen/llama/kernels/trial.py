@@ -51,10 +51,8 @@ TYPES = (
 #: The largest allowed deviation: the root mean square of the differences divided by that of the values.
 #: Both sides round activations to 8 bits in different ways, which causes 0.01.
 TOLERANCE = 0.02
-
-#: The sizes of the products. A row has several superblocks of 256 columns. The rows make several groups
-#: of any width. The numbers of tokens do not fill the tiles of the kernels; the larger one is enough
-#: for AMX.
+#: The sizes of the products: several superblocks of 256 columns, several groups of rows, and tokens that do not fill the
+#: tiles of the kernels; the larger number is enough for AMX.
 _N_COLUMNS, _N_ROWS, _N_TOKENS, _N_TOKENS_OF_LARGE = 768, 96, 11, 43
 _N_EXPERTS, _N_USED = 4, 2
 #: (key and value type, size of keys and values).
@@ -142,8 +140,8 @@ def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
 
 
 def _compare(what: str, compute: Callable[[slice, int], FloatArray], expected: FloatArray) -> None:
-    """Raise `FailedTestError` if all rows together differ from GGML's by `TOLERANCE` or more, or if a row differs in a
-    smaller batch. `compute` gets the rows and the number of threads."""
+    """Raise `FailedTestError` if all rows differ from GGML's by `TOLERANCE` or more, or a row in a smaller batch. `compute`
+    gets the rows and the number of threads."""
     computed = compute(slice(None), 2)
     if not np.isfinite(computed).all():
         raise FailedTestError(f"{what} are not all numbers")
@@ -255,7 +253,6 @@ def write_skeleton(file: Path, output: Path) -> None:
 
 
 def _cut_metadata(made: GgufMetadata, tensors: Sequence[GgufTensor], n_tokens: int) -> list[int]:
-    """Cut the metadata to those of a skeleton; return the layers that it has."""
     architecture = made.text("general.architecture")
     n_layers = made.number(f"{architecture}.block_count")
     kept = _kept_layers(tensors, n_layers, made.number(f"{architecture}.nextn_predict_layers"))
@@ -277,8 +274,7 @@ def _place(tensor: GgufTensor) -> tuple[int | None, str]:
 
 
 def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> list[int]:
-    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds that the model's
-    layers have, and the last `n_last`, which predict more tokens (MTP)."""
+    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and the last `n_last` (MTP)."""
     of_layers: list[list[GgufTensor]] = [[] for _ in range(n_layers - n_last)]
     for tensor in tensors:
         layer = _place(tensor)[0]

@@ -178,12 +178,9 @@ class RayBatch:
             if streams:
                 silent_since_s = time.monotonic()
             elif time.monotonic() - silent_since_s > self._cluster.patience_s:
-                free, total = self._ray.available_resources(), self._ray.cluster_resources()
-                cpus = f"{free.get('CPU', 0.0):g} of {total.get('CPU', 0.0):g} CPUs are free"
-                raise BackendError(
-                    f"no actor has started within {self._cluster.patience_s:.0f} s: {cpus}",
-                    hint="wait, or ask for less with --cpus-per-worker and --gpus-per-worker",
-                )
+                hint = "wait until CPUs or GPUs are free, or ask for fewer (--cpus-per-worker)"
+                what = f"no actor has started within {self._cluster.patience_s:.0f} s"
+                raise BackendError(what, hint)
         n_left = len(lines) - self.tally.n_done
         if n_left and not interrupted():
             raise BackendError(

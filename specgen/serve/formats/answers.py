@@ -19,7 +19,7 @@ from specgen.errors import (
 from specgen.events import CommittedEvent, Event, FinishedEvent
 from specgen.serve.formats.request import BodyError, Request
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser
-from specgen.session.prompts.template import ThoughtReader, is_thinking
+from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
 
 #: An object of JSON: a body, an event, or a chunk of a stream.
@@ -70,11 +70,9 @@ class RequestError(Exception):
         return RequestError(503, "the server ends", "ending")
 
     @staticmethod
-    def queue_full(retry_s: int) -> RequestError:
-        """Return the error for a request without room; in about `retry_s` seconds there may be some."""
-        message = f"too many requests are waiting; try again in {retry_s} s"
-        headers = {"Retry-After": str(retry_s)}
-        return RequestError(429, message, "queue_full", headers=headers)
+    def queue_full() -> RequestError:
+        what = "too many requests are waiting; try again later"
+        return RequestError(429, what, "queue_full", headers={"Retry-After": "5"})
 
     def body(self) -> Json:
         kind = _TYPES.get(self.status, "invalid_request_error")
@@ -91,7 +89,7 @@ class Answer:
         self._calls: ToolCallParser | None = None
         # An answer that follows a grammar has no thoughts.
         if request.splits_reasoning and request.generation.grammar is None:
-            self._thoughts = ThoughtReader(is_begun=is_thinking(prompt))
+            self._thoughts = ThoughtReader(prompt)
         if (tools := request.tools) is not None and request.call_form is not None:
             self._calls = ToolCallParser(
                 request.call_form,

@@ -92,7 +92,7 @@ class _Body(AnswerBody):
 class _ChatBody(_Body, ChatBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
     reasoning_effort: str | None = None
-    reasoning_format: Literal["none", "auto", "deepseek"] = "none"
+    reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
 
 
 class _CompletionBody(_Body):

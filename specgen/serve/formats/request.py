@@ -11,16 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeAlias,
-    TypeVar,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -42,6 +33,7 @@ from specgen.serve.formats.tool_calls import Function, calls_grammar
 from specgen.session.prompts import Prompt, Prompts
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
+from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
 from specgen.text.grammar.json_schema import schema_grammar
 
 #: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as `specgen run` does.
@@ -221,17 +213,14 @@ class Choice(Fields):
 def _sampler_fields() -> dict[str, Any]:
     """Return the fields of samplers: llama.cpp's names, with types and limits of the options."""
     found: dict[str, Any] = {}
-    types = get_type_hints(SamplerOptions) | {"logit_bias": dict[int, float]}
-    for each in fields(SamplerOptions):
-        if each.name == "samplers":
-            continue
+    for each in (each for each in fields(SamplerOptions) if each.name != "samplers"):
+        several: dict[str, Any] = {"logit_bias": dict[int, float], "dry_breakers": tuple[str, ...]}
+        kind = several.get(each.name, type(each.default))
         spellings = [each.replace("-", "_").lstrip("_") for each in each.metadata["spellings"]]
-        least, most = each.metadata.get("min"), each.metadata.get("max")
-        if types[each.name] is int:
-            most = 2**63 - 1
         names = AliasChoices(each.name, *spellings, f"{spellings[0]}s")
-        made = Field(None, validation_alias=names, ge=least, le=most)
-        found[each.name] = (types[each.name] | None, made)
+        most = 2**63 - 1 if kind is int else each.metadata.get("max")
+        limits = Field(None, validation_alias=names, ge=each.metadata.get("min"), le=most)
+        found[each.name] = (kind | None, limits)
     return found
 
 
@@ -466,6 +455,9 @@ def with_call_form(
     to be a call there, or the request excludes calls otherwise."""
     request = _with_read_variables(request, template or "")
     tools, generation = request.tools, request.generation
+    if request.splits_reasoning:
+        generation = replace(generation, shown_controls=THOUGHT_CONTROLS)
+        request = replace(request, generation=generation)
     if tools is None:
         return request
     form = form_of(template or "", has_token)
@@ -489,7 +481,8 @@ def with_call_form(
         generation = replace(generation, grammar=grammar)
         warnings = [f"tools: {warning}" for warning in warnings]
         request = replace(request, warnings=(*request.warnings, *warnings))
-    generation = replace(generation, shown_controls=form.controls)
+    controls = dict.fromkeys((*generation.shown_controls, *form.controls))
+    generation = replace(generation, shown_controls=tuple(controls))
     return replace(request, generation=generation, call_form=form)
 
 

@@ -431,10 +431,9 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
 
 
 def _wrong_kind(name: str, *, embeds: bool) -> RequestError:
+    what = f"{name} generates text and has no embeddings: serve an embedding model for them"
     if embeds:
         what = f"{name} is an embedding model and generates no text: ask it at /v1/embeddings"
-    else:
-        what = f"{name} generates text and has no embeddings: serve an embedding model for them"
     return RequestError(400, what, "unsupported", "model")
 
 

@@ -217,6 +217,8 @@ def _split(url: str) -> SplitResult:
 
 #: Connections that the system may accept before the server does.
 _BACKLOG = 128
+#: Connections at once; many systems allow 1024 descriptors.
+N_CONNECTIONS = 500
 #: Seconds for sending the ends of answers that were cut short.
 _FLUSH_S = 5.0
 
@@ -235,14 +237,12 @@ class DrainingServer(uvicorn.Server):
         ready: Callable[[], None] = lambda: None,
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        n_connections = _most_connections(options.limits.n_connections)
         config = uvicorn.Config(
             app,
             http=type("Protocol", (_TimedProtocol,), {"head_s": options.limits.client_s}),
             ws="none",
             backlog=_BACKLOG,
-            # One more may come, and gets status 503.
-            limit_concurrency=n_connections + 1,
+            limit_concurrency=N_CONNECTIONS,  # more get status 503
             log_config=None,
             # specgen's own log has the errors; a client that does not read its answer is none.
             log_level="info" if is_verbose else "critical",
@@ -286,16 +286,6 @@ class DrainingServer(uvicorn.Server):
         finally:
             cut.cancel()
             self._pool.cancel_all()
-
-
-def _most_connections(n_wanted: int) -> int:
-    """Return `n_wanted`, or half of the descriptors that the system allows: files and new connections need some."""
-    try:
-        import resource
-    except ImportError:  # a system without such a limit
-        return n_wanted
-    n_most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return n_wanted if n_most == resource.RLIM_INFINITY else min(n_wanted, max(1, n_most // 2))
 
 
 class _TimedProtocol(H11Protocol):

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,9 +27,6 @@ from specgen.system.arrays import Hidden
 JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
 #: Inserts an answer into an engine.
 Insert: TypeAlias = Callable[[Engine], Request]
-#: The number of latest answers whose times give the `Retry-After` of a refused request.
-_N_REMEMBERED = 16
-_LONGEST_RETRY_S = 120
 _BROKEN = "the engine has failed, and the server ends"
 _CLOSING = "the engine is closed"
 _log = logging.getLogger("specgen.serve.server")
@@ -89,20 +85,22 @@ class Job:
         return news
 
     def send(self, news: Sequence[JobEvent]) -> None:
-        """Give the request events, which may be slow, or gone: nobody waits for it."""
-        if news:
-            self._send(news if self._open else [*news, None])
+        """Give the request events. Nobody waits for it: it may be slow, or gone."""
+        is_last = not self._open
 
-    def fail(self, error: SpecgenError) -> None:
-        self._send([(0, error), None])
-
-    def _send(self, news: Sequence[JobEvent | None]) -> None:
         def put() -> None:
             for event in news:
                 self._queue.put_nowait(event)
+            if is_last:
+                self._queue.put_nowait(None)
 
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(put)
+        if news:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(put)
+
+    def fail(self, error: SpecgenError) -> None:
+        self._open.clear()
+        self.send([(0, error)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,6 @@ class ServedModel:
         self._changed = threading.Condition()
         self._jobs: list[Job] = []
         self._is_closing = False
-        self._answer_s: deque[float] = deque(maxlen=_N_REMEMBERED)
         self._thread = threading.Thread(target=self._run, name="specgen-engine", daemon=True)
         self._thread.start()
 
@@ -160,7 +157,7 @@ class ServedModel:
     def check_room(self, n_answers: int) -> None:
         """Raise `RequestError` if there is no room for `n_answers` more answers."""
         if self.n_open + n_answers > self.n_parallel + self._n_waiting:
-            raise RequestError.queue_full(self._retry_s(n_answers))
+            raise RequestError.queue_full()
 
     def submit(self, asks: Sequence[Insert], loop: asyncio.AbstractEventLoop) -> Job:
         """Submit answers, from any thread; their events go to this event loop. Raise `RequestError`, what
@@ -202,12 +199,6 @@ class ServedModel:
             jobs = list(self._jobs)
         for job in jobs:
             self.cancel(job)
-
-    def _retry_s(self, n_more: int) -> int:
-        """Estimate the seconds until there is room for `n_more` more answers."""
-        known = list(self._answer_s)
-        mean_s = sum(known) / len(known) if known else 1.0
-        return max(1, min(_LONGEST_RETRY_S, round(mean_s * n_more / self.n_parallel)))
 
     # --- in the thread -----------------------------------------------------------------------
 
@@ -271,7 +262,6 @@ class ServedModel:
             n_open, news = job.n_open, job.take()
             self._metrics.count_times(news, now - job.submitted_s)
             if n_done := n_open - job.n_open:
-                self._answer_s.extend([now - job.submitted_s] * n_done)
                 with self._changed:
                     self.n_open -= n_done
                     if not job.n_open:
@@ -307,7 +297,7 @@ class ServedEmbedder:
     ) -> list[_T]:
         """Return the `encoded` vectors of texts. Requests take turns, a text each. Raise `RequestError`."""
         if self.n_open > self._n_waiting:
-            raise RequestError.queue_full(1)
+            raise RequestError.queue_full()
         loop = asyncio.get_running_loop()
         self.n_open += 1
         self._metrics.show_load(self.n_open, self.n_parallel)

@@ -167,24 +167,26 @@ class ModelPool:
         # Without one that waits, no model would ever be loaded.
         n_most = max(1, self._limits.n_waiting)
         if sum(len(each.waiting) for each in self.places.values()) >= n_most:
-            raise RequestError.queue_full(10)
+            raise RequestError.queue_full()
         self._loop = asyncio.get_running_loop()
         answer: asyncio.Future[Served] = self._loop.create_future()
         place.waiting.append(answer)
         if place.task is None:
             place.task = asyncio.ensure_future(self._provide(place))
-        limit = None
-        if self._limits.request_s > 0:
-            limit = self._loop.call_later(self._limits.request_s, self._give_up, place, answer)
         try:
-            return await answer
+            await asyncio.wait((answer,), timeout=self._limits.request_s or None)
+            if not answer.done():
+                message = f"{place.entry.name} could not be loaded in {self._limits.request_s:g} s"
+                if self._lacks_room:
+                    message += ": the memory is full of models that generate answers"
+                raise RequestError(503, message, "model_not_loaded")
+            return answer.result()
         except asyncio.CancelledError:  # the client has gone
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 self.release(place)
             raise
         finally:
-            if limit is not None:
-                limit.cancel()
+            answer.cancel()
             if answer in place.waiting:
                 place.waiting.remove(answer)
             self._changed.set()
@@ -193,13 +195,6 @@ class ModelPool:
         """End a lease. The model stays loaded while its answers are generated."""
         place.n_leases -= 1
         self._changed.set()
-
-    def _give_up(self, place: Place, answer: asyncio.Future[Served]) -> None:
-        if not answer.done():
-            message = f"{place.entry.name} could not be loaded in {self._limits.request_s:g} s"
-            if self._lacks_room:
-                message += ": the memory is full of models that generate answers"
-            answer.set_exception(RequestError(503, message, code="model_not_loaded"))
 
     def _refuse(self, place: Place, error: RequestError) -> None:
         for answer in place.waiting:

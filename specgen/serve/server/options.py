@@ -44,15 +44,6 @@ class Limits:
         "How long a client may take to send head or body, or to receive a piece; 0 is no limit.",
         metavar="SECONDS",
     )
-    n_connections: int = option(
-        1000,
-        "--limit-connections",
-        "Open connections; further ones get status 503.",
-        panel="Limits of a request",
-        min=1,
-        metavar="N",
-        show_default="1000, or fewer if the system's limit of descriptors is lower",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,9 @@ def render(
     environment = _Sandbox()
     environment.globals["strftime_now"] = now.strftime
     mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
-    given = {name: mark(value) for name, value in (variables or {}).items()}
+    # As llama.cpp: templates ask whether they are defined, and some have a date of long ago.
+    given = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
+    given |= {name: mark(value) for name, value in (variables or {}).items()}
     given |= {"add_generation_prompt": True, "bos_token": bos_token, "eos_token": eos_token}
     # The role is not the sender's text: templates make control tokens of it.
     turns = (_turn(message, _NEEDS_SHORT_IDS in template) for message in messages)
@@ -122,10 +124,29 @@ def _short_id(identity: str) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(
-        value, ensure_ascii=False, indent=indent, default=list
-    )  # filters make iterators
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Filters make iterators.
+    text = json.dumps(
+        value,
+        ensure_ascii=False,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=list,
+    )
+    return re.sub("[^\x00-\x7f]", _escaped, text) if ensure_ascii else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return a character as JSON escapes it; one of ASCII keeps its mark."""
+    character = unmarked(found[0])
+    return found[0] if character.isascii() else json.dumps(character)[1:-1]
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -167,8 +188,8 @@ def _kept(value: Any) -> Any:
     """Return the result of an operation, if it is not too large; texts that have marks become `MarkedText` again."""
     if isinstance(value, (str, list)):
         _check_size(len(value))
-    if isinstance(value, list):
-        return [_kept(each) for each in value] if value and type(value[0]) is str else value
+    if isinstance(value, list) and value and type(value[0]) is str:
+        value[:] = map(_kept, value)  # it stays the same list, to which a template may add
     return MarkedText(value) if type(value) is str and _MARKED.search(value) else value
 
 
@@ -403,63 +424,3 @@ def _check_growth(name: str, values: Sequence[Any]) -> None:
 def _check_size(n: int) -> None:
     if n > _MOST_CHARACTERS:
         raise TemplateLimitError(f"it makes a text or a list of more than {_MOST_CHARACTERS}")
-
-
-# --- thinking blocks, which some models write between tags before their answer ------------------
-
-_BEGIN, _END = "<think>", "</think>"
-
-
-class ThoughtReader:
-    """Separates the thinking block at the beginning of an answer from the rest, in text that comes in pieces.
-    `is_open` says that the block is open, as some templates leave it (`is_begun`), `is_past` that it is over or there
-    is none: a tag further back is part of the answer."""
-
-    def __init__(self, *, is_begun: bool = False) -> None:
-        self.is_open, self.is_past = is_begun, False
-        self._held, self._is_space = "", True
-
-    def feed(self, text: str) -> tuple[str, str]:
-        """Return the new parts of the thinking block and of the answer; empty lines between the two belong to
-        neither. The beginning of a tag is held back."""
-        if self.is_past:
-            return "", self._answer(text)
-        text, self._held = self._held + text, ""
-        if not self.is_open:
-            begun = text.lstrip()
-            if len(begun) < len(_BEGIN) and _BEGIN.startswith(begun):
-                self._held = text
-                return "", ""
-            if not begun.startswith(_BEGIN):
-                self.is_past, self._is_space = True, False
-                return "", text
-            self.is_open, text = True, begun.removeprefix(_BEGIN)
-        thought, end, answer = text.partition(_END)
-        if end:
-            self.is_open, self.is_past = False, True
-            return thought, self._answer(answer)
-        n_held = next((n for n in range(len(_END) - 1, 0, -1) if text.endswith(_END[:n])), 0)
-        self._held = text[len(text) - n_held :]
-        return text[: len(text) - n_held], ""
-
-    def finish(self) -> tuple[str, str]:
-        """Return the text that was held back, in the form of `feed`."""
-        held, self._held = self._held, ""
-        return (held, "") if self.is_open else ("", held)
-
-    def _answer(self, text: str) -> str:
-        if self._is_space:
-            text = text.lstrip()
-            self._is_space = not text
-        return text
-
-
-def is_thinking(prompt: str) -> bool:
-    """Whether a template has opened a thinking block at the end of a prompt."""
-    return prompt.rstrip().endswith(_BEGIN)
-
-
-def thought_of(prompt: str, text: str) -> str:
-    """Return the thinking block at the beginning of an answer to a prompt; empty if there is none."""
-    reader = ThoughtReader(is_begun=is_thinking(prompt))
-    return (reader.feed(text)[0] + reader.finish()[0]).strip()

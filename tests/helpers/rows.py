@@ -1,0 +1,37 @@
+"""Batches of the tokens of one text, and their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from specgen.llama import LlamaBackend
+from specgen.method.backend import Batch
+from specgen.system.arrays import Logits
+
+Wanted = Literal["all", "last", "none"]
+
+
+def batch_of(
+    tokens: Iterable[int], start: int = 0, sequence: int = 0, wanted: Wanted = "all"
+) -> Batch:
+    """The tokens of a text from a position on, with the logits that are wanted."""
+    batch, tokens = Batch(), list(tokens)
+    for position, token in enumerate(tokens, start):
+        is_last = position == start + len(tokens) - 1
+        batch.add(token, position, (sequence,), wanted == "all" or (wanted == "last" and is_last))
+    return batch
+
+
+def decoded(backend: LlamaBackend, tokens: Iterable[int], sequence: int = 0) -> Logits:
+    """The logits after all tokens that continue a text, decoded in one batch."""
+    start = backend.length(sequence)
+    rows: Logits = backend.decode(batch_of(tokens, start, sequence)).copy()
+    return rows
+
+
+def decoded_last(backend: LlamaBackend, tokens: Iterable[int], sequence: int = 0) -> Logits:
+    """The logits after the last of tokens that continue a text, decoded in one batch."""
+    start = backend.length(sequence)
+    row: Logits = backend.decode(batch_of(tokens, start, sequence, "last"))[0].copy()
+    return row
