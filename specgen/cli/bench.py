@@ -154,7 +154,7 @@ def bench(
         cache=cache_folder(),
     )
     shapes = list(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"]))
-    chosen = parse_policies(policies or [drafting.policy])
+    chosen = _parse_policies(policies or [drafting.policy])
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
     if (
@@ -198,14 +198,12 @@ def _prompts(
     return asked if n_of_each is None else first_of_each(asked, n_of_each)
 
 
-def parse_policies(given: list[str]) -> list[PolicyName]:
+def _parse_policies(given: list[str]) -> list[PolicyName]:
     """Return the policies of these names, of which each may be several with commas between. Raise `UsageError`."""
     names = [name.strip() for names in given for name in names.split(",")]
     for name in names:
-        if name not in ("", *_POLICIES):
+        if name not in _POLICIES:
             raise UsageError(f"--policy {name}: one of {', '.join(_POLICIES)}")
-    if not any(names):
-        raise UsageError("--policy is empty", hint=f"give one of {', '.join(_POLICIES)}")
     return [policy for name in dict.fromkeys(names) for policy in _POLICIES if policy == name]
 
 

@@ -166,7 +166,6 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(bench: Specgen, tmp_pa
     missing = tmp_path / "missing"
     for arguments, message in (
         (("--policy", "fast"), "--policy fast: one of cost, threshold, fixed"),
-        (("--policy", ","), "--policy is empty"),
         (("--draft-max", "0"), "--draft-max 0"),
         (("--json", missing / "x.json"), "there is no folder"),
         (("--json", tmp_path), "is a folder"),

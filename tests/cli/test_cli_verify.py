@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.measure.goodness_of_fit import GTest
 from specgen.measure.verify import (
     Difference,
     GreedyResult,
+    GTest,
     SampledResult,
     VerifyReport,
 )
