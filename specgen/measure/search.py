@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import words_for
 from specgen.llama import default_threads
-from specgen.measure.trial import (
-    Baseline,
-    DraftFigures,
-    measure_target,
-    plain_figures,
-    try_draft,
-)
+from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_draft
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.session.calibration import begin, short_context, time_batch
 from specgen.session.files import name_of
@@ -121,7 +115,8 @@ def search_drafts(
     )
     if baseline is None:
         return None
-    tried, failed = [Tried("none", plain_figures(baseline))], list(refused)
+    plain = DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
+    tried, failed = [Tried("none", plain)], list(refused)
     for draft in (*words_for(session.target), *candidates):
         try:
             session.change_draft(draft)

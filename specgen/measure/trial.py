@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 #: larger sizes once.
 _N_OFTEN, _N_REPEATS = 6, 3
 
-#: Called with the number of prompts that are done, and of all prompts.
-PromptsDone = Callable[[int, int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
@@ -115,7 +112,7 @@ def measure_target(
     *,
     chat: bool | None = None,
     interrupted: Callable[[], bool] = lambda: False,
-    progress: PromptsDone = lambda _done, _total: None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Baseline | None:
     """Let the target answer the prompts at temperature 0 without a draft, and time its batches up to the most rows of
     a round. None if interrupted. Raise `PromptError` if no prompt fits into the context, no answer is longer than a
@@ -160,7 +157,7 @@ def try_draft(
     baseline: Baseline,
     *,
     interrupted: Callable[[], bool] = lambda: False,
-    progress: PromptsDone = lambda _done, _total: None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DraftFigures | None:
     """Return the figures of the loaded draft for its target; None if interrupted. Raise `MemoryLimitError` or
     `BackendError` if the draft model cannot be run."""
@@ -256,28 +253,20 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
     )
 
 
-def plain_figures(baseline: Baseline) -> DraftFigures:
-    """Return the figures of plain decoding."""
-    return DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
-
-
 def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
     """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`."""
-    path: list[int] = []
+    path: tuple[int, ...] = ()
     for token in tokens:
-        node = path[-1] if path else ROOT
-        following = [child for child in draft.children(node) if draft.tokens[child] == token]
-        if not following:
+        children = draft.children(path[-1] if path else ROOT)
+        found = next((child for child in children if draft.tokens[child] == token), None)
+        if found is None:
             break
-        path.append(following[0])
-    return tuple(path)
+        path += (found,)
+    return path
 
 
 def fitting_prompts(
-    session: Session,
-    texts: Iterable[tuple[int, str]],
-    chat: bool | None,
-    n_more: int = 1,
+    session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
     """Return the prompts that fit into the context with `n_more` tokens by their numbers, and the numbers of the
     others. Raise `PromptError` if none fits."""

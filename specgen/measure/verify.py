@@ -106,9 +106,7 @@ class GreedyResult:
 
 
 def plain_texts(
-    session: Session,
-    prompts: Mapping[int, Prompt],
-    interrupted: Callable[[], bool] = lambda: False,
+    session: Session, prompts: Mapping[int, Prompt], interrupted: Callable[[], bool] = lambda: False
 ) -> dict[int, list[int]]:
     """Return the tokens of plain decoding's answers by the prompts' numbers, each made alone, with those that end a
     text; fewer if interrupted."""
@@ -436,9 +434,6 @@ def _places(
 
 # --- the test of the draws --------------------------------------------------------------------------
 
-#: int64[n_cells]: how often each cell was drawn.
-CountArray = npt.NDArray[np.int64]
-
 #: Cells with a smaller expected count are pooled.
 MIN_EXPECTED = 20.0
 
@@ -455,7 +450,7 @@ class GTest:
 
 
 def g_test(
-    counts: CountArray,
+    counts: npt.NDArray[np.int64],
     exact_probs: ProbArray,
     n_draws: int | None = None,
     *,
