@@ -59,8 +59,7 @@ app = typer.Typer(
 
 
 def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for a target, those that specgen has on this disk among them, and
-    the named files that are refused."""
+    """Return the files to try as drafts for a target, specgen's own among them, and those that are refused."""
     from specgen.measure.search import find_candidates
     from specgen.models.hub import locate
     from specgen.models.registry import load_registry
@@ -84,9 +83,9 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
     from specgen.measure.search import advice
     from specgen.render.tables import draft_lines, print_draft_table
 
+    notes: list[str] = []
     if search is None:
         return
-    notes: list[str] = []
     if as_json:
         print(json.dumps(search.to_json_object(), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
@@ -352,8 +351,7 @@ def make(
 
 
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
-    """Return the model to fit; None without one. Raise `UsageError` if a fitted draft was asked for but is
-    not possible."""
+    """Return the model to fit, if any. Raise `UsageError` if a fitted draft is asked for but not possible."""
     from specgen.models.hub import locate
     from specgen.models.registry import load_registry
 

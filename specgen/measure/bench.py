@@ -236,11 +236,9 @@ def take_turns(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Let all contenders of a target answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
-
-    At each temperature plain decoding is the first contender. Each prompt is answered by all one after the other, so
-    that a machine that is slow for a while slows all of them. Raise the `SpecgenError` of plain decoding, and
-    `PromptError` if no prompt could be answered."""
+    """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`. Each prompt is
+    answered by all one after the other, at each temperature by plain decoding first: a machine that is slow for a while
+    slows all. Raise the `SpecgenError` of plain decoding, and `PromptError` if no prompt could be answered."""
     turns: list[tuple[int, BenchPrompt | None, Contender]] = [
         (0, None, each) for each in contenders
     ]

@@ -1,10 +1,8 @@
 """The speed-up that a draft would bring, computed without running it with the target.
 
-The target answers a few prompts plainly, once, and the time of its batches is measured. Each draft is then replayed on
-these answers: proposed tokens that agree with the answer count as accepted, and a round costs the measured time of a
-batch of its size. This is speculative decoding at temperature 0 without the target's computation, so a dozen drafts
-can be tried in only their own time.
-"""
+The target answers a few prompts plainly, once, and its batches are timed. Each draft is then replayed on these answers:
+proposed tokens that agree with the answer count as accepted, and a round costs the measured time of a batch of its size.
+So a dozen drafts can be tried in only their own time."""
 
 from __future__ import annotations
 
@@ -286,8 +284,7 @@ def fitting_prompts(
 
 
 def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt: int) -> Hidden:
-    """Return the final hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd].
-    The context must be empty, and is empty again afterwards."""
+    """Return the final hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd]."""
     pieces: list[Hidden] = []
     first, last, start = n_prompt - 1, len(tokens) - 1, 0
     ends = [*range(target.n_batch, first, target.n_batch), first]

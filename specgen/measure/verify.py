@@ -39,8 +39,6 @@ N_SEARCHED, _N_QUEUED = 48, 60
 #: A row may move by this many times the largest movement that batches were found to cause, beside what is always
 #: allowed: a value in an f16 cache that happens to round the other way moves all rows after it.
 SLACK, ALWAYS_ALLOWED = 4.0, 0.01
-#: The size of the largest batch that is measured.
-_MAX_ROWS = 16
 
 #: What decides how much is drafted; "forced" drafts in every round.
 WayName: TypeAlias = Literal[PolicyName, "forced"]
@@ -220,7 +218,7 @@ def _difference(
     for token in expected[:at]:
         state.commit(token)
     shaper = Shaper(settings.sampler, state)
-    largest = min(session.n_rows_max * n_at_once, _MAX_ROWS)
+    largest = min(session.n_rows_max * n_at_once, 16)  # rows of larger batches are not looked at
     batches: list[tuple[int, int | None]] = [(n_rows, None) for n_rows in range(2, largest + 1)]
     if session.target.has_recurrent_state or settings.grammar is not None:
         # They also decode batches of which few logits are wanted, which other kernels compute.
