@@ -16,7 +16,15 @@ from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
-from specgen.measure.bench import Runs, entries_of, figures_of, find_drafts, measure, to_json_object
+from specgen.measure.bench import (
+    PLAIN,
+    Runs,
+    entries_of,
+    figures_of,
+    find_drafts,
+    measure,
+    to_json_object,
+)
 from specgen.measure.prompts import (
     BenchPrompt,
     first_of_each,
@@ -154,7 +162,7 @@ def bench(
         cache=cache_folder(),
     )
     shapes = list(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"]))
-    chosen = parse_policies(policies or [drafting.policy])
+    chosen = _parse_policies(policies or [drafting.policy])
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
     if (
@@ -198,14 +206,12 @@ def _prompts(
     return asked if n_of_each is None else first_of_each(asked, n_of_each)
 
 
-def parse_policies(given: list[str]) -> list[PolicyName]:
+def _parse_policies(given: list[str]) -> list[PolicyName]:
     """Return the policies of these names, of which each may be several with commas between. Raise `UsageError`."""
     names = [name.strip() for names in given for name in names.split(",")]
     for name in names:
-        if name not in ("", *_POLICIES):
+        if name not in _POLICIES:
             raise UsageError(f"--policy {name}: one of {', '.join(_POLICIES)}")
-    if not any(names):
-        raise UsageError("--policy is empty", hint=f"give one of {', '.join(_POLICIES)}")
     return [policy for name in dict.fromkeys(names) for policy in _POLICIES if policy == name]
 
 
@@ -233,13 +239,13 @@ def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> No
 
 
 def _notes(runs: Runs) -> list[str]:
-    notes = [
-        f"{failure.contender} (temperature {failure.temperature:g}) was left out"
-        f"{'' if failure.prompt is None else f' from prompt {failure.prompt} on'}: "
-        f"{failure.message}"
-        for failure in runs.failures
-    ]
-    notes += [f"prompt {skip.prompt} was left out: {skip.message}" for skip in runs.skipped]
+    notes = []
+    for failure in runs.failures:
+        who = f"prompt {failure.prompt} was left out"
+        if failure.contender != PLAIN:
+            since = "" if failure.prompt is None else f" from prompt {failure.prompt} on"
+            who = f"{failure.contender} (temperature {failure.temperature:g}) was left out{since}"
+        notes.append(f"{who}: {failure.message}")
     for result in runs.results:
         notes += [f"{result.contender}: {notice}" for notice in result.outcome.notices]
     notes += notes_on_figures(runs.others_share)

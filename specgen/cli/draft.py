@@ -176,7 +176,6 @@ def find(
     and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
-    from specgen.models.files import identify
     from specgen.models.saved_drafts import saved_draft
 
     if drafting.n_max == 0:
@@ -186,8 +185,8 @@ def find(
         if not file.is_file():
             raise ModelFileError(f"{file}: there is no such file")
     path = find_target(target, quiet=output.quiet)
-    if save and (identity := identify(path)) is not None:
-        saved_draft(identity)  # a damaged file is reported now, not after minutes
+    if save:
+        saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
     options = _trial_options(path, drafting, trials.max_tokens, machine)
     with (
         opened(options, machine.kernels, output) as loaded,

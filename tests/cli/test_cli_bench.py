@@ -113,7 +113,7 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
     )
     keys = (
         "specgen date command machine llama_cpp kernels is_interrupted others_share contenders prompts figures "
-        "failures skipped_prompts results"
+        "failures results"
     )
     assert " ".join(document) == keys
     assert document["is_interrupted"] is False
@@ -166,7 +166,6 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(bench: Specgen, tmp_pa
     missing = tmp_path / "missing"
     for arguments, message in (
         (("--policy", "fast"), "--policy fast: one of cost, threshold, fixed"),
-        (("--policy", ","), "--policy is empty"),
         (("--draft-max", "0"), "--draft-max 0"),
         (("--json", missing / "x.json"), "there is no folder"),
         (("--json", tmp_path), "is a folder"),
