@@ -55,7 +55,6 @@ class Cache:
         return (*sequences, *guards)
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
-        """Let cells of `source` belong to `destination` too. No data moves."""
         for each in self.with_guards((destination,)):
             llama_cpp.llama_memory_seq_cp(self._memory, source, each, start, end)
 
@@ -95,7 +94,6 @@ class Cache:
         return int(n) == len(state)
 
     def restore(self, sequence: int, state: NDArray[np.uint8], n_tokens: int) -> bool:
-        """Let a sequence have the whole state of `n_tokens` tokens; return whether it could."""
         is_taken = self.put(sequence, state) and self.length(sequence) == n_tokens
         if is_taken:
             self.renew_guard(sequence)
@@ -156,7 +154,6 @@ class StateCopies:
         self._cache.check_length(self._n_shared + sequence, position)
 
     def restore(self, sequence: int, position: int) -> None:
-        """Roll the sequence back to its copy at `position`, and keep the copy. Raise `RollbackError`."""
         if self._n_shared:
             self._cache.remove(sequence)
             self._cache.copy(self._n_shared + sequence, sequence)

@@ -161,7 +161,6 @@ class LlamaBackend:
         return self._values_at(pointer, n_rows, self.model.n_embd_out)
 
     def _view(self, n_rows: int) -> Logits:
-        """Return the first rows of llama.cpp's logits: float32[n_rows, n_vocab]."""
         if n_rows == 0:
             return np.empty((0, self.n_vocab), np.float32)
         return self._values_at(llama_cpp.llama_get_logits(self.handle), n_rows, self.n_vocab)
@@ -278,7 +277,6 @@ class LlamaBackend:
 
 
 def _decode(context: Any, batch: Any) -> int:
-    """Decode a batch, and wait for the GPU, which works on after llama_decode returns."""
     status = int(llama_cpp.llama_decode(context, batch))
     llama_cpp.llama_synchronize(context)
     return status

@@ -191,7 +191,6 @@ class AssistantModel(TrainedModel):
         return 0
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
-        """Return 0: it has no cache of its own."""
         return 0
 
     def _read_file(self) -> None:

@@ -144,7 +144,6 @@ class GgufMetadata:
         write(self.handle, key.encode(), value.encode())
 
     def cut(self, key: str, kept: Sequence[int]) -> None:
-        """Keep some values of an array of numbers."""
         kind: int = self.get("gguf_get_arr_type", ctypes.c_int, key)
         size = _VALUE_BYTES.get(kind)
         if size is None:  # texts

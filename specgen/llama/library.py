@@ -219,7 +219,6 @@ def has_gpu() -> bool:
 
 
 def _devices() -> tuple[Device, ...]:
-    """Return GGML's devices; none if this llama-cpp-python lacks the functions."""
     with contextlib.suppress(BackendError, ImportError, OSError, RuntimeError):
         return tuple(map(device_of, native_devices()))
     return ()

@@ -176,18 +176,15 @@ class LlamaModel:
 
     @property
     def call(self) -> Callable[..., Any]:
-        """Makes native calls that may wait for workers: `call(function, *arguments)`. Raises `WorkerLostError`."""
         return self._weights.call
 
     @property
     def handle(self) -> Any:
-        """The native model; raises `BackendError` if the model is closed."""
         self.check_open()
         return self._weights.handle
 
     @property
     def vocabulary(self) -> LlamaVocabulary:
-        """The model's tokens; raises `BackendError` if the model is closed."""
         self.check_open()
         return self._weights.vocabulary
 
@@ -282,7 +279,6 @@ class LlamaModel:
         return 4 * n_layer * a_layer
 
     def number(self, key: str) -> int:
-        """Return a whole number of the architecture's metadata; 0 if there is none."""
         value = self.metadata(f"{self.architecture}.{key}") or ""
         return int(value) if value.isdecimal() else 0
 
@@ -294,7 +290,6 @@ class LlamaModel:
             self._weights.release()
 
     def hold(self) -> None:
-        """Keep the weights until `let_go`, for a context that was made from the model."""
         self._weights.share()
 
     def let_go(self) -> None:

@@ -174,7 +174,6 @@ class Rewinder:
             self._run(batch)
 
     def _add_missing(self, batch: Batch, sequence: int) -> None:
-        """Add rows for the tokens of the text that the cache does not hold, at most one full batch."""
         text = self._texts[sequence]
         for position in range(text.n_cached, len(text.tokens))[: self._n_rows]:
             batch.add(text.tokens[position], position, (sequence,), False)

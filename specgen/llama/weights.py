@@ -95,7 +95,6 @@ class LoadedWeights:
 
     @property
     def call(self) -> Callable[..., Any]:
-        """Makes native calls that may wait for workers; see `RemoteCalls`."""
         return self.remote or _call_here
 
 

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole; JSON Lines, which can be continued after any end; locks; TOML that users write."""
+"""Files that are replaced whole; JSON Lines, which can be continued after any end; locks; TOML that users write."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def to_line(value: Any) -> bytes:
 
 
 def take_lines(data: bytes, take: Callable[[Any], None]) -> int:
-    """Pass the value of each line to `take`, and return the size of these lines in bytes, without an incomplete last one.
-    Raise `DamagedLineError` for another that is not JSON, or for which `take` raises `ValueError`, `KeyError`,
+    """Pass the value of each line to `take`, and return the size of these lines in bytes, without an incomplete last
+    one. Raise `DamagedLineError` for another that is not JSON, or for which `take` raises `ValueError`, `KeyError`,
     `TypeError` or `AttributeError`."""
     n_bytes = 0
     lines = data.split(b"\n")
@@ -210,8 +210,8 @@ class AppendedFile:
 
 @contextlib.contextmanager
 def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold a lock, until the process ends at the latest. Raise `held` if another process holds it for longer than `wait_s`
-    seconds, and `OutputError` if the lock file cannot be created."""
+    """Hold a lock, until the process ends at the latest. Raise `held` if another process holds it for longer than
+    `wait_s` seconds, and `OutputError` if the lock file cannot be created."""
     import filelock
 
     with write_errors(lock_file, "SPECGEN_CACHE and SPECGEN_DATA choose other folders"):

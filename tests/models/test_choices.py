@@ -228,7 +228,7 @@ def find(big: Path) -> Find:
 
         def fetch(name: str) -> Path:
             fetched.append(name)
-            return big.with_name(f"{name}.gguf")
+            return big.parent / f"{name}.gguf"
 
         saved_drafts_file().unlink(missing_ok=True)
         if saved is not None:
@@ -250,6 +250,8 @@ def test_a_draft_that_is_named_is_the_only_one_and_needs_no_reason(big: Path, fi
     _, choices, fetched = find(str(big), "small", saved=saved)
     assert choices == (DraftChoice(big.with_name("small.gguf")),)
     assert fetched == ["small"]
+    _, _, fetched = find("hf:a/b", "hf:c/d:q8_0")
+    assert fetched == ["hf:a/b", "hf:c/d:q8_0"]
 
 
 def test_a_pair_has_its_own_draft_whatever_was_saved(big: Path, find: Find) -> None:

@@ -253,7 +253,6 @@ def write_skeleton(file: Path, output: Path) -> None:
 
 
 def _cut_metadata(made: GgufMetadata, tensors: Sequence[GgufTensor], n_tokens: int) -> list[int]:
-    """Cut the metadata to those of a skeleton; return the layers that it has."""
     architecture = made.text("general.architecture")
     n_layers = made.number(f"{architecture}.block_count")
     kept = _kept_layers(tensors, n_layers, made.number(f"{architecture}.nextn_predict_layers"))
