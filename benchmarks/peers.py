@@ -247,19 +247,18 @@ def main() -> None:
     asked = parser.parse_args()
     prompts = bench_prompts(asked.prompts, asked.count)
     sources: dict[str, DraftSource] = {path.name: path for path in asked.draft} | {"ngram": "ngram"}
-    name = asked.target.name
     plain = opened(asked.target, "none", asked.max_tokens)
     try:
         peers = peers_of(plain, {path.name: path for path in asked.draft})
     except PeerError as error:
         sys.exit(f"{error.message}\nhint: {error.hint}")
     contenders = [
-        contender_of(name, "plain", plain),
+        contender_of("plain", plain),
         *(
-            contender_of(name, draft, opened(asked.target, source, asked.max_tokens))
+            contender_of(draft, opened(asked.target, source, asked.max_tokens))
             for draft, source in sources.items()
         ),
-        *(Contender(name, 0.0, each.name, each.answer) for each in peers),
+        *(Contender(0.0, each.name, each.answer) for each in peers),
     ]
     compare(contenders, prompts, asked.json)
 

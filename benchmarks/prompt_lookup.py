@@ -52,11 +52,10 @@ def main() -> None:
         opened(asked.target, "none", asked.max_tokens) as plain,
         opened(asked.target, "ngram", asked.max_tokens) as ngrams,
     ):
-        name = asked.target.name
-        contenders = [contender_of(name, "plain", plain), contender_of(name, "ngram", ngrams)]
+        contenders = [contender_of("plain", plain), contender_of("ngram", ngrams)]
         for n in LENGTHS:
             lookup = partial(answer_by_lookup, plain, n)
-            contenders.append(Contender(name, 0.0, f"llama-cpp-python lookup {n}", lookup))
+            contenders.append(Contender(0.0, f"llama-cpp-python lookup {n}", lookup))
         compare(contenders, prompts, asked.json)
 
 

@@ -1,10 +1,10 @@
-"""Every error that specgen raises on purpose, and its exit code. Whatever is another is a bug and keeps its traceback."""
+"""Every error that specgen raises on purpose, and its exit code. Another is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-#: Ctrl-C; the text so far was shown, and the next run resumes a download (128 + SIGINT, as a shell reports it). 143 for SIGTERM.
+#: Ctrl-C; the text so far was shown, and the next run resumes a download (128 + SIGINT). 143 for SIGTERM.
 EXIT_INTERRUPTED = 130
 #: The reader of stdout has closed the pipe (128 + SIGPIPE, as a shell reports it).
 EXIT_BROKEN_PIPE = 141

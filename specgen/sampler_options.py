@@ -185,8 +185,8 @@ class SamplerOptions:
 
 
 def parse_samplers(text: str) -> tuple[SamplerName, ...]:
-    """Parse samplers in llama.cpp's spellings: names or aliases between semicolons or commas, or letters (``edskypmxt``).
-    No name is no sampler. Raise `ValueError`, with the message to show."""
+    """Parse samplers in llama.cpp's spellings: names or aliases between semicolons or commas, or letters
+    (``edskypmxt``). No name is no sampler. Raise `ValueError`, with the message to show."""
     names = [name.strip() for name in text.replace(",", ";").lower().split(";")]
     names = [name for name in names if name]
     if len(names) == 1 and names[0] not in _ALIASES and set(names[0]) <= set(_LETTERS):

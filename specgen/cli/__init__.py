@@ -98,10 +98,6 @@ app = typer.Typer(
 for _name, _help in COMMANDS.items():
     app.command(_name, help=_help)(lambda: None)
 
-#: What the dynamic loader says if there is no memory for a library.
-_NO_ROOM = "failed to map segment"
-
-
 _Version = typer.Option(
     "--version", "-V", help="Show the version and exit.", callback=_show_version, is_eager=True
 )
@@ -129,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except (MemoryError, ImportError) as error:
-        if isinstance(error, ImportError) and _NO_ROOM not in str(error):
+        # The dynamic loader, if there is no memory for a library.
+        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
             raise
         _complain("there is not enough memory", "close other programs, or take a smaller model")
         code = MemoryLimitError.exit_code

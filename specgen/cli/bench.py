@@ -16,7 +16,15 @@ from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
-from specgen.measure.bench import Runs, entries_of, figures_of, find_drafts, measure, to_json_object
+from specgen.measure.bench import (
+    PLAIN,
+    Runs,
+    entries_of,
+    figures_of,
+    find_drafts,
+    measure,
+    to_json_object,
+)
 from specgen.measure.prompts import (
     BenchPrompt,
     first_of_each,
@@ -39,17 +47,14 @@ _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
 
 _MODELS = flags.panel(
     "Models",
-    targets=flags.target_option(
-        help="A target: a GGUF file, or a name from `specgen models list`; may be given several times.",
-        show_default="the default pair's",
-    ),
+    target=flags.target_option(show_default="the default pair's"),
     drafts=Option(
         "--draft",
         "--model-draft",
         "-md",
         metavar="FILE|NAME|ngram|none",
         autocompletion=flags.draft_names,
-        help="What drafts, for every target; may be given several times. In large.gguf+small.gguf the "
+        help="What drafts; may be given several times. In large.gguf+small.gguf the "
         "small one drafts for the large one.",
         show_default="the one that `specgen run` would use, and ngram",
     ),
@@ -110,7 +115,7 @@ _CONTEST = flags.panel(
 def bench(
     *,
     texts: list[str] | None = None,
-    targets: list[str] | None = None,
+    target: str | None = None,
     drafts: list[str] | None = None,
     policies: list[str] | None = None,
     trees: list[str] | None = None,
@@ -132,7 +137,7 @@ def bench(
     per second after the first token. The file of --prompts has a "category" for each prompt, if you like.
 
     In a pipe, it prints the columns' names, then a line for each contender, followed by one for each
-    category. The columns, separated by tabs: target; temperature; contender;
+    category. The columns, separated by tabs: temperature; contender;
     category, or "overall"; number of answers; speed-up over plain decoding
     (geometric mean); its first and third quartile, and that of the worst prompt; tokens per
     second (median); acceptance rate; tokens per pass of the target; time to the first
@@ -145,8 +150,9 @@ def bench(
     use_kernels(machine.kernels, output)
     for note in layers_without_gpu(machine.target, machine.draft):
         output.note(note)
+    path, found = find_drafts(target, drafts or [], quiet=output.quiet)
     base = SessionOptions(
-        target=Path(),  # each contender has its own
+        target=path,
         draft="none",
         sampler=sampling,
         drafting=drafting,
@@ -156,7 +162,7 @@ def bench(
         cache=cache_folder(),
     )
     shapes = list(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"]))
-    chosen = parse_policies(policies or [drafting.policy])
+    chosen = _parse_policies(policies or [drafting.policy])
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
     if (
@@ -167,7 +173,6 @@ def bench(
         # Before hours of measuring.
         what = "is a folder" if json_file.is_dir() else f"there is no folder {json_file.parent}"
         raise UsageError(f"--json {json_file}: {what}", hint="give the path of a file")
-    found = find_drafts(targets or [], drafts or [], quiet=output.quiet)
     heats = list(dict.fromkeys(temperatures or [0.0]))
     entries = entries_of(base, found, chosen, shapes, heats, open_memory())
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))
@@ -201,14 +206,12 @@ def _prompts(
     return asked if n_of_each is None else first_of_each(asked, n_of_each)
 
 
-def parse_policies(given: list[str]) -> list[PolicyName]:
+def _parse_policies(given: list[str]) -> list[PolicyName]:
     """Return the policies of these names, of which each may be several with commas between. Raise `UsageError`."""
     names = [name.strip() for names in given for name in names.split(",")]
     for name in names:
-        if name not in ("", *_POLICIES):
+        if name not in _POLICIES:
             raise UsageError(f"--policy {name}: one of {', '.join(_POLICIES)}")
-    if not any(names):
-        raise UsageError("--policy is empty", hint=f"give one of {', '.join(_POLICIES)}")
     return [policy for name in dict.fromkeys(names) for policy in _POLICIES if policy == name]
 
 
@@ -236,13 +239,13 @@ def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> No
 
 
 def _notes(runs: Runs) -> list[str]:
-    notes = [
-        f"{failure.contender} (temperature {failure.temperature:g}) was left out"
-        f"{'' if failure.prompt is None else f' from prompt {failure.prompt} on'}: "
-        f"{failure.message}"
-        for failure in runs.failures
-    ]
-    notes += [f"prompt {skip.prompt} was left out: {skip.message}" for skip in runs.skipped]
+    notes = []
+    for failure in runs.failures:
+        who = f"prompt {failure.prompt} was left out"
+        if failure.contender != PLAIN:
+            since = "" if failure.prompt is None else f" from prompt {failure.prompt} on"
+            who = f"{failure.contender} (temperature {failure.temperature:g}) was left out{since}"
+        notes.append(f"{who}: {failure.message}")
     for result in runs.results:
         notes += [f"{result.contender}: {notice}" for notice in result.outcome.notices]
     notes += notes_on_figures(runs.others_share)

@@ -87,12 +87,12 @@ def chat(
         from specgen.train.online_learning import Learner
 
         conversation = stack.enter_context(_kept(path, output))
-        kernels, dialogue = setup.machine.kernels, _Dialogue(output)
+        kernels, stop = setup.machine.kernels, Interrupt(ends_process=False)
         session = stack.enter_context(
             opened(options, kernels, output, sources.drafts, check_template)
         )
         news = calibrate(session)
-        engine = stack.enter_context(Engine(session, interrupted=dialogue.interrupted))
+        engine = stack.enter_context(Engine(session, interrupted=stop))
         engine.notify(news)
         stack.callback(session.memory.save)
         now = datetime.datetime.now().astimezone()
@@ -102,7 +102,7 @@ def chat(
         given = replace(conversation, system=system, files=text or conversation.files)
         if given != conversation:
             talk.change(given)
-        return dialogue.run(talk, learner)
+        return _Dialogue(talk, stop, output).run(learner)
 
 
 @contextlib.contextmanager
@@ -146,19 +146,12 @@ class _Dialogue:
     """Answers messages and carries out commands. What a command returns is the exit code of a signal, or None; it
     raises `SpecgenError` if it is not possible, and `EOFError` to end the conversation."""
 
-    _chat: Chat
+    def __init__(self, chat: Chat, stop: Interrupt, output: Output) -> None:
+        self._chat, self._stop, self._output = chat, stop, output
 
-    def __init__(self, output: Output) -> None:
-        self._output = output
-        self._stop: Interrupt | None = None
-
-    def interrupted(self) -> bool:
-        """Return whether the present answer is to end."""
-        return self._stop is not None and self._stop()
-
-    def run(self, chat: Chat, learner: Learner) -> int:
+    def run(self, learner: Learner) -> int:
         """Answer messages until there are no more; return the exit code."""
-        self._chat, failed, is_typed = chat, 0, is_person()
+        failed, is_typed = 0, is_person()
         if is_typed and not self._output.quiet:
             _say("/help lists the commands; Ctrl-D ends the conversation")
         for message in typed_messages() if is_typed else piped_messages(sys.stdin.buffer):
@@ -202,17 +195,13 @@ class _Dialogue:
 
     def _answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
-        try:
-            with without_echo(), Interrupt(ends_process=False) as self._stop:
-                finished = self._output.show_answer(events, in_chat=True)
-                code = self._stop.exit_code
-        finally:
-            self._stop = None
+        with without_echo(), self._stop:
+            finished = self._output.show_answer(events, in_chat=True)
         more = {"length": "-n allows more", "context": "the context is full: -c allows more"}
         if finished is not None and finished.finish_reason in more and not self._output.json:
             cut = f"the answer was cut off after {finished.n_tokens} tokens"
             self._output.note(f"{cut} ({more[finished.finish_reason]})")
-        return code
+        return self._stop.exit_code
 
     # --- commands
 

@@ -68,9 +68,6 @@ _ANSWERING = ("run", "chat", "fim", "batch", "serve", "config")
 _PANELS = ("Models", "Machine")
 #: Options that say what is asked for, and not how, have no default in the file.
 _NO_DEFAULTS = ("prompt", "file", "stop", "logprobs", "json", "verbose", "help")
-_NO_PANELS = ("Constrained answers",)
-#: The table of targets.
-_TARGETS = "targets"
 #: What pydantic says of a value, which typer passes on, and how we say it.
 _WORDS = (
     (r"Input should be a valid integer.*", "it is not a whole number"),
@@ -137,8 +134,8 @@ def config_file() -> Path:
 def option_keys(parameter: Any) -> list[str]:
     """Return the keys of an option in the file, its readable spelling first; none if it has no default there."""
     names = [name.removeprefix("--") for name in parameter.opts if name.startswith("--")]
-    panel = getattr(parameter, "rich_help_panel", None)
-    is_out = parameter.param_type_name != "option" or parameter.is_eager or panel in _NO_PANELS
+    is_constraint = getattr(parameter, "rich_help_panel", None) == "Constrained answers"
+    is_out = parameter.param_type_name != "option" or parameter.is_eager or is_constraint
     return [] if is_out or names[:1] == [] or names[0] in _NO_DEFAULTS else names
 
 
@@ -156,12 +153,11 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         for key in option_keys(each)
     }
     own = {key: each for each in context.command.params for key in option_keys(each)}
-    tables = document.pop(_TARGETS, {})
+    tables = document.pop("targets", {})
     if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
-        raise UsageError(f'{path}: {_TARGETS}: give tables, as in [{_TARGETS}."NAME"]')
+        raise UsageError(f'{path}: targets: give tables, as in [targets."NAME"]')
     profiles = {
-        name: _entries(f'{path}: {_TARGETS}."{name}".', table, known)
-        for name, table in tables.items()
+        name: _entries(f'{path}: targets."{name}".', table, known) for name, table in tables.items()
     }
     found = _entries(f"{path}: ", document, known)
     names = {}  # of the target and the pair
@@ -193,7 +189,7 @@ def _entries(
     for key, value in table.items():
         option = known.get(key.replace("_", "-"))
         if option is None:
-            near = difflib.get_close_matches(key.replace("_", "-"), [*known, _TARGETS], n=1)
+            near = difflib.get_close_matches(key.replace("_", "-"), [*known, "targets"], n=1)
             hint = f"the nearest one is {near[0]}" if near else "`specgen config` lists the keys"
             raise UsageError(f"{where}{key}: there is no such key", hint=hint)
         found[option_keys(option)[0]] = (f"{where}{key}", value)

@@ -72,10 +72,9 @@ def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], l
     return find_candidates(named, known, target)
 
 
-def trial_options(
+def _trial_options(
     target: Path, drafting: DraftOptions, max_tokens: int, machine: Contexts
 ) -> SessionOptions:
-    """Return the options with which drafts are tried."""
     from specgen.session.open import session_options
 
     sources = Sources(target, (DraftChoice("none"),))
@@ -177,7 +176,6 @@ def find(
     and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
-    from specgen.models.files import identify
     from specgen.models.saved_drafts import saved_draft
 
     if drafting.n_max == 0:
@@ -187,9 +185,9 @@ def find(
         if not file.is_file():
             raise ModelFileError(f"{file}: there is no such file")
     path = find_target(target, quiet=output.quiet)
-    if save and (identity := identify(path)) is not None:
-        saved_draft(identity)  # a damaged file is reported now, not after minutes
-    options = trial_options(path, drafting, trials.max_tokens, machine)
+    if save:
+        saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
+    options = _trial_options(path, drafting, trials.max_tokens, machine)
     with (
         opened(options, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
@@ -258,7 +256,7 @@ def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -
     It prints the folder.
     """
     path = find_target(target, quiet=output.quiet)
-    own = trial_options(path, DraftOptions(), text.max_tokens, machine)
+    own = _trial_options(path, DraftOptions(), text.max_tokens, machine)
     with (
         opened(own, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
@@ -335,7 +333,7 @@ def make(
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
     kinds = kinds if kind is None else [kind]
     use_kernels(machine.kernels, output)
-    own = trial_options(path, DraftOptions(), text.max_tokens, machine)
+    own = _trial_options(path, DraftOptions(), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
     n_drafts = 1 + len(kinds) + len(known_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):

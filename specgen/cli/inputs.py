@@ -17,10 +17,7 @@ PATIENCE_S = 2.0
 
 
 def read_prompt(
-    argument: str | None,
-    option: str | None,
-    files: Sequence[Path],
-    note: Callable[[str], None],
+    argument: str | None, option: str | None, files: Sequence[Path], note: Callable[[str], None]
 ) -> str:
     """Return the prompt: the files in their order, then standard input if something is piped in, then the question
     (`argument` or `option`), with blank lines between; `note` receives what was joined. A file or a question that is
@@ -48,7 +45,7 @@ def read_prompt(
 
 
 def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
-    """Return the name of a part of the prompt, and its text without the newline that tools add. A string is the question."""
+    """Return the name of a part of the prompt, and its text without the newline at its end. A string is the question."""
     if isinstance(source, str):
         try:
             return "the question", utf8(source)

@@ -1,5 +1,5 @@
-"""Options of llama.cpp's programs that are typed out of habit: what specgen does anyhow is left out, with one note; what
-has an equal is replaced by it; the others are refused, with what to use instead."""
+"""Options of llama.cpp's programs that are typed out of habit: what specgen does anyhow is left out, with one note;
+what has an equal is replaced by it; the others are refused, with what to use instead."""
 
 from __future__ import annotations
 

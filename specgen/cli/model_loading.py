@@ -68,12 +68,12 @@ class Setup:
         )
         return sources, options
 
-    @contextlib.contextmanager
-    def opened(self, output: Output, check: Check | None = None) -> Iterator[Session]:
+    def opened(
+        self, output: Output, check: Check | None = None
+    ) -> contextlib.AbstractContextManager[Session]:
         """Find and load the models; close them at the end."""
         sources, options = self.find(output)
-        with opened(options, self.machine.kernels, output, sources.drafts, check) as session:
-            yield session
+        return opened(options, self.machine.kernels, output, sources.drafts, check)
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 class Interrupt:
-    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle; a second
-    one raises KeyboardInterrupt, which ends the process with the signal's exit code, unless `ends_process` is False."""
+    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle. A second
+    one raises KeyboardInterrupt, which ends the process with the signal's exit code, if it `ends_process`."""
 
     def __init__(self, *, ends_process: bool = True) -> None:
         self._ends_process = ends_process
@@ -42,6 +42,7 @@ class Interrupt:
         return 0 if self._received is None else 128 + self._received
 
     def __enter__(self) -> Interrupt:
+        self._received = None
         for number in _SIGNALS:
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
@@ -59,8 +60,8 @@ class Interrupt:
 
 
 def open_missing_streams() -> None:
-    """Open the null device for each closed standard stream, as of daemons: the next file would get its number. To standard
-    output, writing fails with EBADF, so that no lost answer counts as written."""
+    """Open the null device for each closed standard stream, as of daemons: the next file would get its number. To
+    standard output, writing fails with EBADF, so that no lost answer counts as written."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY

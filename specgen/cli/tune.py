@@ -85,8 +85,7 @@ def tune(
 
 
 def _keep(session: Session, search: Search | None) -> str:
-    """Save what was learnt if the search is complete and the machine was not busy; return a sentence that
-    says so."""
+    """Save what was learnt if the search is complete and the machine was not busy; say so in a sentence."""
     from specgen.models.files import memory_file
 
     if search is None or search.is_interrupted:

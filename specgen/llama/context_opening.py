@@ -155,7 +155,6 @@ def _check_cache_types(options: ContextOptions) -> None:
 def _needed_bytes(
     model: LlamaModel, options: ContextOptions, size: ContextSize, n_states: int
 ) -> int:
-    """Estimate the size of a context with `n_states` recurrent states."""
     cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
     if size.is_mtp:
         return cells * model.n_mtp_layers // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES

@@ -100,7 +100,6 @@ class StatesContext(LlamaBackend):
         raise NotImplementedError
 
     def state(self, sequence: int) -> Hidden:
-        """Return the draft's hidden state after the sequence's last row that wanted logits."""
         return self._states[sequence]
 
     def decode_rows(self, batch: Batch) -> Logits:
@@ -114,7 +113,6 @@ class StatesContext(LlamaBackend):
         return found[-1] if len(found) <= 2 else np.concatenate(found[1:])
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
-        """Yield the batches that llama.cpp decodes at once."""
         yield batch
 
     def _decode_part(self, batch: Batch) -> Logits:
@@ -268,7 +266,6 @@ class DflashContext(StatesContext):
         return is_text, sequences if self.draft.is_chained and not is_text else ()
 
     def _decode_part(self, batch: Batch) -> Logits:
-        """Decode a block, or add what the target has read to the cache, as keys and values."""
         read = [state for state in batch.hidden if state is not None]
         if not read:
             return super()._decode_part(batch)

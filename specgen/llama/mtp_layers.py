@@ -86,7 +86,6 @@ class _Layers(NamedTuple):
 
     @property
     def shape(self) -> tuple[str, int, int]:
-        """What a target and MTP layers made for it have in common."""
         return self.architecture, self.n_embd, self.n_layers - self.n_mtp
 
 

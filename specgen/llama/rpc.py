@@ -190,7 +190,6 @@ _limits: list[Any] = []
 
 
 def _limit_memory(device: int, limit: int) -> None:
-    """Make a device report at most `limit` bytes of memory."""
     struct = _DeviceStruct.from_address(device)
     own = ctypes.cast(struct.memory, _GET_MEMORY)
 
@@ -238,7 +237,6 @@ class RemoteCalls:
         self._thread.start()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Make a native call. Raise `WorkerLostError` if a worker is lost during the call, or was lost before."""
         self.check()
         if threading.current_thread() is self._thread:
             return function(*arguments)
@@ -265,7 +263,6 @@ class RemoteCalls:
             raise WorkerLostError(f"lost {', '.join(self._names)}: {reason}", hint)
 
     def alive(self) -> None:
-        """Report that the current call makes progress, which extends its time."""
         self._is_alive = True
 
     def give_up(self, reason: str, hint: str = _RESTART) -> None:

@@ -95,12 +95,7 @@ class LoadedWeights:
 
     @property
     def call(self) -> Callable[..., Any]:
-        """Makes native calls that may wait for workers; see `RemoteCalls`."""
-        return self.remote or _call_here
-
-
-def _call_here(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
+        return self.remote or (lambda function, *arguments: function(*arguments))
 
 
 def lease_weights(

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -48,29 +48,22 @@ Stages: TypeAlias = tuple[DraftSource, ...]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A target and a way to draft by their names in tables, and the options."""
+    """A way to draft by its name in tables, and the options."""
 
-    target: str
     name: str
     options: SessionOptions
 
 
 def find_drafts(
-    targets: Sequence[str], drafts: Sequence[str], *, quiet: bool
-) -> dict[Path, list[Stages]]:
-    """Find targets (none: the default pair's) and the drafts of each; fetch them if need be. A plus sign separates a
-    draft from its own draft. Without `drafts` a target has the one that `specgen run` would pick, and n-grams. Raise
-    `UsageError`, `UnknownModelError`, `FetchError`."""
-    found: dict[Path, list[Stages]] = {}
-    named: list[str | None] = [*targets] or [None]
-    for target in named:
-        for draft in map(_stages, drafts or [""]):
-            sources = find_models(staged(target, draft, None), quiet=quiet)
-            own = found.setdefault(sources.target, [])
-            own.append((sources.draft, *sources.helpers))
-            if not drafts:
-                own.append(("ngram",))
-    return found
+    target: str | None, drafts: Sequence[str], *, quiet: bool
+) -> tuple[Path, list[Stages]]:
+    """Find a target (None: the default pair's) and its drafts; fetch them if need be. A plus sign separates a draft from
+    its own draft. Without `drafts` they are the one that `specgen run` would pick, and n-grams. Raise `UsageError`,
+    `UnknownModelError`, `FetchError`."""
+    named = map(_stages, drafts or [""])
+    found = [find_models(staged(target, draft, None), quiet=quiet) for draft in named]
+    stages = [(each.draft, *each.helpers) for each in found]
+    return found[0].target, stages if drafts else [*stages, ("ngram",)]
 
 
 def _stages(draft: str) -> tuple[str, ...]:
@@ -85,14 +78,14 @@ def _stages(draft: str) -> tuple[str, ...]:
 
 def entries_of(
     base: SessionOptions,
-    drafts: Mapping[Path, Sequence[Stages]],
+    drafts: Sequence[Stages],
     policies: Sequence[PolicyName],
     trees: Sequence[TreeShape],
     temperatures: Sequence[float] = (0.0,),
     known: Memory | None = None,
 ) -> list[Entry]:
-    """Return for each target, at each temperature, plain decoding and every draft with every policy and tree.
-    `base` has the options that all share; `known` has the numbers of threads that `specgen run` would use."""
+    """Return for each temperature plain decoding and every draft with every policy and tree. `base` has the options that
+    all share; `known` has the numbers of threads that `specgen run` would use."""
     from specgen.session.memory import with_threads
 
     def in_context(options: SessionOptions, model: DraftSource, which: str) -> SessionOptions:
@@ -108,41 +101,38 @@ def entries_of(
         for tree in trees
         for policy in (policies[:1] if tree.is_fixed else policies)
     ]
-    entries: list[Entry] = []
-    for name, target in _named_apart(list(drafts)).items():
-        options = in_context(replace(base, target=target), target, "target_context")
-        plain = replace(options, drafting=replace(base.drafting, policy="fixed"))
-        own = [Entry(name, PLAIN, replace(plain, draft="none", helpers=()))]
-        for draft_name, (draft, *helpers) in _by_name(drafts[target]).items():
-            drafted = replace(options, draft=draft, helpers=tuple(helpers))
-            drafted = in_context(drafted, draft, "draft_context")
-            for way in ways:
-                parts = [draft_name]
-                if len(policies) > 1 and not way.tree.is_fixed:
-                    parts.append(way.policy)
-                if len(trees) > 1:
-                    parts.append(f"tree {way.tree}")
-                own.append(Entry(name, ", ".join(parts), replace(drafted, drafting=way)))
-        for temperature in temperatures:
-            sampler = replace(base.sampler, temperature=temperature)
-            entries += (
-                replace(each, options=replace(each.options, sampler=sampler)) for each in own
-            )
-    return entries
+    options = in_context(base, base.target, "target_context")
+    plain = replace(options, drafting=replace(base.drafting, policy="fixed"))
+    entries = [Entry(PLAIN, replace(plain, draft="none", helpers=()))]
+    for name, (draft, *helpers) in _by_name(drafts).items():
+        drafted = replace(options, draft=draft, helpers=tuple(helpers))
+        drafted = in_context(drafted, draft, "draft_context")
+        for way in ways:
+            parts = [name]
+            if len(policies) > 1 and not way.tree.is_fixed:
+                parts.append(way.policy)
+            if len(trees) > 1:
+                parts.append(f"tree {way.tree}")
+            entries.append(Entry(", ".join(parts), replace(drafted, drafting=way)))
+    samplers = [replace(base.sampler, temperature=temperature) for temperature in temperatures]
+    return [
+        replace(entry, options=replace(entry.options, sampler=sampler))
+        for sampler in samplers
+        for entry in entries
+    ]
 
 
 def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
-    """Return drafts by name, each once, without "none", which plain decoding covers."""
+    """Return drafts by name, each once, without "none", which plain decoding covers. Files of the same name are called
+    by their paths."""
     kept = [stages for stages in dict.fromkeys(found) if stages != ("none",)]
-    files = dict.fromkeys(each for stages in kept for each in stages if isinstance(each, Path))
-    names: dict[DraftSource, str] = {path: name for name, path in _named_apart(list(files)).items()}
-    return {"+".join(names.get(each, str(each)) for each in stages): stages for stages in kept}
+    files = {each for stages in kept for each in stages if isinstance(each, Path)}
+    names = Counter(path.name for path in files)
 
+    def name_of(each: DraftSource) -> str:
+        return each.name if isinstance(each, Path) and names[each.name] == 1 else str(each)
 
-def _named_apart(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return paths by their file names, or by the whole path if two files have the same name."""
-    names = [path.name for path in paths]
-    return {path.name if names.count(path.name) == 1 else str(path): path for path in paths}
+    return {"+".join(map(name_of, stages)): stages for stages in kept}
 
 
 # --- answers in turns ------------------------------------------------------------------------------
@@ -172,7 +162,6 @@ class Contender:
     """What answers prompts as a user types them. `answer` raises `PromptError` if a prompt does not fit, another
     `SpecgenError` if the contender cannot go on."""
 
-    target: str
     temperature: float
     name: str
     answer: Callable[[str], Outcome]
@@ -180,7 +169,6 @@ class Contender:
 
 
 def contender_of(
-    target: str,
     name: str,
     session: Session,
     chat: bool | None = None,
@@ -208,15 +196,13 @@ def contender_of(
             if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP:
                 break
 
-    temperature = session.options.sampler.temperature
-    return Contender(target, temperature, name, answer, warm_up)
+    return Contender(session.options.sampler.temperature, name, answer, warm_up)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """An answer. `prompt` is its number in the file; `round` counts passes through all prompts, from 1."""
 
-    target: str
     temperature: float
     contender: str
     prompt: int
@@ -227,9 +213,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A contender that could not answer a prompt (None: or not even warm up), and why."""
+    """A contender that could not answer a prompt (None: or not even warm up), and why. It has no further turn; if it is
+    plain decoding, the prompt has none."""
 
-    target: str
     temperature: float
     contender: str
     prompt: int | None
@@ -238,14 +224,12 @@ class Failure:
 
 @dataclass(slots=True)
 class Runs:
-    """The results so far, the contenders that failed and had no further turn, the prompts that plain decoding could
-    not answer, what computed each target, the error that ended the measurement, and the share of all cores' time that
-    other programs took meanwhile."""
+    """The results and failures so far, what computed the target, the error that ended the measurement, and the share of
+    all cores' time that other programs took meanwhile."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    skipped: list[Failure] = field(default_factory=list)
-    kernels: dict[str, str] = field(default_factory=dict)
+    kernels: str = ""
     error: SpecgenError | None = None
     is_interrupted: bool = False
     others_share: float | None = None
@@ -276,7 +260,7 @@ def take_turns(
         progress(n_done, len(turns))
         if interrupted():
             return
-        who = contender.target, contender.temperature, contender.name
+        who = contender.temperature, contender.name
         if contender in failed or (asked is not None and asked.number in skipped):
             continue
         try:
@@ -285,22 +269,21 @@ def take_turns(
                 continue
             outcome = contender.answer(asked.text)
         except SpecgenError as error:
-            failure = Failure(*who, None if asked is None else asked.number, error.message)
             if contender.name != PLAIN:
                 failed.add(contender)
-                runs.failures.append(failure)
             elif asked is not None and isinstance(error, PromptError):
                 skipped.add(asked.number)
-                runs.skipped.append(failure)
             else:
                 raise
+            number_of = None if asked is None else asked.number
+            runs.failures.append(Failure(*who, number_of, error.message))
             continue
         if outcome.finish_reason == "interrupted" or interrupted():
             return
         runs.results.append(Result(*who, asked.number, asked.category, number, outcome))
     progress(len(turns), len(turns))
-    if runs.skipped and len(skipped) == len(prompts):
-        last = runs.skipped[-1]
+    if prompts and len(skipped) == len(prompts):
+        last = runs.failures[-1]
         raise PromptError(f"no prompt can be answered; prompt {last.prompt}: {last.message}")
 
 
@@ -321,36 +304,33 @@ def measure(
     progress: Progress = lambda _what, _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Runs:
-    """Measure all entries of one target after the other, each with models of its own: none gains by the costs and
-    acceptance rates that others learn. An error after some results ends the measurements."""
+    """Measure all entries, each with models of its own: none gains by the costs and acceptance rates that others learn.
+    An error after some results ends the measurements."""
     from specgen.session.session import Session
     from specgen.system.machine import LoadOfOthers
 
     runs, load = Runs(), LoadOfOthers()
-    for target in dict.fromkeys(entry.target for entry in entries):
-        own = [entry for entry in entries if entry.target == target]
-        contenders: list[Contender] = []
-        try:
-            with contextlib.ExitStack() as stack:
-                for n_done, entry in enumerate(own):
-                    progress(f"loading {target}", n_done, len(own))
-                    session = stack.enter_context(Session(entry.options, time.perf_counter))
-                    contenders.append(contender_of(target, entry.name, session, chat, interrupted))
-                    runs.kernels[target] = session.target.kernels
-                take_turns(
-                    contenders,
-                    prompts,
-                    runs,
-                    n_rounds=n_rounds,
-                    interrupted=interrupted,
-                    progress=partial(progress, target),
-                )
-        except SpecgenError as error:
-            if not runs.results:
-                raise
-            runs.error = error
-        if interrupted() or runs.error is not None:
-            break
+    contenders: list[Contender] = []
+    try:
+        with contextlib.ExitStack() as stack:
+            for n_done, entry in enumerate(entries):
+                progress("loading", n_done, len(entries))
+                session = stack.enter_context(Session(entry.options, time.perf_counter))
+                contenders.append(contender_of(entry.name, session, chat, interrupted))
+                runs.kernels = session.target.kernels
+            shown = partial(progress, entry.options.target.name)
+            take_turns(
+                contenders,
+                prompts,
+                runs,
+                n_rounds=n_rounds,
+                interrupted=interrupted,
+                progress=shown,
+            )
+    except SpecgenError as error:
+        if not runs.results:
+            raise
+        runs.error = error
     runs.is_interrupted, runs.others_share = interrupted(), load.share
     return runs
 
@@ -366,7 +346,6 @@ class Figures:
     `quartiles` are over the answers, `worst_speedup` is that of the prompt with the least. `tokens_per_s` is the median,
     and so is `first_token`, the time to the first token relative to plain decoding's."""
 
-    target: str
     temperature: float
     contender: str
     category: str
@@ -384,19 +363,19 @@ class Figures:
 def figures_of(results: Sequence[Result]) -> tuple[Figures, ...]:
     """Return the figures of each contender that has an answer."""
     plain = {_place(each): each for each in results if each.contender == PLAIN}
-    answers: dict[tuple[str, float, str], list[Result]] = defaultdict(list)
+    answers: dict[tuple[float, str], list[Result]] = defaultdict(list)
     for result in results:
-        answers[result.target, result.temperature, result.contender].append(result)
+        answers[result.temperature, result.contender].append(result)
     return tuple(_figures(own, plain) for own in answers.values())
 
 
-def _place(result: Result) -> tuple[str, float, int, int]:
-    return result.target, result.temperature, result.prompt, result.round
+def _place(result: Result) -> tuple[float, int, int]:
+    return result.temperature, result.prompt, result.round
 
 
 def _figures(
     results: Sequence[Result],
-    plain: Mapping[tuple[str, float, int, int], Result],
+    plain: Mapping[tuple[float, int, int], Result],
     category: str | None = None,
 ) -> Figures:
     parts: list[Figures] = []
@@ -409,8 +388,9 @@ def _figures(
     for result in results:
         if (other := plain.get(_place(result))) is None:
             continue
-        if (ratio := _speedup(result, other)) is not None:
-            by_prompt[result.prompt].append(ratio)
+        fast, slow = result.outcome.tokens_per_s, other.outcome.tokens_per_s
+        if fast and slow:
+            by_prompt[result.prompt].append(fast / slow)
         own_s, other_s = (each.outcome.time_to_first_token_s for each in (result, other))
         firsts += [own_s / other_s] if own_s is not None and other_s else []
     speedups = [ratio for ratios in by_prompt.values() for ratio in ratios]
@@ -423,7 +403,6 @@ def _figures(
     n_accepted = sum(outcome.n_accepted or 0 for outcome in outcomes)
     first = results[0]
     return Figures(
-        target=first.target,
         temperature=first.temperature,
         contender=first.contender,
         category=category or OVERALL,
@@ -437,11 +416,6 @@ def _figures(
         first_token=statistics.median(firsts) if firsts else None,
         categories=tuple(parts),
     )
-
-
-def _speedup(result: Result, plain: Result) -> float | None:
-    fast, slow = result.outcome.tokens_per_s, plain.outcome.tokens_per_s
-    return fast / slow if fast and slow else None
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
@@ -475,6 +449,5 @@ def to_json_object(
         "prompts": as_json(prompts),
         "figures": as_json(figures_of(runs.results)),
         "failures": as_json(runs.failures),
-        "skipped_prompts": as_json(runs.skipped),
         "results": as_json(runs.results),
     }

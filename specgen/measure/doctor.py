@@ -78,14 +78,13 @@ class DoctorReport:
     models: dict[str, Path] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
 
-    def check(self, name: str, do: Callable[[], str]) -> Check:
+    def check(self, name: str, do: Callable[[], str]) -> None:
         """Add a check with the message that `do` returns, or with the `SpecgenError` that it raises."""
         try:
-            found = Check(name, True, do())
+            self.checks.append(Check(name, True, do()))
         except SpecgenError as error:
-            found = Check(name, False, error.message, error.hint, type(error).__name__)
-        self.checks.append(found)
-        return found
+            own = error.message, error.hint, type(error).__name__
+            self.checks.append(Check(name, False, *own))
 
     @property
     def healthy(self) -> bool:
@@ -114,9 +113,9 @@ def diagnose(
     is the command that starts a child process; `on_check` receives the name of each check before it runs."""
     report, command = DoctorReport(), child or CHILD_COMMAND
 
-    def run(name: str, do: Callable[[], str]) -> Check:
+    def run(name: str, do: Callable[[], str]) -> None:
         on_check(name)
-        return report.check(name, do)
+        report.check(name, do)
 
     def decode(place: str, *file: str) -> str:
         timeout_s = _MODEL_TIMEOUT_S if file else _TINY_TIMEOUT_S
@@ -138,8 +137,7 @@ def diagnose(
 
 def places_of(build: Build) -> list[str]:
     """Return where models can be decoded, the fastest place first."""
-    has_gpu = build.gpu_offload and any("gpu" in device.kind for device in build.devices)
-    return ["GPU", "CPU"] if has_gpu else ["CPU"]
+    return ["GPU", "CPU"] if build.gpu_offload else ["CPU"]
 
 
 def _load(report: DoctorReport, command: Sequence[str]) -> str:
@@ -198,29 +196,27 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     dies, does not answer in time, or answers something else."""
     try:
         answer = ask_child(command, timeout_s)
-    except ChildDiedError as error:
-        raise death(error) from None
     except ChildError as error:
-        raise BackendError(str(error), f"build llama.cpp again: {REINSTALL}") from error
+        raise explained(error) from error
     if "error" in answer:
         raise _error_named(answer["error"], answer["message"], answer["hint"])
     return answer
 
 
-def death(child: ChildDiedError) -> BackendError:
-    """Return what killed a child, with a hint against it."""
-    name = child.signal_name
-    message = f"llama.cpp died of {name}" if name else f"it ended with code {child.returncode}"
-    if child.description:
-        message += f" ({child.description.lower()})"
-    if child.last_words:
-        message += f": {child.last_words}"
+def explained(error: ChildError) -> BackendError:
+    """Return why a child gave no answer, with a hint against it."""
+    message, signal = str(error), ""
+    if isinstance(error, ChildDiedError):
+        signal = error.signal_name
+        if signal:
+            message = f"llama.cpp died of {signal} ({error.description.lower()})"
+        message += f": {error.last_words}" if error.last_words else ""
     hints = {
         "SIGILL": "it was built for another CPU, or by GCC 12, which gets the code for AMX wrong; "
         f"build it again, here: {REBUILD}",
         "SIGKILL": "most likely the memory ran out: free some, or take a smaller model",
     }
-    return BackendError(message, hint=hints.get(name, f"build llama.cpp again: {REINSTALL}"))
+    return BackendError(message, hints.get(signal, f"build llama.cpp again: {REINSTALL}"))
 
 
 def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenError:

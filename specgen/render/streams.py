@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import math
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -27,14 +24,13 @@ from specgen.events import (
     to_json_object,
 )
 from specgen.render.rows import Cleaner, clean, clean_line
+from specgen.system.files import to_line
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 #: Seconds between two lines of a log about the same prompt.
 _READING_S = 5.0
-#: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
-_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
 class TerminalConsole(Console):
@@ -147,7 +143,7 @@ class JsonlRenderer(Renderer):
 
     def handle(self, event: Event) -> None:
         with output_errors():
-            self._stream.write(json_line(to_json_object(event)))
+            self._stream.write(to_line(to_json_object(event)))
         # These two events of a round are followed at once by its last one.
         if not isinstance(event, (DraftedEvent, VerifiedEvent)):
             self._finish()
@@ -155,27 +151,6 @@ class JsonlRenderer(Renderer):
     def _finish(self) -> None:
         with output_errors():
             self._stream.flush()
-
-
-def json_line(value: dict[str, Any]) -> bytes:
-    """Return one line of JSON in UTF-8. Numbers that JSON lacks (NaN, infinity) become null; half a surrogate
-    pair, which UTF-8 lacks, is written as an escape."""
-    try:
-        line = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        line = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
-    line = _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
-    return line.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 @contextlib.contextmanager

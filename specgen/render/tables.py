@@ -59,25 +59,25 @@ def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
     there are several, with tabs between. Without figures there are no lines."""
     if figures:
         names = [name for name, _, _ in _BENCH]
-        yield "\t".join(("target", "temperature", "contender", "category", *names))
+        yield "\t".join(("temperature", "contender", "category", *names))
     for whole in figures:
         for each in (whole, *(whole.categories if len(whole.categories) > 1 else ())):
-            own = (each.target, f"{each.temperature:g}", each.contender, each.category)
+            own = (f"{each.temperature:g}", each.contender, each.category)
             yield "\t".join((*own, *(_cell(figure(each)) for _, _, figure in _BENCH)))
 
 
 def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
-    """Print the figures for each target and temperature, those by category, and an explanation."""
+    """Print the figures for each temperature, those by category, and an explanation."""
     shown = [(heading, figure) for _, heading, figure in _BENCH if heading]
-    for target, temperature in dict.fromkeys((e.target, e.temperature) for e in figures):
-        every = [e for e in figures if (e.target, e.temperature) == (target, temperature)]
+    for temperature in dict.fromkeys(each.temperature for each in figures):
+        every = [each for each in figures if each.temperature == temperature]
         best = max((each.speedup or 0.0 for each in every), default=0.0)
         table = _table("contender", *(heading for heading, _ in shown))
         for each in every:
             style = "bold" if each.speedup == best else ""
             cells = [_cell(figure(each), "-") for _, figure in shown]
             table.add_row(Text(each.contender), *cells, style=style)
-        console.print(Text(f"{target}, temperature {temperature:g}", style="bold"))
+        console.print(Text(f"temperature {temperature:g}", style="bold"))
         console.print(table)
         speedups = [{own.category: own.speedup for own in each.categories} for each in every]
         if len(categories := dict.fromkeys(name for own in speedups for name in own)) > 1:

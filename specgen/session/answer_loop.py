@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections import abc
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from specgen.errors import BackendError
 from specgen.events import Event, FinishedEvent, ReadingEvent
@@ -26,7 +25,8 @@ _SHORTEST_COMPARED = 30
 class AnswerLoop(Loop):
     """A loop that also reads the prompts of its sequences, and sums their answers up."""
 
-    _chunk: ChunkedPrefill | None = None
+    #: A prompt of which a piece is read in the batch of a round, and the costs of batches.
+    _beside: tuple[Sequence, CostTable] | None = None
 
     def run(self, sequence: Sequence) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""
@@ -37,22 +37,38 @@ class AnswerLoop(Loop):
             raise sequence.failure
 
     def round(
-        self, sequences: abc.Sequence[Sequence], chunk: ChunkedPrefill | None = None
+        self,
+        sequences: abc.Sequence[Sequence],
+        beside: tuple[Sequence, CostTable] | None = None,
     ) -> list[Event]:
-        """Run a round; read a `chunk` of a prompt in its batch, where a row has the same logits in any batch."""
-        self._chunk = chunk
+        """Run a round. With `beside`, a sequence and the costs of batches, a piece of its prompt is read in the round's
+        batch, where a row has the same logits in any batch."""
+        self._beside = beside
         return super().round(sequences)
 
     def decode(
         self, batch: Batch, active: abc.Sequence[Sequence], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
-        chunk, n_own, before_s = self._chunk, len(batch), self.target.decode_s
-        if chunk is not None:
-            events += chunk.add_to(batch)
+        if self._beside is None:
+            return super().decode(batch, active, events)
+        (sequence, costs), n_own, before_s = self._beside, len(batch), self.target.decode_s
+        events += self.begin_reading(sequence, self.clock())
+        n_most, n_batch, is_last = N_READ_BESIDE, self.target.n_batch, False
+        if costs:  # as long as the round's own rows: running answers keep half of their pace
+            sizes, limit_s = range(1, n_batch), 2 * costs.seconds(n_own)
+            n_most = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_own + n))
+        n_most = min(n_most, n_batch - n_own)
+        if n_most > 0 and not sequence.is_finished:
+            is_last = self.add_piece(batch, sequence, n_most)
         logits, hidden, other_s = super().decode(batch, active, events)
-        if chunk is not None and len(batch) > n_own:
-            other_s, reading = chunk.after(n_own, batch, logits, self.target.decode_s - before_s)
-            events += reading
+        if (n_all := len(batch)) > n_own:
+            own = costs.seconds(n_own) / costs.seconds(n_all) if costs else n_own / n_all
+            other_s = (self.target.decode_s - before_s) * (1.0 - min(1.0, own))
+            last, started = logits[-1:] if is_last else None, self.clock() - other_s
+            try:
+                events += self.after_chunk(sequence, last, other_s, started)
+            except BackendError as error:  # the grammar allows no token, or a logit is not a number
+                sequence.failure = error
         return logits, hidden, other_s
 
     def start(self, sequence: Sequence) -> list[Event]:
@@ -131,41 +147,3 @@ class AnswerLoop(Loop):
         is_compared = sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED
         token_s = sequence.tally.priced_token_s(costs) if is_compared else None
         return sequence.finished_event(self.now_s, token_s)
-
-
-@dataclass(slots=True)
-class ChunkedPrefill:
-    """A prompt of which a piece is read in the batch of a round of other sequences, by the `costs` of batches."""
-
-    loop: AnswerLoop
-    sequence: Sequence
-    costs: CostTable
-    _is_last: bool = False
-
-    def add_to(self, batch: Batch) -> list[Event]:
-        """Add as many tokens as take no longer than the round's own rows, so that running answers keep half of their
-        pace."""
-        n_own, costs, n_batch = len(batch), self.costs, self.loop.target.n_batch
-        events = self.loop.begin_reading(self.sequence, self.loop.clock())
-        n_most = N_READ_BESIDE
-        if costs:
-            sizes, limit_s = range(1, n_batch), 2 * costs.seconds(n_own)
-            n_most = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_own + n))
-        n_most = min(n_most, n_batch - n_own)
-        if n_most > 0 and not self.sequence.is_finished:
-            self._is_last = self.loop.add_piece(batch, self.sequence, n_most)
-        return events
-
-    def after(
-        self, n_own: int, batch: Batch, logits: Logits, target_s: float
-    ) -> tuple[float, list[Event]]:
-        costs, n_all = self.costs, len(batch)
-        own = min(1.0, costs.seconds(n_own) / costs.seconds(n_all)) if costs else n_own / n_all
-        read_s = target_s * (1.0 - own)
-        last = logits[-1:] if self._is_last else None
-        started = self.loop.clock() - read_s
-        try:
-            return read_s, self.loop.after_chunk(self.sequence, last, read_s, started)
-        except BackendError as error:  # the grammar allows no token, or a logit is not a number
-            self.sequence.failure = error
-            return read_s, []

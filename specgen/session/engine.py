@@ -23,7 +23,7 @@ from specgen.errors import (
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
-from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
@@ -369,7 +369,7 @@ class Engine:
         busy, beside = decoding, None
         if reading is not None:
             busy = [*decoding, reading]
-            beside = ChunkedPrefill(self._loop, reading.running, self._session.costs.table())
+            beside = (reading.running, self._session.costs.table())
         with self._failing(busy, raises=True):
             events = self._loop.round([request.running for request in decoding], beside)
         requests = {request.index: request for request in busy}

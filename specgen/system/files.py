@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole; JSON Lines, which can be continued after any end; locks; TOML that users write."""
+"""Files that are replaced whole; JSON Lines, which can be continued after any end; locks; TOML that users write."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -133,14 +134,24 @@ class DamagedLineError(Exception):
         self.number = number
 
 
+#: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
+
+
 def to_line(value: Any) -> bytes:
-    """Return a value as a line of JSON. A lone surrogate becomes an escape."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    """Return a value as a line of JSON in UTF-8. Numbers that JSON lacks become null, lone surrogates escapes."""
+    try:
+        line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        known = json.loads(json.dumps(value), parse_constant=lambda _name: None)
+        line = json.dumps(known, ensure_ascii=False)
+    line = _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
+    return line.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def take_lines(data: bytes, take: Callable[[Any], None]) -> int:
-    """Pass the value of each line to `take`, and return the size of these lines in bytes, without an incomplete last one.
-    Raise `DamagedLineError` for another that is not JSON, or for which `take` raises `ValueError`, `KeyError`,
+    """Pass the value of each line to `take`, and return the size of these lines in bytes, without an incomplete last
+    one. Raise `DamagedLineError` for another that is not JSON, or for which `take` raises `ValueError`, `KeyError`,
     `TypeError` or `AttributeError`."""
     n_bytes = 0
     lines = data.split(b"\n")
@@ -199,8 +210,8 @@ class AppendedFile:
 
 @contextlib.contextmanager
 def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold a lock, until the process ends at the latest. Raise `held` if another process holds it for longer than `wait_s`
-    seconds, and `OutputError` if the lock file cannot be created."""
+    """Hold a lock, until the process ends at the latest. Raise `held` if another process holds it for longer than
+    `wait_s` seconds, and `OutputError` if the lock file cannot be created."""
     import filelock
 
     with write_errors(lock_file, "SPECGEN_CACHE and SPECGEN_DATA choose other folders"):

@@ -194,7 +194,7 @@ BUNDLE = "specgen.llama.bundled"
 
 
 def uses_bundle() -> bool:
-    """Return whether the wheel's llama.cpp computes: not if the same llama-cpp-python is here, perhaps built for a GPU."""
+    """Return whether the wheel's llama.cpp computes: not if there is the same one, perhaps built for a GPU."""
     own = ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         own = importlib.metadata.version("llama-cpp-python").partition("+")[0]

@@ -59,7 +59,7 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 def ask_child_again(
     command: Sequence[str], timeout_s: float, prepare: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Start a child that takes too long once more: the machine may have stood still. `prepare` is called before each."""
+    """Start a child that takes too long once more: the machine may have stood still. `prepare` comes before each."""
     prepare()
     try:
         return ask_child(command, timeout_s)
@@ -98,7 +98,7 @@ _running: list[str] = []
 
 
 def leave_running(what: str) -> None:
-    """Record that native code (`what`) runs on in a thread: the destructors of native libraries must not run meanwhile."""
+    """Record that native code (`what`) runs on in a thread: native destructors must not run meanwhile."""
     _running.append(what)
 
 

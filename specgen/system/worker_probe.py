@@ -102,8 +102,8 @@ def _call(stream: io.BufferedRWPair, command: int, request: bytes, n_expected: i
 
 
 def lost_among(endpoints: Sequence[str]) -> Sequence[str]:
-    """Return the workers to which this process has no open connection; all, if it cannot tell. They are not asked: a worker
-    serves one program at a time, and accepts connections for a moment when it dies."""
+    """Return the workers to which this process has no open connection; all, if it cannot tell. They are not asked: a
+    worker serves one program at a time, and accepts connections for a moment when it dies."""
     connected = set()
     with contextlib.suppress(OSError, psutil.Error):
         for one in psutil.Process().net_connections("tcp4"):

@@ -125,7 +125,6 @@ def distil(
 
 
 def _check_memory(draft: Path, weights: GgufWeights) -> None:
-    """Raise `MemoryLimitError` if the weights and the values of a step do not fit the free memory."""
     shape = weights.hyperparameters
     n_vocab = len(weights.tensors["token_embd.weight"])
     n_ff = max(len(weights.tensors[f"blk.{i}.ffn_up.weight"]) for i in range(shape.n_layer))
@@ -332,7 +331,7 @@ class Trainer:
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def _step(
     shape: Hyperparameters,
-    changes: Parameters,
+    changes: Any,
     moments: Any,
     frozen: Any,
     rows: Any,

@@ -144,7 +144,6 @@ class DraftBuilder:
         return Budget(self.clock, until_s, self.interrupted, progress)
 
     def _make(self, kind: Kind, small: Path | None, until_s: float) -> Path | None:
-        """Make a draft, and tell how good it is; None if interrupted."""
         from specgen.train.target_text import TargetText
 
         target, identity = self.session.target, self._identity

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from specgen.errors import UsageError
 from specgen.llama import LlamaModel
-from specgen.llama.decoder_heads import HeadWeights, matrix, write_heads
+from specgen.llama.decoder_heads import HeadWeights, write_heads
+from specgen.llama.decoder_heads import matrix as quantized
 from specgen.llama.operators import FloatArray
 from specgen.system.files import new_beside, write_errors
 from specgen.train.gguf_weights import ModelRows
@@ -98,14 +99,7 @@ def train_heads(
     before = trainer.judge()
     state = TrainingState(-sum(before), trainer.copied())
     schedule = Schedule(
-        n_learnt,
-        _N_BATCH,
-        n_passes=3,
-        rate=2e-4,
-        n_rising=30,
-        last_share=0.02,
-        judged_every=40,
-        patience=6,
+        n_learnt, _N_BATCH, 3, 2e-4, 30, last_share=0.02, judged_every=40, patience=6
     )
     if not train(trainer, state, schedule, budget):
         return None
@@ -162,11 +156,10 @@ class _Trainer:
         #: Each token's index among the frequent ones; -1 for the others.
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
+        own = rows.embeddings(tokens)
+        own /= np.sqrt(np.square(own).mean())
         #: The embeddings of the frequent tokens at one scale, and a last row, their mean, for all others.
-        embeddings = rows.embeddings(tokens)
-        embeddings = embeddings / np.sqrt(np.square(embeddings).mean())
-        embeddings = np.concatenate([embeddings, embeddings.mean(axis=0, keepdims=True)])
-        self.embeddings: FloatArray = embeddings.astype(np.float32)
+        self.embeddings: FloatArray = np.concatenate([own, own.mean(axis=0, keepdims=True)])
         #: The output matrix for scaled states (V in `decoder_heads`).
         self.output: FloatArray = rows.output(tokens) / np.float32(self.scale)
         seen = self._index[np.unique(learnt.tokens)]
@@ -222,18 +215,11 @@ class _Trainer:
             bias[len(self._own) :] = np.log(len(self._others) / n_others)
         columns = column[self._index[learnt.top_tokens[batch]]]
         shares = np.where(columns >= 0, learnt.top_probabilities[batch], np.float32(0.0))
-        mass = shares.sum(axis=2, keepdims=True)
-        self.parameters, self._moments = _step(
-            self.parameters,
-            self._moments,
-            learnt.hidden[batch],
-            self._embedded(learnt.tokens[batch, :N_AHEAD]),
-            self.output[candidates],
-            bias,
-            np.maximum(columns, 0),
-            shares / np.maximum(mass, 1e-6),
-            rate,
-        )
+        shares /= np.maximum(shares.sum(axis=2, keepdims=True), 1e-6)
+        states = learnt.hidden[batch], self._embedded(learnt.tokens[batch, :N_AHEAD])
+        output, wanted = (self.output[candidates], bias), (np.maximum(columns, 0), shares)
+        own = self.parameters, self._moments
+        self.parameters, self._moments = _step(*own, states, output, wanted, rate)
 
     def loss(self) -> float:
         return -sum(self.judge())
@@ -267,27 +253,21 @@ def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
 
 @partial(jax.jit, donate_argnums=(0, 1))
 def _step(
-    parameters: Any,
-    moments: Any,
-    state: Any,
-    embedded: Any,
-    output: Any,
-    bias: Any,
-    columns: Any,
-    shares: Any,
-    rate: float,
+    parameters: Any, moments: Any, states: Any, output: Any, wanted: Any, rate: float
 ) -> tuple[Any, Any]:
-    """Return the parameters and Adam's moments after a step. `embedded` is float32[n, N_AHEAD, n_embd]; the wanted
-    distribution at each place ahead has the `shares` of the `columns` of the logits: [n, N_AHEAD, n_top]."""
+    """Return the parameters and Adam's moments after a step. `states` are hidden states and the embeddings of the tokens
+    ahead, float32[n, N_AHEAD, n_embd], `output` a matrix and a bias; the `wanted` distribution at each place ahead has
+    shares of columns of the logits: [n, N_AHEAD, n_top]."""
+    (state, embedded), (matrix, bias), (columns, shares) = states, output, wanted
 
     def loss(parameters: Any) -> jax.Array:
         total, ahead = jnp.zeros(()), state
         for k in range(N_AHEAD):
             ahead = advance(parameters, ahead, embedded[:, k])
-            logits = ahead @ output.T + bias
-            wanted = jnp.take_along_axis(logits, columns[:, k], axis=1)
+            logits = ahead @ matrix.T + bias
+            likely = jnp.take_along_axis(logits, columns[:, k], axis=1)
             is_known = shares[:, k].sum(axis=1)  # 0 where no likely token is among the candidates
-            mean_of_wanted = (shares[:, k] * wanted).sum(axis=1)
+            mean_of_wanted = (shares[:, k] * likely).sum(axis=1)
             losses = is_known * jax.nn.logsumexp(logits, axis=1) - mean_of_wanted
             total += _FADING**k * losses.mean()
         return total
@@ -305,10 +285,10 @@ def _weights(parameters: Parameters, trainer: _Trainer, model: LlamaModel) -> He
         vocabulary=model.vocabulary.digest(),
         scale=trainer.scale,
         tokens=trainer.tokens,
-        of_state=matrix(np.concatenate([p["M"].T, p["Q"].T]), "of_state"),
-        of_token=matrix(np.concatenate([p["N"].T, p["P"].T]), "of_token"),
+        of_state=quantized(np.concatenate([p["M"].T, p["Q"].T]), "of_state"),
+        of_token=quantized(np.concatenate([p["N"].T, p["P"].T]), "of_token"),
         bias=np.concatenate([p["c"], p["b"]]),
-        of_inner=matrix(np.ascontiguousarray(p["C"].T), "of_inner"),
-        embeddings=matrix(trainer.embeddings, "embeddings"),
-        output=matrix(trainer.output, "output"),
+        of_inner=quantized(np.ascontiguousarray(p["C"].T), "of_inner"),
+        embeddings=quantized(trainer.embeddings, "embeddings"),
+        output=quantized(trainer.output, "output"),
     )

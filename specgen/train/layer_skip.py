@@ -256,7 +256,6 @@ class Judge:
 
 
 def _batches(texts: Sequence[_Text]) -> Iterator[tuple[Batch, list[int]]]:
-    """Yield batches of whole texts, each text a sequence, with the expected token of each row that wants logits."""
     batch, expected, n_sequences = Batch(), list[int](), 0
     for prompt, answer in texts:
         tokens = (*prompt, *answer[:-1])

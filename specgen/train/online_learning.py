@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal, NoReturn, TypeAlias
+from typing import IO, TYPE_CHECKING, Literal, NamedTuple, NoReturn, TypeAlias
 
 from specgen.errors import ModelFileError, OutputError, SpecgenError, UsageError
 from specgen.llama import LlamaModel, default_threads
@@ -150,18 +150,14 @@ def learn(
         with write_errors(folder), new_beside(folder / "weights.gguf") as written:
             write_weights(start.file, state.best, written)
             new = type(trainer)(written, rows, judged).judge()
-            outcome = _outcome(start, new)
+            outcome = start.outcome(new)
             if outcome == "none":
                 known = Learnt(last_number=known.last_number)
             elif outcome == "new":
                 digest = hashlib.sha256(written.read_bytes()).hexdigest()[:12]
-                known = Learnt(
-                    f"{draft.stem}-{digest}.gguf",
-                    known.last_number,
-                    len(learning),
-                    start.as_it_came.agreement,
-                    new.agreement,
-                )
+                agreements = start.as_it_came.agreement, new.agreement
+                counts = known.last_number, len(learning)
+                known = Learnt(f"{draft.stem}-{digest}.gguf", *counts, *agreements)
                 written.replace(folder / known.weights)
             kept_answers.write_learnt(folder, draft, known)
         if outcome != "kept" and former is not None:
@@ -180,47 +176,39 @@ def learn(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """The weights that training starts from, and how the draft agrees with the target."""
+class _Start(NamedTuple):
+    """The weights that training starts from, their score, and those of the draft as it came and in use."""
 
     file: Path
     trainer: Trainer
+    score: Score
     as_it_came: Score
     in_use: Score | None = None
 
-    @property
-    def score(self) -> Score:
-        """The better of the two scores, that of `trainer`."""
-        if self.in_use is None or self.in_use.agreement <= self.as_it_came.agreement:
-            return self.as_it_came
-        return self.in_use
+    def outcome(self, new: Score) -> Outcome:
+        if new.agreement > self.score.agreement:
+            return "new"
+        is_worse = self.in_use is not None and self.in_use.agreement < self.as_it_came.agreement
+        return "none" if is_worse else "kept"
 
 
 def _better_start(base: Path, learnt: Path | None, rows: Rows, judged: Rows) -> _Start:
-    """Judge a draft as it came and with what it learnt, and start from the better of the two."""
     from specgen.train.distillation import Trainer
 
     trainer = Trainer(base, rows, judged)
-    start = _Start(base, trainer, trainer.judge())
+    as_it_came = trainer.judge()
+    start = _Start(base, trainer, as_it_came, as_it_came)
     if learnt is not None:
         with contextlib.suppress(ModelFileError):  # damaged: no draft uses it
             other = Trainer(learnt, rows, judged)
-            start = replace(start, in_use=other.judge())
-            if start.score is start.in_use:
-                start = replace(start, file=learnt, trainer=other)
+            in_use = other.judge()
+            start = start._replace(in_use=in_use)
+            if in_use.agreement > as_it_came.agreement:
+                start = start._replace(file=learnt, trainer=other, score=in_use)
     return start
 
 
-def _outcome(start: _Start, new: Score) -> Outcome:
-    if new.agreement > start.score.agreement:
-        return "new"
-    is_worse = start.in_use is not None and start.in_use.agreement < start.as_it_came.agreement
-    return "none" if is_worse else "kept"
-
-
 def _clear(folder: Path) -> None:
-    """Delete what a killed process left: weights and unfinished files that no state names."""
     states = [kept_answers.read_state(path) for path in folder.glob("*.json")]
     named = {state.weights for state in states}
     for path in (*folder.glob(f"*{NEW}"), *folder.glob("*.gguf")):
@@ -380,7 +368,6 @@ class Learner:
             self._tell(f"learning has ended: {error}")
 
     def _reload_draft(self) -> None:
-        """Reload the draft if it learnt something, here or elsewhere, or if what it learnt was deleted."""
         learnt = learnt_weights(self._folder, self._draft)
         if learnt != self._in_use and self._engine.reload_draft():
             self._in_use = learnt
@@ -448,7 +435,6 @@ class Learner:
             self._news = text
 
     def _last_words(self, child: subprocess.Popen[bytes]) -> tuple[bytes, str]:
-        """Return what a process that has ended wrote, and its last complaint. Close its files."""
         result, _ = child.communicate()
         with self._errors as errors:
             errors.seek(0)

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ _N_ROWS = 64
 _FILES = "[0-9]*.npz"
 #: The number of tokens in a row, and the most before a part of a kept answer: most answers fit with their prompt.
 N_COLUMNS, _N_BEFORE = 384, 192
+
+
+_Tokens: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +136,8 @@ def write_text(
         if not left:
             return n_have
         n_ctx = _context_size(session, [len(each.tokens) for each, _ in left.values()], max_tokens)
-        with Engine(
-            session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=budget.is_over
-        ) as engine:
+        sizes: dict[str, Any] = {"n_parallel": n_parallel, "n_ctx": n_ctx}
+        with Engine(session, interrupted=budget.is_over, **sizes) as engine:
             waiting = {
                 engine.insert(prompt): (text, is_judged)
                 for text, (prompt, is_judged) in left.items()
@@ -248,7 +250,6 @@ def _rounded(n_tokens: int, step: int) -> int:
 def _whole_answer(
     session: Session, request: Request, text: str, is_judged: bool
 ) -> TargetAnswer | None:
-    """Return the answer of a request that is done; None if it is empty or did not end as it should."""
     finished = request.finished
     if request.failure is not None or finished is None or not finished.token_ids:
         return None
@@ -278,7 +279,6 @@ class TrainingText:
     top_probabilities: NDArray[np.float16] | None = field(default=None, compare=False)
 
     def length(self, n_columns: int) -> int:
-        """Return how many of its tokens a row of so many holds."""
         return min(n_columns, len(self.prompt_tokens) + len(self.answer_tokens))
 
 
@@ -336,20 +336,15 @@ def _translation(target: LlamaModel, draft: LlamaModel) -> Translation | None:
 
 
 def _translated(
-    translation: Translation,
-    prompt: Sequence[int],
-    answer: Sequence[int],
-    draft_prompt: Sequence[int] | None,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    translation: Translation, prompt: _Tokens, answer: _Tokens, draft_prompt: Sequence[int] | None
+) -> tuple[_Tokens, _Tokens]:
     text = translation.text(prompt, draft_prompt)
     n_prompt = len(text.tokens)
     text.follow([*prompt, *answer])
     return tuple(text.tokens[:n_prompt]), tuple(text.tokens[n_prompt:])
 
 
-def _parts(
-    prompt: tuple[int, ...], answer: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _parts(prompt: _Tokens, answer: _Tokens) -> Iterator[tuple[_Tokens, _Tokens]]:
     """Yield each part of an answer that fills a row, behind the end of the text before it."""
     text, start = (*prompt, *answer), len(prompt)
     while start < len(text):

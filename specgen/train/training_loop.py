@@ -43,12 +43,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`n_passes` passes over `n_rows` rows of data, `n_batch` rows a step.
-
-    The learning rate rises to `rate` in `n_rising` steps, and falls along half a cosine to `last_share` of it.
-    The held-back text judges every `judged_every` steps; after `patience` judgements without a lower loss
-    training ends.
-    """
+    """`n_passes` passes over `n_rows` rows of data, `n_batch` rows a step. The learning rate rises to `rate` in `n_rising`
+    steps, and falls along half a cosine to `last_share` of it. The held-back text judges every `judged_every` steps;
+    after `patience` judgements without a lower loss training ends."""
 
     n_rows: int
     n_batch: int
@@ -60,15 +57,11 @@ class Schedule:
     patience: int
 
     @property
-    def n_steps_per_pass(self) -> int:
-        return self.n_rows // self.n_batch
-
-    @property
     def n_steps(self) -> int:
-        return self.n_passes * self.n_steps_per_pass
+        return self.n_passes * (self.n_rows // self.n_batch)
 
     def batch(self, step: int) -> NDArray[np.int64]:
-        number, index = divmod(step, self.n_steps_per_pass)
+        number, index = divmod(step, self.n_rows // self.n_batch)
         order = np.random.default_rng(number).permutation(self.n_rows)
         return order[index * self.n_batch : (index + 1) * self.n_batch]
 
@@ -91,19 +84,15 @@ class TrainingState:
 
 
 class Trainee(Protocol):
-    """What is trained."""
+    """What is trained: it has a loss on the held-back text, and gives copies of its present parameters."""
 
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
         """Take a step on some rows of the data with a learning rate."""
         ...
 
-    def loss(self) -> float:
-        """Return the loss on the held-back text."""
-        ...
+    def loss(self) -> float: ...
 
-    def copied(self) -> Parameters:
-        """Return a copy of the present parameters."""
-        ...
+    def copied(self) -> Parameters: ...
 
 
 def train(trainee: Trainee, state: TrainingState, schedule: Schedule, budget: Budget) -> bool:

@@ -94,12 +94,7 @@ class Cli:
         if stdin is None:
             self._monkeypatch.setattr(stream, "isatty", lambda: True)
         self._monkeypatch.setattr(sys, "stdin", stream)
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            specgen.cli.main(["run", *arguments])
-        captured = self._capsys.readouterr()
-        assert isinstance(exit_.value.code, int)
-        return Result(exit_.value.code, captured.out, captured.err)
+        return in_process(self._capsys)("run", *arguments)
 
     def model(self, name: str) -> str:
         return str(self.models / f"{name}.gguf")

@@ -79,11 +79,10 @@ class World:
 
 @dataclass
 class Run:
-    """What became of a policy in a world."""
+    """What became of a policy in a world: seconds, rounds, tokens drafted in each, and decodes of the draft model."""
 
     seconds: float = 0.0
     n_rounds: int = 0
-    #: Drafted tokens by the number of rounds with so many, and decodes of the draft model.
     lengths: list[int] = field(default_factory=list)
     n_looks: int = 0
 
@@ -97,35 +96,21 @@ def run(
 ) -> Run:
     """Let a policy decide about a model's drafts through the whole text. `prefill_s` is what the
     model has to read first, once. Drafting and verifying take `slowness()` times as long."""
-    found = Run()
-    place, behind_s = 0, prefill_s
+    found, place, behind_s = Run(), 0, prefill_s
     while place < world.n_tokens:
-        n_left = world.n_tokens - place
-        whole, draft_s = NO_DRAFT, 0.0
+        n_left, whole, draft_s = world.n_tokens - place, NO_DRAFT, 0.0
         price = Price(world.draft_s, world.draft_s, behind_s)
         plan = policy.plan(Offer(n_left, n_left - 1, drafter="model", price=price))
         if plan.n_max >= 1:
-            draft_s, behind_s = behind_s, 0.0
-            whole, n_looks = _drafted(world, plan, place)
-            draft_s += n_looks * world.draft_s
-            found.n_looks += n_looks
+            whole = _drafted(world, plan, place)
+            draft_s, behind_s = behind_s + len(whole.looks) * world.draft_s, 0.0
+            found.n_looks += len(whole.looks)
         draft = plan.stop.cut(whole)
-        n_right = world.n_right(place, len(draft))
-        target_s = world.target_s(len(draft) + 1)
-        told = tuple(range(place, place + n_right + 1))
-        draft_s, target_s = slowness() * draft_s, slowness() * target_s
-        policy.observe(
-            RoundResult(
-                plan,
-                draft,
-                tuple(range(n_right)),
-                draft_s,
-                target_s,
-                len(draft) + 1,
-                told,
-                (whole,),
-            )
-        )
+        n_right, n_rows = world.n_right(place, len(draft)), len(draft) + 1
+        draft_s, target_s = slowness() * draft_s, slowness() * world.target_s(n_rows)
+        said, path = tuple(range(place, place + n_right + 1)), tuple(range(n_right))
+        result = RoundResult(plan, draft, path, draft_s, target_s, n_rows, said, (whole,))
+        policy.observe(result)
         place += n_right + 1
         found.seconds += draft_s + target_s
         found.n_rounds += 1
@@ -133,24 +118,19 @@ def run(
     return found
 
 
-def _drafted(world: World, plan: RoundPlan, place: int) -> tuple[Draft, int]:
-    """What a model drafts, and how many decodes that took."""
+def _drafted(world: World, plan: RoundPlan, place: int) -> Draft:
+    """What a model drafts; each of its looks took a decode."""
     tokens: list[int] = []
-    confidences: list[float] = []
     looks: list[float] = []
-    n_looks = 0
     while True:
-        n_looks += 1
         at = place + len(tokens)
-        confidence = float(world.confidences[at])
-        looks.append(confidence)
+        looks.append(float(world.confidences[at]))
         if not plan.wants_token(looks):
             break
         tokens.append(at if world.rights[at] else WRONG)
-        confidences.append(confidence)
         if len(tokens) == plan.n_max or not plan.wants_decode(looks):
             break
-    return Draft.chain(tokens, "model", confidences, looks=looks), n_looks
+    return Draft.chain(tokens, "model", looks[: len(tokens)], looks=looks)
 
 
 def text(

@@ -35,7 +35,6 @@ TARGETS: tuple[Architecture, ...] = ("llama", "qwen3", "lfm2", "qwen35")
 CONFIG = TinyConfig(n_layer=4)
 LETTERS = [tiny_vocabulary(CONFIG).tokens.index(letter) for letter in "abcd"]
 BIASED = SamplerOptions(logit_bias=tuple((token, 30.0) for token in LETTERS))
-DRAWN = replace(BIASED, temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
 CHAIN = TreeShape("off")
 #: EAGLE-3 files of several makes: with and without a vocabulary of their own, embeddings, an output matrix,
 #: another size, and norms at other places.

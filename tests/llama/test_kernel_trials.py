@@ -51,50 +51,41 @@ def model(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "model.gguf", TinyConfig())
 
 
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
-    path = tmp_path / "library.so"
-    path.write_bytes(b"a library")
-    return path
+class Tried:
+    """Trials of a library on a model, whose child processes die as a table says."""
+
+    def __init__(self, folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
+        self.model, self.library, self.cache = model, folder / "library.so", folder / "cache"
+        self.library.write_bytes(b"a library")
+        self._log, self._patch = folder / "log", patch
+        self._log.write_text("")
+        self.dying({})
+
+    def dying(self, table: Mapping[str, Sequence[int]]) -> None:
+        command = [*python(_CHILD), str(self._log), json.dumps(table)]
+        self._patch.setattr(admission, "CHILD", command)
+
+    @property
+    def trials(self) -> ModelTrials:
+        """Those of another process, each time."""
+        return ModelTrials(self.library, self.cache)
+
+    @property
+    def runs(self) -> list[str]:
+        """What was tried: what the kernels did, and with what."""
+        return self._log.read_text().splitlines()
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
-    path = tmp_path / "log"
-    path.write_text("")
-    return path
-
-
-Dying = Callable[[Mapping[str, Sequence[int]]], None]
-
-
-@pytest.fixture
-def dying(log: Path, monkeypatch: pytest.MonkeyPatch) -> Dying:
-    """Lets the child of trials die as a table says."""
-
-    def use(table: Mapping[str, Sequence[int]]) -> None:
-        monkeypatch.setattr(admission, "CHILD", [*python(_CHILD), str(log), json.dumps(table)])
-
-    use({})
-    return use
-
-
-@pytest.fixture
-def trials(tmp_path: Path, library: Path, dying: Dying) -> ModelTrials:
-    dying({})
-    return ModelTrials(library, tmp_path / "cache")
-
-
-def runs(log: Path) -> list[str]:
-    """What was tried: what the kernels did, and the file."""
-    return log.read_text().splitlines()
+def tried(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Tried:
+    return Tried(tmp_path, model, monkeypatch)
 
 
 # --- whether the kernels can compute a model ------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("table", "problem", "tried"),
+    ("table", "problem", "runs"),
     [
         ({}, "", ["on"]),
         # The kernels die: llama.cpp's code serves.
@@ -106,36 +97,23 @@ def runs(log: Path) -> list[str]:
     ],
 )
 def test_what_dies_is_left_to_llama_cpp(
-    tmp_path: Path,
-    model: Path,
-    trials: ModelTrials,
-    dying: Dying,
-    log: Path,
-    table: dict[str, list[int]],
-    problem: str,
-    tried: list[str],
+    tried: Tried, table: dict[str, list[int]], problem: str, runs: list[str]
 ) -> None:
-    dying(table)
-    assert trials.problem_of(model) == problem
-    assert runs(log) == [f"{kernels} skeleton" for kernels in tried]
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [VERDICTS]
+    tried.dying(table)
+    assert tried.trials.problem_of(tried.model) == problem
+    assert tried.runs == [f"{kernels} skeleton" for kernels in runs]
+    assert [path.name for path in tried.cache.iterdir()] == [VERDICTS]
 
 
-def test_a_skeleton_that_llama_cpp_cannot_compute_proves_nothing(
-    model: Path, trials: ModelTrials, dying: Dying, log: Path
-) -> None:
-    dying({"on": [2, SEGV], "off": [2, SEGV]})
-    assert trials.problem_of(model) == ""
-    assert [line.split()[1] for line in runs(log)] == 2 * ["skeleton"] + 2 * ["whole"]
+def test_a_skeleton_that_llama_cpp_cannot_compute_proves_nothing(tried: Tried) -> None:
+    tried.dying({"on": [2, SEGV], "off": [2, SEGV]})
+    assert tried.trials.problem_of(tried.model) == ""
+    assert [line.split()[1] for line in tried.runs] == 2 * ["skeleton"] + 2 * ["whole"]
 
 
 @pytest.mark.parametrize("is_hanging", [True, False], ids=["hanging", "held up once"])
 def test_a_hanging_child_is_asked_again_and_then_a_dead_one(
-    model: Path,
-    trials: ModelTrials,
-    dying: Dying,
-    monkeypatch: pytest.MonkeyPatch,
-    is_hanging: bool,
+    tried: Tried, monkeypatch: pytest.MonkeyPatch, is_hanging: bool
 ) -> None:
     n_asked = 0
 
@@ -147,53 +125,42 @@ def test_a_hanging_child_is_asked_again_and_then_a_dead_one(
             raise ChildTimeoutError("no answer within 120 s")
         return answer
 
-    dying({"on": [3, 0]})
+    tried.dying({"on": [3, 0]})
     monkeypatch.setattr(processes, "ask_child", slow)
     problem = "no answer within 120 s on step 3" if is_hanging else ""
-    assert trials.problem_of(model) == problem
+    assert tried.trials.problem_of(tried.model) == problem
 
 
-def test_a_child_that_something_else_killed_decides_nothing(
-    model: Path, trials: ModelTrials, dying: Dying, log: Path
-) -> None:
+def test_a_child_that_something_else_killed_decides_nothing(tried: Tried) -> None:
     """As the system does if memory runs out."""
-    dying({"on": [1, KILL]})
-    assert trials.problem_of(model) == ""
-    n_before = len(runs(log))
-    trials.problem_of(model)
-    assert len(runs(log)) == 2 * n_before
+    tried.dying({"on": [1, KILL]})
+    trials = tried.trials
+    assert trials.problem_of(tried.model) == ""
+    n_before = len(tried.runs)
+    trials.problem_of(tried.model)
+    assert len(tried.runs) == 2 * n_before
 
 
 # --- what is remembered ---------------------------------------------------------------------
 
 
-def test_a_model_is_tried_once(
-    tmp_path: Path, model: Path, library: Path, trials: ModelTrials, dying: Dying, log: Path
-) -> None:
-    dying({"on": [2, SEGV]})
-    problem = trials.problem_of(model)
-    assert problem
-    again = ModelTrials(library, tmp_path / "cache")  # as the next process does
-    assert again.problem_of(model) == problem
-    assert len(runs(log)) == 2
-    assert again.problem_of(model, anew=True) == problem
-    assert len(runs(log)) == 4
-    write_tiny_model(model, replace(TinyConfig(), n_head_kv=1))
-    assert again.problem_of(model) == problem
-    assert len(runs(log)) == 6
+def test_a_model_is_tried_once(tried: Tried) -> None:
+    tried.dying({"on": [2, SEGV]})
+    for anew, n_runs in ((False, 2), (False, 2), (True, 4)):
+        assert tried.trials.problem_of(tried.model, anew=anew)
+        assert len(tried.runs) == n_runs
+    write_tiny_model(tried.model, replace(TinyConfig(), n_head_kv=1))
+    assert tried.trials.problem_of(tried.model)
+    assert len(tried.runs) == 6
 
 
-@pytest.mark.usefixtures("dying")
-def test_a_cache_that_cannot_be_written_costs_a_trial_in_each_process(
-    tmp_path: Path, model: Path, library: Path, log: Path
-) -> None:
-    cache = tmp_path / "file"
-    cache.write_text("no folder")
+def test_a_cache_that_cannot_be_written_costs_a_trial_in_each_process(tried: Tried) -> None:
+    tried.cache.write_text("no folder")
     for n_runs in (1, 2):
-        trials = ModelTrials(library, cache)
+        trials = tried.trials
         for _ in range(2):
-            assert trials.problem_of(model) == ""
-        assert len(runs(log)) == n_runs
+            assert trials.problem_of(tried.model) == ""
+        assert len(tried.runs) == n_runs
 
 
 # --- skeletons ------------------------------------------------------------------------------
@@ -307,22 +274,22 @@ def test_a_run_says_that_llama_cpp_serves(cli: Cli) -> None:
 
 @linux
 def test_every_choice_of_kernels_tries_models(
-    tmp_path: Path, model: Path, library: Path, dying: Dying, monkeypatch: pytest.MonkeyPatch
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Callable[[Path], str]] = []
-    status = KernelStatus("specgen", "avx2", path=library)
-    monkeypatch.setattr(admission, "library_path", lambda: library)
+    status = KernelStatus("specgen", "avx2", path=tried.library)
+    monkeypatch.setattr(admission, "library_path", lambda: tried.library)
     monkeypatch.setattr(admission, "examine_kernels", lambda *_args, **_options: status)
     monkeypatch.setattr(admission, "attach", lambda _path: SimpleNamespace(instructions="avx2"))
     monkeypatch.setattr(admission, "ask_before_loading", asked.append)
-    dying({"on": [1, SEGV]})
+    tried.dying({"on": [1, SEGV]})
     wanted: list[KernelChoice] = ["auto", "specgen", "llama.cpp"]
     for each in wanted:
-        admission.choose_kernels(each, tmp_path)
+        admission.choose_kernels(each, tried.cache)
     auto, required = asked
-    assert auto(model)
+    assert auto(tried.model)
     with pytest.raises(UsageError):
-        required(model)
+        required(tried.model)
 
 
 # --- the doctor -----------------------------------------------------------------------------

@@ -199,13 +199,12 @@ def test_a_prompt_that_continues_a_kept_text_is_drafted_as_anew(
 ) -> None:
     with of_layers("letters", target).loaded(folder) as opened, Engine(opened, n_ctx=256) as engine:
         first = opened.prompts.of_text(PROMPT, chat=False)
-        request = engine.insert(first)
-        events = list(engine.run())
-        assert request.finished is not None
-        answer = request.finished.token_ids
+        kept = engine.insert(first)
+        list(engine.run())
+        assert kept.finished is not None
+        answer = kept.finished.token_ids
         tokens = (*first.tokens, *answer[: len(answer) - n_left_out], *LETTERS)
-        second = replace(first, tokens=tokens)
-        request = engine.insert(second)
+        request = engine.insert(replace(first, tokens=tokens))
         events = list(engine.run())
         assert request.finished is not None
         is_kept = request.finished.n_cached_tokens > len(first.tokens)

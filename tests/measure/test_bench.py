@@ -62,7 +62,7 @@ def fake(
             raise fails[prompt]
         return say(prompt)
 
-    return Contender("target", temperature, name, answer, lambda: answer("warm-up"))
+    return Contender(temperature, name, answer, lambda: answer("warm-up"))
 
 
 def measured(*contenders: Contender, n_rounds: int = 1) -> Runs:
@@ -103,8 +103,8 @@ def test_who_fails_is_left_out_and_the_others_go_on() -> None:
         fake(log, "a", 1.0),
     )
     assert runs.failures == [
-        Failure("target", 0.0, "b", None, "b cannot begin"),
-        Failure("target", 0.0, "a", 2, "a is broken"),
+        Failure(0.0, "b", None, "b cannot begin"),
+        Failure(0.0, "a", 2, "a is broken"),
     ]
     told = [(each.temperature, each.contender, each.prompt) for each in runs.results]
     assert [each for each in told if each[1] == "a"] == [
@@ -118,7 +118,7 @@ def test_a_prompt_that_plain_decoding_cannot_answer_is_skipped() -> None:
     too_long: dict[str, SpecgenError] = {"p2": PromptError("too long")}
     only = fake(log, "plain", fails=too_long), fake(log, "a")
     runs = measured(*only, n_rounds=2)
-    assert runs.skipped == [Failure("target", 0.0, "plain", 2, "too long")]
+    assert runs.failures == [Failure(0.0, "plain", 2, "too long")]
     assert ("a", "p2") not in log
     assert log.count(("plain", "p2")) == 1
     assert len(runs.results) == 8
@@ -146,7 +146,7 @@ def test_an_answer_that_was_cut_short_does_not_count() -> None:
 def result(contender: str, prompt: int, speed: float, **changes: Any) -> Result:
     """An answer; that of `plain` is plain decoding's. Changes are those of the result or of its outcome."""
     values: dict[str, Any] = {
-        "target": "target.gguf", "temperature": 0.0, "category": "all", "round": 1
+        "temperature": 0.0, "category": "all", "round": 1
     }  # fmt: skip
     own = {name: changes.pop(name) for name in values.keys() & changes.keys()}
     outcome = replace(OUTCOME, tokens_per_s=speed, **changes)
@@ -192,22 +192,22 @@ def test_categories_count_alike_however_many_answers_they_have() -> None:
     assert figures.speedup == pytest.approx(2.0)
 
 
-def test_each_target_and_temperature_has_its_plain_decoding() -> None:
+def test_each_temperature_has_its_plain_decoding() -> None:
     figures = figures_of(
         [
             result("plain", 1, 10.0),
             result("a", 1, 10.0),
             result("plain", 1, 5.0, temperature=0.8),
             result("a", 1, 10.0, temperature=0.8),
-            result("a", 1, 10.0, target="other"),
+            result("a", 1, 10.0, temperature=1.0),
         ]
     )
-    assert [(e.target, e.temperature, e.contender, e.speedup) for e in figures] == [
-        ("target.gguf", 0.0, "plain", pytest.approx(1.0)),
-        ("target.gguf", 0.0, "a", pytest.approx(1.0)),
-        ("target.gguf", 0.8, "plain", pytest.approx(1.0)),
-        ("target.gguf", 0.8, "a", pytest.approx(2.0)),
-        ("other", 0.0, "a", None),
+    assert [(e.temperature, e.contender, e.speedup) for e in figures] == [
+        (0.0, "plain", pytest.approx(1.0)),
+        (0.0, "a", pytest.approx(1.0)),
+        (0.8, "plain", pytest.approx(1.0)),
+        (0.8, "a", pytest.approx(2.0)),
+        (1.0, "a", None),
     ]
 
 
@@ -231,7 +231,7 @@ def test_counts_and_shares_are_over_all_answers() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_tables_show_each_target_and_temperature_at_every_width(width: int) -> None:
+def test_the_tables_show_each_temperature_at_every_width(width: int) -> None:
     figures = figures_of(
         [
             result(name, prompt, speed, category=category, temperature=temperature)
@@ -245,7 +245,7 @@ def test_the_tables_show_each_target_and_temperature_at_every_width(width: int) 
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= width
     assert "2.50 2.50 2.50 2.50 25.00" in " ".join(text.split())
-    assert text.count("target.gguf, temperature") == 2
+    assert text.count("\ntemperature") == 1
     assert text.count("[red]a") == 4
     assert text.count("[b]code[/b]") == 2
     assert len({line.count("\t") for line in bench_lines(figures)}) == 1
@@ -265,7 +265,7 @@ def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) ->
     def options(context: ContextOptions) -> tuple[ContextOptions, ContextOptions]:
         base = SessionOptions(target, "none", target_context=context, draft_context=context)
         ways = [base.drafting.policy], [base.drafting.tree]
-        _, entry = entries_of(base, {target: [(draft,)]}, *ways, known=memory)
+        _, entry = entries_of(base, [(draft,)], *ways, known=memory)
         return entry.options.target_context, entry.options.draft_context
 
     ours, drafts = options(context)

@@ -77,7 +77,7 @@ def test_codes_of_shells_and_windows_are_signals_too() -> None:
         (0xC0000005 - 2**32, "SIGSEGV"),
         (0xC0000409, "SIGABRT"),
     ):
-        assert name in doctor.death(child.ChildDiedError(returncode, "")).message
+        assert name in doctor.explained(child.ChildDiedError(returncode, "")).message
 
 
 @pytest.mark.parametrize(

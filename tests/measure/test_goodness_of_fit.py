@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from specgen.measure.goodness_of_fit import (
+from specgen.measure.verify import (
     MIN_EXPECTED,
     chi_square_tail,
     g_test,

@@ -17,12 +17,12 @@ import pytest
 
 import specgen.method.loop
 from specgen.llama import LlamaBackend
-from specgen.measure.goodness_of_fit import GTest
 from specgen.measure.verify import (
     ALWAYS_ALLOWED,
     N_AT_ONCE,
     Difference,
     GreedyResult,
+    GTest,
     SampledResult,
     VerifyReport,
     check_greedy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone, propose_together
-from specgen.method.policy import FixedPolicy, Offer, draft_up_to
-from specgen.options import DraftOptions, SamplerOptions
+from specgen.method.policy import Stop, draft_up_to
+from specgen.options import SamplerOptions
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, Clock, model_drafter
@@ -23,15 +24,9 @@ LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
 
 
-def policy(max_tokens: int = 4, *, p_min: float = 0.0, min_tokens: int = 0) -> FixedPolicy:
-    return FixedPolicy(
-        DraftOptions(policy="fixed", max_tokens=max_tokens, p_min=p_min, min_tokens=min_tokens)
-    )
-
-
-def propose(drafter: ModelDrafter, context: Sequence[int], n_max: int, by: FixedPolicy) -> Draft:
-    """What a drafter proposes by a policy's plan."""
-    plan = by.plan(Offer(100, n_max, drafter="model"))
+def propose(drafter: ModelDrafter, context: Sequence[int], n_max: int, p_min: float = 0.0) -> Draft:
+    """A draft of `n_max` tokens, or until one is less likely than `p_min`."""
+    plan = replace(draft_up_to(n_max), stop=Stop(p_min, needs_confidence=p_min > 0.0))
     return draft_alone(drafter.propose(context, plan))
 
 
@@ -52,7 +47,7 @@ def test_an_interruption_ends_the_reading_of_a_long_text() -> None:
 def test_a_greedy_draft_is_what_the_model_would_say() -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS)
     context = [1, 2, 3]
-    draft = propose(drafter, context, 4, policy())
+    draft = propose(drafter, context, 4)
     text = list(context)
     for token in draft.tokens:
         assert token == int(LANGUAGE(tuple(text)).argmax())
@@ -65,7 +60,7 @@ def test_a_greedy_draft_is_what_the_model_would_say() -> None:
 def test_a_drawn_draft_carries_the_distributions_it_was_drawn_from() -> None:
     options = SamplerOptions(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01)
     drafter, _ = model_drafter(LANGUAGE, LETTERS, options)
-    draft = propose(drafter, [1, 2, 3], 4, policy())
+    draft = propose(drafter, [1, 2, 3], 4)
     assert draft.is_drawn
     for node, source in enumerate(draft.distributions):
         assert source is not None
@@ -79,7 +74,7 @@ def test_a_drawn_draft_carries_the_distributions_it_was_drawn_from() -> None:
 def test_drafting_stops_where_the_model_is_unsure() -> None:
     for p_min in (0.2, 0.4, 0.6, 0.9):
         drafter, _ = model_drafter(LANGUAGE, LETTERS)
-        draft = propose(drafter, [1, 2, 3], 16, policy(16, p_min=p_min))
+        draft = propose(drafter, [1, 2, 3], 16, p_min)
         text = [1, 2, 3]
         for token in draft.tokens:
             row = LANGUAGE(tuple(text)).astype(np.float64)
@@ -93,37 +88,35 @@ def test_drafting_ends_with_an_end_token_and_skips_what_is_biased_away() -> None
     first = int(LANGUAGE((1, 2, 3)).argmax())
     ending = FakeVocabulary.letters(N_VOCAB, ends=[first])
     drafter, _ = model_drafter(LANGUAGE, ending)
-    assert propose(drafter, [1, 2, 3], 8, policy(8)).tokens == (first,)
+    assert propose(drafter, [1, 2, 3], 8).tokens == (first,)
     drafter, _ = model_drafter(LANGUAGE, ending, SamplerOptions(logit_bias=((first, -math.inf),)))
-    draft = propose(drafter, [1, 2, 3], 8, policy(8))
+    draft = propose(drafter, [1, 2, 3], 8)
     assert len(draft) == 8
     assert first not in draft.tokens
     drafter, _ = model_drafter(LANGUAGE, LETTERS, n_shared_tokens=4)
-    assert max(propose(drafter, [1, 2, 3], 8, policy(8)).tokens) < 4
+    assert max(propose(drafter, [1, 2, 3], 8).tokens) < 4
 
 
 def test_the_cache_follows_a_text_that_went_another_way() -> None:
-    first, second, third, _ = propose(
-        model_drafter(LANGUAGE, LETTERS)[0], [1, 2, 3], 4, policy()
-    ).tokens
+    first, second, third, _ = propose(model_drafter(LANGUAGE, LETTERS)[0], [1, 2, 3], 4).tokens
     other = (first + 1) % N_VOCAB
     for context in ([1, 2, 3, other, second, third, 5], [1, 2, 3, first, other, third, 7]):
         drafter, backend = model_drafter(LANGUAGE, LETTERS)
-        propose(drafter, [1, 2, 3], 4, policy())
+        propose(drafter, [1, 2, 3], 4)
         fresh, _ = model_drafter(LANGUAGE, LETTERS)
-        assert propose(drafter, context, 1, policy()) == propose(fresh, context, 1, policy())
+        assert propose(drafter, context, 1) == propose(fresh, context, 1)
         assert backend.text(0) == tuple(context)
 
 
 @pytest.mark.parametrize("n_kept", range(6))
 def test_a_rewound_drafter_goes_on_as_a_fresh_one(n_kept: int) -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS)
-    propose(drafter, [1, 2, 3, 4], 4, policy())
-    propose(drafter, [1, 2, 3, 4, 5, 6], 4, policy())
+    propose(drafter, [1, 2, 3, 4], 4)
+    propose(drafter, [1, 2, 3, 4, 5, 6], 4)
     drafter.rewind(n_kept)
     text = [*[1, 2, 3, 4, 5, 6][:n_kept], 9, 8]
     fresh, _ = model_drafter(LANGUAGE, LETTERS)
-    assert propose(drafter, text, 3, policy()) == propose(fresh, text, 3, policy())
+    assert propose(drafter, text, 3) == propose(fresh, text, 3)
     assert backend.text(0)[: len(text)] == tuple(text)
 
 
@@ -139,7 +132,7 @@ def grown(
     tokens = np.random.default_rng(3).integers(0, N_VOCAB, n_tokens).tolist()
     for length in range(1, n_tokens + 1, n_step):
         n_before = backend.n_decoded_rows
-        draft = propose(drafter, tokens[:length], n_max, policy(n_max))
+        draft = propose(drafter, tokens[:length], n_max)
         yield tokens[:length], draft, backend, backend.n_decoded_rows - n_before
 
 
@@ -194,15 +187,12 @@ def test_a_window_that_is_rewound_agrees_with_the_text(steps: list[tuple[int, in
             drafter.rewind(n_kept)
             del text[n_kept:]
         text += rng.integers(0, N_VOCAB, n_new).tolist()
-        draft = propose(drafter, text, 3, policy(3))
+        draft = propose(drafter, text, 3)
         assert len(draft) == 3
         seen = backend.text(0)[:-2]
         n_latest = len(seen) - 4
         assert seen in (tuple(text), (*text[:4], *text[len(text) - n_latest :]))
         assert draft.tokens[0] == int(LANGUAGE(seen).argmax())
-
-
-# --- policies
 
 
 # --- trees

@@ -60,27 +60,26 @@ def test_a_file_and_a_folder(tmp_path: Path) -> None:
 
 
 def test_what_a_folder_leaves_out(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "secret.txt").write_text("secret")
-    folder = tmp_path / "folder"
+    outside, folder = tmp_path / "outside.txt", tmp_path / "folder"
+    outside.write_text("secret")
     (folder / ".git").mkdir(parents=True)
-    (folder / ".git" / "config").write_text("hidden")
-    (folder / ".env").write_text("hidden")
-    (folder / "image.png").write_bytes(b"\x89PNG\0\0")
-    (folder / "latin.txt").write_bytes(b"caf\xe9")
-    (folder / "empty.txt").write_text("")
-    (folder / "large.txt").write_text("x" * (MAX_FILE_BYTES + 1))
-    (folder / "good.txt").write_text("good")
-    (folder / "link.txt").symlink_to(outside / "secret.txt")
-    (folder / "link").symlink_to(outside)
-    (folder / "circle").symlink_to(folder)
-    (folder / "nowhere").symlink_to(tmp_path / "missing")
+    for name, data in {
+        ".git/config": b"hidden",
+        ".env": b"hidden",
+        "image.png": b"\x89PNG\0\0",
+        "latin.txt": b"caf\xe9",
+        "empty.txt": b"",
+        "large.txt": b"x" * (MAX_FILE_BYTES + 1),
+        "good.txt": b"good",
+    }.items():
+        (folder / name).write_bytes(data)
+    for name, target in {"link": outside, "circle": folder, "nowhere": tmp_path / "x"}.items():
+        (folder / name).symlink_to(target)
     if sys.platform != "win32":
         os.mkfifo(folder / "pipe")
     assert load(folder) == ["good"]
     # What is named is taken, hidden or linked.
-    assert load(folder / "link.txt", folder / ".env") == ["secret", "hidden"]
+    assert load(folder / "link", folder / ".env") == ["secret", "hidden"]
     assert load(folder / ".git") == ["hidden"]
 
 
@@ -120,33 +119,27 @@ def test_records_that_are_none(tmp_path: Path, content: str, expected: str) -> N
 
 
 def test_what_cannot_be_looked_up_in(tmp_path: Path) -> None:
-    missing = tmp_path / "missing.txt"
-    assert message(missing).startswith(f"{missing}: ")
-    binary = tmp_path / "binary"
-    binary.write_bytes(b"a\0b")
-    assert message(binary) == f"{binary}: not UTF-8 text"
-    binary.write_bytes(b"caf\xe9")
-    assert message(binary) == f"{binary}: not UTF-8 text"
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert message(empty) == f"--lookup-file {empty}: no text in it"
-    assert message(empty, empty) == f"--lookup-file {empty}, {empty}: no text in it"
-    circle = tmp_path / "circle"
-    circle.symlink_to(circle)
-    assert str(circle) in message(circle)
+    path = {name: tmp_path / name for name in ("missing", "binary", "latin", "empty", "circle")}
+    path["binary"].write_bytes(b"a\0b")
+    path["latin"].write_bytes(b"caf\xe9")
+    path["empty"].mkdir()
+    path["circle"].symlink_to(path["circle"])
+    for name, said in {
+        "missing": f"{path['missing']}: ",
+        "binary": f"{path['binary']}: not UTF-8 text",
+        "latin": f"{path['latin']}: not UTF-8 text",
+        "empty": f"--lookup-file {path['empty']}: no text in it",
+        "circle": f"{path['circle']}: ",
+    }.items():
+        assert message(path[name]).startswith(said)
     if sys.platform != "win32":
-        pipe = tmp_path / "pipe"
-        os.mkfifo(pipe)
-        assert message(pipe) == f"{pipe}: neither a file nor a folder"
-
-
-def test_too_much_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    large = tmp_path / "large.txt"
+        os.mkfifo(tmp_path / "pipe")
+        assert message(tmp_path / "pipe") == f"{tmp_path / 'pipe'}: neither a file nor a folder"
+    large = tmp_path / "large.txt"  # refused before it is read
     with large.open("wb") as file:
         file.truncate(MAX_CORPUS_BYTES + 1)
-    assert message(large) == (
-        f"--lookup-file {large}: {MAX_CORPUS_BYTES >> 20} MB of text; at most {MAX_CORPUS_BYTES >> 20} MB"
-    )
+    most = f"{MAX_CORPUS_BYTES >> 20} MB"
+    assert message(large) == f"--lookup-file {large}: {most} of text; at most {most}"
 
 
 def test_the_array_is_kept_until_a_file_changes(tmp_path: Path) -> None:
@@ -298,19 +291,17 @@ def add_many(root: Path, first: int, n: int) -> None:
 def test_several_processes_add_at_once(tmp_path: Path) -> None:
     # Not forked: the test's own threads would be copied half alive.
     context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=add_many, args=(tmp_path, 100 * number, 10)) for number in range(3)
-    ]
+    arguments = [(tmp_path, 100 * number, 10) for number in range(3)]
+    processes = [context.Process(target=add_many, args=each) for each in arguments]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    kept = np.array(kept_texts(EarlierTexts(tmp_path, "v")))
-    assert len(kept) == 30
-    for number in range(3):
-        own = [first for first in kept[:, 0] if first // 100 == number]
-        assert own == list(range(100 * number, 100 * number + 10))
+    firsts = [text[0] for text in kept_texts(EarlierTexts(tmp_path, "v"))]
+    for number in range(0, 300, 100):
+        own = [first for first in firsts if first // 100 == number // 100]
+        assert own == list(range(number, number + 10))
 
 
 # --- saved arrays

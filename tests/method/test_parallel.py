@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.kind import CacheSlot
 from specgen.drafters.parallel import ParallelDrafter
 from specgen.method.draft import ROOT, Draft
-from specgen.method.drafter import draft_alone, propose_together
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, draft_up_to
 from specgen.method.tables import CostTable, Price
-from specgen.options import DraftOptions, SamplerOptions, TreeShape, parse_tree
+from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import GREEDY, N_VOCAB, Clock, draft_request
+from tests.helpers.fake_generations import GREEDY, N_VOCAB, draft_request
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -29,44 +28,12 @@ RANDOM = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
 
 
 def parallel(
-    sampler: SamplerOptions = GREEDY,
-    *,
-    language: object = LANGUAGE,
-    vocabulary: FakeVocabulary = LETTERS,
-    backend: FakeBackend | None = None,
-    n_ctx: int = 256,
-    n_batch: int = 64,
-    recurrent: bool = False,
-    n_most: int = 16,
-    shape: str = "",
-    costs: CostTable | None = None,
-    state: TextState | None = None,
-    slot: CacheSlot | None = None,
-    prompt: Sequence[int] = (),
-    draws: bool | None = None,
+    sampler: SamplerOptions = GREEDY, backend: FakeBackend | None = None, **fields: Any
 ) -> tuple[ParallelDrafter, FakeBackend]:
-    backend = backend or FakeBackend(
-        vocabulary,
-        language,  # type: ignore[arg-type]
-        n_ctx=n_ctx,
-        n_batch=n_batch,
-        n_sequences=1,
-        recurrent=recurrent,
-    )
-    request = draft_request(
-        state or TextState(()),
-        sampler,
-        n_max=n_most,
-        branches=bool(shape),
-        shape=parse_tree(shape) if shape else TreeShape("off"),
-        costs=costs or CostTable(),
-        slot=slot or CacheSlot(),
-        prompt=prompt,
-    )
-    if draws is not None:
-        request = replace(request, draws=draws)
-    n = vocabulary.n_tokens
-    return ParallelDrafter(backend, request, mask=MASK, n_shared_tokens=n), backend
+    """A parallel draft, its request having these `fields`."""
+    backend = backend or FakeBackend(LETTERS, LANGUAGE, n_sequences=1)
+    request = draft_request(TextState(()), sampler, **fields)
+    return ParallelDrafter(backend, request, mask=MASK, n_shared_tokens=N_VOCAB), backend
 
 
 def propose(drafter: ParallelDrafter, text: Sequence[int], n_max: int) -> Draft:
@@ -132,7 +99,9 @@ def test_whatever_becomes_of_drafts_the_next_one_is_that_of_a_fresh_drafter(
     steps: list[tuple[int, int, int]], recurrent: bool
 ) -> None:
     rng = np.random.default_rng(4)
-    drafter, backend = parallel(recurrent=recurrent)
+    drafter, backend = parallel(
+        backend=FakeBackend(LETTERS, LANGUAGE, n_sequences=1, recurrent=recurrent)
+    )
     text: list[int] = []
     for n_kept, n_new, n_max in steps:
         if n_kept < len(text) and not recurrent:
@@ -144,35 +113,11 @@ def test_whatever_becomes_of_drafts_the_next_one_is_that_of_a_fresh_drafter(
         assert backend.text(0) == tuple(text)
 
 
-# --- several sequences
-
-
-def test_the_drafts_of_all_sequences_in_one_cache_are_one_decode() -> None:
-    backend = FakeBackend(LETTERS, LANGUAGE, n_sequences=3)
-    drafters = [parallel(backend=backend, slot=CacheSlot(number, 3))[0] for number in range(3)]
-    texts = ([1, 2, 3], [4], [5, 6])
-    for n_max in (4, 2):
-        n_decodes = backend.n_decodes
-        plans = [draft_up_to(n_max) for _ in drafters]
-        together = [
-            drafter.propose(text, plan)
-            for drafter, text, plan in zip(drafters, texts, plans, strict=True)
-        ]
-        proposals = propose_together(together, Clock())
-        assert backend.n_decodes == n_decodes + 1
-        for number, (text, proposal) in enumerate(zip(texts, proposals, strict=True)):
-            assert proposal.error is None
-            assert list(proposal.draft.tokens) == predicted(text, n_max)
-            assert backend.text(number) == tuple(text)
-            text.append(number)
-
-
-# --- trees
-
-
 def test_all_nodes_of_a_depth_have_children_from_one_row() -> None:
     sampler = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
-    drafter, backend = parallel(sampler, shape="3,2,1", draws=False)
+    drafter, backend = parallel(
+        sampler, draws=False, branches=True, shape=parse_tree("3,2,1"), n_max=16
+    )
     draft = propose(drafter, [1, 2, 3], 15)
     assert backend.decoded == [1, 2, 3, MASK, MASK]
     assert backend.text(0) == (1, 2, 3)
@@ -186,44 +131,32 @@ def test_all_nodes_of_a_depth_have_children_from_one_row() -> None:
     assert depths.count(1) == depths.count(2) == 6
 
 
-# --- the loop
-
-
 # --- the policy
 
 
-def cost_policy(n_max: int = 16) -> CostAwarePolicy:
-    target = CostTable({n: 1.0 + 0.05 * n for n in range(1, n_max + 2)})
-    options = DraftOptions(max_tokens=n_max)
-    return CostAwarePolicy(options, target)
-
-
-def at_once(first_s: float, row_s: float, n: int = 16) -> Price:
-    return Price(first_s, 0.0, at_once_s=tuple(first_s + row_s * i for i in range(n)))
-
-
-def planned(price: Price, n_most: int = 16) -> RoundPlan:
-    return cost_policy().plan(Offer(400, n_most, drafter="model", price=price))
+def planned(first_s: float, row_s: float) -> RoundPlan:
+    """The plan of a round where each predicted token costs another row of the draft's decode."""
+    target = CostTable({n: 1.0 + 0.05 * n for n in range(1, 18)})
+    price = Price(first_s, 0.0, at_once_s=tuple(first_s + row_s * i for i in range(16)))
+    policy = CostAwarePolicy(DraftOptions(max_tokens=16), target)
+    return policy.plan(Offer(400, 16, drafter="model", price=price))
 
 
 def test_the_decode_predicts_the_more_tokens_the_cheaper_its_rows_are() -> None:
-    chosen = [planned(at_once(0.05, row_s)).n_at_once for row_s in (0.001, 0.02, 0.2, 2.0)]
-    assert all(n is not None for n in chosen)
-    numbers = [n for n in chosen if n is not None]
-    assert numbers == sorted(numbers, reverse=True)
-    assert numbers[0] > 4
-    assert numbers[-1] == 1
+    chosen = [planned(0.05, row_s).n_at_once or 0 for row_s in (0.001, 0.02, 0.2, 2.0)]
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] > 4
+    assert chosen[-1] == 1
 
 
 def test_a_draft_whose_rows_cost_too_much_is_not_decoded() -> None:
-    plan = planned(at_once(1.5, 1.5))
-    assert plan.n_max == 0
-    assert plan.reason.name == "row cost"
+    plan = planned(1.5, 1.5)
+    assert (plan.n_max, plan.reason.name) == (0, "row cost")
 
 
 def test_the_price_is_that_of_one_decode() -> None:
     costs = CostTable({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5, 64: 10.0})
-    drafter, backend = parallel(costs=costs, n_most=6)
+    drafter, backend = parallel(costs=costs, n_max=6)
     price = drafter.price(1)
     assert price.seconds(1) == costs.seconds(1)
     assert price.seconds(6) == costs.seconds(6)

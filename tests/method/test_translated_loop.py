@@ -10,6 +10,7 @@ import functools
 from collections import Counter, abc
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import DraftOptions, GenerationOptions
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language
@@ -69,33 +70,25 @@ class Pair:
     draft_language: int = 0
     n_ctx: int = 256
     prompt: str = "ab é中 a"
-    sampler: SamplerOptions = GREEDY
     options: GenerationOptions = GenerationOptions(max_tokens=30)
     drafting: DraftOptions = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0)
-    seed: int = 0
 
     def prompt_tokens(self) -> list[int]:
         tokens = self.target.tokenize(self.prompt, add_special=True, parse_special=True)
         return tokens or [0]
 
     def setup(self) -> Setup:
-        sampler = self.sampler
+        never: tuple[tuple[int, float], ...] = ()
         if self.options.ignore_eos:  # as the session does it
             never = tuple((token, -np.inf) for token in self.target.end_tokens())
-            sampler = replace(sampler, logit_bias=never)
         return Setup(
-            language=language_of(self.language, self.target, 0),
-            vocabulary=self.target,
-            drafter=None,
-            sampler=sampler,
+            language_of(self.language, self.target, 0),
+            self.target,
+            sampler=replace(GREEDY, logit_bias=never),
             options=self.options,
             drafting=self.drafting,
             prompt=self.prompt_tokens(),
-            seed=self.seed,
         )
-
-    def plain(self) -> Sequence:
-        return self.setup().run()[0]
 
     def run(self) -> tuple[Sequence, list[Event], Watched]:
         setup = self.setup()
@@ -116,17 +109,14 @@ class Pair:
         setup.drafter = make
         generation, events = setup.run()
         assert not [event for event in events if isinstance(event, NoticeEvent)], events
+        watched[0].tally = generation.tally
         return generation, events, watched[0]
 
     def check(self) -> Watched:
         """Run with and without drafts; the texts must be one."""
-        plain = self.plain()
-        fast, _, watched = self.run()
-        assert fast.tokens == plain.tokens
-        assert fast.text.text == plain.text.text
+        plain, (fast, _, watched) = self.setup().run()[0], self.run()
+        assert (fast.tokens, fast.text.text) == (plain.tokens, plain.text.text)
         assert (fast.finish_reason, fast.stopped_by) == (plain.finish_reason, plain.stopped_by)
-        watched.n_drafted, watched.n_accepted = fast.tally.n_drafted, fast.tally.n_accepted
-        watched.n_rounds = fast.tally.n_rounds
         return watched
 
 
@@ -142,7 +132,7 @@ class Watched(WrappedDrafter):
         self.says_all = {*BYTES} <= {*backend.vocabulary.pieces}
         assert isinstance(inner.inner, ModelDrafter)
         self.translated, self.model, self.backend = inner, inner.inner, backend
-        self.n_drafted = self.n_accepted = self.n_rounds = 0
+        self.tally: Any = None
         self.n_proposals = self.n_slides = 0
 
     def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
@@ -223,11 +213,11 @@ def test_drafts_in_another_vocabulary_are_accepted() -> None:
     for seed in range(12):
         pair = Pair(cut(seed), cut(100 + seed), seed, seed, options=endless)
         watched = pair.check()
-        counts["drafted"] += watched.n_drafted
-        counts["accepted"] += watched.n_accepted
+        counts["drafted"] += watched.tally.n_drafted
+        counts["accepted"] += watched.tally.n_accepted
         counts["decoded"] += watched.backend.n_decoded_rows
-        counts["text"] += len(watched.translated.text.tokens) + watched.n_rounds
-        counts["wrong"] += replace(pair, draft_language=seed + 1).check().n_accepted
+        counts["text"] += len(watched.translated.text.tokens) + watched.tally.n_rounds
+        counts["wrong"] += replace(pair, draft_language=seed + 1).check().tally.n_accepted
     assert counts["accepted"] > 0.27 * counts["drafted"] > 100
     assert counts["accepted"] > 1.3 * counts["wrong"] > 0
     # What is decoded: the text, what was refused, and the few tokens of a round that are spelled anew.
@@ -258,8 +248,8 @@ def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(n_ctx: int) 
     pair = Pair(cut(1), cut(101), 1, 1, n_ctx=n_ctx, options=options)
     watched = pair.check()
     assert watched.n_slides >= 1
-    assert watched.n_proposals >= watched.n_rounds - 1
-    assert watched.n_accepted > 0.6 * watched.n_drafted > 20
+    assert watched.n_proposals >= watched.tally.n_rounds - 1
+    assert watched.tally.n_accepted > 0.6 * watched.tally.n_drafted > 20
     # Sliding costs about one more token of prompt for each token of text.
     whole = replace(pair, n_ctx=256).check()
     n_said = len(watched.translated.text.tokens)
@@ -269,10 +259,10 @@ def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(n_ctx: int) 
 def test_a_draft_that_can_say_little_of_the_text_does_no_harm() -> None:
     some = vocabulary([b"a", b"b", b"ab"], ["</s>"])
     watched = Pair(cut(1), some, 2, 2).check()
-    assert watched.n_drafted > 0
+    assert watched.tally.n_drafted > 0
     nothing = vocabulary([b"z", b"y"], ["</s>"])
     prompt = replace(Pair(cut(1), nothing, 2, 2), prompt="z中y")
-    assert prompt.check().n_accepted == 0
+    assert prompt.check().tally.n_accepted == 0
 
 
 def test_half_characters_are_finished_by_the_draft() -> None:
@@ -281,4 +271,4 @@ def test_half_characters_are_finished_by_the_draft() -> None:
     characters = vocabulary([character.encode() for character in ALPHABET], ["</s>"])
     options = GenerationOptions(max_tokens=60, ignore_eos=True)
     watched = Pair(target, characters, 1, 1, options=options).check()
-    assert watched.n_accepted > 0.5 * watched.n_drafted
+    assert watched.tally.n_accepted > 0.5 * watched.tally.n_drafted

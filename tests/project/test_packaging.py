@@ -85,15 +85,8 @@ def dry_run(target: str) -> str:
     if make is None:
         pytest.skip("no make")
     environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    answer = subprocess.run(
-        [make, "--dry-run", "VENV=no-such-folder", target],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return answer.stdout
+    command = [make, "--dry-run", "VENV=no-such-folder", target]
+    return subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
 
 
 @posix
@@ -137,19 +130,17 @@ def test_what_is_printed_to_install_is_this_project() -> None:
     other = re.compile(
         r"(?:install|==|[\s'\"`])specgen(?:\[|==)|(?:pip|uv tool|pipx) install '?specgen(?![-_])"
     )
-    kinds = ("*.py", "*.md", "*.toml", "Makefile", "Dockerfile")
-    folders = ("specgen", "docs", "scripts", "tests", "benchmarks")
-    files = {
-        *(path for kind in kinds for path in ROOT.glob(kind)),
-        *(path for kind in kinds for folder in folders for path in (ROOT / folder).rglob(kind)),
-    }
-    assert ROOT / "specgen" / "cli" / "serve.py" in files
-    found = [
-        f"{path.relative_to(ROOT)}: {match.group()}"
-        for path in sorted(files - {Path(__file__).resolve()})
-        for match in other.finditer(path.read_text(encoding="utf-8"))
+    patterns = [
+        f"{folder}/**/*" for folder in ("specgen", "docs", "scripts", "tests", "benchmarks")
     ]
-    assert not found
+    files = {path for pattern in ("*", *patterns) for path in ROOT.glob(pattern)}
+    kinds = {".py", ".md", ".toml", ""}
+    read = {
+        path: path.read_text("utf-8") for path in files if path.suffix in kinds and path.is_file()
+    }
+    del read[Path(__file__).resolve()]
+    assert ROOT / "specgen" / "cli" / "serve.py" in read
+    assert not [f"{path}: {found[0]}" for path in read if (found := other.search(read[path]))]
     assert other.search("pip install 'specgen[train]'")
     assert other.search("pip install specgen")
 
@@ -169,11 +160,8 @@ def test_links_on_the_package_index_go_to_files_of_this_version(
     repository = "https://example.org/a/b"
     monkeypatch.setenv("SPECGEN_REPOSITORY", repository)
     links = [*re.findall(r"\]\(([^)]+)\)", metadata().readme), *metadata().urls.values()]
-    files = [
-        path
-        for link in links
-        if (path := re.sub(rf"^{repository}/(?:blob|raw)/v{__version__}/", "", link)) != link
-    ]
+    own = re.compile(rf"{repository}/(?:blob|raw)/v{__version__}/(.*)")
+    files = [found[1] for link in links if (found := own.fullmatch(link))]
     assert len(files) > 20
     assert all((ROOT / path).is_file() for path in files)
     assert all(link.startswith("https://") for link in links)

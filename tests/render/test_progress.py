@@ -11,14 +11,13 @@ import pytest
 
 from specgen.system import progress
 from specgen.system.progress import ProgressView
-from tests.helpers.cli import Specgen
+from tests.helpers.cli import Specgen, tiny_names
 
 
 class Clock:
     """Time that passes when a test says so."""
 
-    def __init__(self) -> None:
-        self.now_s = 1000.0
+    now_s = 1000.0
 
     def __call__(self) -> float:
         return self.now_s
@@ -120,11 +119,7 @@ def test_each_command_that_measures_writes_lines_to_standard_error(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "the cat"}\n{"prompt": "a dog"}\n', encoding="utf-8")
     options, expected = COMMANDS[command]
-    files = [
-        str(path) if (path := tiny_models / f"{option}.gguf").exists() else option
-        for option in options
-    ]
-    named = ["-m", str(tiny_models / "target.gguf"), "--prompts", str(prompts), *files]
+    named = tiny_names(tiny_models, ["-m", "target", "--prompts", prompts, *options])
     result = specgen(*command.split(), *named)
     assert result.code == 0, result.err
     lines = result.err.splitlines()

@@ -33,24 +33,16 @@ def play(
     return renderer
 
 
-def test_after_a_round_the_rejected_tokens_stand_struck_through_behind_the_text() -> None:
-    terminal = Terminal()
+def test_the_rejected_tokens_stand_behind_the_text_or_where_they_were_refused() -> None:
+    terminal, other = Terminal(), Terminal()
     script = Script().prompt().plain("The").round([" cat", " sat", " on"], 1, " lay")
     play(terminal, script.events)
-    assert terminal.visible == [
-        "The cat lay sat on",
-        "",
-        LEGEND + "    3 tokens  20.0/s  33% accepted",
-    ]
+    status = LEGEND + "    3 tokens  20.0/s  33% accepted"
+    assert terminal.visible == ["The cat lay sat on", "", status]
     assert terminal.struck() == " sat onrejected"
-
-
-def test_rejected_tokens_stay_where_they_were_refused_if_all_is_shown() -> None:
-    terminal = Terminal()
-    script = Script().plain("The").round([" cat", " sat", " on"], 1, " lay").plain(" down").finish()
-    play(terminal, script.events, "all")
-    assert terminal.visible == ["The cat sat on lay down"]
-    assert terminal.struck() == " sat on"
+    play(other, script.plain(" down").finish().events, "all")
+    assert other.visible == ["The cat sat on lay down"]
+    assert other.struck() == " sat on"
 
 
 def test_a_rounds_reason_is_dim_at_its_end_where_it_changes_if_all_is_shown() -> None:
@@ -81,23 +73,16 @@ def test_branches_of_a_tree_are_told_apart(show: Show, row: str, struck: str | N
 
 
 def test_each_kind_of_token_has_a_colour_and_attributes_of_its_own() -> None:
-    terminal = Terminal()
-    script = (
-        Script().plain("plain").round([" yes", " no"], 1, " fixed").round([" sure"], 1, " more")
-    )
-    play(terminal, script.events, "all")
-    looks = [terminal.look(word) for word in ("plain", "yes", "no", "fixed", "more")]
-    assert looks == [
-        ("default",),
-        ("green", "underscore"),
-        ("red", "strikethrough"),
-        ("magenta", "bold"),
-        ("cyan", "bold", "underscore"),
-    ]
-    assert terminal.look("yes") == terminal.look("accepted")
-    assert terminal.look("no") == terminal.look("rejected")
-    assert terminal.look("fixed") == terminal.look("corrected")
-    assert terminal.look("more") == terminal.look("bonus")
+    terminal, script = Terminal(), Script().plain("simple").round([" yes", " no"], 1, " fixed")
+    play(terminal, script.round([" sure"], 1, " more").events, "all")
+    for word, name, look in (
+        ("simple", "plain", ("default",)),
+        ("yes", "accepted", ("green", "underscore")),
+        ("no", "rejected", ("red", "strikethrough")),
+        ("fixed", "corrected", ("magenta", "bold")),
+        ("more", "bonus", ("cyan", "bold", "underscore")),
+    ):
+        assert terminal.look(word) == terminal.look(name) == look
 
 
 def test_a_long_prompt_shows_how_far_it_is_read() -> None:
@@ -136,20 +121,13 @@ def test_the_status_line_says_what_fits(columns: int, status: str) -> None:
 
 @pytest.mark.parametrize("show", ["accepted", "all", "none"])
 def test_at_the_end_the_text_stands_alone_and_the_cursor_below_it(show: Show) -> None:
-    terminal = Terminal()
-    script = Script().prompt().plain("The").round([" cat", " sat"], 2, "\nEnd").finish()
-    play(terminal, script.events, show)
-    assert terminal.visible == ["The cat sat", "End"]
-    assert (terminal.screen.cursor.y, terminal.screen.cursor.x) == (2, 0)
-    assert not terminal.cursor_hidden
-
-
-def test_an_empty_answer_leaves_no_trace() -> None:
-    terminal = Terminal()
-    play(terminal, Script().prompt().finish().events)
-    assert terminal.visible == []
-    assert terminal.screen.cursor.y == 0
-    assert not terminal.cursor_hidden
+    whole = Script().prompt().plain("The").round([" cat", " sat"], 2, "\nEnd").finish()
+    for script, rows in ((whole, ["The cat sat", "End"]), (Script().prompt().finish(), [])):
+        terminal = Terminal()
+        play(terminal, script.events, show)
+        assert terminal.visible == rows
+        assert (terminal.screen.cursor.y, terminal.screen.cursor.x) == (len(rows), 0)
+        assert not terminal.cursor_hidden
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
@@ -175,12 +153,11 @@ def test_words_that_the_window_splits_are_copied_in_one_piece() -> None:
     assert terminal.lines == [f"See {address} there.", "漢字" * 40]
 
 
-@pytest.mark.parametrize("joins_emoji", [True, False])
-@pytest.mark.parametrize("columns", [10, 11, 40])
+@pytest.mark.parametrize(("columns", "joins"), [(10, True), (11, False), (40, True), (10, False)])
 def test_wide_characters_stay_whole_whatever_the_terminal_takes_them_for(
-    columns: int, joins_emoji: bool
+    columns: int, joins: bool
 ) -> None:
-    terminal = Terminal(columns, joins_emoji=joins_emoji)
+    terminal = Terminal(columns, joins_emoji=joins)
     script = Script().prompt()
     for text in ("漢字かな交じり文", FAMILY * 3, "🇩🇪🇫🇷", "👍🏽 ", "e\u0301", "한국어", "❤️", "1️⃣"):
         script.round([text, text], 1, text)
@@ -189,18 +166,11 @@ def test_wide_characters_stay_whole_whatever_the_terminal_takes_them_for(
 
 
 def test_a_notice_stands_above_the_unfinished_line() -> None:
-    terminal = Terminal()
-    script = (
-        Script().prompt().plain("one\ntwo").notice("[b]drafting\nfailed\x1b[2J", "why\nexactly")
-    )
-    play(terminal, script.plain(" words").events)
-    assert terminal.visible[:5] == [
-        "one",
-        "note: [b]drafting↵failed␛[2J",
-        "  why",
-        "  exactly",
-        "two words",
-    ]
+    terminal, script = Terminal(), Script().prompt().plain("one\ntwo")
+    script.notice("[b]drafting\nfailed\x1b[2J", "why\nexactly").plain(" words")
+    play(terminal, script.events)
+    note = ["note: [b]drafting↵failed␛[2J", "  why", "  exactly"]
+    assert terminal.visible[:5] == ["one", *note, "two words"]
     assert terminal.look("drafting") == ("default",)
 
 
@@ -325,13 +295,10 @@ def test_a_line_takes_its_place(show: Show) -> None:
     assert not terminal.cursor_hidden
 
 
-def test_a_thought_that_is_broken_off_leaves_its_line() -> None:
+def test_a_thought_that_is_broken_off_leaves_its_line_and_so_does_one_of_the_template() -> None:
     terminal = Terminal()
     play(terminal, thinking().plain("</thi").finish("interrupted").events, folds=True)
     assert terminal.rows == [FOLDED.format("0.4", 7)]
-
-
-def test_a_thought_that_the_template_began() -> None:
     terminal = Terminal()
     script = Script().prompt().plain("why").plain(" not</think>").plain("So.").finish()
     first = script.events[0]

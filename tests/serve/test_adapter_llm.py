@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import llm
 import llm.plugins
@@ -79,8 +80,7 @@ def of_files(files: Path, draft: str | None = "draft.gguf", n: int = N) -> list[
 
 def told(result: Result) -> str:
     """What an answer says."""
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout.endswith("\n")
+    assert (result.exit_code, result.stderr, result.stdout[-1:]) == (0, "", "\n")
     return result.stdout[:-1]
 
 
@@ -151,9 +151,7 @@ def test_the_answer_is_that_of_the_target_alone(
 ) -> None:
     text = expected.generate(PROMPT, max_tokens=N).text
     for more in ([], ["--no-stream"]):
-        result = ask(PROMPT, *of_files(chat_models, draft), *more)
-        assert told(result) == text
-        assert result.stderr == ""
+        assert told(ask(PROMPT, *of_files(chat_models, draft), *more)) == text
 
 
 def test_every_option_counts(ask: Ask, chat_models: Path, expected: specgen.Model) -> None:
@@ -211,18 +209,13 @@ def test_a_conversation_goes_on(plugin: Any, chat_models: Path, expected: specge
     messages += [Message("assistant", first.text()), Message("user", "and then?")]
     second = conversation.prompt("and then?", **options)
     assert second.text() == expected.generate(messages, max_tokens=N).text
-    details = second.usage().details
-    assert details is not None
-    assert details["n_cached"] > 20
-
-
-def test_a_model_without_a_template_continues_a_prompt(plugin: Any, chat_models: Path) -> None:
-    plain = chat_models / "plain.gguf"
-    with specgen.load(plain, "none", n_ctx=512) as model:
-        expected = model.generate(PROMPT, chat=False, max_tokens=N).text
+    assert (second.usage().details or {})["n_cached"] > 20
+    # A model without a template continues a single prompt.
+    options["target"] = str(chat_models / "plain.gguf")
     conversation = llm.get_model("specgen").conversation()
-    options: dict[str, Any] = {"target": str(plain), "max_tokens": N}
-    assert conversation.prompt(PROMPT, **options).text() == expected
+    with specgen.load(options["target"], "none", n_ctx=512) as model:
+        text = model.generate(PROMPT, chat=False, max_tokens=N).text
+    assert conversation.prompt(PROMPT, **options).text() == text
     with pytest.raises(AnswerError, match="a conversation needs a chat template"):
         conversation.prompt("and then?", **options).text()
 
@@ -234,14 +227,8 @@ def test_a_model_is_loaded_once(
     plugin: Any, chat_models: Path, expected: specgen.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if several threads ask for it at once, and not before it is asked."""
-    loads: list[tuple[Any, ...]] = []
-    load = specgen.load
-
-    def counting(*arguments: Any, **options: Any) -> specgen.Model:
-        loads.append(arguments)
-        return load(*arguments, **options)
-
-    monkeypatch.setattr(specgen, "load", counting)
+    loads = Mock(side_effect=specgen.load)
+    monkeypatch.setattr(specgen, "load", loads)
     options: dict[str, Any] = {"target": str(chat_models / "target.gguf"), "max_tokens": N}
     texts: dict[str, str] = {}
 
@@ -250,27 +237,23 @@ def test_a_model_is_loaded_once(
 
     prompts = ["a", "b", "the cat", "hello"]
     threads = [threading.Thread(target=answer, args=(prompt,)) for prompt in prompts]
-    assert loads == []
+    loads.assert_not_called()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert texts == {prompt: expected.generate(prompt, max_tokens=N).text for prompt in prompts}
-    assert len(loads) == 1
-    llm.get_model("specgen").prompt("a", n_ctx=300, **options).text()
-    assert len(loads) == 2
-
-
-def test_an_answer_that_nobody_reads_is_cancelled(plugin: Any, chat_models: Path) -> None:
-    model = llm.get_model("specgen")
-    options: dict[str, Any] = {"target": str(chat_models / "target.gguf"), "max_tokens": 1000}
-    pieces = iter(model.prompt(PROMPT, **options))
+    loads.assert_called_once()
+    # An answer that nobody reads is cancelled.
+    pieces = iter(llm.get_model("specgen").prompt(PROMPT, **options | {"max_tokens": 1000}))
     next(pieces)
     (loaded,) = plugin.loaded_models.values()
     assert not loaded.engine.is_idle
     pieces.close()  # type: ignore[attr-defined]
     loaded.engine.step()
     assert loaded.engine.is_idle
+    llm.get_model("specgen").prompt("a", n_ctx=300, **options).text()
+    assert loads.call_count == 2
 
 
 def test_a_process_ends_cleanly_and_keeps_what_was_learnt(

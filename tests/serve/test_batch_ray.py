@@ -53,9 +53,7 @@ from tests.project.test_layers import imported, modules
     ],
 )
 def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
-    nodes: list[tuple[float, float]],
-    asked: tuple[float | None, float | None],
-    found: tuple[int, float, float],
+    nodes: Any, asked: Any, found: tuple[int, float, float]
 ) -> None:
     assert place(nodes, *asked) == found
 
@@ -68,9 +66,7 @@ def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
         ([(8, 1)], (None, 2), "the largest has 8 CPUs, 1 GPUs"),
     ],
 )
-def test_what_no_node_has_is_told(
-    nodes: list[tuple[float, float]], asked: tuple[float | None, float | None], said: str
-) -> None:
+def test_what_no_node_has_is_told(nodes: Any, asked: Any, said: str) -> None:
     with pytest.raises(BackendError, match=said):
         place(nodes, *asked)
 
@@ -154,6 +150,7 @@ def run(
     results: Collected | None = None,
 ) -> tuple[RayBatch, Collected]:
     results, cluster = results or Collected(), Cluster("local", patience_s=patience_s)
+    ray.is_up = True
     with connected(cluster, verbose=verbose, ray=ray):
         batch = RayBatch(ray, cluster, job, results.write)
         for _ in batch.run(lines, lambda: interrupted(results)):
@@ -165,11 +162,9 @@ def run(
 def test_actors_answer_as_a_batch_does(target: Path) -> None:
     """Lines of all sizes, those that cannot be read or answered among them."""
     rows: list[dict[str, Any]] = [
-        {"prompt": "a cat", "max_tokens": 150, "ignore_eos": True},
         *({"prompt": f"the cat {n}", "seed": n, "temperature": 0.8} for n in range(50)),
-        {"prompt": "long", "max_tokens": 700, "ignore_eos": True},
-        {"prompt": 7},
-        {"prompt": "x " * 2000},
+        *({"prompt": "long", "max_tokens": n, "ignore_eos": True} for n in (150, 700)),
+        *({"prompt": prompt} for prompt in (7, "x " * 2000)),
     ]
     lines, plain, ray = lines_of(*rows), Collected(), FakeRay()
     with open_tiny(target) as session:
@@ -221,19 +216,15 @@ def test_an_actor_that_cannot_start_ends_the_batch_with_its_error(
     assert not ray.is_up
 
 
-def test_no_free_cpus_end_the_batch_after_a_while(
+def test_a_batch_ends_without_free_cpus_and_after_an_interruption(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray = FakeRay()
+    lines, ray = lines_of(*map(str, range(40))), FakeRay()
+    _, results = run(ray, actor_job(target), lines, lambda results: len(results.records) >= 3)
+    assert 3 <= len(results.records) < 40
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
     with pytest.raises(BackendError, match="no actor has started within"):
-        run(ray, actor_job(target), lines_of("a"), patience_s=0.01)
-
-
-def test_an_interruption_keeps_what_is_done(target: Path) -> None:
-    lines = lines_of(*map(str, range(40)))
-    _, results = run(FakeRay(), actor_job(target), lines, lambda results: len(results.records) >= 3)
-    assert 3 <= len(results.records) < 40
+        run(ray, actor_job(target), lines, patience_s=0.01)
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -267,8 +258,7 @@ def test_what_cannot_be_a_cluster_is_refused(
     options: tuple[str, ...],
     said: str,
 ) -> None:
-    is_installed = "pip install" not in said
-    found = object() if is_installed else None
+    found = None if "pip install" in said else object()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: found)
     (tmp_path / "in").write_text("a\n")
     result = specgen("batch", tmp_path / "in", tmp_path / "out", "-m", target, *options)

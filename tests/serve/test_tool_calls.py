@@ -248,3 +248,12 @@ def test_a_backslash_that_escapes_nothing_stands_for_itself() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"city": "C:\\path\\new"}}</tool_call>'
     for pieces in cuts(text):
         assert parsed(HERMES, pieces)[1] == [("weather", {"city": "C:\\path\new"})]
+
+
+def test_an_id_may_be_left_out() -> None:
+    template = FAMILIES["Devstral"].replace("[ARGS]", "[CALL_ID]{{ c.id }}[ARGS]")
+    found = form_of(template)
+    assert found is not None
+    for between in ("[CALL_ID]abc12[ARGS]", "[ARGS]"):
+        for pieces in cuts(f'[TOOL_CALLS]weather{between}{{"city": "K"}}'):
+            assert parsed(found, pieces)[1] == [("weather", {"city": "K"})]

@@ -245,8 +245,9 @@ def test_templates_decide_alike_with_marks() -> None:
     {{ c | upper }} {{ c | lower }} {{ c | capitalize }} {{ c.title() }} {{ c | length }} {{ c | first }}
     {{ (c ~ 'x').endswith('cx') }} {{ (c + 'x') == 'a<b>B cx' }} {{ c.splitlines() }} {{ [c, 'A', 'b'] | sort }}
     {% set y %}{{ c }}!{% endset %}{{ y == 'a<b>B c!' }} {% for x in c if x == 'b' %}{{ x }}{% endfor %}
-    {{ {'z': 1, c: 2, 'B': 3} | dictsort }} {{ c | tojson }} {{ c is string }} {{ messages | tojson }}"""
-    messages = [Message("user", "a<b>B c")]
+    {{ {'z': 1, c: 2, 'B': 3} | dictsort }} {{ c | tojson }} {{ c is string }} {{ messages | tojson }}
+    {{ messages | tojson(ensure_ascii=true) }}"""
+    messages = [Message("user", "a<b>B c"), Message("assistant", "é <b> 中")]
     plain, with_marks = (
         render(
             template, messages, bos_token="", eos_token="", now=NOW, marks_contents=marks_contents

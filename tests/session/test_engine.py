@@ -29,7 +29,7 @@ from specgen.options import (
     SessionOptions,
     TreeShape,
 )
-from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
 from specgen.session.memory import Memory
@@ -378,10 +378,10 @@ def break_round(engine: Engine) -> set[int]:
         raise BackendError("no room in the cache")
 
     def broken(
-        loop: AnswerLoop, sequences: abc.Sequence[Sequence], beside: ChunkedPrefill | None
+        loop: AnswerLoop, sequences: abc.Sequence[Sequence], beside: tuple[Sequence, Any] | None
     ) -> list[Event]:
         # A prompt that is read in the batch of the round fails with it.
-        read = [] if beside is None else [beside.sequence]
+        read = [] if beside is None else [beside[0]]
         is_run = any(not sequence.is_finished for sequence in sequences)
         busy.update(each.index for each in (*sequences, *read) if is_run and not each.is_finished)
         with pytest.MonkeyPatch.context() as patch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.engine import Engine
-from specgen.session.kept_answers import Learnt, write_learnt
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
@@ -170,32 +168,6 @@ def test_the_command_line_keeps_a_prompt(folder: Path, tmp_path: Path, specgen: 
     refused = specgen(*command[:-1], missing, PROMPT)
     assert refused.out == ""
     assert "there is no such folder" in refused.err
-
-
-def test_draft_contexts_may_be_opened_again(folder: Path, tmp_path: Path) -> None:
-    """As a draft does that learnt: what is kept at the end is what the new context has read."""
-    target, file = folder / "attention.gguf", tmp_path / "kept"
-    learning = tmp_path / "learning"
-    learning.mkdir()
-    config = TinyConfig(architecture=CACHES["attention"], n_ctx_train=1024)
-    options = replace(
-        options_of(target, file), draft=folder / "attention draft.gguf", learning=learning
-    )
-    with Session(options, time.perf_counter) as models, Engine(models) as engine:
-        prompt = models.prompts.of_text(PROMPT, chat=False)
-        texts = []
-        for noise in (0.05, 0.3):
-            write_tiny_model(learning / "w.gguf", config.draft(noise))
-            write_learnt(learning, folder / "attention draft.gguf", Learnt("w.gguf"))
-            assert engine.reload_draft()
-            request = engine.insert(prompt)
-            list(engine.stream(request))
-            assert request.finished is not None
-            texts.append(request.finished.token_ids)
-    assert texts[0] == texts[1]
-    header = json.loads(file.read_bytes().partition(b"\n")[0])
-    assert [part["n_tokens"] > 0 for part in header["parts"]] == [True, True]
-    assert answered(target, file)[0].n_cached_tokens > 0
 
 
 def test_an_engine_whose_file_cannot_be_written_is_closed_all_the_same(

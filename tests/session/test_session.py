@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.errors import (
-    BackendError,
-    MemoryLimitError,
-    PromptError,
-)
+from specgen.errors import BackendError, MemoryLimitError, PromptError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama.library import llama_cpp
 from specgen.options import (
@@ -27,7 +23,7 @@ from specgen.options import (
 )
 from specgen.session.engine import generate
 from specgen.session.session import Session
-from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Peaked enough that a difference in rounding does not change the most likely token.
@@ -44,10 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bad": TARGET.draft(1.5),
         "padded": replace(TARGET.draft(0.02), n_vocab=400),
         "short": replace(TARGET, n_ctx_train=60),
-        "spm": replace(TARGET, tokenizer="spm", n_vocab=None),
         "no bos": replace(TARGET, add_bos=False),
-        "mamba": replace(TARGET, architecture="mamba"),
-        "chat": replace(TARGET, chat_template=CHATML_TEMPLATE, name="chat"),
     }
     for name, config in configs.items():
         write_tiny_model(folder / f"{name}.gguf", config)

@@ -20,7 +20,6 @@ from specgen.options import (
     TranslateMode,
 )
 from specgen.session.engine import generate
-from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from tests.helpers.common import EXACT, NOW
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
@@ -147,37 +146,31 @@ def test_other_drafts_are_exact(models: Path, draft: str, changes: dict[str, Any
 # --- what the draft is told
 
 
-def draft_text(session: Session, tokens: tuple[int, ...]) -> str:
-    assert session.own_vocabulary is not None
-    vocabulary = session.own_vocabulary.vocabulary
-    said = (
-        vocabulary.token_bytes(token) or vocabulary.control_text(token).encode() for token in tokens
-    )
-    return b"".join(said).decode()
-
-
-def prompt_of(models: Path, draft: str, **changes: object) -> tuple[Prompt, str]:
+@pytest.mark.parametrize(
+    ("draft", "system", "expected"),
+    [
+        ("chat draft", None, "<s> user: Hi\n"),
+        # The template takes no system message: it is at the head of the first turn.
+        ("chat draft", "Be brief.", "<s> user: Be brief.\n\nHi\n"),
+        # Without a template that works there are paragraphs.
+        ("draft", None, "<s> Hi\n\n"),
+        ("broken template", "Be brief.", "<s> Be brief.\n\nHi\n\n"),
+    ],
+)
+def test_a_conversation_is_told_in_the_drafts_own_template(
+    models: Path, draft: str, system: str | None, expected: str
+) -> None:
     with opened(models, "chat", draft) as loaded:
-        prompt = loaded.prompts.of_text("Hi", now=NOW, **changes)  # type: ignore[arg-type]
+        prompt = loaded.prompts.of_text("Hi", now=NOW, system=system)
         assert prompt.draft_tokens is not None
-        return prompt, draft_text(loaded, prompt.draft_tokens)
-
-
-def test_a_conversation_is_told_in_the_drafts_own_template(models: Path) -> None:
-    prompt, told = prompt_of(models, "chat draft")
-    assert prompt.text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert told == "<s> user: Hi\n"
-    # The template takes no system message: it is at the head of the first turn.
-    _, told = prompt_of(models, "chat draft", system="Be brief.")
-    assert told == "<s> user: Be brief.\n\nHi\n"
-
-
-@pytest.mark.parametrize("draft", ["draft", "broken template"])
-def test_a_draft_without_a_template_is_told_paragraphs(models: Path, draft: str) -> None:
-    _, told = prompt_of(models, draft)
-    assert told == "<s> Hi\n\n"
-    _, told = prompt_of(models, draft, system="Be brief.")
-    assert told == "<s> Be brief.\n\nHi\n\n"
+        assert loaded.own_vocabulary is not None
+        vocabulary = loaded.own_vocabulary.vocabulary
+        said = [
+            vocabulary.token_bytes(token) or vocabulary.control_text(token).encode()
+            for token in prompt.draft_tokens
+        ]
+    assert b"".join(said).decode() == expected
+    assert prompt.text.endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_text_that_is_continued_is_translated(models: Path) -> None:

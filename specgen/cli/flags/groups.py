@@ -74,7 +74,7 @@ class Group:
         return dataclasses.replace(self, parameters=tuple(changed))
 
     def later(self) -> Group:
-        """Return the group with a function that makes its value as its value; the function's keywords replace options."""
+        """Return the group with a function as its value, which makes it; keywords replace options."""
         return Group(lambda **values: functools.partial(self, **values), self.parameters)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def panel(heading: str, **options: Any) -> Table:
 
 
 def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]], Group]:
-    """Make a group of a dataclass whose fields are options, and of a function, which receives them as keywords. The tables
-    have further options, and groups. A field that is a tuple is an option that may be given several times."""
+    """Make a group of a dataclass whose fields are options, and of a function, which receives them as keywords. The
+    tables have further options, and groups. A field that is a tuple is an option that may be given several times."""
     fields = dataclasses.fields(fields_of)
     hints = typing.get_type_hints(fields_of)
     declared = {each.name: _option(each.metadata) for each in fields if each.metadata}

@@ -83,7 +83,6 @@ class PackedWeights:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether they are to be kept, and the disk has too little room."""
         with contextlib.suppress(OSError):
             return self._n_bytes > room_bytes(self._path.parent)
         return False

@@ -27,6 +27,7 @@ ANY: Final = "\ufffc"
 UNCLEAR: Final = -1
 #: The values of arguments by their keys.
 Arguments = dict[str, Any]
+_MARKED_ID = re.compile(rf"\[[A-Z_]+\]{ANY}")
 _ANY_TEXT = re.compile(r"[\w.\-]*")
 _SPACE = re.compile(r"\s*")
 _KEY = re.compile(r"[^\s<>\"'=:,(){}]+")
@@ -132,7 +133,12 @@ def read_call(
     if not whole or (not is_last and len(text) - start < max(map(len, names))):
         return UNCLEAR if names else None
     name = max(whole, key=len)
-    begin = match(form.after_name, text, start + len(name))
+    # Some models leave out the id that their template writes.
+    places = [
+        match(after, text, start + len(name))
+        for after in (form.after_name, _MARKED_ID.sub("", form.after_name))
+    ]
+    begin = next((each for each in places if each is not None), None)
     if begin is None or begin == UNCLEAR:
         return begin
     found = _arguments(form, text, begin, functions[name], is_last=is_last)

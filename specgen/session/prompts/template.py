@@ -131,15 +131,22 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    as_plain = list  # filters make iterators
-    return json.dumps(
+    # Filters make iterators.
+    text = json.dumps(
         value,
-        ensure_ascii=ensure_ascii,
+        ensure_ascii=False,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
-        default=as_plain,
+        default=list,
     )
+    return re.sub("[^\x00-\x7f]", _escaped, text) if ensure_ascii else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return a character as JSON escapes it; one of ASCII keeps its mark."""
+    character = unmarked(found[0])
+    return found[0] if character.isascii() else json.dumps(character)[1:-1]
 
 
 def _raise_exception(message: str) -> NoReturn:
