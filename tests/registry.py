@@ -85,9 +85,7 @@ def model(text: Text, guesses: Guesses | None = None, noise: float = 0.0) -> Mod
 
 
 def guesses(text: Text, drafters: Cascade) -> Guesses:
-    return Guesses(
-        drafters, FixedPolicy(DraftOptions(policy="fixed", max_tokens=text.n_guess, p_min=0.0))
-    )
+    return Guesses(drafters, FixedPolicy(DraftOptions("fixed", text.n_guess, p_min=0.0)))
 
 
 def by_ngrams(text: Text, noise: float = 0.0) -> ModelDrafter:
@@ -109,9 +107,7 @@ def tree_model(text: Text, shape: str = "2,2", *, draws: bool = False) -> ModelD
 
 
 def drawn_tree_model(text: Text) -> ModelDrafter:
-    if not Sampler(text.sampler).is_random:
-        return tree_model(text, "2x3")
-    return tree_model(text, "2x3", draws=True)
+    return tree_model(text, "2x3", draws=Sampler(text.sampler).is_random)
 
 
 def parallel(text: Text) -> ParallelDrafter:
@@ -122,10 +118,10 @@ def parallel(text: Text) -> ParallelDrafter:
         n_text = len(tokens)
         while n_text and tokens[n_text - 1] == mask:
             n_text -= 1
-        read = list(tokens[:n_text])
-        for _ in tokens[n_text:]:
-            read.append(int(text.language(tuple(read)).argmax()))
-        return text.language(tuple(read))
+        read = tokens[:n_text]
+        while len(read) < len(tokens):
+            read += (int(text.language(read).argmax()),)
+        return text.language(read)
 
     return ParallelDrafter(
         text.open_backend(text.vocabulary, language),
@@ -145,9 +141,8 @@ def translated(text: Text) -> TranslatedDrafter:
     def language(tokens: tuple[int, ...]) -> Logits:
         return np.ascontiguousarray(text.language(tuple(n - 1 - t for t in tokens))[::-1])
 
-    return translated_drafter(Translation(own, other), language, other, text.state, seed=text.seed)[
-        0
-    ]
+    translation = Translation(own, other)
+    return translated_drafter(translation, language, other, text.state, seed=text.seed)[0]
 
 
 @dataclass(frozen=True)

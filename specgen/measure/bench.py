@@ -213,7 +213,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A contender that could not answer a prompt (None: or not even warm up), and why."""
+    """A contender that could not answer a prompt (None: or not even warm up), and why. It has no further turn; if it is
+    plain decoding, the prompt has none."""
 
     temperature: float
     contender: str
@@ -223,13 +224,11 @@ class Failure:
 
 @dataclass(slots=True)
 class Runs:
-    """The results so far, the contenders that failed and had no further turn, the prompts that plain decoding could
-    not answer, what computed the target, the error that ended the measurement, and the share of all cores' time that
-    other programs took meanwhile."""
+    """The results and failures so far, what computed the target, the error that ended the measurement, and the share of
+    all cores' time that other programs took meanwhile."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    skipped: list[Failure] = field(default_factory=list)
     kernels: str = ""
     error: SpecgenError | None = None
     is_interrupted: bool = False
@@ -270,22 +269,21 @@ def take_turns(
                 continue
             outcome = contender.answer(asked.text)
         except SpecgenError as error:
-            failure = Failure(*who, None if asked is None else asked.number, error.message)
             if contender.name != PLAIN:
                 failed.add(contender)
-                runs.failures.append(failure)
             elif asked is not None and isinstance(error, PromptError):
                 skipped.add(asked.number)
-                runs.skipped.append(failure)
             else:
                 raise
+            number_of = None if asked is None else asked.number
+            runs.failures.append(Failure(*who, number_of, error.message))
             continue
         if outcome.finish_reason == "interrupted" or interrupted():
             return
         runs.results.append(Result(*who, asked.number, asked.category, number, outcome))
     progress(len(turns), len(turns))
-    if runs.skipped and len(skipped) == len(prompts):
-        last = runs.skipped[-1]
+    if prompts and len(skipped) == len(prompts):
+        last = runs.failures[-1]
         raise PromptError(f"no prompt can be answered; prompt {last.prompt}: {last.message}")
 
 
@@ -390,8 +388,9 @@ def _figures(
     for result in results:
         if (other := plain.get(_place(result))) is None:
             continue
-        if (ratio := _speedup(result, other)) is not None:
-            by_prompt[result.prompt].append(ratio)
+        fast, slow = result.outcome.tokens_per_s, other.outcome.tokens_per_s
+        if fast and slow:
+            by_prompt[result.prompt].append(fast / slow)
         own_s, other_s = (each.outcome.time_to_first_token_s for each in (result, other))
         firsts += [own_s / other_s] if own_s is not None and other_s else []
     speedups = [ratio for ratios in by_prompt.values() for ratio in ratios]
@@ -417,11 +416,6 @@ def _figures(
         first_token=statistics.median(firsts) if firsts else None,
         categories=tuple(parts),
     )
-
-
-def _speedup(result: Result, plain: Result) -> float | None:
-    fast, slow = result.outcome.tokens_per_s, plain.outcome.tokens_per_s
-    return fast / slow if fast and slow else None
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
@@ -455,6 +449,5 @@ def to_json_object(
         "prompts": as_json(prompts),
         "figures": as_json(figures_of(runs.results)),
         "failures": as_json(runs.failures),
-        "skipped_prompts": as_json(runs.skipped),
         "results": as_json(runs.results),
     }

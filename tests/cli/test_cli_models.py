@@ -232,7 +232,7 @@ def test_rm_removes_a_model_of_the_registry_from_all_snapshots(
     (newer / path.name).symlink_to(path.resolve())
     (storage / "refs").mkdir(exist_ok=True)
     (storage / "refs" / "main").write_text(newer.name, encoding="utf-8")
-    assert run("path", "tiny").stdout == f"{path}\n"
+    assert run("path", "tiny").stdout == f"{newer / path.name}\n"
     assert run("rm", "--yes", "tiny").stdout == "removed tiny: 100 kB freed\n"
     assert isinstance(run("path", "tiny").exception, ModelFileError)
     assert not (newer / path.name).exists()
