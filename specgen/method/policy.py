@@ -98,7 +98,7 @@ class RoundPlan:
     """What one sequence drafts in a round, and why.
 
     A round verifies either `found`, which a lookup found without a decode, or a draft of at most `n_max` tokens of
-    `drafter`, as far as `stop` lets it go; if `extends` is set, lookups add tokens after or beside those. `stop`
+    `drafter`, as far as `stop` lets it go; if `extends` is set, lookups add tokens after those. `stop`
     cuts the finished draft. The first `n_given` tokens are drafted whatever `stop` says: a drafter of another
     vocabulary drafts them again. A parallel draft predicts `n_at_once` tokens in its one decode (None: `n_max`).
     `prefill_s` are the seconds of the drafter's prefill, an investment in later rounds.
