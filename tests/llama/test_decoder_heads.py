@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def test_they_compute_what_the_page_says(tmp_path: Path) -> None:
     tokens = [int(weights.tokens[7]), other]
     rows = [embeddings[7], embeddings[-1]]
     hidden = np.random.default_rng(1).normal(0.0, 1.0, n_embd).astype(np.float32)
-    with DecoderHeads(tmp_path / "h.gguf", time.perf_counter, 1) as heads:
+    with closing(DecoderHeads(tmp_path / "h.gguf", time.perf_counter, 1)) as heads:
         state, expected = heads.begin(hidden, tokens[0]), hidden * 0.5
         for embedded, token in zip(rows, [*tokens[1:], None], strict=True):
             parts = state_matrix @ expected + token_matrix @ embedded + weights.bias
