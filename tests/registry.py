@@ -85,9 +85,7 @@ def model(text: Text, guesses: Guesses | None = None, noise: float = 0.0) -> Mod
 
 
 def guesses(text: Text, drafters: Cascade) -> Guesses:
-    return Guesses(
-        drafters, FixedPolicy(DraftOptions(policy="fixed", max_tokens=text.n_guess, p_min=0.0))
-    )
+    return Guesses(drafters, FixedPolicy(DraftOptions("fixed", text.n_guess, p_min=0.0)))
 
 
 def by_ngrams(text: Text, noise: float = 0.0) -> ModelDrafter:
@@ -109,9 +107,7 @@ def tree_model(text: Text, shape: str = "2,2", *, draws: bool = False) -> ModelD
 
 
 def drawn_tree_model(text: Text) -> ModelDrafter:
-    if not Sampler(text.sampler).is_random:
-        return tree_model(text, "2x3")
-    return tree_model(text, "2x3", draws=True)
+    return tree_model(text, "2x3", draws=Sampler(text.sampler).is_random)
 
 
 def parallel(text: Text) -> ParallelDrafter:
@@ -122,10 +118,10 @@ def parallel(text: Text) -> ParallelDrafter:
         n_text = len(tokens)
         while n_text and tokens[n_text - 1] == mask:
             n_text -= 1
-        read = list(tokens[:n_text])
-        for _ in tokens[n_text:]:
-            read.append(int(text.language(tuple(read)).argmax()))
-        return text.language(tuple(read))
+        read = tokens[:n_text]
+        while len(read) < len(tokens):
+            read += (int(text.language(read).argmax()),)
+        return text.language(read)
 
     return ParallelDrafter(
         text.open_backend(text.vocabulary, language),
@@ -145,20 +141,18 @@ def translated(text: Text) -> TranslatedDrafter:
     def language(tokens: tuple[int, ...]) -> Logits:
         return np.ascontiguousarray(text.language(tuple(n - 1 - t for t in tokens))[::-1])
 
-    return translated_drafter(Translation(own, other), language, other, text.state, seed=text.seed)[
-        0
-    ]
+    translation = Translation(own, other)
+    return translated_drafter(translation, language, other, text.state, seed=text.seed)[0]
 
 
 @dataclass(frozen=True)
 class DrafterCase:
     """One way to draft, and what it can."""
 
-    #: The class that the case is about.
+    #: The class that the case is about; what makes it on the fake backend, if it needs no hidden states; and what drafts
+    #: so for tiny models: a file's suffix or a word; None: nothing else than another case does.
     kind: type[object]
-    #: Makes it on the fake backend; None: it needs a model's hidden states.
     make: Make | None
-    #: What drafts so for tiny models: a file's suffix or a word; None: nothing else than another case does.
     tiny: str | None = None
     #: Above temperature 0 it draws its tokens, and tells the distributions that they were drawn from.
     draws: bool = False
@@ -283,7 +277,7 @@ ARCHITECTURES: dict[Architecture, ArchitectureCase] = {
 }
 #: Each kind of cache, by the first architecture that has it: cells, also of sliding windows; snapshots of
 #: recurrent states; and copies of the state with decoding again.
-CACHES: dict[str, Architecture] = {
-    case.cache: name for name, case in reversed(ARCHITECTURES.items()) if case.generates
-}
-CACHES = {case.cache: CACHES[case.cache] for case in ARCHITECTURES.values() if case.generates}
+CACHES: dict[str, Architecture] = {}
+for _name, _case in ARCHITECTURES.items():
+    if _case.generates:
+        CACHES.setdefault(_case.cache, _name)

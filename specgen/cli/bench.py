@@ -16,7 +16,15 @@ from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
-from specgen.measure.bench import Runs, entries_of, figures_of, find_drafts, measure, to_json_object
+from specgen.measure.bench import (
+    PLAIN,
+    Runs,
+    entries_of,
+    figures_of,
+    find_drafts,
+    measure,
+    to_json_object,
+)
 from specgen.measure.prompts import (
     BenchPrompt,
     first_of_each,
@@ -99,9 +107,7 @@ _CONTEST = flags.panel(
     machine=flags.machine,
     output=flags.loudness,
     texts=Argument(
-        metavar="PROMPTS",
-        help="Prompts to answer, instead of a file of them.",
-        show_default=False,
+        metavar="PROMPTS", help="Prompts to answer, instead of a file of them.", show_default=False
     ),
 )
 def bench(
@@ -231,13 +237,13 @@ def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> No
 
 
 def _notes(runs: Runs) -> list[str]:
-    notes = [
-        f"{failure.contender} (temperature {failure.temperature:g}) was left out"
-        f"{'' if failure.prompt is None else f' from prompt {failure.prompt} on'}: "
-        f"{failure.message}"
-        for failure in runs.failures
-    ]
-    notes += [f"prompt {skip.prompt} was left out: {skip.message}" for skip in runs.skipped]
+    notes = []
+    for failure in runs.failures:
+        who = f"prompt {failure.prompt} was left out"
+        if failure.contender != PLAIN:
+            since = "" if failure.prompt is None else f" from prompt {failure.prompt} on"
+            who = f"{failure.contender} (temperature {failure.temperature:g}) was left out{since}"
+        notes.append(f"{who}: {failure.message}")
     for result in runs.results:
         notes += [f"{result.contender}: {notice}" for notice in result.outcome.notices]
     notes += notes_on_figures(runs.others_share)

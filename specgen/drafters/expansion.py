@@ -349,7 +349,6 @@ class NodeBranches:
                 backend.remove(sequence)
 
     def __contains__(self, node: int) -> bool:
-        """Return whether a node is decoded."""
         return node in self._sequences and node != ROOT
 
     @property
@@ -358,7 +357,6 @@ class NodeBranches:
         return len(self._free)
 
     def begin(self) -> None:
-        """Begin a draft after the text."""
         self._free = list(reversed(self._others))
         self._sequences = {ROOT: self._trunk}
         self._tips = {self._trunk: ROOT}

@@ -72,6 +72,9 @@ class ModelDrafter(Drafter):
         #: The last tree, whose branches the cache holds, and the text's length before it.
         self._tree: Expansion | None = None
         self._n_text = 0
+        #: The rows after the last tokens in the cache, and how many were decoded when they came: the next ones replace
+        #: them.
+        self._rows, self._n_decoded = np.empty((0, 0), np.float32), 0
 
     def price(self, n_context: int) -> Price:
         # Most of what became text since the last draft is in the cache.
@@ -87,13 +90,14 @@ class ModelDrafter(Drafter):
         if n_max < 1:
             return NO_DRAFT
         backend, request = self._backend, self._request
-        first = (yield from self._catch_up(context))[: self._n_shared_tokens]
+        rows = yield from self._catch_up(context)
+        first = rows[0, : self._n_shared_tokens]
         backend.checkpoint(self._sequence)
         before = context[len(context) - n_drafted :]
         made = expansion(self.name, request, plan, before, backend.vocabulary, n_max)
         self._n_text = len(context)
         if self._guesses is not None:
-            draft = yield from made.grow(first, self._guessed_rows(made, context, n_drafted))
+            draft = yield from made.grow(first, self._guessed(made, context, n_drafted, rows))
             self._guesses.settle(made.tokens)
             return draft
         self._tree = made if request.branches else None
@@ -165,15 +169,21 @@ class ModelDrafter(Drafter):
         return min(n_max, n_room)
 
     def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; return the logits after it, float32[n_vocab]."""
-        rows = yield from self._decode(self._missing(context), n_wanted=1)
+        """Bring the cache to `context`; return the logits after it, and after guesses that it holds behind it,
+        float32[n, n_vocab]."""
+        backend, rows, new = self._backend, self._rows, list(context[self._n_agreed :])
+        cached = list(backend.text(self._sequence)[max(0, self._n_agreed - self.n_skipped) :])
+        first = len(rows) - 1 - (len(cached) - len(new))
+        is_valid = self._n_decoded == backend.n_decoded_rows and first >= 0
+        if is_valid and new and new == cached[: len(new)]:  # guesses became text
+            rows = rows[first:]
+        else:
+            rows = yield from self._decode(self._missing(context), n_wanted=1)
         self._n_agreed = len(context)
-        last: Logits = rows[-1]
-        return last
+        return rows
 
     def _missing(self, context: Sequence[int]) -> Sequence[int]:
-        """Drop from the cache what is not a prefix of `context`; return the tokens that it then lacks. The
-        last one is always among them, since a draft begins with its logits."""
+        """Drop from the cache what is not a prefix of `context`; return the tokens that it then lacks, at least one."""
         backend, start = self._backend, max(0, self._n_agreed - self.n_skipped)
         if self.n_skipped:
             context = [*context[:_N_SINK], *context[_N_SINK + self.n_skipped :]]
@@ -183,12 +193,13 @@ class ModelDrafter(Drafter):
             backend.remove(self._sequence, n_kept)
         return context[n_kept:]
 
-    def _guessed_rows(self, chain: Expansion, context: Sequence[int], n_drafted: int) -> RowsBeyond:
+    def _guessed(
+        self, chain: Expansion, context: Sequence[int], n_drafted: int, rows: Logits
+    ) -> RowsBeyond:
         """Decode the tokens of a chain together with guesses of those behind them."""
         guesses, backend = self._guesses, self._backend
         assert guesses is not None
-        n_max, rows = chain.n_max, np.empty((0, 0), np.float32)
-        ahead: Sequence[int] = ()
+        n_max, ahead = chain.n_max, backend.text(self._sequence)[len(context) - self.n_skipped :]
 
         def rows_beyond(_nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
             nonlocal ahead, rows
@@ -205,6 +216,7 @@ class ModelDrafter(Drafter):
                 before_s = backend.decode_s
                 tokens = [drafted[-1], *ahead]
                 rows = yield from self._decode(tokens, n_wanted=len(tokens))
+                self._rows, self._n_decoded = rows, backend.n_decoded_rows
                 guesses.decoded(backend.decode_s - before_s)
             return rows[:1, : self._n_shared_tokens]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,35 +11,24 @@ from numpy.typing import NDArray
 
 from specgen.errors import BackendError, RollbackError
 from specgen.llama.library import forget_log, last_error, llama_cpp
+from specgen.llama.model import LlamaModel
 
 #: The part of a state that llama.cpp can separate from attention cells.
 _PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class Cache:
-    """llama.cpp's memory of a context: the cells or states of each sequence.
-
-    `n_window` is the number of tokens that layers with a sliding window see; 0 if there are none. `call` makes native
-    calls that may wait for workers.
+    """llama.cpp's memory of a native `context` of a model: the cells or states of each sequence.
 
     llama.cpp gives cells outside the sliding window of their sequence's end to any sequence that asks for some. A
     rollback moves the end back, and may then need them. But llama.cpp never takes a cell that belongs to two sequences.
     So `guards` names a second sequence, with the same cells, for each sequence whose cells must stay.
     """
 
-    def __init__(
-        self,
-        name: str,
-        context: Any,
-        n_window: int = 0,
-        call: Callable[..., Any] = lambda function, *arguments: function(*arguments),
-        guards: Mapping[int, int] | None = None,
-    ) -> None:
-        self.name = name
-        self.call = call
+    def __init__(self, model: LlamaModel, context: Any, guards: Mapping[int, int]) -> None:
+        self.name, self.n_window, self.call = model.name, model.n_window, model.call
         self.context = context
-        self.n_window = n_window
-        self._guards = guards or {}
+        self._guards = guards
         self._memory = llama_cpp.llama_get_memory(context)
 
     def __bool__(self) -> bool:
@@ -139,7 +128,7 @@ class StateCopies:
     """
 
     def __init__(self, cache: Cache, n_shared: int) -> None:
-        self._cache = cache
+        self.cache = cache
         self._n_shared = n_shared
         self._states: dict[int, NDArray[np.uint8]] = {}
 
@@ -147,26 +136,26 @@ class StateCopies:
         """Replace the copy by the current state, which is that at `position`, the sequence's end."""
         if not self._n_shared:
             buffer = self._states.get(sequence)
-            self._states[sequence] = self._cache.saved(sequence, _PARTIAL, buffer)
+            self._states[sequence] = self.cache.saved(sequence, _PARTIAL, buffer)
             return
         self.forget(sequence)
-        self._cache.copy(sequence, self._n_shared + sequence)
-        self._cache.check_length(self._n_shared + sequence, position)
+        self.cache.copy(sequence, self._n_shared + sequence)
+        self.cache.check_length(self._n_shared + sequence, position)
 
     def restore(self, sequence: int, position: int) -> None:
         if self._n_shared:
-            self._cache.remove(sequence)
-            self._cache.copy(self._n_shared + sequence, sequence)
-        elif self._cache.put(sequence, self._states[sequence], _PARTIAL):
-            self._cache.remove(sequence, position)  # the later attention cells of a hybrid model
-            self._cache.renew_guard(sequence)
+            self.cache.remove(sequence)
+            self.cache.copy(self._n_shared + sequence, sequence)
+        elif self.cache.put(sequence, self._states[sequence], _PARTIAL):
+            self.cache.remove(sequence, position)  # the later attention cells of a hybrid model
+            self.cache.renew_guard(sequence)
         else:
             raise RollbackError(
-                f"{self._cache.name}: the state of sequence {sequence} at position {position} "
+                f"{self.cache.name}: the state of sequence {sequence} at position {position} "
                 f"could not be restored: {last_error()}"
             )
-        self._cache.check_length(sequence, position)
+        self.cache.check_length(sequence, position)
 
     def forget(self, sequence: int) -> None:
         if self._n_shared:
-            self._cache.remove(self._n_shared + sequence)
+            self.cache.remove(self._n_shared + sequence)

@@ -82,7 +82,7 @@ class LlamaBackend:
         model.hold()
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
         self._frequent: FrequentRows | None = None
-        self._cache = Cache(model.name, self.handle, model.n_window, model.call, context.guards)
+        self._cache = Cache(model, self.handle, context.guards)
         if not self._cache:
             self.close()
             why = "the model has no KV cache, so it cannot generate text"
@@ -97,8 +97,7 @@ class LlamaBackend:
         if model.has_recurrent_state and not is_mtp:
             self.rollback = "snapshots" if self._n_snapshots else "states"
             copies = StateCopies(self._cache, 0 if self._n_snapshots else n_sequences)
-            counts = {"n_rows": n_rows, "n_snapshots": self._n_snapshots}
-            self._rewinder = Rewinder(self._cache, copies, self.decode_rows, **counts)
+            self._rewinder = Rewinder(copies, self.decode_rows, n_rows, self._n_snapshots)
 
     def decode(self, batch: Batch) -> Logits:
         if self._rewinder is None:
@@ -166,7 +165,6 @@ class LlamaBackend:
         return self._values_at(llama_cpp.llama_get_logits(self.handle), n_rows, self.n_vocab)
 
     def _values_at(self, pointer: Any, n_rows: int, n_values: int) -> NDArray[np.float32]:
-        """Return a view of what the last decode computed."""
         if not pointer:
             raise BackendError(f"{self.model.name}: llama.cpp gave no results")
         memory = (ctypes.c_float * (n_rows * n_values)).from_address(
@@ -182,8 +180,7 @@ class LlamaBackend:
         self._layers = tuple(layers)
 
     def compute_frequent_tokens(self) -> None:
-        """Compute the logits of frequent tokens only from now on, where specgen's kernels can; for drafts with a large
-        vocabulary (see `specgen.llama.kernels.frequent_rows`)."""
+        """Compute the logits of frequent tokens only from now on, where specgen's kernels can; see `FrequentRows`."""
         kernels = attached()
         if kernels is not None and kernels.computes_products and can_limit(self.vocabulary):
             self._frequent = FrequentRows(self.vocabulary, kernels)
@@ -213,11 +210,6 @@ class LlamaBackend:
             raise ValueError(f"{n_single} and {n_batch} threads; give 1 to {MAX_THREADS}")
         llama_cpp.llama_set_n_threads(self.handle, n_single, n_batch)
 
-    @property
-    def threads(self) -> tuple[int, int]:
-        handle = self.handle
-        return int(llama_cpp.llama_n_threads(handle)), int(llama_cpp.llama_n_threads_batch(handle))
-
     def length(self, sequence: int) -> int:
         if self._rewinder is not None:
             return len(self._rewinder.text(sequence))
@@ -229,7 +221,7 @@ class LlamaBackend:
         return self._texts[sequence]
 
     def saved_text(self, sequence: int) -> NDArray[np.uint8]:
-        """Return the state of a sequence's text in llama.cpp's form: uint8[n_bytes]. Raise `BackendError`."""
+        """Return the state of a sequence's text: uint8[n_bytes]. Raise `BackendError`."""
         return self._cache.saved(sequence)
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:

@@ -66,7 +66,7 @@ class HeadWeights:
 
 
 class DecoderHeads:
-    """Loaded heads; close them, or use them as a context manager. A state is a predicted hidden state, float32[n_embd].
+    """Loaded heads, which must be closed. A state is a predicted hidden state, float32[n_embd].
     `compute_s` are the seconds spent in predictions so far. Raises `ModelFileError` if the file has no heads, or is
     damaged."""
 
@@ -89,12 +89,6 @@ class DecoderHeads:
             ]
             self._of_state, self._of_token, self._of_inner, self._output = matrices
             self._resources = on_error.pop_all()
-
-    def __enter__(self) -> DecoderHeads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._resources.close()

@@ -36,13 +36,12 @@ class DraftModel(LlamaModel):
     """A loaded draft that was made for one target. Raises `ModelFileError` if the file is damaged, and `PairError` if
     it was made for another target."""
 
-    #: What it is called in messages.
+    #: What it is called in messages, and whether the file's MTP layers are loaded.
     kind: ClassVar[str]
+    loads_mtp: ClassVar[bool] = False
 
-    def __init__(
-        self, path: Path, target: LlamaModel, *, n_gpu_layers: int = -1, mtp: bool = False
-    ) -> None:
-        super().__init__(path, n_gpu_layers=n_gpu_layers, mtp=mtp)
+    def __init__(self, path: Path, target: LlamaModel, *, n_gpu_layers: int = -1) -> None:
+        super().__init__(path, n_gpu_layers=n_gpu_layers, mtp=self.loads_mtp)
         try:
             self._read_file()
             if where := target.computed_where:
@@ -75,9 +74,7 @@ class MtpModel(DraftModel):
     """The MTP layers of a target, loaded from a file of their own."""
 
     kind = "MTP"
-
-    def __init__(self, path: Path, target: LlamaModel, *, n_gpu_layers: int = -1) -> None:
-        super().__init__(path, target, n_gpu_layers=n_gpu_layers, mtp=True)
+    loads_mtp = True
 
     def _check_usable(self) -> None:
         if self.why_no_mtp:

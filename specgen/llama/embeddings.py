@@ -50,7 +50,7 @@ class Embedder:
             n_outputs = 1 if self._in_pieces else self.n_ctx
             size = ContextSize(self.n_ctx, self._n_batch, n_outputs, 1, pooling=pooling)
             self._handle = open_context(self.model, options, size, 0).handle
-            resources.callback(self._free)
+            resources.callback(self.model.call, llama_cpp.llama_free, self._handle)
             self._resources = resources.pop_all()
         self._memory = llama_cpp.llama_get_memory(self._handle)
         self.n_embd = self.model.n_embd_out
@@ -104,9 +104,6 @@ class Embedder:
         batch = llama_cpp.llama_batch_get_one(rows, len(tokens))
         if self.model.call(decode, self._handle, batch):
             raise BackendError(f"{self.model.name}: llama.cpp cannot decode this: {last_error()}")
-
-    def _free(self) -> None:
-        self.model.call(llama_cpp.llama_free, self._handle)
 
     def close(self) -> None:
         self._resources.close()

@@ -135,13 +135,12 @@ class GgufMetadata:
         remove = ggml("gguf_remove_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
         remove(self.handle, key.encode())
 
-    def set_number(self, key: str, value: int) -> None:
-        write = ggml("gguf_set_val_u32", None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32)
-        write(self.handle, key.encode(), value)
-
-    def set_text(self, key: str, value: str) -> None:
-        write = ggml("gguf_set_val_str", None, ctypes.c_void_p, *2 * (ctypes.c_char_p,))
-        write(self.handle, key.encode(), value.encode())
+    def set(self, key: str, value: int | bytes) -> None:
+        about = (ctypes.c_void_p, ctypes.c_char_p)
+        name, kind = (
+            ("u32", ctypes.c_uint32) if isinstance(value, int) else ("str", ctypes.c_char_p)
+        )
+        ggml(f"gguf_set_val_{name}", None, *about, kind)(self.handle, key.encode(), value)
 
     def cut(self, key: str, kept: Sequence[int]) -> None:
         kind: int = self.get("gguf_get_arr_type", ctypes.c_int, key)

@@ -105,9 +105,9 @@ class _InitParams(ctypes.Structure):
 @contextlib.contextmanager
 def no_data() -> Iterator[Any]:
     """Open a GGML context for up to `N_TENSORS` tensors and a graph, without memory for their data."""
-    size = N_TENSORS * ggml("ggml_tensor_overhead", ctypes.c_size_t)()
-    overhead = ggml("ggml_graph_overhead_custom", ctypes.c_size_t, ctypes.c_size_t, ctypes.c_bool)
-    size += overhead(N_TENSORS, False)
+    overhead = ggml("ggml_graph_overhead_custom", *2 * (ctypes.c_size_t,), ctypes.c_bool)
+    a_tensor = ggml("ggml_tensor_overhead", ctypes.c_size_t)()
+    size = N_TENSORS * a_tensor + overhead(N_TENSORS, False)
     context = ggml("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(size, None, True))
     if not context:
         raise BackendError("GGML could not make a context")

@@ -11,7 +11,7 @@ from typing import Any
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama.gguf_file import GgufMetadata, check_file, opened_parts
-from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, lacks_attention
+from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
@@ -130,8 +130,10 @@ class LlamaModel:
 
     @property
     def has_kernels(self) -> bool:
-        is_ours = LLAMA_CPP not in self.kernels and self.kernels != WORKERS
-        return is_ours and not lacks_attention()
+        if LLAMA_CPP in self.kernels or self.kernels == WORKERS:
+            return False
+        kernels = attached()
+        return kernels is None or not kernels.lacks_attention
 
     def _computing_with(self, n_gpu_layers: int) -> str:
         on_cpu = self._weights.kernels
@@ -264,8 +266,7 @@ class LlamaModel:
         return int(n_ctx * self.n_layer * n_head_kv * a_token)
 
     def state_bytes(self) -> int:
-        """Estimate the size of one recurrent state; 0 for models without one. Each layer counts, except for full-attention
-        layers if the metadata gives their interval."""
+        """Estimate the size of one recurrent state; 0 for models without one."""
         if not self.has_recurrent_state:
             return 0
         n_embd, n_layer = self.n_embd, self.n_layer
@@ -283,8 +284,7 @@ class LlamaModel:
         return int(value) if value.isdecimal() else 0
 
     def close(self) -> None:
-        """Close the model: its contexts decode nothing more. The weights are freed with the last model or context of this
-        process that uses them. May be called twice."""
+        """Close the model: its contexts decode nothing more. The weights are freed with the last that uses them."""
         if not self.is_closed:
             self.is_closed = True
             self._weights.release()

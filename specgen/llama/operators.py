@@ -171,16 +171,13 @@ def multiply(
     *,
     n_threads: int = 1,
 ) -> FloatArray:
-    """Multiply each row of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows].
-
-    With leading dimensions, float32[a, b, n_tokens, n_columns], the same matrix is used for all. Of a stack
-    of matrices, each is used for b / n_matrices tables of tokens.
+    """Multiply each row of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows]. With leading
+    dimensions, float32[a, b, n_tokens, n_columns], the same matrix is used for all; of a stack of matrices, each is used
+    for b / n_matrices tables of tokens.
 
     With `experts`, int32[n_tokens, n_used], each token is multiplied with the matrices of these numbers (which GGML
     does not check): float32[n_tokens, n_used, n_rows]. The activations are then float32[n_tokens, n_used, n_columns],
     or float32[n_tokens, 1, n_columns] if all experts of a token get the same.
-
-    Raise `ValueError` if the shapes do not fit, `BackendError` if GGML cannot compute the product.
     """
     activations = np.ascontiguousarray(activations, np.float32)
     *_, n_rows, n_columns = matrix.weights.shape

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specgen.errors import BackendError
-from specgen.llama.cache import Cache, StateCopies
+from specgen.llama.cache import StateCopies
 from specgen.method.backend import Batch
 from specgen.system.arrays import Logits
 
@@ -56,16 +56,9 @@ class Rewinder:
     `n_snapshots` is the number of tokens that llama.cpp's snapshots can go back; 0 if there are none."""
 
     def __init__(
-        self,
-        cache: Cache,
-        copies: StateCopies,
-        decode: Callable[[Batch], Logits],
-        *,
-        n_rows: int,
-        n_snapshots: int,
+        self, copies: StateCopies, decode: Callable[[Batch], Logits], n_rows: int, n_snapshots: int
     ) -> None:
-        self._cache = cache
-        self._copies = copies
+        self._cache, self._copies = copies.cache, copies
         self._decode_rows = decode
         self._n_rows = n_rows
         self._n_snapshots = n_snapshots

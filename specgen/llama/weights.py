@@ -95,11 +95,7 @@ class LoadedWeights:
 
     @property
     def call(self) -> Callable[..., Any]:
-        return self.remote or _call_here
-
-
-def _call_here(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
+        return self.remote or (lambda function, *arguments: function(*arguments))
 
 
 def lease_weights(

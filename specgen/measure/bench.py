@@ -17,13 +17,7 @@ from specgen import __version__
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.measure.prompts import NOW, BenchPrompt
-from specgen.options import (
-    DraftSource,
-    PolicyName,
-    SessionOptions,
-    TreeShape,
-    staged,
-)
+from specgen.options import DraftSource, PolicyName, SessionOptions, TreeShape, staged
 from specgen.session.files import find_models
 from specgen.system.files import as_json
 
@@ -34,8 +28,6 @@ if TYPE_CHECKING:
 
 #: The name of plain decoding.
 PLAIN = "plain"
-#: The category of figures over all categories.
-OVERALL = "overall"
 #: A prompt that fits every context, and how many tokens of an answer warm up.
 _WARM_UP, _N_WARM_UP = "Count from one to twenty.", 8
 
@@ -213,7 +205,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A contender that could not answer a prompt (None: or not even warm up), and why."""
+    """A contender that could not answer a prompt (None: or not even warm up), and why. It has no further turn; if it is
+    plain decoding, the prompt has none."""
 
     temperature: float
     contender: str
@@ -223,13 +216,11 @@ class Failure:
 
 @dataclass(slots=True)
 class Runs:
-    """The results so far, the contenders that failed and had no further turn, the prompts that plain decoding could
-    not answer, what computed the target, the error that ended the measurement, and the share of all cores' time that
-    other programs took meanwhile."""
+    """The results and failures so far, what computed the target, the error that ended the measurement, and the share of
+    all cores' time that other programs took meanwhile."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    skipped: list[Failure] = field(default_factory=list)
     kernels: str = ""
     error: SpecgenError | None = None
     is_interrupted: bool = False
@@ -245,11 +236,9 @@ def take_turns(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Let all contenders of a target answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
-
-    At each temperature plain decoding is the first contender. Each prompt is answered by all one after the other, so
-    that a machine that is slow for a while slows all of them. Raise the `SpecgenError` of plain decoding, and
-    `PromptError` if no prompt could be answered."""
+    """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`. Each prompt is
+    answered by all one after the other, at each temperature by plain decoding first: a machine that is slow for a while
+    slows all. Raise the `SpecgenError` of plain decoding, and `PromptError` if no prompt could be answered."""
     turns: list[tuple[int, BenchPrompt | None, Contender]] = [
         (0, None, each) for each in contenders
     ]
@@ -270,22 +259,21 @@ def take_turns(
                 continue
             outcome = contender.answer(asked.text)
         except SpecgenError as error:
-            failure = Failure(*who, None if asked is None else asked.number, error.message)
             if contender.name != PLAIN:
                 failed.add(contender)
-                runs.failures.append(failure)
             elif asked is not None and isinstance(error, PromptError):
                 skipped.add(asked.number)
-                runs.skipped.append(failure)
             else:
                 raise
+            number_of = None if asked is None else asked.number
+            runs.failures.append(Failure(*who, number_of, error.message))
             continue
         if outcome.finish_reason == "interrupted" or interrupted():
             return
         runs.results.append(Result(*who, asked.number, asked.category, number, outcome))
     progress(len(turns), len(turns))
-    if runs.skipped and len(skipped) == len(prompts):
-        last = runs.skipped[-1]
+    if prompts and len(skipped) == len(prompts):
+        last = runs.failures[-1]
         raise PromptError(f"no prompt can be answered; prompt {last.prompt}: {last.message}")
 
 
@@ -390,8 +378,9 @@ def _figures(
     for result in results:
         if (other := plain.get(_place(result))) is None:
             continue
-        if (ratio := _speedup(result, other)) is not None:
-            by_prompt[result.prompt].append(ratio)
+        fast, slow = result.outcome.tokens_per_s, other.outcome.tokens_per_s
+        if fast and slow:
+            by_prompt[result.prompt].append(fast / slow)
         own_s, other_s = (each.outcome.time_to_first_token_s for each in (result, other))
         firsts += [own_s / other_s] if own_s is not None and other_s else []
     speedups = [ratio for ratios in by_prompt.values() for ratio in ratios]
@@ -406,7 +395,7 @@ def _figures(
     return Figures(
         temperature=first.temperature,
         contender=first.contender,
-        category=category or OVERALL,
+        category=category or "overall",
         n_answers=len(results),
         speedup=statistics.geometric_mean(shares) if shares else None,
         quartiles=_quartiles(speedups),
@@ -417,11 +406,6 @@ def _figures(
         first_token=statistics.median(firsts) if firsts else None,
         categories=tuple(parts),
     )
-
-
-def _speedup(result: Result, plain: Result) -> float | None:
-    fast, slow = result.outcome.tokens_per_s, plain.outcome.tokens_per_s
-    return fast / slow if fast and slow else None
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
@@ -455,6 +439,5 @@ def to_json_object(
         "prompts": as_json(prompts),
         "figures": as_json(figures_of(runs.results)),
         "failures": as_json(runs.failures),
-        "skipped_prompts": as_json(runs.skipped),
         "results": as_json(runs.results),
     }

@@ -12,16 +12,16 @@ from typing import Literal, Protocol, TypeAlias
 from specgen.system.arrays import Hidden, Logits
 
 #: How a backend drops the end of a sequence. "cells": it drops single cells (attention, also with sliding windows).
-#: "snapshots": it goes back to one of the states after the last few rows. "states": it restores a copy of the state at
-#: the checkpoint, and decodes tokens again from there.
+#: "snapshots": it goes back to one of the states after the last few rows. "states": it restores a copy of the state
+#: at the checkpoint, and decodes tokens again from there.
 Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 
 
 @dataclass(slots=True)
 class Batch:
-    """Rows to decode together, one for each token. `sequences[i]` are all that token i belongs to; it sees their cells
-    at smaller positions. `wants_logits[i]` says whether its logits, perhaps a megabyte, will be read. `hidden` is for
-    MTP layers: the state before each token, float32[n_embd], or None for zeros; else it is empty."""
+    """Rows to decode together, one for each token. `sequences[i]` are all that token i belongs to; it sees their
+    cells at smaller positions. `wants_logits[i]` says whether its logits, perhaps a megabyte, will be read. `hidden`
+    is for MTP layers: the state before each token, float32[n_embd], or None for zeros; else it is empty."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -65,13 +65,11 @@ class Vocabulary(Protocol):
     def n_tokens(self) -> int: ...
 
     @property
-    def add_bos(self) -> bool:
-        """Whether prompts start with the beginning-of-text token."""
-        ...
+    def add_bos(self) -> bool: ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokenize. `add_special` adds the beginning-of-text token if the model wants one; `parse_special` turns the
-        names of control tokens into these tokens."""
+        """Tokenize. `add_special` adds the beginning-of-text token if the model wants one (`add_bos`);
+        `parse_special` turns the names of control tokens into these tokens."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -86,9 +84,7 @@ class Vocabulary(Protocol):
         """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 where there is none."""
         ...
 
-    def is_end(self, token_id: int) -> bool:
-        """Return whether the token ends a text or a turn."""
-        ...
+    def is_end(self, token_id: int) -> bool: ...
 
     def end_tokens(self) -> Sequence[int]: ...
 
@@ -96,10 +92,10 @@ class Vocabulary(Protocol):
 class Backend(Protocol):
     """A model and its KV cache.
 
-    A row of logits has `n_vocab` values, and the cache `n_ctx` cells. At most `n_batch` rows of a prompt are decoded at
-    once; at most `n_outputs` rows of a batch may want logits. The sequences are 0 to `n_sequences` - 1; they may share
-    cells, which trees need, if `rollback` is "cells". `decode_s` are the seconds of all decodes so far, and of rollbacks;
-    `n_decoded_rows` counts rows that a rollback decoded again, too."""
+    A row of logits has `n_vocab` values, and the cache `n_ctx` cells. At most `n_batch` rows of a prompt are decoded
+    at once; at most `n_outputs` rows of a batch may want logits. The sequences are 0 to `n_sequences` - 1; they may
+    share cells, which trees need, if `rollback` is "cells". `decode_s` are the seconds of all decodes so far, and of
+    rollbacks; `n_decoded_rows` counts rows that a rollback decoded again, too."""
 
     n_vocab: int
     n_ctx: int
@@ -116,8 +112,8 @@ class Backend(Protocol):
     def decode_s(self) -> float: ...
 
     def decode(self, batch: Batch) -> Logits:
-        """Extend the cache by a batch. Return float32[n_wanted, n_vocab], the logits of the rows that want them: a view,
-        valid and writable until the next decode. Raise `BackendError` if the batch could not be decoded."""
+        """Extend the cache by a batch. Return float32[n_wanted, n_vocab], the logits of the rows that want them: a
+        view, valid and writable until the next decode. Raise `BackendError` if the batch could not be decoded."""
         ...
 
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
@@ -126,9 +122,7 @@ class Backend(Protocol):
         logits, in a batch of at most `n_outputs` rows. Raise `BackendError` also if there are none."""
         ...
 
-    def length(self, sequence: int) -> int:
-        """Return the number of tokens in a sequence, which is the position of its next token."""
-        ...
+    def length(self, sequence: int) -> int: ...
 
     def text(self, sequence: int) -> Sequence[int]:
         """Return the tokens of a sequence, not to be kept; after a failed decode, perhaps only the first ones."""
@@ -145,8 +139,8 @@ class Backend(Protocol):
         ...
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        """Drop a sequence's cells from position `start` on. Raise `RollbackError` if the cache cannot, perhaps only in
-        the next decode; the state of the cache is unknown then."""
+        """Drop a sequence's cells from position `start` on. Raise `RollbackError` if the cache cannot, perhaps only
+        in the next decode; the state of the cache is unknown then."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""A draft: the small tree of tokens that the target is asked to check in one batch. A chain is a tree with one branch."""
+"""A draft: the small tree of tokens that the target is asked to check in one batch. A chain is a tree with one
+branch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from specgen.errors import BackendError
 from specgen.method.backend import Backend, Batch
 from specgen.system.arrays import ProbArray, TokenArray
 
-#: Parent of the nodes that follow the last committed token. The logits of node i are row i + 1, those of the root row 0.
+#: Parent of the nodes that follow the last committed token. The logits of node i are row i + 1, those of the root row
+#: 0.
 ROOT = -1
 
 
@@ -29,8 +31,8 @@ class NoTokenAllowedError(BackendError):
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Probabilities of tokens: `token_ids` is int64[m], strictly increasing; `probs` is float64[m], positive, and sums to 1
-    up to rounding."""
+    """Probabilities of tokens: `token_ids` is int64[m], strictly increasing; `probs` is float64[m], positive, and
+    sums to 1 up to rounding."""
 
     token_ids: TokenArray
     probs: ProbArray
@@ -55,8 +57,8 @@ class Distribution:
         return int(self.token_ids[self.probs.argmax()])
 
     def draw(self, rng: np.random.Generator) -> int:
-        """Draw a token with one uniform number; a certain token takes none. So plain and speculative decoding draw equal
-        tokens from equal distributions if their generators are in equal states."""
+        """Draw a token with one uniform number; a certain token takes none. So plain and speculative decoding draw
+        equal tokens from equal distributions if their generators are in equal states."""
         if len(self.token_ids) == 1:
             return int(self.token_ids[0])
         cumulative = self.probs.cumsum()
@@ -68,7 +70,8 @@ class Distribution:
         return self.reweighted(np.where(self.token_ids == token_id, 0.0, self.probs))
 
     def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
-        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if nothing is left."""
+        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if nothing is
+        left."""
         return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
 
     def excess(self, other: Distribution, scale: float = 1.0) -> float:
@@ -95,17 +98,18 @@ def _certain(token_id: int) -> Distribution:
 @dataclass(frozen=True, slots=True)
 class Draft:
     """n proposed tokens as a tree. Node i's parent, `parents[i] < i`, is `ROOT` behind the last committed token;
-    `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if it has one: policies
-    and the display use it, verifiers do not.
+    `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if it has one:
+    policies and the display use it, verifiers do not.
 
-    `distributions[i]` is the one that the token was *drawn from at random*; among siblings, given the earlier ones. It is
-    None for a token chosen deterministically (an argmax, an n-gram match): testing a token against a distribution that
-    it was not drawn from would bias the text, and so would leaving out a drawn token because of what it is.
+    `distributions[i]` is the one that the token was *drawn from at random*; among siblings, given the earlier ones.
+    It is None for a token chosen deterministically (an argmax, an n-gram match): testing a token against a
+    distribution that it was not drawn from would bias the text, and so would leaving out a drawn token because of
+    what it is.
 
     `walks` are the nodes of chains that were drawn independently of each other, from a child of the root down, in the
-    order of the draws. Walks with a common prefix share nodes: a token that was drawn twice is decoded once and judged
-    twice. `looks` are the largest probabilities that the drafter gave to any token, in the order in which it looked: in a
-    chain, look i comes before its token i; one more look ended the draft.
+    order of the draws. Walks with a common prefix share nodes: a token that was drawn twice is decoded once and
+    judged twice. `looks` are the largest probabilities that the drafter gave to any token, in the order in which it
+    looked: in a chain, look i comes before its token i; one more look ended the draft.
 
     Raises `ValueError` if the lengths differ, a parent does not come before its child, or a walk is no path.
     """

@@ -34,19 +34,14 @@ Drafting: TypeAlias = Generator[Ask, Logits, Draft]
 
 
 class Drafter(Protocol):
-    """Proposes drafts for one sequence.
+    """Proposes drafts for one sequence. If it fails, the loop goes on without it. It never changes the text, only how
+    soon that comes. The code that opened its context also closes it. `name` is the origin of its tokens; `states`
+    takes the target's hidden states from the loop, if it reads any."""
 
-    A drafter may fail; the loop then goes on without it. A drafter never changes the text, only how soon the text
-    comes. The code that opened its context also closes it.
-    """
-
-    #: Takes the target's hidden states from the loop; None if it reads none.
     states: TargetStates | None = None
 
     @property
-    def name(self) -> str:
-        """Its name in the display and the statistics: the `origin` of its tokens."""
-        ...
+    def name(self) -> str: ...
 
     def price(self, n_context: int) -> Price:
         """Return what drafting would cost now, after a text of `n_context` tokens."""
@@ -54,12 +49,9 @@ class Drafter(Protocol):
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.wants_token` and
-        `plan.wants_decode` allow. The draft may be empty.
-
-        `context` holds all committed tokens, prompt and answer, followed by `n_drafted` tokens that another drafter
-        proposed. It is the caller's list: read it, do not keep it. It only grows from call to call, unless `rewind`
-        is called in between.
-        """
+        `plan.wants_decode` allow. `context` holds all committed tokens, prompt and answer, followed by `n_drafted`
+        tokens that another drafter proposed. It is the caller's list, not to be kept. It only grows from call to
+        call, unless `rewind` is called."""
         ...
 
     def observe(self, result: RoundResult) -> None:
@@ -73,16 +65,16 @@ class Drafter(Protocol):
 
 
 def ready(draft: Draft) -> Drafting:
-    """Return the drafting of a drafter that needs no decode."""
+    """Return a drafting that needs no decode."""
     yield from ()
     return draft
 
 
 @dataclass
 class Proposal:
-    """The drafting of one sequence, and its result: a draft, or the error that ended it. `model_s` and `seconds` are
-    those of the model's decodes and of all drafting; of shared batches, this sequence's share. `ask` is the decode
-    that it waits for."""
+    """The drafting of one sequence, and its result: a draft, or an error. `model_s` and `seconds` are those of the
+    model's decodes and of all drafting, of shared batches this sequence's share. `ask` is the decode that it waits
+    for."""
 
     drafting: Drafting
     draft: Draft = NO_DRAFT
@@ -92,7 +84,7 @@ class Proposal:
     ask: Ask | None = None
 
     def resume(self, sent: Logits | Exception | None, clock: Callable[[], float]) -> None:
-        """Go on with the logits that were asked for or an error, up to the next decode or the end."""
+        """Go on with what was asked for or an error, up to the next decode or the end."""
         started, self.ask = clock(), None
         try:
             if isinstance(sent, Exception):
@@ -113,9 +105,8 @@ def propose_together(
 ) -> list[Proposal]:
     """Make drafts side by side. In each step, the decodes that they need in one cache become one batch.
 
-    `clock` returns seconds. A drafting that raises gets an `error`, and the others go on; the error of a decode is
-    raised in all draftings that asked for it. Once `interrupted` returns True between decodes, the draftings that
-    are not done have no draft: a draft model may have a long prompt to read.
+    A drafting that raises gets an `error`, and the others go on; the error of a decode is raised in all draftings
+    that asked for it. Once `interrupted` returns True between decodes, the draftings that are not done have no draft.
     """
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
@@ -135,7 +126,7 @@ def propose_together(
 
 
 def draft_alone(drafting: Drafting) -> Draft:
-    """Make a draft, decoding each batch that it asks for on its own."""
+    """Make a draft, or raise its error."""
     proposal = propose_together([drafting], lambda: 0.0)[0]
     if proposal.error is not None:
         raise proposal.error
@@ -143,8 +134,8 @@ def draft_alone(drafting: Drafting) -> Draft:
 
 
 def refuse_nonsense(proposal: Proposal, n_max: int, n_vocab: int) -> None:
-    """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error. In the target's
-    batch it would be an error of all sequences. (`Draft` itself checks the parents of nodes.)"""
+    """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error: in the target's
+    batch it would be one of all sequences."""
     draft: object = proposal.draft
     tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else ()
     makes_sense = isinstance(draft, Draft) and len(tokens) <= n_max

@@ -1,4 +1,5 @@
-"""The draft/verify loop. It reads no files or options and prints nothing; it changes `Sequence`s and returns events."""
+"""The draft/verify loop. It reads no files or options and prints nothing; it changes `Sequence`s and returns
+events."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ _MAX_PENDING = 16
 
 @dataclass(slots=True)
 class _Turn:
-    """One sequence's part in a round: the draft that is verified, what the free drafter found and the others proposed,
-    the rows of its pending tokens in the batch, and the seconds of the draft model's decodes and of all drafting."""
+    """One sequence's part in a round: the draft that is verified, what the free drafter found and the others
+    proposed, the rows of its pending tokens in the batch, and the seconds of the draft model's decodes and of all
+    drafting."""
 
     sequence: Sequence
     plan: RoundPlan
@@ -48,8 +50,8 @@ class _Turn:
 
 
 class Loop:
-    """Generates with one target. `clock` returns seconds. `interrupted` is called between decodes; once it returns True,
-    sequences finish with the text that they have."""
+    """Generates with one target. `clock` returns seconds. `interrupted` is called between decodes; once it returns
+    True, sequences finish with the text that they have."""
 
     def __init__(
         self,
@@ -68,8 +70,8 @@ class Loop:
         return self.clock() - self._started_s
 
     def round(self, sequences: abc.Sequence[Sequence]) -> list[Event]:
-        """Run one round for all sequences that are started and not finished: their drafts are packed into one batch of
-        the target, and verified one by one. Return the events.
+        """Run one round for all sequences that are started and not finished: their drafts are packed into one batch
+        of the target, and verified one by one. Return the events.
 
         With p the target's distributions and q those of a draft, for each text x (Leviathan et al.,
         arXiv:2211.17192, Algorithm 1):
@@ -82,9 +84,9 @@ class Loop:
             commit    x becomes x y_1 ... y_k t; the cache forgets the other rows
             learn     how much was accepted, and what it took
 
-        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the others
-        go on. Raise `BackendError` if the target cannot decode the round's batch. The statistics do not count time
-        outside this call.
+        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the
+        others go on. Raise `BackendError` if the target cannot decode the round's batch. The statistics do not count
+        time outside this call.
         """
         active = [sequence for sequence in sequences if not sequence.is_finished]
         if not active:
@@ -217,8 +219,8 @@ class Loop:
     def decode(
         self, batch: Batch, active: abc.Sequence[Sequence], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
-        """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of rows that
-        were added for others."""
+        """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of rows
+        that were added for others."""
         # The same draft serves all sequences.
         states = next((each.hidden for each in active if each.hidden is not None), None)
         if states is None or not (states.all_rows or len(batch) <= self.target.n_outputs):

@@ -48,9 +48,9 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is known when a round is planned: the tokens that the answer is expected to get still, the most that
-    may be drafted now, what the drafter that costs nothing has found, the name and price of the one that decodes,
-    and the other sequences in the target's batch."""
+    """What is known when a round is planned: the tokens that the answer is expected to get still, the most that may
+    be drafted now, what was found for nothing, the name and price of the drafter that decodes, and the other
+    sequences."""
 
     n_left: int
     n_most: int
@@ -62,12 +62,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all its
-    tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
+    """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all
+    its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
 
-    `confidences` has one number for each look so far; the last one belongs to the token that is about to be drafted. So
-    whether a token is drafted never depends on the token. `needs_confidence` says whether `wants_token` uses them, each of
-    which costs a pass over the logits."""
+    `confidences` has one number for each look so far; the last one belongs to the token that is about to be drafted.
+    So whether a token is drafted never depends on the token. `needs_confidence` says whether `wants_token` uses them,
+    each of which costs a pass over the logits."""
 
     p_min: float = 0.0
     n_min: int = 0
@@ -195,14 +195,9 @@ class ThresholdPolicy(FixedPolicy):
     accepted, stays above a bound. This moves so that, in the long run, a quarter of the drafted tokens is rejected.
     (A confidence bound that follows the accepted share: Mamou et al., arXiv:2405.04304.)"""
 
-    _REJECTED = 0.25
-    #: How far the bound moves in a round, in log-probability for each unit of difference to that share.
-    _RATE = 0.4
-    _START, _LEAST, _MOST = 0.3, 0.01, 0.9
-
     def __init__(self, options: DraftOptions) -> None:
         super().__init__(options)
-        self._stop = replace(self._stop, bound=self._START, needs_confidence=True)
+        self._stop = replace(self._stop, bound=0.3, needs_confidence=True)
 
     @property
     def bound(self) -> float:
@@ -210,11 +205,11 @@ class ThresholdPolicy(FixedPolicy):
 
     def observe(self, result: RoundResult) -> None:
         # If nothing was sure enough, the bound falls slowly, since nothing is learnt without drafts.
-        difference = -0.1 * self._REJECTED
+        difference = -0.025
         if n_drafted := len(result.draft):
-            difference = 1.0 - len(result.path) / n_drafted - self._REJECTED
-        bound = self.bound * math.exp(self._RATE * difference)
-        self._stop = replace(self._stop, bound=min(self._MOST, max(self._LEAST, bound)))
+            difference = 1.0 - len(result.path) / n_drafted - 0.25
+        bound = self.bound * math.exp(0.4 * difference)
+        self._stop = replace(self._stop, bound=min(0.9, max(0.01, bound)))
 
 
 #: The logarithms of the probabilities, that the draft so far is accepted whole, at which values are computed.
@@ -242,7 +237,6 @@ class StoppingRule:
         frequencies: ProbArray,
         acceptance: ProbArray,
     ) -> None:
-        self.n_max = len(extra_s) - 1
         self._token_s = token_s
         self._rows_s: list[float] = np.diff(extra_s).tolist()
         log_chances = np.add.outer(_LOG_GRID, np.log(acceptance))
@@ -255,8 +249,6 @@ class StoppingRule:
 
     def value(self, n_drafted: int, chance: float) -> float:
         """Return V, the expected gain of a look at the next token; below 0 the look does not pay."""
-        if n_drafted >= self.n_max:
-            return 0.0
         values = self._values[n_drafted]
         place = (max(math.log(chance), _LEAST_LOG) - _LEAST_LOG) / _STEP if chance > 0.0 else 0.0
         index = min(int(place), len(values) - 2)
@@ -264,19 +256,16 @@ class StoppingRule:
 
     def takes(self, n_drafted: int, chance: float) -> float:
         """Return the expected gain of taking one more token, with which the draft's probability is `chance`."""
-        if n_drafted >= self.n_max:
-            return -1.0
         gain_s = chance * self._token_s - self._rows_s[n_drafted]
         return gain_s + max(0.0, self.value(n_drafted + 1, chance))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhilePaying(Stop):
-    """Drafts as long as another token is expected to save time.
-
-    `rates` returns the acceptance rates of an origin. An expected token counts `token_s` seconds, and `extra_s[n]`
-    are the seconds that n drafted tokens add to the target's batch. A look of the drafter `origin` takes `next_s`
-    seconds; without a `rule` it drafts nothing.
+    """Drafts as long as another token is expected to save time. `rates` returns the acceptance rates of an origin. An
+    expected token counts `token_s` seconds, one from n-grams `ngram_trust` times as much; n drafted tokens add
+    `extra_s[n]` to the target's batch. A look of the drafter `origin` takes `next_s`; without a `rule` it drafts
+    nothing.
     """
 
     origin: str
@@ -285,6 +274,7 @@ class WhilePaying(Stop):
     extra_s: Sequence[float]
     rule: StoppingRule | None = None
     next_s: float = 0.0
+    ngram_trust: float = 1.0
     needs_confidence: bool = True
 
     def wants_token(self, confidences: Sequence[float]) -> bool:
@@ -306,7 +296,7 @@ class WhilePaying(Stop):
         return draft.only([*range(n), *(n + node for node in behind)])
 
     def worth_of(self, draft: Draft) -> float:
-        """Return the expected gain of verifying a draft, in seconds; 0 for none."""
+        """Return the seconds that verifying a draft is expected to save."""
         chances = self.path_probabilities(draft)[: len(self.extra_s) - 1]
         return sum(chances) * self.token_s - self.extra_s[len(chances)]
 
@@ -325,11 +315,10 @@ class WhilePaying(Stop):
             probabilities.append(chance if parent == ROOT else chance * probabilities[parent])
         for node, origin in enumerate(draft.origins):
             if origin in NGRAM_ORIGINS:
-                probabilities[node] *= _NGRAM_TRUST
+                probabilities[node] *= self.ngram_trust
         return probabilities
 
     def _whole_chance(self, confidences: Sequence[float]) -> float:
-        """Return the probability that tokens with these confidences are all accepted."""
         rates = self.rates(self.origin)
         return math.prod(rates.chance(each) for each in confidences)
 
@@ -337,18 +326,14 @@ class WhilePaying(Stop):
 def best_nodes(
     path_probabilities: Sequence[float], token_s: float, extra_s: Sequence[float]
 ) -> list[int]:
-    """Return the nodes of a tree that are worth most together, likeliest first.
-
-    The probability that a path is accepted does not grow along it. So the n likeliest nodes always form a tree,
-    the best one of n nodes (Sequoia, arXiv:2402.12374). Parents come before their children.
-    """
+    """Return the nodes of a tree that are worth most together, likeliest first. The probability that a path is
+    accepted does not grow along it: the n likeliest nodes form a tree, the best one (Sequoia, arXiv:2402.12374)."""
     order = sorted(range(len(path_probabilities)), key=path_probabilities.__getitem__, reverse=True)
     chances = [path_probabilities[node] for node in order]
     return order[: _best_number(chances, token_s, extra_s)]
 
 
 def _best_number(chances: Sequence[float], token_s: float, extra_s: Sequence[float]) -> int:
-    """Return how many of the first nodes, accepted with these probabilities, are worth most together."""
     gains_s = itertools.accumulate(chances[: len(extra_s) - 1], initial=0.0)
     values_s = [gain * token_s - cost_s for gain, cost_s in zip(gains_s, extra_s, strict=False)]
     return max(range(len(values_s)), key=values_s.__getitem__)
@@ -356,17 +341,21 @@ def _best_number(chances: Sequence[float], token_s: float, extra_s: Sequence[flo
 
 #: After this many rounds without a plain decode one is made: its cost is what everything is compared with.
 _MAX_STALE = 64
-#: The expected gain of a draft must be this many times its cost: a cost is certain and a gain is not. N-grams do not say
-#: how sure they are, so that long drafts of theirs are a bet.
-_MARGIN, _NGRAM_TRUST = 1.1, 0.75
+#: The expected gain of a draft must be this many times its cost: a cost is certain and a gain is not. A model says
+#: how sure it is, and can be trusted more than n-grams.
+_MARGIN, _NGRAM_MARGIN = 1.1, 1.5
 #: The numbers of tokens that a parallel draft may predict in one decode.
 _AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
-#: A trial of a model that is not expected to pay drafts so many tokens. How long an answer gets is a guess, so a prefill
-#: may take at most `_MOST_AHEAD` times the answer's time so far, a trial less; and must save more than it takes.
-_N_TRIED = 3
+#: A trial of a model that is not expected to pay drafts so many tokens. In plain tokens' time, trials may cost a
+#: share of the generated tokens, so much at once.
+_N_TRIED, _TRIAL_SHARE, _MOST_CREDIT = 3, 0.015, 32.0
+#: How long an answer gets is a guess: a prefill may take at most so many times the answer's time so far, that of a
+#: trial less, and must be expected to save more than it takes.
 _MOST_AHEAD, _MOST_AHEAD_OF_TRIAL, _PREFILL_MARGIN = 2.0, 0.1, 1.5
-#: A round loses at most so many plain tokens: where it took longer, the machine stood still for a moment.
-_MOST_LOST = 8.0
+#: A drafter waits while it has lost more than so many plain tokens and this share of the answer's time. What it saved
+#: covers losses up to `_MOST_SAVED` tokens. A round loses at most `_MOST_LOST`: if it took longer, the machine stood
+#: still.
+_TOKENS_LOST, _SHARE_LOST, _MOST_SAVED, _MOST_LOST = 4.0, 0.01, 8.0, 8.0
 #: The weight of a round in the averages over recent ones; at first all count equally, and a plain decode as four.
 _RATE = 0.06
 #: A stopping rule is computed again when a price has changed by this share of a token's worth, or after this many
@@ -374,48 +363,20 @@ _RATE = 0.06
 _NEWS, _N_NEWS, _N_RULES = 0.05, 24, 64
 
 
-class Gate:
-    """Keeps the drafters of one answer from losing more time than they may, whatever is expected of them.
-
-    A drafter that lost more than `_SHARE` of the answer's time and `_TOKENS` plain tokens waits for `_N_ROUNDS`
-    rounds, and for twice as many each time. What it saved covers losses up to `_MOST_SAVED` tokens.
-    """
-
-    _SHARE, _TOKENS, _MOST_SAVED, _N_ROUNDS = 0.01, 4.0, 8.0, 16
-
-    def __init__(self) -> None:
-        self._saved_s: dict[str, float] = {}
-        #: The drafters that wait, with the rounds that they still do; and how long each waits the next time.
-        self.aside: dict[str, int] = {}
-        self._n_next: dict[str, int] = {}
-
-    def begin_round(self) -> None:
-        self.aside = {origin: n - 1 for origin, n in self.aside.items() if n > 1}
-
-    def add(self, origin: str, saved_s: float, plain_s: float, elapsed_s: float) -> None:
-        """Add what a drafter saved in a round, negative if it lost time. A plain decode takes `plain_s`."""
-        saved_s = min(saved_s + self._saved_s.get(origin, 0.0), self._MOST_SAVED * plain_s)
-        if saved_s < -self._TOKENS * plain_s - self._SHARE * elapsed_s:
-            self.aside[origin] = self._n_next.get(origin, self._N_ROUNDS)
-            self._n_next[origin] = 2 * self.aside[origin]
-            saved_s = 0.0
-        self._saved_s[origin] = saved_s
-
-
 class CostAwarePolicy:
     """Drafts the tokens that are expected to save more time than they cost; that may be none.
 
-    A token that a round adds is worth the time that it would take otherwise: that of a plain decode, or less if
-    recent rounds were faster. Its cost is the drafter's decodes and the larger batch of the target. A draft adds the
-    sum, over its tokens, of the probability that the token and all before it are accepted. A draft that is known as a
-    whole is cut where its value is highest. A model drafts token by token, by a `StoppingRule`, which also predicts
-    what it is worth before it runs. (For a fixed length: Leviathan et al., arXiv:2211.17192, section 3.4.)
+    A token is worth the time that it would take otherwise: that of a plain decode, or less if recent rounds were
+    faster. It costs decodes of the drafter and a row of the target's batch. A draft adds the sum, over its tokens, of
+    the probability that the token and all before it are accepted (for a fixed length: Leviathan et al.,
+    arXiv:2211.17192, section 3.4). What is known as a whole is cut where its value is highest; a model drafts by a
+    `StoppingRule`.
 
-    Most learning is free: tokens that were not worth verifying are compared with the text that follows. Only trials of
-    a model that is not expected to pay cost time. A drafter that loses time against expectation waits (`Gate`).
+    Most learning is free: tokens that were not worth verifying are compared with the text that follows. Only trials
+    of a model that is not expected to pay cost time. A drafter that loses time against expectation waits.
 
-    A policy decides for one text. `costs` is the target's table, to which observed times are added. `acceptance` is by
-    origin; its counts cover all texts and may be shared with other policies.
+    A policy decides for one text. `costs` is the target's table, to which observed times are added. `acceptance` is
+    by origin; its counts cover all texts and may be shared with other policies.
     """
 
     def __init__(
@@ -430,17 +391,17 @@ class CostAwarePolicy:
         self._known = {} if acceptance is None else acceptance
         self._here: dict[str, AcceptanceRates] = {}
         self._rules: dict[tuple[object, ...], StoppingRule] = {}
-        self._gate = Gate()
+        #: The seconds that each drafter has saved in this text.
+        self._saved_s: dict[str, float] = {}
         self._n_stale = self._n_rounds = 0
         #: The seconds of all rounds, and averages over recent ones: seconds and tokens of a round.
         self._elapsed_s = self._round_s = 0.0
         self._round_tokens = 1.0
         #: In this round: the seconds of a plain decode, those that n drafted tokens add to it, a token's worth.
-        self._plain_s = self._token_s = 0.0
+        self._plain_s = self._token_s = self._ngram_trust = 0.0
         self._extra_s = [0.0]
 
     def plan(self, offer: Offer) -> RoundPlan:
-        self._gate.begin_round()
         if (nothing := self._read_costs(offer)) is not None:
             return RoundPlan(nothing)
         drafter, price, n_max = offer.drafter, offer.price, min(self.n_max, offer.n_most)
@@ -449,10 +410,11 @@ class CostAwarePolicy:
             rates=self.acceptance_of,
             token_s=self._token_s,
             extra_s=self._extra_s,
+            ngram_trust=self._ngram_trust,
             p_min=self._p_min,
         )
         found = stop.cut(offer.found)
-        if len(found) and found.origins[0] in self._gate.aside:
+        if len(found) and self._waits(found.origins[0]):
             found = NO_DRAFT
         plan = RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
         if drafter is None:
@@ -466,16 +428,15 @@ class CostAwarePolicy:
                 Reason("model"),
                 n_max,
                 stop=replace(stop, rule=rule, next_s=price.next_s),
-                extends=NGRAM_ORIGINS[0] not in self._gate.aside,
+                extends=not self._waits(NGRAM_ORIGINS[0]),
                 n_at_once=n_at_once,
                 drafter=drafter,
                 prefill_s=price.prefill_s,
             )
-        if self._may_try(drafter, price):
-            stop_of_trial, n = Stop(needs_confidence=True), min(n_max, _N_TRIED)
-            plan = RoundPlan(Reason("trial"), n, stop=stop_of_trial, drafter=drafter)
-            return replace(plan, prefill_s=price.prefill_s)
-        return replace(plan, reason=why_not)
+        if not self._may_try(drafter, price):
+            return replace(plan, reason=why_not)
+        trial = replace(plan, stop=Stop(needs_confidence=True), prefill_s=price.prefill_s)
+        return replace(trial, reason=Reason("trial"), n_max=min(n_max, _N_TRIED))
 
     def observe(self, result: RoundResult) -> None:
         self._costs.observe(result.n_rows, result.target_s)
@@ -494,18 +455,21 @@ class CostAwarePolicy:
         saved_s = n_tokens * plain_s - round_s
         self._average(round_s, n_tokens, plain_s)
         if plan.origin is not None and (n_drafted or plan.n_max):
-            self._gate.add(plan.origin, saved_s, plain_s, self._elapsed_s)
+            before_s = self._saved_s.get(plan.origin, 0.0)
+            self._saved_s[plan.origin] = min(before_s + saved_s, _MOST_SAVED * plain_s)
         if plan.drafter is not None:
+            counts = self.acceptance_of(plan.drafter).counts
             tried_s = saved_s - plan.prefill_s if plan.reason.name == "trial" else 0.0
-            self.acceptance_of(plan.drafter).counts.account(n_tokens, tried_s / plain_s)
+            credit = counts.trial_credit + _TRIAL_SHARE * n_tokens + tried_s / plain_s
+            counts.trial_credit = min(_MOST_CREDIT, credit)
 
     # --- the steps of a plan ----------------------------------------------------------------
 
     def _read_costs(self, offer: Offer) -> Reason | None:
         """Take the costs of this round, or return why nothing can be drafted.
 
-        With v the seconds of the target's batches: N sequences without drafts pay v(N) / N each, and a drafted token is
-        a row more in a batch with B rows of others, and costs what that row adds.
+        With v the seconds of the target's batches: N sequences without drafts pay v(N) / N each, and a drafted token
+        is a row more in a batch with B rows of others, and costs what that row adds.
         """
         self._n_stale += 1
         costs, self._others = self._costs, offer.others
@@ -521,6 +485,7 @@ class CostAwarePolicy:
         self._plain_s = plain_s = costs.seconds(n_sequences) / n_sequences
         recent_s = self._round_s / self._round_tokens if self._n_rounds else plain_s
         self._token_s = min(plain_s / _MARGIN, recent_s)
+        self._ngram_trust = min(plain_s / _NGRAM_MARGIN, recent_s) / self._token_s
         return None
 
     def _expect(
@@ -546,11 +511,12 @@ class CostAwarePolicy:
 
     def _why_not(self, origin: str, price: Price, value_s: float) -> Reason | None:
         """Return why not to start a model that is expected to gain `value_s` a round; None if it should start."""
-        if origin in self._gate.aside:
+        if self._waits(origin):
             return Reason("put aside")
         pays = value_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
         if not pays and self._ideal_s(price) <= 0.0:
-            guess, row = (price.seconds(2) - price.first_s) / self._plain_s, self._row_cost
+            guess = (price.seconds(2) - price.first_s) / self._plain_s
+            row = self._extra_s[1] / self._plain_s
             text = f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
             return Reason("row cost", text)
         if price.prefill_s > (_MOST_AHEAD * self._elapsed_s if pays else 0.0):
@@ -560,19 +526,21 @@ class CostAwarePolicy:
     def _why_not_found(self, found: Draft) -> Reason:
         if not len(found):
             return Reason("nothing found")
-        is_aside = found.origins[0] in self._gate.aside
-        return Reason("put aside") if is_aside else self._too_rarely(found.origins[0])
+        origin = found.origins[0]
+        return Reason("put aside") if self._waits(origin) else self._too_rarely(origin)
+
+    def _waits(self, origin: str) -> bool:
+        """Return whether a drafter lost so much time that it waits, whatever is expected of it."""
+        most_s = _TOKENS_LOST * self._plain_s + _SHARE_LOST * self._elapsed_s
+        return self._saved_s.get(origin, 0.0) < -most_s
 
     def _too_rarely(self, origin: str) -> Reason:
-        text = (
-            f"{self.acceptance_of(origin).mean():.0%} of its tokens are expected to be accepted in this text, and "
-            f"checking one costs {self._row_cost:.2f} of a token"
+        rate, row = self.acceptance_of(origin).mean(), self._extra_s[1] / self._plain_s
+        return Reason(
+            "acceptance",
+            f"{rate:.0%} of its tokens are expected to be accepted in this text, and checking one costs "
+            f"{row:.2f} of a token",
         )
-        return Reason("acceptance", text)
-
-    @property
-    def _row_cost(self) -> float:
-        return self._extra_s[1] / self._plain_s
 
     def _may_try(self, origin: str, price: Price) -> bool:
         """Return whether to try a model that is not expected to pay, to learn whether that is still so."""
@@ -582,7 +550,7 @@ class CostAwarePolicy:
         # The text is read for several trials.
         n_trials = 3 if price.prefill_s else 1
         cost_s = price.prefill_s + n_trials * (price.seconds(n) + self._extra_s[n])
-        return origin not in self._gate.aside and cost_s <= most_s and self._ideal_s(price) > 0.0
+        return not self._waits(origin) and cost_s <= most_s and self._ideal_s(price) > 0.0
 
     def _ideal_s(self, price: Price) -> float:
         """Return the seconds that a round would save with a draft of the best length, all accepted."""
@@ -619,8 +587,8 @@ class CostAwarePolicy:
         return rates
 
     def _rule(self, origin: str, price: Price, n_most: int) -> StoppingRule:
-        """Return the stopping rule of a drafter for drafts of at most `n_most` tokens, perhaps computed before for about
-        these prices and acceptance rates."""
+        """Return the stopping rule of a drafter for drafts of at most `n_most` tokens, perhaps computed before for
+        about these prices and acceptance rates."""
         rates, unit_s = self.acceptance_of(origin), _NEWS * self._plain_s
         prices = [round(s / unit_s) for s in (price.next_s, self._token_s, self._extra_s[1])]
         key = (origin, n_most, rates.version // _N_NEWS, *prices)

@@ -1,8 +1,8 @@
 """What decoding costs, and how often drafted tokens are accepted: tables that are measured, and learn.
 
-There are no formulas. Costs are jagged (one more row may double the time, or cost nothing), and differ between
-models, quantisations and machines. Acceptance depends on the pair of models, the samplers and the text. (The rule
-that accepts a token is in `verify.py`.)
+There are no formulas. Costs are jagged (one more row may double the time, or cost nothing) and differ between
+machines. Acceptance depends on the pair of models, the samplers and the text. (The rule that accepts a token is in
+`verify.py`.)
 """
 
 from __future__ import annotations
@@ -20,24 +20,19 @@ from specgen.system.arrays import ProbArray
 
 # --- costs ------------------------------------------------------------------------------------
 
-#: Of a decode's deviation from what was expected, this share is put down to the size of its batch, and this share to
-#: the machine's present speed, which affects all sizes.
-_OWN_SHARE = 0.12
-_SPEED_SHARE = 0.12
+#: Of a decode's deviation from what was expected, these shares are put down to the size of its batch, faster until it
+#: was observed `_N_NEW` times, and to the machine's present speed, which affects all sizes.
+_OWN_SHARE, _SPEED_SHARE, _N_NEW = 0.12, 0.12, 3
 #: A single decode deviates by at most this factor: a machine that is busy for a moment says nothing of the model.
 _MAX_DEVIATION = 1.5
-#: A size moves faster until it was observed this many times.
-_N_NEW = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What drafting costs, in seconds: the first drafted token, each further one, and once the prefill: what the
-    drafter has not read of the text yet, beyond the tokens of the last round.
-
-    A parallel draft predicts all its tokens in one decode, whose size is chosen before it is known how sure the
-    draft is: `at_once_s[n - 1]` are the seconds of a decode that predicts n tokens, and `next_s` is 0.
-    """
+    """What drafting costs, in seconds: the first drafted token, each further one, and once the prefill of what the
+    drafter has not read yet, beyond the last round. A parallel draft predicts all its tokens in one decode, whose
+    size is chosen before: `at_once_s[n - 1]` are the seconds of a decode that predicts n tokens, and `next_s` is
+    0."""
 
     first_s: float
     next_s: float
@@ -67,20 +62,16 @@ ALONE = Others()
 
 
 class CostTable:
-    """The seconds that a model's batches take, by their rows; every decode corrects them.
-
-    `seconds` are those known so far. Sizes between two known ones are interpolated; fewer rows than any known
-    size cost what that does, and more cost in proportion to their rows.
-    """
+    """The seconds that a model's batches take, by their rows; every decode corrects them. Sizes between two known
+    ones are interpolated; fewer rows than any known size cost what that does, and more cost in proportion to their
+    rows."""
 
     def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
         self._seconds = {n: s for n, s in sorted((seconds or {}).items()) if n > 0 and s > 0.0}
         self._sizes = list(self._seconds)
-        #: The machine's present speed: seconds over those of the table.
-        self._slowness = 1.0
         self._n_observed: dict[int, int] = {}
-        #: The number of sequences that the last decodes served at once, each with its own rows.
-        self._n_sharing = 1
+        #: The machine's present seconds over those of the table; the sequences that the last decodes served at once.
+        self._slowness, self._n_sharing = 1.0, 1
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -111,13 +102,13 @@ class CostTable:
 
     def share_s(self, n_rows: int) -> float:
         """Return the seconds of `n_rows` rows of one sequence, if as many sequences as in the last decodes add as
-        many rows each, and each pays an equal share; 0 while nothing is known."""
+        many each; 0 while nothing is known."""
         n = self._n_sharing
         return self.seconds(n_rows * n) / n if self._sizes else 0.0
 
     def share(self, n_rows: int, n_batch_rows: int, n_sequences: int) -> float:
-        """Return the share, in [0, 1], that one of N sequences pays of a batch in which it has `n_rows` rows: an equal
-        part of v(N), and of the rest as much as its drafted rows are of all."""
+        """Return the share, in [0, 1], that one of N sequences pays of a batch in which it has `n_rows` rows: an
+        equal part of v(N), and of the rest as much as its drafted rows are of all."""
         if n_sequences == 1:
             return 1.0
         plain_s = self.seconds(n_sequences)
@@ -162,13 +153,9 @@ _N_START = 6.0
 #: The counts remember about 1500 observations; older ones fade.
 _FADING = 1.0 - 1.0 / 1500.0
 #: How fast the present text's deviation is learnt, in log-odds an observation, and its largest size.
-_TEXT_RATE = 0.12
-_MAX_DEVIATION_OF_TEXT = 2.5
+_TEXT_RATE, _MOST_OF_TEXT = 0.12, 2.5
 #: The frequencies of confidences in all texts count as this many looks in the present text.
 _N_HERE = 20.0
-#: What trials of a drafter may cost, in plain tokens' time: a share of the generated tokens, so much at once.
-_TRIAL_SHARE = 0.015
-_MOST_CREDIT = 32.0
 #: Origins of tokens that need no model.
 NGRAM_ORIGINS = ("ngram", "lookup")
 #: Rates are kept at least this far from 0 and from 1.
@@ -179,8 +166,8 @@ _N_RANKS = 3
 
 @functools.cache
 def origin_of_rank(origin: str, rank: int) -> str:
-    """Return the name under which a drafter's tokens with `rank` better siblings are counted: the acceptance rate
-    of its second guess has little to do with that of its first one."""
+    """Return the name under which a drafter's tokens with `rank` better siblings are counted: second guesses are
+    another matter than first ones."""
     return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
 
 
@@ -204,19 +191,11 @@ class AcceptanceCounts:
     n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     trial_credit: float = 0.0
 
-    def account(self, n_tokens: int, saved: float = 0.0) -> None:
-        """Note that the text has grown by `n_tokens`, and what a trial saved; negative if it lost time."""
-        credit = self.trial_credit + _TRIAL_SHARE * n_tokens + saved
-        self.trial_credit = min(_MOST_CREDIT, credit)
-
 
 class AcceptanceRates:
     """The probabilities, in one text, that a drafted token is accepted if all before it were, by its drafter's
-    confidence in [0, 1].
-
-    `counts` cover all texts; texts that are generated at the same time share them. In addition one number is
-    learnt, the deviation of this text: some texts suit a draft better than others.
-    """
+    confidence in [0, 1]. `counts` cover all texts, which share them. In addition one number is learnt, the deviation
+    of this text: some texts suit a draft better than others."""
 
     def __init__(self, origin: str = "model", counts: AcceptanceCounts | None = None) -> None:
         self.origin = origin
@@ -229,12 +208,10 @@ class AcceptanceRates:
         self._curve: tuple[float, ...] | None = None
 
     def chance(self, confidence: float) -> float:
-        """Return the acceptance probability of a token with this confidence."""
         return self.curve()[bisect.bisect_left(BIN_EDGES, confidence)]
 
     def curve(self) -> tuple[float, ...]:
-        """Return the acceptance probabilities by bin of confidence, N_BINS of them: those in all texts, shifted by
-        this text's deviation."""
+        """Return the acceptance probabilities by bin: those in all texts, shifted by this text's deviation."""
         if self._curve is None:
             self._curve = tuple(self._of_bin(index) for index in range(N_BINS))
         return self._curve
@@ -258,11 +235,9 @@ class AcceptanceRates:
 
     @property
     def n_judged(self) -> float:
-        """The number of judged tokens that the counts rest on."""
         return float(self.counts.n_judged.sum())
 
     def see(self, confidence: float) -> None:
-        """Count a confidence, whether or not a token is drafted with it."""
         index = bisect.bisect_left(BIN_EDGES, confidence)
         self.counts.n_seen *= _FADING
         self.counts.n_seen[index] += 1.0
@@ -274,7 +249,7 @@ class AcceptanceRates:
         index = bisect.bisect_left(BIN_EDGES, confidence)
         n_judged, n_accepted = self.counts.n_judged, self.counts.n_accepted
         deviation = self._deviation + _TEXT_RATE * (accepted - self._of_bin(index))
-        self._deviation = min(_MAX_DEVIATION_OF_TEXT, max(-_MAX_DEVIATION_OF_TEXT, deviation))
+        self._deviation = min(_MOST_OF_TEXT, max(-_MOST_OF_TEXT, deviation))
         # Only this bin fades: a bin that was not seen for long is not less known.
         n_judged[index] = n_judged.item(index) * _FADING + 1.0
         n_accepted[index] = n_accepted.item(index) * _FADING + accepted
@@ -288,7 +263,7 @@ RatesOf = Callable[[str], AcceptanceRates]
 
 def judge_drafts(rates: RatesOf, drafts: Sequence[Draft], text: Sequence[int]) -> None:
     """Count, by origin and rank, which drafted tokens are those with which the text goes on, verified or not; the
-    drafts may have common nodes. Drafts with drawn tokens do not count: see `judge_draws`."""
+    drafts may have common nodes. Drafts with drawn tokens do not count."""
     judged: set[tuple[int, str, int]] = set()
     for draft in drafts:
         node, ranks = ROOT, draft.ranks()
@@ -309,8 +284,7 @@ def judge_drafts(rates: RatesOf, drafts: Sequence[Draft], text: Sequence[int]) -
 
 
 def judge_draws(rates: RatesOf, draft: Draft, n_accepted: int) -> None:
-    """Count which tokens of a verified chain that were drawn at random were accepted, by the model's confidence
-    before the draw and not by the probability of the drawn token."""
+    """Count which drawn tokens of a verified chain were accepted, by the model's confidence before the draw."""
     drawn = [node for node, source in enumerate(draft.distributions) if source is not None]
     for node, confidence in zip(drawn, draft.looks, strict=False):
         if node <= n_accepted:

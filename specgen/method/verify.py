@@ -1,8 +1,7 @@
 """Verifiers: which drafted tokens are accepted, and which token follows them.
 
-All are exact: the text that they keep has the distribution of text from the target alone. *Target* is the
-distribution that the target's logits give after a node, with samplers and grammar; *draft* is the one that a
-drafted token was drawn from.
+All are exact: the text has the distribution of text from the target alone. *Target* is the distribution that the
+target's logits give after a node, with samplers and grammar; *draft* is the one that a drafted token was drawn from.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Verifier(Protocol):
 
     @property
     def wants_draws(self) -> bool:
-        """Whether it accepts more of a draft that was drawn at random, with its distributions on record, than
-        of the draft model's most likely tokens."""
+        """Whether it accepts more of a drawn draft than of the draft model's most likely tokens."""
         ...
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict: ...
@@ -51,11 +49,10 @@ class ResidualVerifier:
     """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection go on with the
     residual, normalize(max(0, target - draft)).
 
-    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318,
-    Algorithm 2), for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2): the next
-    sibling is tested against the residual. Siblings drawn without replacement are tested with the distribution
-    that each was drawn from, without the earlier ones (Jeon et al., arXiv:2402.14160, Algorithm 1). In
-    independent walks a token is tested as often as it was drawn. A node without a distribution was certain.
+    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm
+    2), for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be drawn without
+    replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). In independent walks a token is tested as often as it
+    was drawn.
     """
 
     wants_draws = True
@@ -78,8 +75,8 @@ class ResidualVerifier:
     def choose(
         self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
     ) -> tuple[int | None, Distribution]:
-        """Return which of the nodes tried after one place is accepted, if any, and what the next token is drawn
-        from otherwise. `target` is the target's distribution there."""
+        """Return which of the nodes tried after one place is accepted, if any, and what the next token is drawn from
+        otherwise."""
         for child in tries:
             token, source = draft.tokens[child], drawn_from(draft, child)
             if rng.random() * source.probability(token) < target.probability(token):
@@ -90,12 +87,9 @@ class ResidualVerifier:
 
 
 class MatchVerifier(ResidualVerifier):
-    """Draw the target's token; go on while it is one of the drafted children.
-
-    The target draws each token with one random number, as in plain decoding. So the same seed gives the same
-    text with and without a draft, however the draft's tokens were chosen. A set of drafted children is accepted
-    with the sum of its target probabilities, the best possible for a draft that was not drawn at random.
-    """
+    """Draw the target's token; go on while it is one of the drafted children. So the same seed gives the same text
+    with and without a draft, however that was made. This is the best possible for a draft that was not drawn at
+    random."""
 
     wants_draws = False
 
@@ -108,14 +102,13 @@ class MatchVerifier(ResidualVerifier):
 
 
 class SpecTrVerifier(ResidualVerifier):
-    """Choose among the next tokens of k independent drafts: k-sequential selection (Sun et al.,
-    arXiv:2310.15141, Algorithm 2). With one draft left, k = 1, this is residual sampling.
+    """Choose among the next tokens of k independent drafts: k-sequential selection (Sun et al., arXiv:2310.15141,
+    Algorithm 2). With one draft left, k = 1, this is residual sampling.
 
-    The drafts are tried one after the other. A token x is taken with probability min(1, target(x) / (rho
-    draft(x))), with the same rho in [1, k] for all. After k rejections a token is drawn from
-    normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where beta(rho) = sum of
-    min(draft, target / rho) is the probability that a single draft is taken. rho is the least one for which no
-    token is taken too often, 1 - (1 - beta)^k <= rho beta. This comes within a factor of 1 - 1/e of the best.
+    A token x is taken with probability min(1, target(x) / (rho draft(x))), with the same rho in [1, k] for all. After
+    k rejections a token is drawn from normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where
+    beta(rho) = sum of min(draft, target / rho) is the probability that a single draft is taken. rho is the least one
+    for which no token is taken too often, 1 - (1 - beta)^k <= rho beta.
     """
 
     def choose(
@@ -138,8 +131,8 @@ class SpecTrVerifier(ResidualVerifier):
 
 
 def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
-    """Return the least rho of k-sequential selection, up to rounding and never below it; both distributions are
-    over the same tokens, float64[m]."""
+    """Return the least rho, up to rounding and never below it; both distributions are over the same tokens,
+    float64[m]."""
     # k always suffices, since 1 - (1 - beta)^k <= k beta. The difference has one sign change.
     low, high = 1.0, float(k)
     for _ in range(_N_HALVINGS if k > 1 else 0):
@@ -153,18 +146,18 @@ def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
 
 
 class BlockVerifier(ResidualVerifier):
-    """Judge a drawn chain as a block. On average this never accepts fewer tokens than judging them one by one
-    (Sun et al., arXiv:2403.10444, Algorithm 2).
+    """Judge a drawn chain as a block, which on average never accepts fewer tokens than judging them one by one (Sun
+    et al., arXiv:2403.10444, Algorithm 2).
 
     With r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)), the prefix of length i is accepted with
-    probability h(i) = s(i) / (s(i) + 1 - r(i)), where s(i) = sum over x of max(0, r(i) target(x) - draft(x))
-    after that prefix; the whole chain with h = r. The longest accepted prefix is kept, and the token after it
-    drawn from normalize(max(0, r target - draft)). It holds for chains whose length depends on the drafted
-    tokens, as long as the decision to stop was made before the next draw.
+    probability h(i) = s(i) / (s(i) + 1 - r(i)), where s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after
+    that prefix; the whole chain with h = r. The longest accepted prefix is kept, and the token after it drawn from
+    normalize(max(0, r target - draft)). A chain's end may depend on the tokens before, if it was decided before a
+    draw.
 
-    In a tree, each run of only children is judged as a block; if it is accepted whole, the siblings after it
-    are judged by recursive rejection, and a new block follows. This is exact if the number of siblings at a
-    position was fixed before any token after it was drawn.
+    In a tree, each run of only children is a block; if it is accepted whole, the siblings after it are judged by
+    recursive rejection, and a new block follows. The number of siblings must be fixed before any token after them is
+    drawn.
     """
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
@@ -217,11 +210,8 @@ def drawn_from(draft: Draft, node: int) -> Distribution:
 
 
 class AutoVerifier:
-    """Uses the verifier that accepts most of a draft: drawn chains are judged as blocks, drawn siblings by
-    recursive rejection, independent drafts by k-sequential selection, and all others by matching.
-
-    The choice depends on how the draft was made, never on its tokens, so it biases nothing.
-    """
+    """Uses the verifier that accepts most, by how a draft was made, never by its tokens, which would bias the
+    text."""
 
     wants_draws = True
 

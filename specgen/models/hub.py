@@ -149,20 +149,14 @@ def locate(model: CatalogueModel) -> Path | None:
         return own
     if model.hub is None:
         return None
-    from huggingface_hub import try_to_load_from_cache
-
-    # The pinned revision, and whatever the cache holds as the newest.
-    for revision in dict.fromkeys((model.hub.revision, None)):
-        with suppress(OSError):
-            cached = try_to_load_from_cache(model.hub.repo, model.hub.file, revision=revision)
-            if not isinstance(cached, str) or size_of(Path(cached)) != model.size_bytes:
-                continue
-            # One link is followed and no more: it may lead in turn to a store with names of another kind.
-            # Where the system has no symbolic links, the name says nothing and the size must do.
-            path = Path(cached)
-            blob = path.readlink().name if path.is_symlink() else path.name
-            if blob == model.sha256 or not SHA256.fullmatch(blob):
-                return path
+    for snapshot, _names in _snapshots(storage_of(model.hub.repo)):
+        path = snapshot / model.hub.file
+        # One link is followed and no more: it may lead in turn to a store with names of another kind.
+        # Where the system has no symbolic links, the name says nothing and the size must do.
+        blob = path.readlink().name if path.is_symlink() else path.name
+        is_it = blob == model.sha256 or not SHA256.fullmatch(blob)
+        if is_it and size_of(path) == model.size_bytes:
+            return path
     return None
 
 

@@ -10,11 +10,9 @@ _PIECE = 256
 
 def n_common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix of two texts, in tokens."""
-    n = 0
-    while n < len(one) and list(one[n : n + _PIECE]) == list(other[n : n + _PIECE]):
-        n += min(_PIECE, len(one) - n)
-    for first, second in zip(one[n : n + _PIECE], other[n : n + _PIECE], strict=False):
-        if first != second:
-            break
+    n, n_most = 0, min(len(one), len(other))
+    while n < n_most and list(one[n : n + _PIECE]) == list(other[n : n + _PIECE]):
+        n += _PIECE
+    while n < n_most and one[n] == other[n]:
         n += 1
-    return n
+    return min(n, n_most)

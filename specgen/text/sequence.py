@@ -47,8 +47,8 @@ class Sequence:
     together. `state` starts with the prompt; the drafter may share it. `shaper` has the target's samplers over it.
 
     `drafters` is None for plain decoding, and becomes None when drafting fails (`why_undrafted`). `hidden` takes the
-    target's hidden states, if a drafter needs them. `index` is the answer's number in events, and `ends` are tokens that
-    end it besides the vocabulary's. `failure` is the error that ended it early; it then has no `finish_reason`.
+    target's hidden states, if a drafter needs them. `index` is the answer's number in events, and `ends` are tokens
+    that end it besides the vocabulary's. `failure` is the error that ended it early; it then has no `finish_reason`.
     """
 
     vocabulary: Vocabulary
@@ -65,6 +65,8 @@ class Sequence:
     ends: frozenset[int] = frozenset()
     hidden: TargetStates | None = None
     why_undrafted: Literal["off", "failed"] = "off"
+    #: All committed tokens, prompt and answer: those of `state`.
+    tokens: list[int] = field(init=False)
     text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
@@ -83,17 +85,13 @@ class Sequence:
     _has_end_token: bool = False
 
     def __post_init__(self) -> None:
-        self.n_prompt = len(self.state.tokens)
+        self.tokens = self.state.tokens
+        self.n_prompt = len(self.tokens)
         if not self.n_prompt:
             raise ValueError("a sequence needs at least one prompt token")
         self.text = TextStream(self.options.stop)
         if self.options.max_tokens == 0:
             self.finish_reason = "length"
-
-    @property
-    def tokens(self) -> list[int]:
-        """All committed tokens, prompt and answer."""
-        return self.state.tokens
 
     @property
     def is_finished(self) -> bool:
@@ -123,8 +121,8 @@ class Sequence:
         return max(0, n)
 
     def offer(self, n_most: int, others: Others = ALONE) -> Offer:
-        """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes now. There
-        must be `drafters`."""
+        """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes now.
+        There must be `drafters`."""
         drafters, n_draftable = self.drafters, self.n_draftable
         assert drafters is not None, "something drafts"
         # The answer is expected to get as many tokens again: long answers tend to go on for longer.
@@ -137,8 +135,8 @@ class Sequence:
     def commit(self, token: int) -> str:
         """Add the target's next token, and return the text that may now be shown.
 
-        Sets `finish_reason` if the answer ends with this token. Only here can the content of an answer end it, one token
-        at a time, so that a draft cannot move the end.
+        Sets `finish_reason` if the answer ends with this token. Only here can the content of an answer end it, one
+        token at a time, so that a draft cannot move the end.
         """
         self.state.commit(token)
         if self.vocabulary.is_end(token) or token in self.ends:
@@ -162,9 +160,9 @@ class Sequence:
         now_s: float,
         reason: Reason | None = None,
     ) -> list[Event]:
-        """Commit the accepted path of a draft, the target's token, and the tokens that the grammar forces after it, up
-        to the end of the answer. `logits` are those at the root and at each node; `reason` is that of the round's plan,
-        None for the prompt. Return the events."""
+        """Commit the accepted path of a draft, the target's token, and the tokens that the grammar forces after it,
+        up to the end of the answer. `logits` are those at the root and at each node; `reason` is that of the round's
+        plan, None for the prompt. Return the events."""
         number = 0 if reason is None else self.tally.n_rounds + 1
         rejected = self._rejected_branches(draft, verdict)
         own_kind: TokenKind = "plain"
@@ -192,8 +190,8 @@ class Sequence:
         return [*events, self._committed([*pieces, *self._forced()], now_s, number, reason)]
 
     def take_forced(self, now_s: float) -> list[Event]:
-        """Commit the tokens to which the grammar leaves no alternative before the prompt is read, and return the event,
-        if there are any."""
+        """Commit the tokens to which the grammar leaves no alternative before the prompt is read, and return the
+        event, if there are any."""
         pieces = self._forced()
         return [self._committed(pieces, now_s)] if pieces else []
 
@@ -204,7 +202,8 @@ class Sequence:
         return [self._committed([piece], now_s, self.tally.n_rounds)] if piece.text else []
 
     def _forced(self) -> list[Piece]:
-        """Commit the tokens that the grammar forces. Logits would change nothing, so no decode is needed before them."""
+        """Commit the tokens that the grammar forces. Logits would change nothing, so no decode is needed before
+        them."""
         pieces: list[Piece] = []
         while not self.is_finished and (token := self.state.forced()) is not None:
             pieces.append(Piece(token, self.commit(token), "forced", "grammar"))
@@ -243,9 +242,9 @@ class Sequence:
         )
 
     def _rejected_branches(self, draft: Draft, verdict: Verdict) -> tuple[RejectedBranch, ...]:
-        """Return the rejected branches of a draft, one for each leaf: the nodes from where its branch left the accepted
-        path. It is called before the commit: if that path ends in the middle of a character, a branch's text starts
-        there."""
+        """Return the rejected branches of a draft, one for each leaf: the nodes from where its branch left the
+        accepted path. It is called before the commit: if that path ends in the middle of a character, a branch's text
+        starts there."""
         if len(verdict.path) == len(draft):
             return ()
         kept, token_bytes = set(verdict.path), self.vocabulary.token_bytes

@@ -118,8 +118,8 @@ class Tally:
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
     def whole_speedup(self, n_tokens: int, plain_token_s: float | None) -> float | None:
-        """Return the speed-up of the whole answer, prefill included, if a token takes `plain_token_s` without a draft.
-        Plain decoding prefills the target alone."""
+        """Return the speed-up of the whole answer, prefill included, if a token takes `plain_token_s` without a
+        draft. Plain decoding prefills the target alone."""
         if plain_token_s is None or not self.wall_s or n_tokens <= self.n_start_tokens:
             return None
         return (self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s) / self.wall_s
@@ -128,8 +128,8 @@ class Tally:
         """Return the uncertainty of the speed-up, as a share of it: two standard errors.
 
         The time of a token in plain decoding counts as one measurement, that of this answer is known from all its
-        rounds. Both vary as decodes of equally many rows do in this answer; the sixth at either end does not count, so
-        that a single hiccup does not decide.
+        rounds. Both vary as decodes of equally many rows do in this answer; the sixth at either end does not count,
+        so that a single hiccup does not decide.
         """
         ratios: list[float] = []
         for each in self.target_s_by_rows.values():
@@ -144,9 +144,9 @@ class Tally:
         return max(_LEAST_ERROR, 2.0 * noise * math.sqrt(1 + 1 / n_rounds))
 
     def priced_token_s(self, costs: CostTable) -> float | None:
-        """Return the mean time of a token if no sequence had drafted, by the costs of the target's batches at the speed
-        that the machine had during this answer. Sequences that share a round have equal parts of its time. None if
-        nothing was measured."""
+        """Return the mean time of a token if no sequence had drafted, by the costs of the target's batches at the
+        speed that the machine had during this answer. Sequences that share a round have equal parts of its time. None
+        if nothing was measured."""
         if not costs or not self.n_round_tokens:
             return None
         expected_s = sum(len(each) * costs.seconds(n) for n, each in self.target_s_by_rows.items())

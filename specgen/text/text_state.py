@@ -17,10 +17,7 @@ _ROOM = 512
 
 
 class TextState:
-    """The committed tokens of one text, and its grammar state.
-
-    `prompt` comes before the answer: penalties see it, the grammar does not.
-    """
+    """The committed tokens of one text, and its grammar state. Penalties see the prompt, the grammar does not."""
 
     def __init__(self, prompt: Sequence[int], grammar: GrammarState | None = None) -> None:
         #: All committed tokens, prompt and answer. Read only; `commit` adds to it.
@@ -42,8 +39,8 @@ class TextState:
         self.tokens.append(token)
 
     def history(self, path: Sequence[int], n_last: int) -> TokenArray:
-        """Return the last `n_last` tokens (-1: all) of the text followed by `path`, oldest first: int64[m].
-        The array is a view, valid until the next call."""
+        """Return the last `n_last` tokens (-1: all) of the text followed by `path`: int64[m], a view that is valid
+        until the next call."""
         if n_last == 0:
             return self._history[:0]
         self._reserve(len(path))
@@ -52,7 +49,6 @@ class TextState:
         return self._history[0 if n_last < 0 else max(0, end - n_last) : end]
 
     def grammar(self, path: Sequence[int] = ()) -> GrammarState | None:
-        """Return the grammar's state after the text and `path`; None without a grammar."""
         state = self._grammar
         if state is not None:
             for token in path:
@@ -60,14 +56,12 @@ class TextState:
         return state
 
     def forced(self, path: Sequence[int] = ()) -> int | None:
-        """Return the only token that the grammar allows after the text and `path`; None if there are
-        several, or no grammar."""
+        """Return the only token that the grammar allows after the text and `path`, if there is only one."""
         grammar = self.grammar(path)
         return grammar.forced() if grammar is not None else None
 
     def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
-        """Return the nodes of a draft that the grammar allows after the text and the tokens `before`.
-        Without a grammar these are all nodes; none if the grammar rejects `before`."""
+        """Return the nodes of a draft that the grammar allows after the text and the tokens `before`."""
         if self._grammar is None or not len(draft):
             return draft
         try:
@@ -81,7 +75,6 @@ class TextState:
         return draft.only([node for node in states if node != ROOT])
 
     def _reserve(self, n: int) -> None:
-        """Make room for n tokens after the text."""
         n_needed = len(self.tokens) + n
         if n_needed > len(self._history):
             self._history = np.resize(self._history, max(n_needed, 2 * len(self._history)))
@@ -96,16 +89,14 @@ class Shaper:
         self._looks_back = sampler.n_history != 0 or state.has_grammar
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        """Return the distribution after the text and `path`, from the model's logits there,
-        float32[n_vocab]. Raise `BackendError` if the row has values that are no numbers, or if the grammar
-        allows no token."""
+        """Return the distribution after the text and `path`, from the model's logits there, float32[n_vocab]. Raise
+        `BackendError` if values are no numbers, or if the grammar allows no token."""
         if not self._looks_back:
             return self._sampler.distribution(logits)
         grammar = self._state.grammar(path)
         forced = grammar.forced() if grammar is not None else None
         if forced is not None:
-            # The mask alone may allow more: where a text can only end, there may be several end
-            # tokens. One of these is taken, the same for the drafter and the verifier.
+            # The mask alone may allow several end tokens: drafter and verifier take the same one.
             return Distribution.certain(forced)
         return self._sampler.distribution(
             logits,
@@ -114,16 +105,14 @@ class Shaper:
         )
 
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
-        """Return the largest probability of a token after the text and `path`: 1 if the grammar forces the
-        token, else that of the logits there, float32[n_vocab], at temperature 1."""
+        """Return the largest probability of a token: 1 if the grammar forces it, else that of the logits at
+        temperature 1."""
         return 1.0 if self._state.forced(path) is not None else top_probability(logits)
 
 
 class StopScanner:
-    """Finds stop strings in text that arrives in pieces, also across the borders of pieces.
-
-    Text that may be a prefix of a stop string is held back until more text decides it.
-    """
+    """Finds stop strings in text that arrives in pieces. What may be a prefix of one is held back until more text
+    comes."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if not all(stops):
@@ -134,8 +123,7 @@ class StopScanner:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Take a piece; return the text that may be shown now. If that completes a stop string,
-        `found` is set, the text before it is returned, and no more text may be pushed."""
+        """Take a piece; return the text that may be shown now, up to a stop string, which is then `found`."""
         if not self._stops:
             return text
         text = self._held + text
@@ -149,7 +137,6 @@ class StopScanner:
         return text[: len(text) - n_held]
 
     def flush(self) -> str:
-        """Return the text that is still held back, since the text has ended."""
         held, self._held = self._held, ""
         return held
 
@@ -163,11 +150,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """Turns the bytes of tokens into text.
-
-    An incomplete character is held back and comes with the token that completes it. Bytes that are
-    not UTF-8 become U+FFFD.
-    """
+    """Turns the bytes of tokens into text. An incomplete character comes with the token that completes it; bytes that
+    are not UTF-8 become U+FFFD."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -176,16 +160,13 @@ class TextStream:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that the text ended with, if it did."""
         return self._scanner.found
 
     @property
     def text(self) -> str:
-        """All text that was returned so far."""
         return "".join(self._text)
 
     def push(self, token_bytes: bytes) -> str:
-        """Return the text that may be shown after this token."""
         return self._add(self._scanner.push(self._decoder.decode(token_bytes)))
 
     def flush(self) -> str:

@@ -113,7 +113,7 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
     )
     keys = (
         "specgen date command machine llama_cpp kernels is_interrupted others_share contenders prompts figures "
-        "failures skipped_prompts results"
+        "failures results"
     )
     assert " ".join(document) == keys
     assert document["is_interrupted"] is False

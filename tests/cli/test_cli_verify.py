@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.measure.verify import (
-    Difference,
-    GreedyResult,
-    GTest,
-    SampledResult,
-    VerifyReport,
-)
+from specgen.measure.verify import Difference, GreedyResult, GTest, SampledResult, VerifyReport
 from specgen.options import SamplerOptions
 from specgen.render.verify_report import print_report
 from tests.helpers.bugs import plant
@@ -224,11 +218,12 @@ def test_prompts_longer_than_the_context_are_skipped(verify: Verify, tmp_path: P
 # --- the report
 
 
-def _report() -> VerifyReport:
-    difference = Difference(18, "C", "ĠD", 0.0126, 0.0141, same_in_batches_of=4)
+def shown(width: int, difference: Difference, n_impossible: int = 0, p_value: float = 0.3) -> str:
+    """The report of two answers, of which one differs, and of some draws."""
     equal = GreedyResult(1, "fixed", 1, 64, 40, 30)
-    place = SampledResult(2, "fixed", 60, 17, 400, 0, 900, 765, 5e-5, GTest(12.5, 2, 0.3, 0))
-    return VerifyReport(
+    test = GTest(12.5, 2, p_value, 0)
+    place = SampledResult(2, "fixed", 60, 17, 400, n_impossible, 900, 765, 5e-5, test)
+    report = VerifyReport(
         "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         "auto",
@@ -240,25 +235,18 @@ def _report() -> VerifyReport:
         (4,),
         kernels="llama.cpp on the GPU",
     )
-
-
-def shown(report: VerifyReport, width: int) -> str:
     stream = io.StringIO()
-    console = Console(file=stream, width=width, force_terminal=True, color_system=None)
-    print_report(report, console)
-    return stream.getvalue()
+    print_report(report, Console(file=stream, width=width, force_terminal=True, color_system=None))
+    assert max(map(len, stream.getvalue().splitlines())) <= width
+    return " ".join(stream.getvalue().split())
 
 
 @pytest.mark.parametrize("width", [80, 110])
 def test_the_report_is_whole_at_every_width(width: int) -> None:
-    lines = shown(_report(), width).splitlines()
-    assert max(map(len, lines)) <= width
-    text = " ".join(" ".join(lines).split())
+    text = shown(width, Difference(18, "C", "ĠD", 0.0126, 0.0141, same_in_batches_of=4))
     assert "computed by llama.cpp on the GPU" in text
     assert "1 equal, 1 near-tie, 0 defects; 75% of 80 drafted tokens accepted" in text
-    assert (
-        "prompt 2, token 19: near-tie: 'C' plainly, ' D' with drafts; 0.0126 logits apart" in text
-    )
+    assert "prompt 2, token 19: near-tie: 'C' plainly, ' D' with drafts; 0.0126 logits" in text
     assert "plain decoding does the same in batches of 4" in text
     assert "400 draws" in text
     assert "p = 0.3 (fails up to 5e-05): fits" in text
@@ -267,17 +255,8 @@ def test_the_report_is_whole_at_every_width(width: int) -> None:
 
 
 def test_defects_are_called_by_their_name() -> None:
-    report = _report()
-    difference = report.greedy[1].difference
-    assert difference is not None
-    exact = replace(
-        report.greedy[1], difference=replace(difference, allowed=0.0, same_in_batches_of=None)
-    )
-    text = shown(replace(report, greedy=(exact,)), 200)
+    text = shown(110, Difference(18, "C", "ĠD", 0.0126, 0.0), n_impossible=3, p_value=1e-9)
     assert "token 19: defect" in text
     assert "batches move no row" in text
-    place = report.sampled[0]
-    wrong = replace(place, n_impossible=3, test=replace(place.test, p_value=1e-9))
-    text = shown(replace(report, sampled=(wrong,)), 200)
     assert "p = 1e-09" in text
     assert "3 draws of tokens that the target gives probability 0: defect" in text

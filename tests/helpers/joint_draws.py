@@ -140,9 +140,8 @@ class MemoBackend:
 
 @dataclass
 class _Scout:
-    """A verifier that notes how visible a wrong judgement would be in the round: the smallest of the probabilities
-    that the first drafted token is accepted, or not, and that target and drafter take another than their
-    likeliest token."""
+    """A verifier that notes how visible a wrong judgement would be: the smallest of the probabilities that the first
+    drafted token is accepted, or not, and that target and drafter take another than their likeliest token."""
 
     inner: Verifier
     chance: float = -1.0
@@ -223,7 +222,7 @@ def draw_with_models(
             sequence = DrafterFactory(session).sequence(prompt, n_ctx, drafts, seed)
         loop = AnswerLoop(target, clock)
         place = _find_place(sequence, loop)
-        return None if place is None else _draw(sequence, target, loop, place, depth, n_draws)
+        return None if place is None else _draw(sequence, loop, place, depth, n_draws)
 
 
 def _find_place(sequence: TextSequence, loop: AnswerLoop) -> _Mark | None:
@@ -236,31 +235,24 @@ def _find_place(sequence: TextSequence, loop: AnswerLoop) -> _Mark | None:
         place = _Mark(answering.state)
         scout.chance = -1.0
         loop.round([answering])
+        assert answering.failure is None, answering.failure
         if scout.chance > best_chance:
             best, best_chance = place, scout.chance
-    if answering.failure is not None:
-        raise answering.failure
     return best
 
 
 def _draw(
-    sequence: TextSequence,
-    target: Backend,
-    loop: AnswerLoop,
-    place: _Mark,
-    depth: int,
-    n_draws: int,
+    sequence: TextSequence, loop: AnswerLoop, place: _Mark, depth: int, n_draws: int
 ) -> JointDraws:
-    n_longest = sequence.policy.n_max
     policy = _UpTo(sequence.policy)
     options = replace(sequence.options, max_tokens=2 * depth + 2, stop=())
     drawing = replace(sequence, policy=policy, options=options)
     drawn: Counter[Cell] = Counter()
-    tally = Tally()
+    n_drafted = n_accepted = 0
     for _ in range(n_draws):
-        policy.limit = 1 + policy.limit % max(1, min(depth, n_longest))
+        policy.limit = 1 + policy.limit % max(1, min(depth, sequence.policy.n_max))
         place.restore(drawing.state)
-        target.remove(0, place.n_tokens - 1)
+        loop.target.remove(0, place.n_tokens - 1)
         if drawing.drafters is not None:
             drawing.drafters.rewind(place.n_tokens)
         once = replace(drawing, tally=Tally(), finish_reason=None)
@@ -268,12 +260,12 @@ def _draw(
         while len(found) < depth and not once.is_finished:
             found += tokens_of(loop.round([once]))
             assert once.failure is None, once.failure
-        tally.n_drafted += once.tally.n_drafted
-        tally.n_accepted += once.tally.n_accepted
+        n_drafted += once.tally.n_drafted
+        n_accepted += once.tally.n_accepted
         drawn[tuple(found[:depth])] += 1
     place.restore(drawing.state)
-    exact = exact_cells(sequence, target, depth)
-    return JointDraws(tuple(fits_of(drawn, exact, depth)), tally.n_drafted, tally.n_accepted)
+    exact = exact_cells(sequence, loop.target, depth)
+    return JointDraws(tuple(fits_of(drawn, exact, depth)), n_drafted, n_accepted)
 
 
 def exact_cells(sequence: TextSequence, target: Backend, depth: int) -> dict[Cell, float]:

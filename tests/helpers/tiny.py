@@ -69,7 +69,6 @@ def _bytes(vocabulary: TinyVocabulary, token: int) -> bytes:
 
 
 def _byte_level() -> dict[str, int]:
-    """The bytes of the characters that byte-level BPE writes for them."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
     codes = {chr(byte): byte for byte in visible}

@@ -23,7 +23,6 @@ ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 
 
 def has_rpc() -> bool:
-    """Whether there is an RPC backend to test, built by scripts/build_rpc.py or with llama.cpp."""
     if (ROOT / "specgen" / "llama" / LIBRARY).is_file():
         return True
     found = importlib.util.find_spec("llama_cpp")
@@ -37,8 +36,6 @@ needs_rpc = pytest.mark.skipif(not has_rpc(), reason="llama.cpp's RPC was not bu
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker that listens."""
-
     endpoint: str
     process: subprocess.Popen[str]
 
@@ -48,7 +45,6 @@ _ports = itertools.count(20000 + os.getpid() * 61 % 12000)
 
 
 def free_port() -> int:
-    """A port on which nothing listens."""
     for port in _ports:
         with contextlib.suppress(OSError), socket.socket() as trial:
             trial.bind(("127.0.0.1", port))
@@ -79,7 +75,6 @@ def running_worker(*arguments: str, port: int | None = None) -> Iterator[Worker]
 
 
 def specgen(*arguments: str | Path) -> subprocess.Popen[str]:
-    """A specgen command in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "specgen", *map(str, arguments)],
         stdin=subprocess.DEVNULL,
@@ -102,7 +97,6 @@ def finished(process: subprocess.Popen[str], timeout_s: float = 120.0) -> tuple[
 
 
 def wait_for(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait until something is so. Fails if it takes longer."""
     until = time.monotonic() + timeout_s
     while not is_so():
         if time.monotonic() > until:

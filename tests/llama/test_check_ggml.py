@@ -50,6 +50,7 @@ def test_the_kernels_declare_what_ggml_has(
     assert capsys.readouterr().out == f"kernels/ggml_internals.h agrees with ggml {version}\n"
 
 
+MORE, WORK_SIZE = "    virtual void more() = 0;", "    virtual bool work_size"
 #: Changes of the declarations, and what is said of each. Those of one group do not hide each other: they
 #: are compiled together.
 WRONG = {
@@ -58,9 +59,9 @@ WRONG = {
         ("int ith, nth;", "int nth, ith;", "ggml_compute_params::ith lies elsewhere"),
         ("bool (*is_host)", "int (*is_host)", "is_host has another type"),
         (
-            "int (*chunk_add)(ggml_threadpool *, int)",
-            "int (*chunk_add)(ggml_threadpool *)",
-            "ggml_threadpool_chunk_add has another type",
+            "chunk_add)(ggml_threadpool *, int)",
+            "chunk_add)(ggml_threadpool *)",
+            "add has another type",
         ),
         ("backend_api_version = 2", "backend_api_version = 3", "have another interface"),
         ("n_ggml_types = ", "n_ggml_types = 1 + ", "more or fewer types"),
@@ -74,11 +75,7 @@ WRONG = {
             "",
             "supports_op lies elsewhere in ggml's virtual",
         ),
-        (
-            "    virtual bool work_size",
-            "    virtual void more() = 0;\n    virtual bool work_size",
-            "compute_forward lies elsewhere in ggml's virtual",
-        ),
+        (WORK_SIZE, f"{MORE}\n{WORK_SIZE}", "compute_forward lies elsewhere in ggml's virtual"),
     ],
 }
 
@@ -95,11 +92,9 @@ def test_a_wrong_declaration_is_found(source: Path, kernels: Path, group: str) -
 
 def test_a_virtual_function_that_ggml_adds_is_found(source: Path, tmp_path: Path) -> None:
     newer = shutil.copytree(source, tmp_path / "newer")
-    replace(
-        newer / ggml_source.GGML / "src" / "ggml-cpu" / "traits.h",
-        "    virtual tensor_traits * get_tensor_traits",
-        "    virtual void more() = 0;\n    virtual tensor_traits * get_tensor_traits",
-    )
+    traits = "    virtual tensor_traits * get_tensor_traits"
+    header = newer / ggml_source.GGML / "src" / "ggml-cpu" / "traits.h"
+    replace(header, traits, f"{MORE}\n{traits}")
     with pytest.raises(BuildError) as caught:
         check_ggml.check(newer)
     assert "ggml has a virtual function more" in caught.value.output
@@ -112,9 +107,6 @@ def test_the_command_ends_with_what_differs(source: Path, tmp_path: Path) -> Non
         check_ggml.main(["--source", str(newer)])
     with pytest.raises(SystemExit, match=r"CMakeLists\.txt cannot be read: No such file"):
         check_ggml.main(["--source", str(tmp_path / "nothing")])
-
-
-# --- the source -----------------------------------------------------------------------------
 
 
 # --- another version at run time --------------------------------------------------------------

@@ -346,26 +346,15 @@ def test_weights_are_packed_for_who_computes(tmp_path: Path, kernels: Kernels) -
             assert ours.handle != theirs.handle
 
 
-@pytest.mark.parametrize(
-    ("n_gpu_layers", "expected"),
-    [
-        (0, "specgen {}"),
-        (-1, "llama.cpp on the GPU"),
-        (1, "llama.cpp on the GPU (1 of 3 layers), specgen {} on the CPU"),
-        (3, "llama.cpp on the GPU"),
-        (99, "llama.cpp on the GPU"),
-    ],
-)
 def test_with_layers_on_a_gpu_a_model_says_what_computes_where(
-    tmp_path: Path,
-    kernels: Kernels,
-    monkeypatch: pytest.MonkeyPatch,
-    n_gpu_layers: int,
-    expected: str,
+    tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_tiny_model(tmp_path / "one.gguf", TinyConfig(n_layer=2))
     monkeypatch.setattr("specgen.llama.model.has_gpu", lambda: True)
-    with contextlib.closing(LlamaModel(path, n_gpu_layers=n_gpu_layers)) as model:
-        assert model.kernels == expected.format(kernels.instructions)
-        # No kernel of specgen's guarantees what a GPU computes.
-        assert model.has_kernels == model.has_equal_rows == (n_gpu_layers == 0)
+    ours, gpu = f"specgen {kernels.instructions}", "llama.cpp on the GPU"
+    both = f"{gpu} (1 of 3 layers), {ours} on the CPU"
+    for n_gpu_layers, expected in ((0, ours), (-1, gpu), (1, both), (3, gpu), (99, gpu)):
+        with contextlib.closing(LlamaModel(path, n_gpu_layers=n_gpu_layers)) as model:
+            assert model.kernels == expected
+            # No kernel of specgen's guarantees what a GPU computes.
+            assert model.has_kernels == model.has_equal_rows == (n_gpu_layers == 0)

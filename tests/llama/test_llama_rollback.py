@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
@@ -37,21 +37,22 @@ CONFIGS = {
     "lfm2-window": TinyConfig(architecture="lfm2", sliding_window=8),
     "qwen35": TinyConfig(architecture="qwen35"),
 }
-#: Each way to roll back: the model, what it is opened with, and what it then does.
-WAYS: list[tuple[str, int | None, Rollback]] = [
-    ("llama", None, "cells"),
-    ("gemma3", None, "cells"),
-    ("mamba", None, "states"),
-    ("mamba2", None, "states"),
-    ("jamba", None, "states"),
-    ("lfm2", None, "snapshots"),
-    ("lfm2", 0, "states"),
-    ("lfm2-window", None, "snapshots"),
-    ("lfm2-window", 2, "snapshots"),
-    ("lfm2-window", 0, "states"),
-    ("qwen35", None, "snapshots"),
-    ("qwen35", 2, "snapshots"),
-    ("qwen35", 0, "states"),
+
+
+class Way(NamedTuple):
+    """A way to roll back: the model, what it is opened with, and what it then does."""
+
+    name: str
+    n_rollback: int | None
+    rollback: Rollback
+
+
+WAYS: list[Way] = [
+    *(Way(name, None, "cells") for name in ("llama", "gemma3")),
+    *(Way(name, None, "states") for name in ("mamba", "mamba2", "jamba")),
+    *(Way(name, None, "snapshots") for name in ("lfm2", "lfm2-window", "qwen35")),
+    *(Way(name, 2, "snapshots") for name in ("lfm2-window", "qwen35")),
+    *(Way(name, 0, "states") for name in ("lfm2", "lfm2-window", "qwen35")),
 ]
 N_OUTPUTS = 8
 OPTIONS = ContextOptions(
@@ -85,22 +86,14 @@ def _opened(models: dict[str, LlamaModel]) -> Iterator[Opener]:
     backends = []
 
     def opened(
-        name: str,
-        n_rollback: int | None = None,
-        n_sequences: int = 1,
-        n_batch: int = 256,
-        n_outputs: int = N_OUTPUTS,
-        n_branches: int = 1,
+        name: str, n_rollback: int | None = None, n_batch: int = 256, **sizes: Any
     ) -> LlamaBackend:
         backend = LlamaBackend(
             models[name],
             replace(OPTIONS, n_batch=n_batch),
-            n_ctx=256,
             clock=time.perf_counter,
-            n_sequences=n_sequences,
-            n_outputs=n_outputs,
             n_rollback=n_rollback,
-            n_branches=n_branches,
+            **({"n_ctx": 256, "n_outputs": N_OUTPUTS} | sizes),
         )
         backends.append(backend)
         return backend
@@ -140,19 +133,15 @@ def assert_same(name: str, found: Logits, expected: Logits) -> None:
 
 
 Expected: TypeAlias = Callable[[str, Sequence[int]], Logits]
-every_way = pytest.mark.parametrize(("name", "n_rollback", "rollback"), WAYS)
+every_way = pytest.mark.parametrize("way", WAYS, ids=str)
 
 
 @every_way
 @pytest.mark.parametrize("n_kept", range(len(DRAFT) + 1))
 def test_any_number_of_drafted_rows_can_be_dropped(
-    opened: Opener,
-    expected: Expected,
-    name: str,
-    n_rollback: int | None,
-    rollback: Rollback,
-    n_kept: int,
+    opened: Opener, expected: Expected, way: Way, n_kept: int
 ) -> None:
+    name, n_rollback, rollback = way
     backend = opened(name, n_rollback)
     assert backend.rollback == rollback
     assert backend.model.has_recurrent_state == (rollback != "cells")
@@ -177,15 +166,10 @@ def test_any_number_of_drafted_rows_can_be_dropped(
 @every_way
 @pytest.mark.parametrize("seed", range(4))
 def test_rounds_of_all_kinds_in_a_row(
-    opened: Opener,
-    expected: Expected,
-    name: str,
-    n_rollback: int | None,
-    rollback: Rollback,
-    seed: int,
+    opened: Opener, expected: Expected, way: Way, seed: int
 ) -> None:
-    rng = np.random.default_rng(seed)
-    backend = opened(name, n_rollback, n_batch=16)
+    rng, name = np.random.default_rng(seed), way.name
+    backend = opened(name, way.n_rollback, n_batch=16)
     text: list[int] = []
 
     def extend(n: int) -> Logits:

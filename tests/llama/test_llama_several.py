@@ -22,7 +22,7 @@ from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack
 from specgen.session.request import Slot
 from specgen.system.arrays import Logits
 from tests.helpers.rows import batch_of, decoded
-from tests.llama.test_llama_rollback import OPTIONS, WAYS, loaded_models
+from tests.llama.test_llama_rollback import OPTIONS, WAYS, Way, loaded_models
 
 N_TEXTS = 3
 #: The room for a text in the cache, which is filled to its end.
@@ -161,10 +161,11 @@ class Several:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("name", "n_rollback"), [(name, n) for name, n, _ in WAYS])
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_several_texts_at_once_are_each_as_if_alone(
-    models: dict[str, LlamaModel], name: str, n_rollback: int | None, seed: int
+    models: dict[str, LlamaModel], way: Way, seed: int
 ) -> None:
+    name, n_rollback, _ = way
     n_branches = N_BRANCHES if not models[name].has_recurrent_state else 1
     backend = LlamaBackend(
         models[name],

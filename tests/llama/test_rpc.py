@@ -97,23 +97,17 @@ class TestTarget:
         assert placed("1,0") == [True, False]
         assert placed("0,1") == [False, True]
 
-    def test_a_share_too_many_is_refused(
+    def test_the_output_matrix_may_stay_and_a_share_too_many_is_refused(
         self, two_workers: tuple[Worker, Worker], tiny_models: Path
     ) -> None:
-        own = ("-m", tiny_models / "target.gguf", "-md", "none", "--tensor-split", "1,2,3", "a")
-        code, _, err = self.run(*own, "--rpc", endpoints(*two_workers))
-        assert code == UsageError.exit_code
-        assert "3 shares, but the workers have 2 devices" in err
-
-    def test_the_output_matrix_may_stay(
-        self, two_workers: tuple[Worker, Worker], tiny_models: Path
-    ) -> None:
-        """Fewer bytes than logits come back, and the text is the same."""
         own = ("-m", tiny_models / "target.gguf", "-md", "none", "--kernels", "llama.cpp", "a b")
-        there = self.run(*own, "--rpc", endpoints(*two_workers))
-        here = self.run(*own, "--rpc", endpoints(*two_workers), "--output-here")
+        remote = (*own, "--rpc", endpoints(*two_workers))
+        there, here = self.run(*remote), self.run(*remote, "--output-here")
         assert there[0] == 0, there
         assert here == there
+        code, _, err = self.run(*remote, "--tensor-split", "1,2,3")
+        assert code == UsageError.exit_code
+        assert "3 shares, but the workers have 2 devices" in err
 
 
 @needs_rpc
@@ -132,33 +126,22 @@ class TestKernels:
         config = TinyConfig(architecture=architecture, tensor_type="q8_0")
         path = write_tiny_model(tmp_path / "tiny.gguf", config)
         remote = Workers(tuple(worker.endpoint for worker in two_workers))
-        rows = []
-        for workers_ in (None, remote):
-            model = LlamaModel(path, workers=workers_)
-            rows.append(self.rows(model))
-            model.close()
+        here, there = self.rows(path), self.rows(path, remote)
         # Gated delta nets are computed by operators of llama.cpp's that differ between devices.
         rounding = 1e-4 if architecture == "qwen35" else 0.0
-        here, there = rows
         np.testing.assert_allclose(there, here, rtol=0.0, atol=rounding)
         if architecture == "llama":  # what else a worker computes is llama.cpp's in any case
             kernels.enable(products=False, attention=False)
-            model = LlamaModel(path)
-            others = self.rows(model)
-            model.close()
-            assert not np.array_equal(others, there)
+            assert not np.array_equal(self.rows(path), there)
 
-    def rows(self, model: LlamaModel) -> Logits:
+    def rows(self, path: Path, workers: Workers | None = None) -> Logits:
         """Logits of some tokens: a batch, then two of them alone."""
-        options = ContextOptions(n_threads=1)
-        found = []
-        backend = LlamaBackend(
-            model, options, n_ctx=256, clock=time.perf_counter, n_sequences=1, n_outputs=8
-        )
-        for start, end in ((0, 6), (6, 7), (7, 8)):
-            found.append(decoded(backend, range(10 + start, 10 + end)))
-        backend.close()
-        return np.concatenate(found)
+        with contextlib.closing(LlamaModel(path, workers=workers)) as model:
+            options = ContextOptions(n_threads=1)
+            backend = LlamaBackend(model, options, n_ctx=256, clock=time.perf_counter, n_outputs=8)
+            with contextlib.closing(backend):
+                parts = ((10, 16), (16, 17), (17, 18))
+                return np.concatenate([decoded(backend, range(*part)) for part in parts])
 
 
 @needs_rpc
@@ -372,29 +355,15 @@ class TestOptions:
 
     def test_workers(self) -> None:
         found = machine(rpc="a:1, b:2", tensor_split="3,1", rpc_timeout=5.0).target.workers
-        assert found is not None
-        assert (found.endpoints, found.tensor_split, found.timeout_s) == (
-            ("a:1", "b:2"),
-            (3.0, 1.0),
-            5.0,
-        )
+        assert found == Workers(("a:1", "b:2"), (3.0, 1.0), timeout_s=5.0)
         assert machine().target.workers is None
 
-    @pytest.mark.parametrize(
-        ("rpc", "split"),
-        [
-            (None, "1,2"),
-            ("a:1,a:1", None),
-            (",".join(f"a:{port}" for port in range(1, 18)), None),
-            ("a:1", "0"),
-            ("a:1", "-1,2"),
-            ("a:1", "x"),
-            ("a:1", "nan"),
-        ],
-    )
-    def test_what_makes_no_sense_is_refused(self, rpc: str | None, split: str | None) -> None:
-        with pytest.raises(UsageError):
-            machine(rpc=rpc, tensor_split=split)
+    def test_what_makes_no_sense_is_refused(self) -> None:
+        many = ",".join(f"a:{port}" for port in range(1, 18))
+        splits = [("a:1", split) for split in ("0", "-1,2", "x", "nan")]
+        for asked, split in ((None, "1,2"), ("a:1,a:1", None), (many, None), *splits):
+            with pytest.raises(UsageError):
+                machine(rpc=asked, tensor_split=split)
 
     def test_costs_belong_to_a_placement(self, tmp_path: Path) -> None:
         memory, model = Memory(), tmp_path / "model.gguf"

@@ -118,7 +118,7 @@ def test_a_prompt_that_plain_decoding_cannot_answer_is_skipped() -> None:
     too_long: dict[str, SpecgenError] = {"p2": PromptError("too long")}
     only = fake(log, "plain", fails=too_long), fake(log, "a")
     runs = measured(*only, n_rounds=2)
-    assert runs.skipped == [Failure(0.0, "plain", 2, "too long")]
+    assert runs.failures == [Failure(0.0, "plain", 2, "too long")]
     assert ("a", "p2") not in log
     assert log.count(("plain", "p2")) == 1
     assert len(runs.results) == 8
@@ -150,12 +150,7 @@ def result(contender: str, prompt: int, speed: float, **changes: Any) -> Result:
     }  # fmt: skip
     own = {name: changes.pop(name) for name in values.keys() & changes.keys()}
     outcome = replace(OUTCOME, tokens_per_s=speed, **changes)
-    return Result(
-        contender=contender,
-        prompt=prompt,
-        outcome=outcome,
-        **values | own,
-    )
+    return Result(contender=contender, prompt=prompt, outcome=outcome, **values | own)
 
 
 def figures_of_a(*results: Result) -> Figures:

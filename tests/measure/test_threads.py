@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.library import llama_cpp
 from specgen.measure.search import choose_threads, measure_threads, thread_counts
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
@@ -131,18 +132,23 @@ def model(tiny_models: Path) -> Iterator[LlamaModel]:
     model.close()
 
 
+def threads_of(backend: LlamaBackend) -> tuple[int, int]:
+    handle = backend.handle
+    return llama_cpp.llama_n_threads(handle), llama_cpp.llama_n_threads_batch(handle)
+
+
 def test_the_number_of_threads_changes_in_an_open_context(model: LlamaModel) -> None:
     options = ContextOptions(n_threads=1, n_threads_batch=2)
     backend = LlamaBackend(model, options, n_ctx=64, clock=time.perf_counter, n_outputs=8)
-    assert backend.threads == (1, 2)
+    assert threads_of(backend) == (1, 2)
     chosen = measure_threads(backend, [1, 2], 1, 0.5)
-    assert backend.threads == (chosen.n_single, chosen.n_batch)
+    assert threads_of(backend) == (chosen.n_single, chosen.n_batch)
     backend.set_threads(2, 1)
-    assert backend.threads == (2, 1)
+    assert threads_of(backend) == (2, 1)
     for wrong in ((0, 1), (1, 0), (513, 1), (1, 513)):
         with pytest.raises(ValueError, match="512"):
             backend.set_threads(*wrong)
-    assert backend.threads == (2, 1)
+    assert threads_of(backend) == (2, 1)
     assert backend.length(0) == 0
     backend.close()
 
@@ -162,7 +168,7 @@ def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None
             Session(options, time.perf_counter, memory) as loaded,
             loaded.contexts(64) as (target_backend, (draft_backend,)),
         ):
-            return [target_backend.threads, draft_backend.threads]
+            return [threads_of(target_backend), threads_of(draft_backend)]
 
     assert threads(ContextOptions()) == [(1, 2), (2, 1)]
     assert threads(ContextOptions(n_threads=1)) == [(1, 1), (1, 1)]

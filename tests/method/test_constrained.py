@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
-from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
+from specgen.method.draft import ROOT, NoTokenAllowedError
 from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier, Verifier
 from specgen.options import (
@@ -32,13 +32,12 @@ from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.sequence import Sequence
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
     PROMPT,
     Clock,
-    NoDrafter,
     Setup,
     model_drafter,
     ngram_drafter,
@@ -115,45 +114,6 @@ def model(language: Language, sampler: SamplerOptions | None = None) -> DrafterO
     return lambda state, own: model_drafter(language, LETTERS, sampler or own, state=state)[0]
 
 
-@dataclass
-class GrammarTrees(NoDrafter):
-    """Random trees, most of whose tokens the grammar allows."""
-
-    state: TextState
-    rng: np.random.Generator
-    name: str = "tree"
-
-    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
-        tokens: list[int] = []
-        parents: list[int] = []
-        texts: dict[int, tuple[int, ...]] = {ROOT: ()}
-        for _ in range(int(self.rng.integers(0, n_max + 1))):
-            parent = int(self.rng.integers(ROOT, len(tokens)))
-            candidates = np.arange(N_VOCAB)
-            if self.rng.random() < 0.8:
-                try:
-                    at = self.state.grammar(texts[parent])
-                except ValueError:
-                    continue
-                if at is not None:
-                    candidates = candidates[at.allows(candidates)]
-            siblings = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
-            free = [int(token) for token in candidates if int(token) not in siblings]
-            if not free or len(siblings) == 2:
-                continue
-            row = LANGUAGE((*context, *texts[parent]))
-            best = max(free, key=lambda token: float(row[token]))
-            token = best if self.rng.random() < 0.6 else int(self.rng.choice(free))
-            # At most 8 leaves.
-            if parent in parents and len(set(range(len(tokens))) - set(parents)) == 8:
-                continue
-            texts[len(tokens)] = (*texts[parent], token)
-            tokens.append(token)
-            parents.append(parent)
-        n = len(tokens)
-        return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
-
-
 #: What makes a drafter for a text that the target's samplers, given too, shape.
 class DrafterOf(Protocol):
     def __call__(self, state: TextState, own: SamplerOptions) -> Drafter | Cascade: ...
@@ -178,7 +138,7 @@ DRAFTERS: dict[str, DrafterOf] = {
         model_drafter(noisy(LANGUAGE, 1.5), LETTERS, own, state=state)[0],
         state=state,
     ),
-    "tree": lambda state, own: GrammarTrees(state, np.random.default_rng(5)),
+    "tree": registered("random tree"),
     **{name: registered(name) for name in ("staged by a model", "tree of guesses")},
 }
 
@@ -505,7 +465,7 @@ def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(verifier: VerifierN
 
     rules = grammar({0: {**dict.fromkeys(range(8), 0), 8: 1}, 1: {}})
     for sampler in (SamplerOptions(), UNFILTERED):
-        for drafter in (model(loves(8, 6.0)), lambda state, own: GrammarTrees(state, RNG)):
+        for drafter in (model(loves(8, 6.0)), DRAFTERS["tree"]):
             done = run(
                 rules,
                 drafter,
@@ -515,12 +475,6 @@ def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(verifier: VerifierN
             )
             assert 8 not in done.generation.answer
             assert done.summary.n_drafted > 20
-
-
-RNG = np.random.default_rng(3)
-
-
-# --- several at once
 
 
 # --- against repetition
@@ -545,7 +499,7 @@ CHATTERERS: dict[str, DrafterOf] = {
     "same samplers": model(babbling),
     "samplers that do not look back": model(babbling, SamplerOptions()),
     "ngram": DRAFTERS["ngram"],
-    "tree": lambda state, own: GrammarTrees(state, np.random.default_rng(1)),
+    "tree": DRAFTERS["tree"],
 }
 
 
@@ -573,31 +527,6 @@ def test_penalties_hold_within_drafts(
             verifier=MatchVerifier(),
         )
         assert fast.generation.tokens == plain.generation.tokens
-
-
-@pytest.mark.parametrize("name", PENALISED)
-def test_without_the_path_the_text_would_be_another(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That the tests above can fail: penalties that see the committed text only."""
-    sampler = SamplerOptions(**PENALISED[name])  # type: ignore[arg-type]
-    plain = run(None, None, sampler, language=babbling)
-    history = TextState.history
-    monkeypatch.setattr(TextState, "history", lambda self, path, n: history(self, (), n))
-    fast = run(None, CHATTERERS["same samplers"], sampler, language=babbling, n_draft=8)
-    assert fast.generation.tokens != plain.generation.tokens
-
-
-def test_without_the_path_the_grammar_would_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for the masks inside drafts."""
-    original = Shaper.distribution
-
-    def blind(self: Shaper, logits: Logits, path: abc.Sequence[int] = ()) -> Distribution:
-        return original(self, logits)
-
-    monkeypatch.setattr(Shaper, "distribution", blind)
-    with pytest.raises((ValueError, AssertionError)):
-        run(GRAMMARS["choices"](), "perfect")
 
 
 # --- on tiny models of every kind of cache

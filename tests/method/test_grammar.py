@@ -376,6 +376,3 @@ def test_a_grammar_that_is_taken_can_be_followed(
         allowed = np.flatnonzero(state.allows(every(vocabulary)))
         if len(allowed):
             state = state.after(int(allowed[0]))
-
-
-# --- the fake -------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import json
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from specgen.options import (
 )
 from specgen.session.engine import generate
 from specgen.session.session import Session
-from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
 from tests.helpers.common import EXACT
@@ -260,66 +258,12 @@ def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
 # --- states -----------------------------------------------------------------------------------
 
 
-def test_allowed_and_forced_tokens(vocabulary: LlamaVocabulary) -> None:
-    grammar = Grammar("lark", 'start: "é" ("€" | "")')
-    ends = list(vocabulary.end_tokens())
-    every = np.arange(vocabulary.n_tokens)
-    state: GrammarState = LlguidanceGrammar(vocabulary, grammar).start
-    text = b""
-    for _ in range(2):  # a character in pieces of a byte, where there is no token of the whole
-        allowed = np.flatnonzero(state.allows(every)).tolist()
-        assert allowed
-        assert all("é€".encode().startswith(vocabulary.token_bytes(t)) for t in allowed)
-        if len(allowed) == 1:
-            assert state.forced() == allowed[0]
-        text += vocabulary.token_bytes(allowed[0])
-        state = state.after(allowed[0])
-        if text == "é".encode():
-            break
-    assert state.allows(np.array(ends)).all()
-    assert state.forced() is None
-    over = state.after(ends[0])
-    assert not over.allows(every).any()
-    assert over.forced() is None
-    with pytest.raises(ValueError, match="the text has ended"):
-        over.after(5)
-    with pytest.raises(ValueError, match="does not allow"):
-        state.after(int(np.flatnonzero(~state.allows(every))[0]))
-    for wrong in (-1, vocabulary.n_tokens):
-        with pytest.raises(ValueError, match="no token"):
-            state.allows(np.array([wrong]))
-
-
 def test_control_tokens_are_no_text(vocabulary: LlamaVocabulary) -> None:
     state = LlguidanceGrammar(vocabulary, schema_grammar('{"type": "string"}')).start
     quote = next(t for t in range(vocabulary.n_tokens) if vocabulary.token_bytes(t) == b'"')
     silent = [t for t in range(vocabulary.n_tokens) if not vocabulary.token_bytes(t)]
     assert silent
     assert not state.after(quote).allows(np.array(silent)).any()
-
-
-def test_branches_do_not_disturb_each_other(vocabulary: LlamaVocabulary) -> None:
-    grammar = schema_grammar('{"type": "string", "maxLength": 4}')
-    every = np.arange(vocabulary.n_tokens)
-    rng = np.random.default_rng(0)
-    states = [LlguidanceGrammar(vocabulary, grammar).start]
-    seen = [states[0].allows(every).copy()]
-    for _ in range(60):
-        number = int(rng.integers(len(states)))
-        allowed = np.flatnonzero(seen[number])
-        if len(allowed):
-            states.append(states[number].after(int(rng.choice(allowed))))
-            seen.append(states[-1].allows(every).copy())
-    for state, before in zip(states, seen, strict=True):
-        assert (state.allows(every) == before).all()
-
-
-def test_threads_may_share_a_grammar(vocabulary: LlamaVocabulary) -> None:
-    grammar = schema_grammar(json.dumps(PERSON))
-    expected = [followed(vocabulary, grammar, seed) for seed in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda seed: followed(vocabulary, grammar, seed), [*range(4)] * 4))
-    assert found == expected * 4
 
 
 def test_a_closed_model_is_freed(tmp_path: Path) -> None:

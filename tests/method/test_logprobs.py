@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specgen.events import CommittedEvent, Event, Piece, to_json_object
 from specgen.method.backend import Batch
@@ -29,7 +27,6 @@ from specgen.options import (
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.text.sampling.rows import log_probabilities, most_likely
 from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
@@ -69,30 +66,6 @@ def log_softmax(row: Logits) -> npt.NDArray[np.float64]:
 
 def pieces_of(events: Sequence[Event]) -> list[Piece]:
     return [p for event in events if isinstance(event, CommittedEvent) for p in event.pieces]
-
-
-# --- the functions
-
-
-@given(
-    values=st.lists(
-        st.floats(-200, 200, width=32) | st.just(-math.inf), min_size=1, max_size=50
-    ).filter(lambda row: max(row) > -math.inf),
-    shift=st.sampled_from([0.0, 1e4, -1e4]),
-)
-def test_values_are_those_of_the_definition(values: list[float], shift: float) -> None:
-    row = (np.array(values) + shift).astype(np.float32)
-    before = row.copy()
-    found = log_probabilities(row, range(len(row)))
-    assert found == pytest.approx(log_softmax(row).tolist(), abs=1e-5, rel=1e-6)
-    assert max(found) <= 1e-6
-    assert math.fsum(map(math.exp, found)) == pytest.approx(1.0, abs=1e-5)
-    assert row.tobytes() == before.tobytes()
-    for n in (0, 1, 3, 100):
-        top = most_likely(row, n)
-        possible = int(np.count_nonzero(row > -np.inf))
-        assert len(top) == min(n, possible)
-        assert top == sorted(range(len(row)), key=lambda i: (-row[i], i))[: len(top)]
 
 
 # --- on the fake backend

@@ -20,8 +20,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.method.draft import Draft
-from specgen.method.drafter import Drafter, draft_alone
-from specgen.method.policy import draft_up_to
+from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
@@ -190,24 +189,6 @@ def test_reading_a_prompt_in_pieces_tells_how_far_it_is(n_batch: int) -> None:
     )
     first = next(i for i, event in enumerate(events) if isinstance(event, CommittedEvent))
     assert all(events.index(event) < first for event in told)
-
-
-@pytest.mark.parametrize("n_draft", [1, 3, 8])
-@pytest.mark.parametrize("noise", [0.0, 1.5, 20.0])
-def test_the_draft_model_never_decodes_a_token_twice(noise: float, n_draft: int) -> None:
-    drafts, backend = model_drafter(noisy(LANGUAGE, noise), LETTERS)
-    generation, events = Setup(
-        drafter=drafts,
-        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0),
-        prompt=PROMPT * 3,
-    ).run()
-    # Every token of the text at most once, and every refused draft token at most once; the
-    # last token of each draft not at all unless it was accepted.
-    n_rejected = finished(events).n_drafted - finished(events).n_accepted
-    assert backend.n_decoded_rows <= len(generation.tokens) + n_rejected
-    # And what it holds is the text: a draft that follows something else is only slower.
-    draft_alone(drafts.propose(generation.tokens, draft_up_to(1)))
-    assert backend.text(0) == tuple(generation.tokens)
 
 
 def test_a_failing_drafter_ends_drafting_and_not_the_answer() -> None:

@@ -10,17 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.kind import CacheSlot
 from specgen.drafters.parallel import ParallelDrafter
 from specgen.method.draft import ROOT, Draft
-from specgen.method.drafter import draft_alone, propose_together
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, draft_up_to
 from specgen.method.tables import CostTable, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import GREEDY, N_VOCAB, Clock, draft_request
+from tests.helpers.fake_generations import GREEDY, N_VOCAB, draft_request
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -112,29 +111,6 @@ def test_whatever_becomes_of_drafts_the_next_one_is_that_of_a_fresh_drafter(
         draft = propose(drafter, text, n_max)
         assert list(draft.tokens) == predicted(text, n_max)
         assert backend.text(0) == tuple(text)
-
-
-# --- several sequences
-
-
-def test_the_drafts_of_all_sequences_in_one_cache_are_one_decode() -> None:
-    backend = FakeBackend(LETTERS, LANGUAGE, n_sequences=3)
-    drafters = [parallel(backend=backend, slot=CacheSlot(number, 3))[0] for number in range(3)]
-    texts = ([1, 2, 3], [4], [5, 6])
-    for n_max in (4, 2):
-        n_decodes = backend.n_decodes
-        plans = [draft_up_to(n_max) for _ in drafters]
-        together = [
-            drafter.propose(text, plan)
-            for drafter, text, plan in zip(drafters, texts, plans, strict=True)
-        ]
-        proposals = propose_together(together, Clock())
-        assert backend.n_decodes == n_decodes + 1
-        for number, (text, proposal) in enumerate(zip(texts, proposals, strict=True)):
-            assert proposal.error is None
-            assert list(proposal.draft.tokens) == predicted(text, n_max)
-            assert backend.text(number) == tuple(text)
-            text.append(number)
 
 
 def test_all_nodes_of_a_depth_have_children_from_one_row() -> None:

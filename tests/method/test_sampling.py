@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
@@ -18,12 +16,10 @@ from specgen.sampler_options import (
     parse_samplers,
 )
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
-from specgen.text.sampling import DryBreakers, Sampler, top_probability
+from specgen.text.sampling import Sampler, top_probability
 from specgen.text.sampling.chain import mixture
-from specgen.text.sampling.dry import dry_penalties
 from specgen.text.sampling.rows import most_likely
 from tests.helpers.exact_distributions import distribution
-from tests.helpers.fake_backend import FakeVocabulary
 
 #: Few distinct values make ties likely.
 VALUES = st.sampled_from([-np.inf, -30.0, -1.0, 0.0, 0.5, 0.5000001, 2.0, 30.0]) | st.floats(
@@ -135,17 +131,6 @@ def test_only_the_last_tokens_it_asks_for_matter(
     assert part.probs.tolist() == whole.probs.tolist()
 
 
-def test_the_history_it_asks_for() -> None:
-    assert Sampler(SamplerOptions()).n_history == 0
-    assert Sampler(SamplerOptions(repeat_last_n=9)).n_history == 0
-    assert Sampler(SamplerOptions(repeat_last_n=9, repeat_penalty=1.1)).n_history == 9
-    both = SamplerOptions(repeat_last_n=9, presence_penalty=1.0, dry_multiplier=1.0, dry_last_n=90)
-    assert Sampler(both).n_history == 90
-    assert Sampler(dataclasses.replace(both, repeat_last_n=-1)).n_history == -1
-    assert Sampler(dataclasses.replace(both, samplers=("penalties", "top_k"))).n_history == 9
-    assert Sampler(dataclasses.replace(both, samplers=("temperature",))).n_history == 0
-
-
 def test_without_a_temperature_among_the_samplers_tokens_are_drawn_at_temperature_1() -> None:
     row = np.array([1.0, 2.0, 0.0], np.float32)
     options = SamplerOptions(temperature=0.0, top_k=2, top_p=1.0, min_p=0.0, samplers=("top_k",))
@@ -193,19 +178,6 @@ def dense(source: Distribution) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     probs = np.zeros(8)
     probs[source.token_ids] = source.probs
     return probs
-
-
-@given(PROBS, PROBS)
-def test_the_residual_is_the_normalised_positive_part(
-    target: np.ndarray[tuple[int], np.dtype[np.float64]],
-    draft: np.ndarray[tuple[int], np.dtype[np.float64]],
-) -> None:
-    expected = np.maximum(0.0, target / target.sum() - draft / draft.sum())
-    residual = sparse(target).minus(sparse(draft))
-    if residual is None:
-        assert expected.sum() < 1e-9
-    elif expected.sum() > 1e-9:
-        assert dense(residual) == pytest.approx(expected / expected.sum(), abs=1e-9)
 
 
 @given(PROBS, PROBS, st.sampled_from([0.0, 0.25, 0.5, 1.0]))
@@ -267,68 +239,6 @@ def test_the_names_of_the_samplers() -> None:
     for text in ("top_q", "top_k;mirostat", "kq", "top_k top_p"):
         with pytest.raises(ValueError, match=r"^there is no sampler '[^\n]*$"):
             parse_samplers(text)
-
-
-# --- DRY, and breakers in terms of tokens
-
-
-BASE, MULTIPLIER = 1.75, 0.8
-
-
-def penalties(
-    text: TokenArray, breakers: DryBreakers, allowed_length: int, last_n: int = -1
-) -> dict[int, float]:
-    token_ids, amounts = dry_penalties(
-        text,
-        breakers,
-        multiplier=MULTIPLIER,
-        base=BASE,
-        allowed_length=allowed_length,
-        last_n=last_n,
-    )
-    assert (np.diff(token_ids) > 0).all()
-    return dict(zip(token_ids.tolist(), amounts.tolist(), strict=True))
-
-
-def test_an_example() -> None:
-    # a b c c b c y a b c: after "a b c" came c, after "c" also b, after "b c" also y.
-    text = np.array([0, 1, 2, 2, 1, 2, 3, 0, 1, 2])
-    assert penalties(text, DryBreakers(), 1) == pytest.approx(
-        {2: MULTIPLIER * BASE**2, 1: MULTIPLIER, 3: MULTIPLIER * BASE}
-    )
-    assert penalties(text, DryBreakers(), 3) == pytest.approx({2: MULTIPLIER})
-    assert penalties(text, DryBreakers(), 1, last_n=6) == pytest.approx({3: MULTIPLIER * BASE})
-    # What comes before a breaker is not repeated.
-    stop = DryBreakers({0: frozenset([()])})
-    assert penalties(text, stop, 1)[2] == pytest.approx(MULTIPLIER * BASE)
-
-
-VOCABULARY = FakeVocabulary(
-    (b"a", b"b", b"c", b"\n", b" ", b":\n", b"ab", b"bc", b"abc", b"xab", b"ca", b"<end>"),
-    ends=frozenset([11]),
-)
-
-
-def tails(*breakers: str) -> dict[int, set[tuple[int, ...]]]:
-    return {
-        token: set(found) for token, found in DryBreakers.of(VOCABULARY, breakers).tails.items()
-    }
-
-
-def test_breakers_in_terms_of_tokens() -> None:
-    assert tails() == tails("") == {}
-    assert tails("\n") == {3: {()}, 5: {()}}
-    # "abc" as a whole; "a" and "ca" with the rest "bc", "ab" and "xab" with the rest "c".
-    assert tails("abc") == {8: {()}, 0: {(7,)}, 10: {(7,)}, 6: {(2,)}, 9: {(2,)}}
-    # Several ways at once: "ca" is whole for the one and begins the other.
-    assert tails("ca", "abc")[10] == {(), (7,)}
-    assert DryBreakers.of(VOCABULARY, ["\n"]).is_whole(5)
-    assert not DryBreakers.of(VOCABULARY, ["abc"]).is_whole(0)
-
-
-def test_a_long_breaker_is_cut_as_llama_cpp_does() -> None:
-    assert tails("a" * 50) == tails("a" * 40)
-    assert len(next(iter(tails("a" * 40)[0]))) == 20
 
 
 # --- a grammar's mask: the result is that of masking everything first, for few questions
@@ -394,34 +304,6 @@ def test_greedy_asks_about_few_more_than_come_before_the_best_allowed(rank: int)
     assert found.token_ids.tolist() == [RANKED[rank]]
     few = 1 if rank == 0 else 17 if rank < 16 else 1 + 16 + 128
     assert grammar.n_asked <= (few if rank < 128 else N_VOCAB + few)
-
-
-def test_top_k_asks_about_k_tokens_where_all_are_allowed() -> None:
-    grammar = only(N_VOCAB, RANKED)
-    found = Sampler(TOP_K).distribution(LARGE, allows=grammar.allows)
-    assert found.probs.tolist() == Sampler(TOP_K).distribution(LARGE).probs.tolist()
-    assert grammar.n_asked == 40
-
-
-@pytest.mark.parametrize(
-    "options",
-    [TOP_P, MIN_P, SamplerOptions(temperature=0.8, top_n_sigma=1.0)],
-    ids=["no top-k", "min-p", "top-n-sigma first"],
-)
-def test_where_all_of_the_mask_matters_all_is_asked_once(options: SamplerOptions) -> None:
-    grammar = only(N_VOCAB, RANKED[::2])
-    Sampler(options).distribution(LARGE, allows=grammar.allows)
-    assert grammar.n_asked == N_VOCAB
-
-
-def test_tokens_that_cannot_be_anyway_are_not_asked_about() -> None:
-    row = LARGE.copy()
-    row[1000:] = -np.inf
-    for options in (GREEDY, TOP_K, MIN_P, TOP_P):
-        grammar = only(N_VOCAB, np.array([7]))
-        found = Sampler(options).distribution(row, allows=grammar.allows)
-        assert found.token_ids.tolist() == [7]
-        assert grammar.n_asked <= 2000
 
 
 @pytest.mark.parametrize("options", [GREEDY, TOP_K, MIN_P, TOP_P])

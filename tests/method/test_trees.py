@@ -23,7 +23,6 @@ from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
     Offer,
-    RoundPlan,
     RoundResult,
     best_nodes,
     draft_up_to,
@@ -54,40 +53,24 @@ FIXED = DraftOptions(policy="fixed", max_tokens=LARGEST_TREE, p_min=0.0)
 BY_COST = DraftOptions(policy="cost", max_tokens=16)
 
 
-def unverified(plan: RoundPlan, committed: tuple[int, ...], *proposed: Draft) -> RoundResult:
-    """A round in which nothing was verified of what was proposed."""
-    return RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, committed, proposed)
-
-
 # --- shapes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "n_nodes", "n_levels"),
-    [
-        ("auto", "auto", 0, 0),
-        ("off", "off", 0, 0),
+def test_shapes_are_read() -> None:
+    for text, kind, n_nodes, n_levels in (
         ("3,2,1", "levels", 15, 3),
         ("1,1,1,1", "levels", 4, 4),
         ("5", "levels", 5, 1),
         ("4x5", "walks", 20, 5),
         (" 2X3 ", "walks", 6, 3),
-    ],
-)
-def test_shapes_are_read(text: str, kind: str, n_nodes: int, n_levels: int) -> None:
-    shape = parse_tree(text)
-    assert shape.kind == kind
-    assert shape.n_nodes == n_nodes or not shape.is_fixed
-    assert shape.n_levels == n_levels or not shape.is_fixed
-    assert parse_tree(str(shape)) == shape
-
-
-@pytest.mark.parametrize(
-    "text", ["", "3,", "0", "2,0,1", "a", "3;2", "4x", "x4", "2x3x4", "-1", "1e3", "9,9,9", "99x99"]
-)
-def test_what_is_no_shape_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"not a shape|1 or more|more than 64"):
-        parse_tree(text)
+    ):
+        shape = parse_tree(text)
+        assert (shape.kind, shape.n_nodes, shape.n_levels) == (kind, n_nodes, n_levels)
+        assert parse_tree(str(shape)) == shape
+    assert [parse_tree(text).kind for text in ("auto", "off")] == ["auto", "off"]
+    for text in ("", "3,", "0", "2,0,1", "a", "3;2", "4x", "2x3x4", "-1", "1e3", "9,9,9", "99x99"):
+        with pytest.raises(ValueError, match=r"not a shape|1 or more|more than 64"):
+            parse_tree(text)
 
 
 # --- drafts as trees -------------------------------------------------------------------------
@@ -321,7 +304,6 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
     drafted = setup.run()[0]
     expected = plain.run()[0]
     assert (drafted.answer, drafted.finish_reason) == (expected.answer, expected.finish_reason)
-    assert drafted.drafters is not None
     # What is verified and becomes text is decoded once. What costs advised against verifying is
     # forgotten, and may be met again beyond what became text.
     text = tuple(drafted.tokens)
@@ -449,7 +431,8 @@ def test_first_and_second_guesses_are_learnt_about_apart() -> None:
     draft = Draft((1, 2, 3), (ROOT, ROOT, ROOT), ("model",) * 3, (0.5, 0.3, 0.1), (None,) * 3)
     for _ in range(30):
         plan = policy.plan(Offer(100, 16, drafter="model"))
-        policy.observe(unverified(plan, (2,), draft))
+        # Nothing was verified of what was proposed.
+        policy.observe(RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, (2,), (draft,)))
     assert policy.acceptance_of("model").chance(0.5) < 0.2
     assert policy.acceptance_of("model:2").chance(0.3) > 0.8
     assert policy.acceptance_of("model:3").chance(0.1) < 0.05

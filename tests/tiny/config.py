@@ -107,21 +107,3 @@ class TinyConfig:
             n_layer=self.n_layer if n_layer is None else n_layer,
             name=f"{self.name}-draft",
         )
-
-
-def check(config: TinyConfig) -> None:
-    """Raise ValueError for a configuration that no model can have."""
-    n_head_kv = config.n_head if config.n_head_kv is None else config.n_head_kv
-    if config.n_embd % config.n_head or config.n_head % n_head_kv:
-        raise ValueError(
-            f"n_embd ({config.n_embd}) must be a multiple of n_head ({config.n_head}), "
-            f"and that one of n_head_kv ({n_head_kv})"
-        )
-    if (config.n_embd // config.n_head) % 2:
-        raise ValueError(f"a head of {config.n_embd // config.n_head} values cannot be rotated")
-    quantised = {config.tensor_type, config.rounded_to} - {"f32", "f16", "bf16", None}
-    if quantised and (config.n_embd % 32 or config.n_ff % 32):
-        raise ValueError(
-            f"{'/'.join(sorted(map(str, quantised)))} needs dimensions that are multiples of 32, "
-            f"not n_embd {config.n_embd} and n_ff {config.n_ff}"
-        )

@@ -70,7 +70,6 @@ class TinyDflash:
 def write_tiny_eagle(
     path: str | os.PathLike[str], target: TinyConfig, eagle: TinyEagle | None = None
 ) -> Path:
-    """Write a draft for a target to `path`, and return it; a file of that name is replaced."""
     eagle = eagle or TinyEagle()
     writer = _writer(path, "eagle3", target, eagle)
     writer.add_block_count(1)
@@ -123,7 +122,6 @@ def write_tiny_dflash(
 def _writer(
     path: str | os.PathLike[str], name: str, target: TinyConfig, draft: TinyEagle | TinyDflash
 ) -> GGUFWriter:
-    """Begin a file, with the metadata that both architectures have."""
     from gguf import GGUFWriter
 
     vocabulary = tiny_vocabulary(target)
@@ -149,7 +147,6 @@ def _finished(
     draft: TinyEagle | TinyDflash,
     found: dict[str, TinyWeights],
 ) -> Path:
-    """Add the tensors, and end the file."""
     from gguf import GGMLQuantizationType
 
     for name, weights in found.items():
@@ -189,7 +186,6 @@ def _shared_tensors(
 def _layer(
     target: TinyConfig, draft: TinyEagle | TinyDflash, layer: int, n_attended: int
 ) -> dict[str, TinyWeights]:
-    """Return a layer whose attention reads `n_attended` values of a token."""
     n_embd, prefix = draft.n_embd, f"blk.{layer}"
     unit = 1.0 / math.sqrt(n_embd)
     found = _random(target, draft.seed).matrices(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.tiny.config import TensorType, TinyConfig, check
+from tests.tiny.config import TensorType, TinyConfig
 from tests.tiny.vocabulary import TinyVocabulary, tiny_vocabulary
 from tests.tiny.weights import (
     CONVOLUTION,
@@ -53,11 +53,10 @@ def write_tiny_model(
     """Write the model to `path` and return it; a file of that name is replaced.
 
     `metadata` is written in addition, as u32, f32 or text. With `keep_fraction` under 1 only that share of
-    the file is left, as by a broken download. Raise ValueError for a configuration that no model can have.
+    the file is left, as by a broken download.
     """
     from gguf import GGUFValueType, GGUFWriter
 
-    check(config)
     value_types = {
         int: GGUFValueType.UINT32,
         float: GGUFValueType.FLOAT32,
@@ -84,7 +83,6 @@ def _quantisation(tensor_type: TensorType) -> GGMLQuantizationType:
 
 
 def add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: TinyWeights) -> None:
-    """Add a tensor in the type that the configuration names; vectors stay f32."""
     from gguf import quants
 
     if weights.ndim == 1 or any(part in name for part in _ALWAYS_F32):
@@ -99,7 +97,6 @@ def add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: TinyW
 
 
 def add_metadata(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
-    """Write the metadata of a tiny model, its tokens included."""
     from gguf import PoolingType
 
     writer.add_name(config.name)
@@ -170,7 +167,6 @@ def _add_recurrence(writer: GGUFWriter, config: TinyConfig) -> None:
 
 
 def write_and_close(writer: GGUFWriter) -> None:
-    """Write the metadata and the tensors that were added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -178,7 +174,6 @@ def write_and_close(writer: GGUFWriter) -> None:
 
 
 def add_tokenizer(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
-    """Add the metadata of the tokenizer, and the chat templates."""
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types(vocabulary.types)
     writer.add_bos_token_id(vocabulary.bos)

@@ -82,8 +82,6 @@ def _byte_characters() -> list[str]:
 
 
 def _byte_level_bpe() -> TinyVocabulary:
-    """Make a byte-level BPE vocabulary: ids 0 to 255 are the bytes; then the results of the merges; then
-    the control tokens."""
     characters = _byte_characters()
     tokens = list(characters)
     merges: list[str] = []
@@ -109,8 +107,6 @@ def _byte_level_bpe() -> TinyVocabulary:
 
 
 def _sentencepiece() -> TinyVocabulary:
-    """Make a SentencePiece vocabulary: unknown, begin, end, the 256 bytes, the pieces, and the markers of a
-    chat."""
     characters = [chr(code) for code in range(0x21, 0x7F)]
     pieces = ["▁", *characters]
     for word in _WORDS:
@@ -134,8 +130,6 @@ def _sentencepiece() -> TinyVocabulary:
 
 
 def _wordpiece() -> TinyVocabulary:
-    """Make a WordPiece vocabulary of letters at the start of a word and within one: enough for an encoder
-    to load."""
     special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
     letters = [chr(code) for code in range(0x21, 0x7F) if not chr(code).isupper()]
     tokens = (*special, *(f"▁{letter}" for letter in letters), *letters)

@@ -28,29 +28,24 @@ _STEP = math.log(math.expm1(0.1))
 
 
 def n_head_kv(config: TinyConfig) -> int:
-    """Return the number of heads of keys and values of a layer with attention."""
     return config.n_head if config.n_head_kv is None else config.n_head_kv
 
 
 def has_attention(config: TinyConfig, layer: int) -> bool:
-    """Return whether the layer attends; it keeps a recurrent state otherwise."""
     if config.architecture in {"lfm2", "qwen35", "jamba"}:
         return layer % 2 == 1
     return config.architecture not in {"mamba", "mamba2"}
 
 
 def mamba_rank(config: TinyConfig) -> int:
-    """Return the number of values that a mamba layer's step is made from."""
     return max(1, config.n_embd // 16)
 
 
 def n_groups(config: TinyConfig) -> int:
-    """Return the number of groups of heads of a mamba2 or delta net layer."""
     return {"mamba2": 1, "qwen35": config.n_head}.get(config.architecture, 0)
 
 
 def head_size(config: TinyConfig) -> int:
-    """Return the number of values of a head, of attention or of a delta net."""
     return config.n_embd // config.n_head
 
 
@@ -111,7 +106,6 @@ class Random:
     def matrices(
         self, prefix: str, shapes: dict[str, tuple[tuple[int, ...], float]]
     ) -> dict[str, TinyWeights]:
-        """Yield several matrices of a layer, by name, each of a shape and a deviation."""
         return {
             f"{prefix}.{name}.weight": self(f"{prefix}.{name}", shape, deviation)
             for name, (shape, deviation) in shapes.items()
@@ -140,7 +134,6 @@ def _output(config: TinyConfig, vocabulary: TinyVocabulary, random: Random) -> T
 
 
 def _is_printable(token: str) -> bool:
-    """Return whether a token, as its tokenizer spells it, is printable ASCII text or spaces."""
     if token.startswith("<0x"):
         return 0x20 <= int(token[3:5], 16) < 0x7F
     return token.replace("▁", " ").replace("Ġ", " ").isascii()
@@ -150,7 +143,6 @@ def _is_printable(token: str) -> bool:
 
 
 def _norms(config: TinyConfig, prefix: str) -> dict[str, TinyWeights]:
-    """Yield the factors of the layer's normalised inputs and outputs."""
     names = {
         "mamba": ("attn_norm",),
         "mamba2": ("attn_norm",),

@@ -289,11 +289,6 @@ def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Pa
     assert [first.text, second.text, third.text] == plain
 
 
-def learns(learner: Learner) -> bool:
-    """Whether a process learns now; a function, so that mypy takes no answer for the next one's."""
-    return learner.is_learning
-
-
 #: What a process that learns says at its end, after it was asked.
 _CHILD = """
 import json, sys

@@ -29,10 +29,8 @@ from specgen.system.files import KeptResults
 from specgen.system.machine import cpuinfo
 from specgen.system.processes import ChildDiedError, ChildError, ask_child_again
 
-#: The environment variable with the choice of kernels, if no option gives one.
-VARIABLE = "SPECGEN_KERNELS"
-#: This environment variable restricts the kernels to an instruction set when they are attached.
-INSTRUCTIONS_VARIABLE = "SPECGEN_KERNELS_INSTRUCTIONS"
+#: The environment variables with the choice of kernels, if no option gives one, and of an instruction set.
+VARIABLE, INSTRUCTIONS_VARIABLE = "SPECGEN_KERNELS", "SPECGEN_KERNELS_INSTRUCTIONS"
 LIBRARY_NAME = "libspecgen-kernels.so"
 #: The platforms that the kernels support, as `sysconfig.get_platform` names them.
 PLATFORMS = ("linux-x86_64", "linux-aarch64")

@@ -12,11 +12,10 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from specgen.errors import BackendError
 from specgen.llama.library import forget_log, ggml, last_error
@@ -48,15 +47,13 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class KernelCounts:
-    """How much the kernels have computed since the process began."""
+class KernelCounts(NamedTuple):
+    """How much the kernels have computed since the process began, the size of the weights that are in their layout now,
+    and how many attentions were left to llama.cpp."""
 
     n_products: int
     n_attentions: int
-    #: The size of the weights that are in the kernels' layout now.
     packed_bytes: int
-    #: Attentions that were left to llama.cpp.
     n_attentions_left: int
 
 
@@ -173,11 +170,6 @@ def loading_with(problem: str) -> Iterator[None]:
         yield
     finally:
         kernels.enable(products=True, attention=False)
-
-
-def lacks_attention() -> bool:
-    """Return whether the kernels of this process leave attention to llama.cpp because of a model."""
-    return _attached is not None and _attached.lacks_attention
 
 
 def ggml_version() -> str:

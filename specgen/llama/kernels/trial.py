@@ -173,8 +173,7 @@ _BATCH_ROWS = (26, 1)
 class _AnyModel(LlamaModel):
     """A model of which any text may come, or none."""
 
-    def _check_usable(self) -> None:
-        pass
+    def _check_usable(self) -> None: ...
 
 
 def try_kernels(file: Path, clock: Callable[[], float]) -> Iterator[str]:
@@ -196,15 +195,12 @@ def _try_context(
         model, options, n_ctx=_N_CTX, clock=clock, n_sequences=n_sequences, n_outputs=n_outputs
     )
     with contextlib.closing(backend):
-        position = 0
         for n_rows in _BATCH_ROWS:
-            batch = Batch()
-            for sequence in range(n_sequences):
-                for place in range(position, position + n_rows):
-                    batch.add(place, place, (sequence,), True)
+            batch, start = Batch(), backend.length(0)
+            for sequence, place in itertools.product(range(n_sequences), range(n_rows)):
+                batch.add(start + place, start + place, (sequence,), True)
             yield f"decoding {len(batch)} rows" if len(batch) > 1 else "decoding a row"
             backend.decode(batch)
-            position += n_rows
 
 
 # --- skeletons of model files ---------------------------------------------------------------------
@@ -261,10 +257,10 @@ def _cut_metadata(made: GgufMetadata, tensors: Sequence[GgufTensor], n_tokens: i
             made.remove(key)
         elif made.length(key) == n_layers and len(kept) < n_layers:
             made.cut(key, kept)
-    made.set_number(f"{architecture}.block_count", len(kept))
-    made.set_text("tokenizer.ggml.model", "no_vocab")
+    made.set(f"{architecture}.block_count", len(kept))
+    made.set("tokenizer.ggml.model", b"no_vocab")
     if n_tokens:
-        made.set_number(f"{architecture}.vocab_size", min(n_tokens, _MOST_TOKENS))
+        made.set(f"{architecture}.vocab_size", min(n_tokens, _MOST_TOKENS))
     return kept
 
 
