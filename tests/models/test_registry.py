@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -140,19 +137,13 @@ def test_what_is_wrong_is_named_with_file_and_key(user_file: Path, text: str, pr
     assert caught.value.hint == f"correct {user_file}, or move it away"
 
 
-def test_installed_package_reads_the_file_beside_it(tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "specgen", tmp_path / "specgen", ignore=shutil.ignore_patterns("__pycache__")
-    )
+def test_installed_package_reads_the_file_beside_it(
+    user_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (ROOT / "models.toml").read_text(encoding="utf-8")
     text = text.replace('default_pair = "qwen2.5-coder-smollm2"', 'default_pair = "smollm2"')
-    (tmp_path / "specgen" / "models.toml").write_text(text, encoding="utf-8")
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from specgen.models.registry import load_registry\n"
-        "print(load_registry().default_pair)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "smollm2"
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "models.toml").write_text(text, encoding="utf-8")
+    module = tmp_path / "installed" / "models" / "registry.py"
+    monkeypatch.setattr("specgen.models.registry.__file__", str(module))
+    assert load_registry().default_pair == "smollm2"

@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from scripts import make_docs
@@ -48,21 +46,6 @@ LONG = "word " * 40 + "end"
 def test_a_long_line_is_found_with_its_number() -> None:
     target = f"[page](https://example.org/{'x' * 120})"
     assert dict(too_long(f"short\n\n{LONG}\n{target}\n")) == {3: LONG}
-
-
-@given(
-    st.lists(
-        st.sampled_from(
-            ["word", "-", "1.", "#", "`a b`", "[x](y)", "|", "+", "> q", "==", "a, b.", "`", "<b>"]
-        ),
-        min_size=30,
-        max_size=120,
-    )
-)
-def test_any_paragraph_shows_the_same_after_wrapping(words: list[str]) -> None:
-    text = "Start " + " ".join(words) + "\n"
-    assert shown(wrapped(text)) == shown(text)
-    assert wrapped(wrapped(text)) == wrapped(text)
 
 
 def anchors(path: Path) -> set[str]:

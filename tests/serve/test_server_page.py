@@ -16,42 +16,38 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, e
 from specgen.serve.server.options import ServerOptions
 from tests.helpers.browser import browser, contrast, luminance
 from tests.helpers.common import ROOT
-from tests.helpers.server import N_CTX, PATIENCE_S, Running, running, session_of, wait_until
+from tests.helpers.server import (
+    N_CTX,
+    PATIENCE_S,
+    Running,
+    running,
+    session_of,
+    tiny_server,
+    wait_until,
+)
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 __all__ = ["browser"]
 
 QUESTION = "the cat is in the"
 KINDS = ("accepted", "corrected", "bonus", "plain")
-N_CTX_ENDLESS = 32768
+CHATTING: dict[str, Any] = {"chat_template": CHATML_TEMPLATE, "draft": 0.05}
 API = "**/v1/chat/completions"
 expect.set_options(timeout=1000 * PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target, and a draft whose tokens it accepts and refuses."""
-    folder = tmp_path_factory.mktemp("page")
-    config = TinyConfig(
-        logit_scale=6.0,
-        chat_template=CHATML_TEMPLATE,
-        unprintable_scale=0.0,
-        n_ctx_train=N_CTX_ENDLESS,
-    )
-    target = write_tiny_model(folder / "target.gguf", config)
-    return target, write_tiny_model(folder / "draft.gguf", config.draft(0.05))
-
-
-@pytest.fixture(scope="module")
-def server(models: tuple[Path, Path]) -> Iterator[Running]:
-    with running(session_of(*models)) as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose draft has tokens that are accepted and refused."""
+    with tiny_server(tmp_path_factory.mktemp("page"), **CHATTING) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def endless(models: tuple[Path, Path]) -> Iterator[Running]:
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose answers take minutes."""
-    with running(session_of(*models, max_tokens=-1), n_ctx=N_CTX_ENDLESS) as server:
+    how = {**CHATTING, "n_ctx_train": 32768, "n_ctx": 32768, "max_tokens": -1}
+    with tiny_server(tmp_path_factory.mktemp("endless"), **how) as server:
         yield server
 
 
@@ -261,31 +257,27 @@ def test_a_server_that_is_gone(page: Page) -> None:
     expect(turn(page).get_by_role("alert")).to_have_text("The server cannot be reached.")
 
 
-def test_the_key_is_asked_for_and_kept_in_the_tab(
-    browser: Browser, models: tuple[Path, Path]
-) -> None:
+def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Browser, tmp_path: Path) -> None:
     options = ServerOptions(port=0, api_keys=("right",))
-    with (
-        running(session_of(*models), options) as server,
-        opened(browser, server.url) as page,
-    ):
-        about, dialog = page.locator("#about"), page.get_by_role("dialog")
-        for key in ("wrong", "right"):
-            expect(about).to_be_empty()
-            dialog.get_by_label("API key").fill(key)
-            dialog.get_by_label("API key").press("Enter")
-            if key == "wrong":
-                expect(dialog).to_contain_text("refused")
-        expect(about).to_contain_text("target")
-        page.reload()
-        expect(about).to_contain_text("target")
-        expect(dialog).to_be_hidden()
-        send(page)
-        assert answer(page)
-        assert "right" not in page.evaluate("JSON.stringify(localStorage)")
-    with running(session_of(*models), options) as server, opened(browser, server.url) as page:
-        page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
-        expect(page.get_by_role("alert")).to_have_text("The server wants an API key.")
+    with tiny_server(tmp_path, options, **CHATTING) as server:
+        with opened(browser, server.url) as page:
+            page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+            expect(page.get_by_role("alert")).to_have_text("The server wants an API key.")
+        with opened(browser, server.url) as page:
+            about, dialog = page.locator("#about"), page.get_by_role("dialog")
+            for key in ("wrong", "right"):
+                expect(about).to_be_empty()
+                dialog.get_by_label("API key").fill(key)
+                dialog.get_by_label("API key").press("Enter")
+                if key == "wrong":
+                    expect(dialog).to_contain_text("refused")
+            expect(about).to_contain_text("target")
+            page.reload()
+            expect(about).to_contain_text("target")
+            expect(dialog).to_be_hidden()
+            send(page)
+            assert answer(page)
+            assert "right" not in page.evaluate("JSON.stringify(localStorage)")
 
 
 def test_a_model_that_has_neither_a_draft_nor_a_chat_template(

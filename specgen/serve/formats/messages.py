@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
+from pydantic import AliasChoices, AliasPath, Field
 
 from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
 from specgen.serve.formats.request import (
+    AS_PARTS,
     AnswerFormat,
     BodyError,
     ChatBody,
@@ -36,24 +37,16 @@ _ERRORS = {"server_error": "api_error", "service_unavailable_error": "overloaded
 
 
 class _Block(Part):
-    type: str
     thinking: str = ""
-    #: A call.
-    id: str | None = None
+    id: str | None = None  # of a call, with its name and its input
     name: str | None = None
     input: dict[str, Any] | None = None
-    #: The result of a call.
-    tool_use_id: str | None = None
+    tool_use_id: str | None = None  # of a call's result
     content: _Blocks = []
     is_error: bool = False
 
 
-_Blocks = Annotated[
-    list[_Block],
-    BeforeValidator(
-        lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value
-    ),
-]
+_Blocks = Annotated[list[_Block], AS_PARTS]
 
 
 class _Message(Fields):

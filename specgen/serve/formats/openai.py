@@ -98,8 +98,7 @@ class _ChatBody(_Body, ChatBody):
 class _CompletionBody(_Body):
     prompt: Any = None
     suffix: str = ""
-    #: The system message of a line of a batch.
-    system: str | None = None
+    system: str | None = None  # the system message of a line of a batch
 
 
 class _File(Fields):
@@ -109,8 +108,7 @@ class _File(Fields):
 
 class _InfillBody(_Body):
     input_prefix: str = ""
-    #: The text with which the gap already starts.
-    prompt: str = ""
+    prompt: str = ""  # the text with which the gap already starts
     input_suffix: str = ""
     input_extra: list[_File] = []
 

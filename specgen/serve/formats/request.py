@@ -133,11 +133,9 @@ class Part(Fields):
     refusal: str | None = None
 
 
-#: A content: a text, or a list of parts.
-Parts: TypeAlias = Annotated[
-    list[Part],
-    BeforeValidator(lambda value: [{"text": value}] if isinstance(value, str) else value),
-]
+#: Lets a list of parts be a text.
+AS_PARTS = BeforeValidator(lambda value: [{"text": value}] if isinstance(value, str) else value)
+Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
 def text_of(where: str, parts: Sequence[Part], separator: str = "") -> str:

@@ -54,11 +54,9 @@ class _Item(Fields):
     type: str = "message"
     role: Literal["assistant", "developer", "system", "user"] | None = None
     content: Parts = []
-    #: Of thoughts.
-    summary: Parts = []
+    summary: Parts = []  # of thoughts
     encrypted_content: str = ""
-    #: Of calls, and of their results.
-    call_id: str | None = None
+    call_id: str | None = None  # of calls, and of their results
     name: str | None = None
     arguments: str = ""
     input: str = ""
