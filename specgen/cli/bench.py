@@ -107,9 +107,7 @@ _CONTEST = flags.panel(
     machine=flags.machine,
     output=flags.loudness,
     texts=Argument(
-        metavar="PROMPTS",
-        help="Prompts to answer, instead of a file of them.",
-        show_default=False,
+        metavar="PROMPTS", help="Prompts to answer, instead of a file of them.", show_default=False
     ),
 )
 def bench(

@@ -47,11 +47,8 @@ from specgen.train.draft_builder import (
 from specgen.train.training_loop import check_library
 
 if TYPE_CHECKING:
-    from specgen.cli.process import Interrupt
     from specgen.measure.search import Refused, Search
     from specgen.options import SessionOptions
-    from specgen.session.session import Session
-    from specgen.system.progress import Progress
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
@@ -62,8 +59,7 @@ app = typer.Typer(
 
 
 def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for a target, those that specgen has on this disk among them, and
-    the named files that are refused."""
+    """Return the files to try as drafts for a target, specgen's own among them, and those that are refused."""
     from specgen.measure.search import find_candidates
     from specgen.models.hub import locate
     from specgen.models.registry import load_registry
@@ -87,9 +83,9 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
     from specgen.measure.search import advice
     from specgen.render.tables import draft_lines, print_draft_table
 
+    notes: list[str] = []
     if search is None:
         return
-    notes: list[str] = []
     if as_json:
         print(json.dumps(search.to_json_object(), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
@@ -188,10 +184,7 @@ def find(
     if save:
         saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
     options = _trial_options(path, drafting, trials.max_tokens, machine)
-    with (
-        opened(options, machine.kernels, output) as loaded,
-        output.measuring() as (progress, stop),
-    ):
+    with opened(options, machine.kernels, output) as loaded, output.measuring() as (progress, stop):
         found = find_candidates(files, [], path) if files else known_candidates([], path)
         search = search_drafts(
             loaded, *found, texts, chat=chat, interrupted=stop, progress=progress
@@ -233,18 +226,9 @@ def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
     return TextOptions(texts, **others)
 
 
-def _builder(
-    session: Session, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
-) -> DraftBuilder:
-    return DraftBuilder(session, text, cache_folder(), time.monotonic, progress, output.note, stop)
-
-
 @app.command(cls=Command)
 @flags.takes_options(
-    target=flags.target_option(),
-    text=text_options,
-    machine=flags.machine,
-    output=flags.loudness,
+    target=flags.target_option(), text=text_options, machine=flags.machine, output=flags.loudness
 )
 def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -> int:
     """Let a target write the text that drafts are made from.
@@ -257,11 +241,10 @@ def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -
     """
     path = find_target(target, quiet=output.quiet)
     own = _trial_options(path, DraftOptions(), text.max_tokens, machine)
-    with (
-        opened(own, machine.kernels, output) as loaded,
-        output.measuring() as (progress, stop),
-    ):
-        builder = _builder(loaded, text, progress, stop, output)
+    with opened(own, machine.kernels, output) as loaded, output.measuring() as (progress, stop):
+        builder = DraftBuilder(
+            loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
+        )
         n_have = builder.write_text()
     if n_have < text.n_tokens and not stop():
         output.note(f"{n_have} tokens: there are no more prompts")
@@ -345,7 +328,9 @@ def make(
                 f"{plan.training_s / 60.0:.1f} for training, and {plan.judging_s / 60.0:.1f} for comparing drafts "
                 f"on {plan.n_judged} prompts"
             )
-            builder = _builder(loaded, text, progress, stop, output)
+            builder = DraftBuilder(
+                loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
+            )
             made = builder.make(kinds, small, (plan.text_s + plan.training_s) / 60.0)
         if made is None:
             output.note("interrupted: run it again to resume")
@@ -366,8 +351,7 @@ def make(
 
 
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
-    """Return the model to fit; None without one. Raise `UsageError` if a fitted draft was asked for but is
-    not possible."""
+    """Return the model to fit, if any. Raise `UsageError` if a fitted draft is asked for but not possible."""
     from specgen.models.hub import locate
     from specgen.models.registry import load_registry
 
@@ -391,9 +375,7 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
 
 @app.command(cls=Command)
 @flags.takes_options(
-    target=flags.target_option(
-        help="The target whose answers were kept: a GGUF file, or a name.",
-    ),
+    target=flags.target_option(help="The target whose answers were kept: a GGUF file, or a name."),
     draft=flags.draft_model_option(
         help="The draft model that learns.",
         show_default="the one that `specgen run` takes for this target",

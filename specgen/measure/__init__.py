@@ -1,2 +1,1 @@
-"""Tools that judge: which draft is fastest (`selection`), whether output is exact (`proof`), how fast
-decoding is (`bench`), and whether the build works (`doctor`)."""
+"""Measurements: what drafting gains, whether it changes the text, and whether the build works."""

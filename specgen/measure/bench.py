@@ -17,13 +17,7 @@ from specgen import __version__
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.measure.prompts import NOW, BenchPrompt
-from specgen.options import (
-    DraftSource,
-    PolicyName,
-    SessionOptions,
-    TreeShape,
-    staged,
-)
+from specgen.options import DraftSource, PolicyName, SessionOptions, TreeShape, staged
 from specgen.session.files import find_models
 from specgen.system.files import as_json
 
@@ -34,8 +28,6 @@ if TYPE_CHECKING:
 
 #: The name of plain decoding.
 PLAIN = "plain"
-#: The category of figures over all categories.
-OVERALL = "overall"
 #: A prompt that fits every context, and how many tokens of an answer warm up.
 _WARM_UP, _N_WARM_UP = "Count from one to twenty.", 8
 
@@ -244,11 +236,9 @@ def take_turns(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Let all contenders of a target answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
-
-    At each temperature plain decoding is the first contender. Each prompt is answered by all one after the other, so
-    that a machine that is slow for a while slows all of them. Raise the `SpecgenError` of plain decoding, and
-    `PromptError` if no prompt could be answered."""
+    """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`. Each prompt is
+    answered by all one after the other, at each temperature by plain decoding first: a machine that is slow for a while
+    slows all. Raise the `SpecgenError` of plain decoding, and `PromptError` if no prompt could be answered."""
     turns: list[tuple[int, BenchPrompt | None, Contender]] = [
         (0, None, each) for each in contenders
     ]
@@ -405,7 +395,7 @@ def _figures(
     return Figures(
         temperature=first.temperature,
         contender=first.contender,
-        category=category or OVERALL,
+        category=category or "overall",
         n_answers=len(results),
         speedup=statistics.geometric_mean(shares) if shares else None,
         quartiles=_quartiles(speedups),

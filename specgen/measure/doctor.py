@@ -151,7 +151,6 @@ def _load(report: DoctorReport, command: Sequence[str]) -> str:
 
 
 def _test_kernels(report: DoctorReport) -> str:
-    """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
     from specgen.llama.kernels import admission
     from specgen.models.files import cache_folder
 
@@ -175,7 +174,6 @@ def _find_models(report: DoctorReport) -> str:
 
 
 def _ask_worker(endpoint: str) -> str:
-    """Return a line about a worker: its protocol, devices and round trip."""
     from specgen.llama.rpc import load_rpc
     from specgen.system.worker_probe import check_protocol, probe
 
@@ -192,8 +190,7 @@ def _ask_worker(endpoint: str) -> str:
 
 
 def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Return the JSON object that a command prints. Raise the `SpecgenError` that it reports, and `BackendError` if it
-    dies, does not answer in time, or answers something else."""
+    """Return the JSON object that a command prints. Raise the error that it reports, and `BackendError` if there is none."""
     try:
         answer = ask_child(command, timeout_s)
     except ChildError as error:

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import words_for
 from specgen.llama import default_threads
-from specgen.measure.trial import (
-    Baseline,
-    DraftFigures,
-    measure_target,
-    plain_figures,
-    try_draft,
-)
+from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_draft
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.session.calibration import begin, short_context, time_batch
 from specgen.session.files import name_of
@@ -41,7 +35,7 @@ LEAST_GAIN = 1.03
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A file that cannot draft, and the reason in a few words."""
+    """A file that cannot draft, and why."""
 
     file: Path
     reason: str
@@ -121,7 +115,8 @@ def search_drafts(
     )
     if baseline is None:
         return None
-    tried, failed = [Tried("none", plain_figures(baseline))], list(refused)
+    plain = DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
+    tried, failed = [Tried("none", plain)], list(refused)
     for draft in (*words_for(session.target), *candidates):
         try:
             session.change_draft(draft)
@@ -237,15 +232,15 @@ def _tuned_threads(
     *,
     is_draft: bool,
 ) -> dict[str, Threads]:
-    """Measure and keep the best numbers of threads for the target, or for the loaded draft model, by its name. None
-    if the user named a number, if interrupted, or if the draft has no context of its own."""
+    """Measure and keep the best numbers of threads of the target or of the loaded draft model, by its name; none if the
+    user named a number, if interrupted, or if the draft has no context of its own."""
     options = session.options.draft_context if is_draft else session.options.target_context
     if (options.n_threads, options.n_threads_batch) != (None, None) or interrupted():
         return {}
     progress(f"threads for {model.name}", 0, 1)
     default, n_logical = default_threads(), os.cpu_count() or 1
-    affinity = getattr(os, "sched_getaffinity", None)
-    counts = thread_counts(default, n_logical, len(affinity(0)) if affinity else n_logical)
+    n_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else n_logical
+    counts = thread_counts(default, n_logical, n_usable)
     with session.contexts(short_context(session), drafts=is_draft) as (target, drafts):
         if is_draft and not drafts:
             return {}

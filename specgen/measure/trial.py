@@ -1,10 +1,8 @@
 """The speed-up that a draft would bring, computed without running it with the target.
 
-The target answers a few prompts plainly, once, and the time of its batches is measured. Each draft is then replayed on
-these answers: proposed tokens that agree with the answer count as accepted, and a round costs the measured time of a
-batch of its size. This is speculative decoding at temperature 0 without the target's computation, so a dozen drafts
-can be tried in only their own time.
-"""
+The target answers a few prompts plainly, once, and its batches are timed. Each draft is then replayed on these answers:
+proposed tokens that agree with the answer count as accepted, and a round costs the measured time of a batch of its size.
+So a dozen drafts can be tried in only their own time."""
 
 from __future__ import annotations
 
@@ -44,9 +42,6 @@ if TYPE_CHECKING:
 #: After each answer, the first sizes of batches are timed so often, but for a single row, which the answer itself times;
 #: larger sizes once.
 _N_OFTEN, _N_REPEATS = 6, 3
-
-#: Called with the number of prompts that are done, and of all prompts.
-PromptsDone = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +110,7 @@ def measure_target(
     *,
     chat: bool | None = None,
     interrupted: Callable[[], bool] = lambda: False,
-    progress: PromptsDone = lambda _done, _total: None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Baseline | None:
     """Let the target answer the prompts at temperature 0 without a draft, and time its batches up to the most rows of
     a round. None if interrupted. Raise `PromptError` if no prompt fits into the context, no answer is longer than a
@@ -160,7 +155,7 @@ def try_draft(
     baseline: Baseline,
     *,
     interrupted: Callable[[], bool] = lambda: False,
-    progress: PromptsDone = lambda _done, _total: None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DraftFigures | None:
     """Return the figures of the loaded draft for its target; None if interrupted. Raise `MemoryLimitError` or
     `BackendError` if the draft model cannot be run."""
@@ -256,28 +251,20 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
     )
 
 
-def plain_figures(baseline: Baseline) -> DraftFigures:
-    """Return the figures of plain decoding."""
-    return DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
-
-
 def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
     """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`."""
-    path: list[int] = []
+    path: tuple[int, ...] = ()
     for token in tokens:
-        node = path[-1] if path else ROOT
-        following = [child for child in draft.children(node) if draft.tokens[child] == token]
-        if not following:
+        children = draft.children(path[-1] if path else ROOT)
+        found = next((child for child in children if draft.tokens[child] == token), None)
+        if found is None:
             break
-        path.append(following[0])
-    return tuple(path)
+        path += (found,)
+    return path
 
 
 def fitting_prompts(
-    session: Session,
-    texts: Iterable[tuple[int, str]],
-    chat: bool | None,
-    n_more: int = 1,
+    session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
     """Return the prompts that fit into the context with `n_more` tokens by their numbers, and the numbers of the
     others. Raise `PromptError` if none fits."""
@@ -297,8 +284,7 @@ def fitting_prompts(
 
 
 def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt: int) -> Hidden:
-    """Return the final hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd].
-    The context must be empty, and is empty again afterwards."""
+    """Return the final hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd]."""
     pieces: list[Hidden] = []
     first, last, start = n_prompt - 1, len(tokens) - 1, 0
     ends = [*range(target.n_batch, first, target.n_batch), first]

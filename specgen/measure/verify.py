@@ -39,8 +39,6 @@ N_SEARCHED, _N_QUEUED = 48, 60
 #: A row may move by this many times the largest movement that batches were found to cause, beside what is always
 #: allowed: a value in an f16 cache that happens to round the other way moves all rows after it.
 SLACK, ALWAYS_ALLOWED = 4.0, 0.01
-#: The size of the largest batch that is measured.
-_MAX_ROWS = 16
 
 #: What decides how much is drafted; "forced" drafts in every round.
 WayName: TypeAlias = Literal[PolicyName, "forced"]
@@ -106,9 +104,7 @@ class GreedyResult:
 
 
 def plain_texts(
-    session: Session,
-    prompts: Mapping[int, Prompt],
-    interrupted: Callable[[], bool] = lambda: False,
+    session: Session, prompts: Mapping[int, Prompt], interrupted: Callable[[], bool] = lambda: False
 ) -> dict[int, list[int]]:
     """Return the tokens of plain decoding's answers by the prompts' numbers, each made alone, with those that end a
     text; fewer if interrupted."""
@@ -222,7 +218,7 @@ def _difference(
     for token in expected[:at]:
         state.commit(token)
     shaper = Shaper(settings.sampler, state)
-    largest = min(session.n_rows_max * n_at_once, _MAX_ROWS)
+    largest = min(session.n_rows_max * n_at_once, 16)  # rows of larger batches are not looked at
     batches: list[tuple[int, int | None]] = [(n_rows, None) for n_rows in range(2, largest + 1)]
     if session.target.has_recurrent_state or settings.grammar is not None:
         # They also decode batches of which few logits are wanted, which other kernels compute.
@@ -436,9 +432,6 @@ def _places(
 
 # --- the test of the draws --------------------------------------------------------------------------
 
-#: int64[n_cells]: how often each cell was drawn.
-CountArray = npt.NDArray[np.int64]
-
 #: Cells with a smaller expected count are pooled.
 MIN_EXPECTED = 20.0
 
@@ -455,7 +448,7 @@ class GTest:
 
 
 def g_test(
-    counts: CountArray,
+    counts: npt.NDArray[np.int64],
     exact_probs: ProbArray,
     n_draws: int | None = None,
     *,

@@ -1,8 +1,5 @@
-"""The draft that was saved for a target by `specgen draft find --save` or `specgen draft make`.
-
-The file drafts.json in the configuration folder is written by specgen; people may read and repair it. A
-target is identified by the name and the size of its file, so that it may be moved.
-"""
+"""The drafts that `specgen draft find --save` and `specgen draft make` saved, in drafts.json in the configuration folder,
+which people may repair. A target is identified by the name and the size of its file, so that it may be moved."""
 
 from __future__ import annotations
 

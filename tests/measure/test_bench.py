@@ -150,12 +150,7 @@ def result(contender: str, prompt: int, speed: float, **changes: Any) -> Result:
     }  # fmt: skip
     own = {name: changes.pop(name) for name in values.keys() & changes.keys()}
     outcome = replace(OUTCOME, tokens_per_s=speed, **changes)
-    return Result(
-        contender=contender,
-        prompt=prompt,
-        outcome=outcome,
-        **values | own,
-    )
+    return Result(contender=contender, prompt=prompt, outcome=outcome, **values | own)
 
 
 def figures_of_a(*results: Result) -> Figures:

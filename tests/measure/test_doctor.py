@@ -230,9 +230,7 @@ def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed(
 @posix
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 def test_a_build_that_does_not_decode_exits_with_9(
-    arguments: tuple[str, ...],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "CHILD_COMMAND", dying(signal.SIGILL, task="decode"))
     assert run_cli(*arguments) == BackendError.exit_code == 9

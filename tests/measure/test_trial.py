@@ -7,14 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from specgen.errors import BackendError
-from specgen.measure.trial import (
-    Baseline,
-    Replay,
-    TargetAnswer,
-    agreeing_path,
-    replay,
-    summarise,
-)
+from specgen.measure.trial import Baseline, Replay, TargetAnswer, agreeing_path, replay, summarise
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
 from specgen.method.policy import RoundResult

@@ -144,14 +144,15 @@ def test_joint_draws_show_every_known_bug(
     with opened(models, pair, top_k=5) as loaded:
         # At a place or another: where the truncated lists of target and draft happen to hold the same
         # tokens, subtracting them by index is right.
-        draws = [drawn_jointly(loaded, seed) for seed in ((1, 2, 3) if bug else (1,))]
-    least = min(fit.test.p_value for each in draws for fit in each.fits)
-    # Not by a hair: other seeds and other machines find it too.
-    assert least < 1e-6 if bug else least > LEVEL
-    if bug is None:
-        assert not any(fit.n_impossible for fit in draws[0].fits)
-        assert 0.2 <= draws[0].n_accepted / draws[0].n_drafted <= 0.95
-        assert max(fit.detectable(LEVEL) for fit in draws[0].fits) <= 0.1
+        draws = (drawn_jointly(loaded, seed) for seed in (1, 2, 3))
+        if bug is not None:
+            # Not by a hair: other seeds and other machines find it too.
+            assert any(min(fit.test.p_value for fit in each.fits) < 1e-6 for each in draws)
+            return
+        found = next(draws)
+    assert all(fit.test.p_value > LEVEL and not fit.n_impossible for fit in found.fits)
+    assert 0.2 <= found.n_accepted / found.n_drafted <= 0.95
+    assert max(fit.detectable(LEVEL) for fit in found.fits) <= 0.1
 
 
 @pytest.mark.parametrize("bug", [None, *NEXT_TOKEN_BUGS])

@@ -26,10 +26,7 @@ class Trials:
         4, "--count -N", "How many prompts to use, spread evenly over the file.", min=1
     )
     max_tokens: int = _trial(
-        64,
-        "--max-tokens --predict --n-predict -n",
-        "How many tokens of each answer to use.",
-        min=2,
+        64, "--max-tokens --predict --n-predict -n", "How many tokens of each answer to use.", min=2
     )
 
     def numbered(self) -> list[tuple[int, str]]:
