@@ -45,7 +45,7 @@ from specgen.llama.operators import quantize
 from specgen.measure.prompts import read_prompts
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
-from specgen.train.gguf_weights import ModelRows
+from specgen.train.gguf_weights import model_rows
 from specgen.train.target_text import N_TOP, TargetText
 
 Parameters: TypeAlias = dict[str, Any]
@@ -398,8 +398,9 @@ class Task:
         learnt = [text for text in texts if by_heart or not text.is_held_back]
         judged = texts if by_heart else [text for text in texts if text.is_held_back]
         self.learnt, self.judged = rows_of(learnt, file.n_embd), rows_of(judged, file.n_embd)
-        rows = ModelRows(source)
-        self._rows = rows
+        every = np.unique(np.concatenate([[0], *(text.tokens for text in texts)]))
+        self._places = {int(token): place for place, token in enumerate(every)}
+        self._embeddings, _ = model_rows(source, every)
         own = np.unique(np.concatenate([text.tokens for text in learnt]))
         tops = np.unique(np.concatenate([text.top_tokens.ravel() for text in learnt]))
         own = np.union1d(own, tops)
@@ -407,7 +408,7 @@ class Task:
         others = np.setdiff1d(np.arange(n_vocab), own)[: max(0, _N_FREQUENT - len(own))]
         self._tokens = np.concatenate([own, others])
         self._n_own = len(own)
-        self._output = rows.output(self._tokens)
+        _, self._output = model_rows(source, self._tokens)
         self._full = jnp.asarray(self._output)
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[self._tokens] = np.arange(len(self._tokens))
@@ -430,7 +431,7 @@ class Task:
         return np.linalg.solve(gram, products).T.astype(np.float32)
 
     def inputs(self, row: Row) -> tuple[Any, ...]:
-        embedded = self._rows.embeddings(row.tokens)
+        embedded = self._embeddings[[self._places[int(token)] for token in row.tokens]]
         return embedded, row.hidden.astype(np.float32), row.texts, row.positions
 
     def labels(self, row: Row, *, hard: bool) -> tuple[Any, ...]:

@@ -149,11 +149,10 @@ def translated(text: Text) -> TranslatedDrafter:
 class DrafterCase:
     """One way to draft, and what it can."""
 
-    #: The class that the case is about.
+    #: The class that the case is about; what makes it on the fake backend, if it needs no hidden states; and what drafts
+    #: so for tiny models: a file's suffix or a word; None: nothing else than another case does.
     kind: type[object]
-    #: Makes it on the fake backend; None: it needs a model's hidden states.
     make: Make | None
-    #: What drafts so for tiny models: a file's suffix or a word; None: nothing else than another case does.
     tiny: str | None = None
     #: Above temperature 0 it draws its tokens, and tells the distributions that they were drawn from.
     draws: bool = False
@@ -278,7 +277,7 @@ ARCHITECTURES: dict[Architecture, ArchitectureCase] = {
 }
 #: Each kind of cache, by the first architecture that has it: cells, also of sliding windows; snapshots of
 #: recurrent states; and copies of the state with decoding again.
-CACHES: dict[str, Architecture] = {
-    case.cache: name for name, case in reversed(ARCHITECTURES.items()) if case.generates
-}
-CACHES = {case.cache: CACHES[case.cache] for case in ARCHITECTURES.values() if case.generates}
+CACHES: dict[str, Architecture] = {}
+for _name, _case in ARCHITECTURES.items():
+    if _case.generates:
+        CACHES.setdefault(_case.cache, _name)

@@ -97,6 +97,7 @@ def chat(
         stack.callback(session.memory.save)
         now = datetime.datetime.now().astimezone()
         talk = Chat(session, engine, conversation, path, now=now)
+        stack.callback(talk.keep)
         learner = stack.enter_context(Learner(session, engine, engine.notify))
         system = conversation.system if system is None else system
         given = replace(conversation, system=system, files=text or conversation.files)
@@ -171,6 +172,7 @@ class _Dialogue:
             except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
                 if not is_typed:
                     raise
+                self._chat.keep()
                 continue
             finally:
                 learner.between_answers()

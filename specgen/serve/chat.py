@@ -98,7 +98,7 @@ class Chat:
         now: datetime.datetime,
     ) -> None:
         self._session, self._engine, self._path, self._now = session, engine, path, now
-        self.conversation = conversation
+        self.conversation = self._kept = conversation
         #: Whether the next answers use drafts.
         self.drafts = True
         #: The last events of the answers of this run, and the first and the last event of the last answer.
@@ -146,10 +146,15 @@ class Chat:
         """Whether another answer to the same question is the same."""
         return self._session.options.sampler.greedy
 
+    def keep(self) -> None:
+        """Write the conversation, unless the file has it: an interrupt or a full disk may have kept it from that."""
+        if self._path is not None and self._kept is not self.conversation:
+            save_conversation(self._path, self.conversation)
+            self._kept = self.conversation
+
     def _keep(self, conversation: Conversation) -> None:
         self.conversation = conversation
-        if self._path is not None:
-            save_conversation(self._path, conversation)
+        self.keep()
 
     def _make_prompt(self, conversation: Conversation) -> tuple[Prompt, int]:
         """Return the prompt of the answer, and how many more turns were left out to fit it.

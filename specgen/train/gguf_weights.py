@@ -27,8 +27,6 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 _NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
 #: In gemma3 every sixth layer sees the whole text, unless the file gives another period.
 _GEMMA3_PERIOD, _GEMMA3_LOCAL_BASE = 6, 10_000.0
-#: The number of rows that are dequantised at once.
-_N_ROWS = 4096
 #: Types without blocks, and the number of weights that share a factor in them.
 _FLOAT_TYPES, _FLOAT_BLOCK = frozenset(["f32", "f16", "bf16"]), 32
 _MOST_FLOAT16 = float(np.finfo(np.float16).max)
@@ -167,35 +165,23 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
     )
 
 
-class ModelRows:
-    """Dequantised rows of a model's token embeddings and output matrix, which may be the same tensor. Raises
-    `ModelFileError` if there are no embeddings, or if a tensor's type is unknown."""
-
-    def __init__(self, path: Path) -> None:
-        readers = map(_opened, model_parts(path))
-        tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
-        if "token_embd.weight" not in tensors:
-            raise ModelFileError(f"{path}: it has no token embeddings")
-        self._embeddings = _stored(path, tensors["token_embd.weight"])
-        output = tensors.get("output.weight")
-        self._output = self._embeddings if output is None else _stored(path, output)
-
-    def embeddings(self, tokens: NDArray[Any]) -> FloatArray:
-        return _rows(self._embeddings, tokens)
-
-    def output(self, tokens: NDArray[Any]) -> FloatArray:
-        return _rows(self._output, tokens)
+def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray]:
+    """Return the rows of tokens in a model's token embeddings and in its output matrix, which may be the same tensor:
+    float32[n, n_embd]. Raise `ModelFileError` if there are no embeddings, or if a tensor's type is unknown."""
+    readers = map(_opened, model_parts(path))
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    embeddings = tensors.get("token_embd.weight")
+    if embeddings is None:
+        raise ModelFileError(f"{path}: it has no token embeddings")
+    matrices = embeddings, tensors.get("output.weight", embeddings)
+    first, second = (_rows(_stored(path, matrix), tokens) for matrix in matrices)
+    return first, second
 
 
 def _rows(stored: Weights, indices: NDArray[Any]) -> FloatArray:
     n_rows, n_columns = stored.shape
-    data = stored.data.reshape(n_rows, -1)
-    values = np.empty((len(indices), n_columns), np.float32)
-    for start in range(0, len(indices), _N_ROWS):
-        piece = indices[start : start + _N_ROWS]
-        weights = Weights(stored.type_name, (len(piece), n_columns), data[piece].reshape(-1))
-        values[start : start + len(piece)] = dequantize(weights)
-    return values
+    data = stored.data.reshape(n_rows, -1)[indices].reshape(-1)
+    return dequantize(Weights(stored.type_name, (len(indices), n_columns), data))
 
 
 class _Layout(NamedTuple):

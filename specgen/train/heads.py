@@ -28,7 +28,7 @@ from specgen.llama.decoder_heads import HeadWeights, write_heads
 from specgen.llama.decoder_heads import matrix as quantized
 from specgen.llama.operators import FloatArray
 from specgen.system.files import new_beside, write_errors
-from specgen.train.gguf_weights import ModelRows
+from specgen.train.gguf_weights import model_rows
 from specgen.train.target_text import TargetText
 from specgen.train.training_loop import Budget, Parameters, Schedule, TrainingState, train
 
@@ -95,7 +95,7 @@ def train_heads(
     if n_embd % 32:
         why = f"has hidden states of {n_embd}: decoder heads need a multiple of 32"
         raise UsageError(f"{model.name} {why}")
-    trainer = _Trainer(ModelRows(target), _frequent(text, n_vocab), learnt, judged, n_vocab)
+    trainer = _Trainer(target, _frequent(text, n_vocab), learnt, judged, n_vocab)
     before = trainer.judge()
     state = TrainingState(-sum(before), trainer.copied())
     schedule = Schedule(
@@ -140,7 +140,7 @@ class _Trainer:
 
     def __init__(
         self,
-        rows: ModelRows,
+        target: Path,
         tokens: NDArray[np.int32],
         learnt: _Samples,
         judged: _Samples,
@@ -156,12 +156,12 @@ class _Trainer:
         #: Each token's index among the frequent ones; -1 for the others.
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
-        own = rows.embeddings(tokens)
+        own, output = model_rows(target, tokens)
         own /= np.sqrt(np.square(own).mean())
         #: The embeddings of the frequent tokens at one scale, and a last row, their mean, for all others.
         self.embeddings: FloatArray = np.concatenate([own, own.mean(axis=0, keepdims=True)])
         #: The output matrix for scaled states (V in `decoder_heads`).
-        self.output: FloatArray = rows.output(tokens) / np.float32(self.scale)
+        self.output: FloatArray = output / np.float32(self.scale)
         seen = self._index[np.unique(learnt.tokens)]
         #: The frequent tokens of the text, and those that are not in it.
         self._own = seen[seen >= 0]
@@ -205,9 +205,7 @@ class _Trainer:
         n_others = min(_N_OTHERS, len(self._others))
         others = self._rng.choice(self._others, n_others, replace=False)
         candidates = np.concatenate([self._own, others])
-        column = np.full(
-            len(self.tokens) + 1, -1, np.int64
-        )  # the last: tokens that are not frequent
+        column = np.full(len(self.tokens) + 1, -1, np.int64)  # the last: of all other tokens
         column[candidates] = np.arange(len(candidates))
         # The sampled tokens stand for all tokens that the text lacks.
         bias = np.zeros(len(candidates), np.float32)

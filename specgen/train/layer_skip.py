@@ -186,8 +186,6 @@ class Judge:
         self._model = model
         self._batches = list(_batches(texts))
         self._left_out: Layers = frozenset()
-        #: Layers whose result llama.cpp has not reported.
-        self._missing: set[int] = set()
         #: The rows of the batch that want logits; the last layer computes only these.
         self._wanted: NDArray[np.intp] = np.zeros(0, np.intp)
         self._input: NDArray[np.float32] = np.zeros(0, np.float32)
@@ -216,14 +214,11 @@ class Judge:
         be left out. Raise `BackendError`."""
         n_agreed = n_places = 0
         for batch, expected in self._batches:
-            self._left_out, self._missing = left_out, set(left_out)
+            self._left_out = left_out
             self._wanted = np.flatnonzero(batch.wants_logits)
             likeliest = self._backend.decode(batch).argmax(axis=1)
             if self._failure is not None:
                 raise self._failure
-            if self._missing:
-                why = f"llama.cpp does not tell what layer {min(self._missing)} computes"
-                raise BackendError(f"{self._model.name}: {why}")
             n_agreed += int((likeliest == expected).sum())
             n_places += len(expected)
             for sequence in {sequence for (sequence,) in batch.sequences}:
@@ -246,7 +241,6 @@ class Judge:
                 if self._size(tensor) != given.nbytes:
                     given = given.reshape(-1, self._model.n_embd)[self._wanted]
                 copy_tensor("ggml_backend_tensor_set", tensor, np.ascontiguousarray(given))
-                self._missing.discard(layer)
             else:
                 self._input = np.empty(self._size(tensor) // 4, np.float32)
                 copy_tensor("ggml_backend_tensor_get", tensor, self._input)

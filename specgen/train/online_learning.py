@@ -132,16 +132,9 @@ def learn(
         start = _better_start(draft, former, rows, judged)
         trainer = start.trainer
         state = TrainingState(start.score.loss, trainer.copied())
-        schedule = Schedule(
-            rows.n_rows,
-            1,
-            N_PASSES,
-            rate,
-            n_rising=_N_RISING,
-            last_share=_LAST_SHARE,
-            judged_every=max(1, rows.n_rows // _JUDGED_PER_PASS),
-            patience=_PATIENCE,
-        )
+        n_rows, judged_every = rows.n_rows, max(1, rows.n_rows // _JUDGED_PER_PASS)
+        rising = _N_RISING, _LAST_SHARE
+        schedule = Schedule(n_rows, 1, N_PASSES, rate, *rising, judged_every, _PATIENCE)
         if not train(trainer, state, schedule, budget):
             return None
         if answers[-1].number > last_number(folder):

@@ -312,17 +312,10 @@ def terminal(chat_models: Path) -> Iterator[Callable[..., pexpect.spawn[str]]]:
 
     children: list[pexpect.spawn[str]] = []
 
-    def begin(*arguments: str, quiet: bool = True) -> pexpect.spawn[str]:
+    def begin(*arguments: str) -> pexpect.spawn[str]:
         child = pexpect.spawn(
             sys.executable,
-            [
-                "-m",
-                "specgen",
-                "chat",
-                *options(chat_models),
-                *(["-q"] if quiet else []),
-                *arguments,
-            ],
+            ["-m", "specgen", "chat", "-q", *options(chat_models), *arguments],
             dimensions=(30, 100),
             encoding="utf-8",
             env={**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"},
@@ -384,20 +377,6 @@ def test_typing(terminal: Callable[..., pexpect.spawn[str]], chat: Chat) -> None
 
 
 @posix
-def test_what_is_typed_while_an_answer_comes_is_read_after_it_and_not_shown(
-    terminal: Callable[..., pexpect.spawn[str]],
-) -> None:
-    child = terminal("--session", "ahead", "-n", "1500", "--ignore-eos")
-    child.send("the cat\r")
-    child.expect("tokens  ")
-    child.send("zebra\r")
-    child.expect_exact(READY)
-    assert "zebra" not in str(child.before)
-    child.expect("tokens  ")
-    assert kept("ahead")[1][0] == "zebra"
-
-
-@posix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_at_the_input_ends_it_and_leaves_the_terminal_as_it_was(
     terminal: Callable[..., pexpect.spawn[str]], number: int
@@ -414,6 +393,20 @@ def test_a_signal_at_the_input_ends_it_and_leaves_the_terminal_as_it_was(
     assert child.exitstatus == 128 + number
     assert termios.tcgetattr(reader)[3] & termios.ICANON
     os.close(reader)
+
+
+@posix
+def test_what_is_typed_while_an_answer_comes_is_read_after_it_and_not_shown(
+    terminal: Callable[..., pexpect.spawn[str]],
+) -> None:
+    child = terminal("--session", "ahead", "-n", "1500", "--ignore-eos")
+    child.send("the cat\r")
+    child.expect("tokens  ")
+    child.send("zebra\r")
+    child.expect_exact(READY)
+    assert "zebra" not in str(child.before)
+    child.expect("tokens  ")
+    assert kept("ahead")[1][0] == "zebra"
 
 
 @posix

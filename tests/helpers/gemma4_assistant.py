@@ -44,24 +44,24 @@ def _write(
     config = TinyConfig(logit_scale=6.0, seed=seed)
     vocabulary = tiny_vocabulary(config)
     writer = GGUFWriter(path, architecture)
-    writer.add_context_length(1024)
-    writer.add_embedding_length(n_embd)
-    writer.add_block_count(len(windows))
-    writer.add_feed_forward_length(_N_FF)
-    writer.add_head_count(_N_HEAD)
-    writer.add_head_count_kv(n_head_kv)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_sliding_window(_WINDOW)
-    writer.add_array(f"{architecture}.attention.sliding_window_pattern", windows)
-    for key in ("key_length", "value_length"):
-        writer.add_uint32(f"{architecture}.attention.{key}", _SIZES[False])
-        writer.add_uint32(f"{architecture}.attention.{key}_swa", _SIZES[True])
-    writer.add_uint32(f"{architecture}.rope.dimension_count", _SIZES[False])
-    writer.add_uint32(f"{architecture}.rope.dimension_count_swa", _SIZES[True])
-    writer.add_uint32(f"{architecture}.embedding_length_per_layer_input", 0)
+    numbers = {
+        "context_length": 1024,
+        "embedding_length": n_embd,
+        "block_count": len(windows),
+        "feed_forward_length": _N_FF,
+        "attention.head_count": _N_HEAD,
+        "attention.head_count_kv": n_head_kv,
+        "attention.sliding_window": _WINDOW,
+        "embedding_length_per_layer_input": 0,
+    }
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        numbers |= {key: _SIZES[False], f"{key}_swa": _SIZES[True]}
     if n_target is not None:
-        writer.add_uint32(f"{architecture}.embedding_length_out", n_target)
-        writer.add_uint32(f"{architecture}.nextn_predict_layers", len(windows))
+        numbers |= {"embedding_length_out": n_target, "nextn_predict_layers": len(windows)}
+    for key, number in numbers.items():
+        writer.add_uint32(f"{architecture}.{key}", number)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_array(f"{architecture}.attention.sliding_window_pattern", windows)
     add_tokenizer(writer, config, vocabulary)
     for name, values in _tensors(len(vocabulary), windows, n_embd, n_head_kv, seed, n_target):
         writer.add_tensor(name, values)
@@ -105,18 +105,19 @@ def _tensors(
             "ffn_up": (_N_FF, n_embd),
             "ffn_down": (n_embd, _N_FF),
         }
-        norms = {"attn_q_norm": size, "attn_norm": n_embd, "ffn_norm": n_embd}
+        # What a layer adds is normalised: a fraction of what the token gives.
+        norms = {
+            "attn_q_norm": (size, 1.0),
+            "attn_norm": (n_embd, 1.0),
+            "ffn_norm": (n_embd, 1.0),
+            "post_attention_norm": (n_embd, 0.2),
+            "post_ffw_norm": (n_embd, 0.2),
+            "layer_output_scale": (1, 1.0),
+        }
         if n_target is None:
             matrices |= {f"attn_{part}": (n_head_kv * size, n_embd) for part in "kv"}
-            norms["attn_k_norm"] = size
-        found += [(f"blk.{layer}.{name}.weight", drawn(*shape)) for name, shape in matrices.items()]
-        found += [
-            (f"blk.{layer}.{name}.weight", np.ones(n, np.float32)) for name, n in norms.items()
-        ]
-        # What a layer adds is normalised: a fraction of what the token gives.
-        found += [
-            (f"blk.{layer}.{name}.weight", np.full(n_embd, 0.2, np.float32))
-            for name in ("post_attention_norm", "post_ffw_norm")
-        ]
-        found.append((f"blk.{layer}.layer_output_scale.weight", np.ones(1, np.float32)))
+            norms["attn_k_norm"] = (size, 1.0)
+        layers = {name: drawn(*shape) for name, shape in matrices.items()}
+        layers |= {name: np.full(n, value, np.float32) for name, (n, value) in norms.items()}
+        found += [(f"blk.{layer}.{name}.weight", values) for name, values in layers.items()]
     return found

@@ -27,27 +27,18 @@ def write_mtp_model(
     path: Path,
     architecture: MtpArchitecture = "glm4moe",
     *,
-    seed: int = 0,
     of_state: float = 0.05,
-    logit_scale: float = 6.0,
     keep_layer: bool = True,
     **other: Any,
 ) -> Path:
-    """Write a model with an MTP layer like the model's last one, or (`mimo2`) with three. A layer reads the
-    token, and as much of the hidden state before the token as `of_state` says, each by a map of its own: with
-    more it agrees with the model less often. Without `keep_layer` the metadata name a layer that the file
-    does not have. `other` values are those of `TinyConfig`."""
+    """Write a model with an MTP layer like the model's last one, or (`mimo2`) with three. A layer reads the token, and
+    as much of the hidden state before it as `of_state` says: with more it agrees with the model less often. Without
+    `keep_layer` the file lacks the layer that its metadata name. `other` values are those of `TinyConfig`."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     n_layer = 2 if architecture == "qwen35" else 1
-    config = TinyConfig(
-        architecture=_BASES[architecture],
-        n_layer=n_layer,
-        logit_scale=logit_scale,
-        seed=seed,
-        n_ctx_train=1024,
-        **other,
-    )
+    other = {"logit_scale": 6.0, "n_ctx_train": 1024, **other}
+    config = TinyConfig(architecture=_BASES[architecture], n_layer=n_layer, **other)
     base = GGUFReader(write_tiny_model(path.with_suffix(".base"), config))
     writer = GGUFWriter(path, architecture)
     skipped = ("GGUF.", "general.architecture")
@@ -65,13 +56,11 @@ def write_mtp_model(
     if architecture == "glm4moe":
         _add_experts(writer, config, tensors, keep_layer=keep_layer)
     if architecture == "mimo2":
-        head = config.n_embd // config.n_head
-        writer.add_uint32("mimo2.attention.key_length", head)
-        writer.add_uint32("mimo2.attention.value_length", head)
-        writer.add_uint32("mimo2.attention.sliding_window", _WINDOW)
-        writer.add_array(
-            "mimo2.attention.sliding_window_pattern", [False] * n_layer + [True] * n_mtp
-        )
+        head, windows = config.n_embd // config.n_head, [False] * n_layer + [True] * n_mtp
+        numbers = {"key_length": head, "value_length": head, "sliding_window": _WINDOW}
+        for key, number in numbers.items():
+            writer.add_uint32(f"mimo2.attention.{key}", number)
+        writer.add_array("mimo2.attention.sliding_window_pattern", windows)
         writer.add_uint32("mimo2.expert_feed_forward_length", 0)
     for name, values in tensors.items():
         writer.add_tensor(name, values)

@@ -23,12 +23,9 @@ WRONG = -1
 
 @dataclass(frozen=True)
 class World:
-    """A text of `n_tokens` tokens, and what it costs to come by them.
-
-    `target_s` are the seconds of a target's batch by its rows. A model's decode takes
-    `draft_s`; at each place of the text its confidence and whether it is right there are known
-    beforehand: `confidences` and `rights`. Where it was wrong it goes on as if it had been right.
-    """
+    """A text of `n_tokens` tokens, and what it costs to come by them: `target_s` are the seconds of a target's batch by
+    its rows, `draft_s` those of a model's decode. At each place of the text the model's confidence and whether it is
+    right are known beforehand. Where it was wrong it goes on as if it had been right."""
 
     target_s: Callable[[int], float]
     draft_s: float
@@ -136,8 +133,7 @@ def _drafted(world: World, plan: RoundPlan, place: int) -> Draft:
 def text(
     n_tokens: int, chance: Callable[[float], float], *, sureness: float = 1.0, seed: int = 0
 ) -> tuple[ProbArray, ProbArray]:
-    """Confidences and what is right: each confidence is right with its chance. The higher
-    `sureness`, the more confidences are near 0 or 1; at 0 all are alike."""
+    """Confidences, each right with its chance. The higher `sureness`, the more are near 0 or 1; at 0 all are alike."""
     rng = np.random.default_rng(seed)
     confidences = np.full(n_tokens, 0.75)
     if sureness > 0.0:

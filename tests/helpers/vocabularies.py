@@ -157,10 +157,9 @@ class ByteLanguage:
     """A language in characters of `ALPHABET`, as probabilities of bytes: the last two whole
     characters decide what comes next."""
 
-    def __init__(self, seed: int, scale: float = 2.5, alphabet: str = ALPHABET) -> None:
+    def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._scale = scale
-        self._characters = [character.encode() for character in alphabet]
+        self._characters = [character.encode() for character in ALPHABET]
         self._after = functools.lru_cache(None)(self._characters_after)
 
     def log_prob(self, before: bytes, data: bytes) -> float:
@@ -178,23 +177,17 @@ class ByteLanguage:
                 continue
             total += math.log(there / whole)
             if partial in chances:
-                last, partial = (last + partial)[-8:], b""
-                last = self._last_two(last)
+                last, partial = self._last_two((last + partial)[-8:]), b""
         return total
 
     def end_score(self, before: bytes) -> float:
         """The score of the end of a text."""
-        return self._normal(b"end" + self._place(before[-16:])[0], 1)[0] * 3.0 - 2.0
+        key = b"end" + self._place(before[-16:])[0]
+        return float(_normal(1, self._seed, key)[0]) * 3.0 - 2.0
 
     def _characters_after(self, last: bytes) -> dict[bytes, float]:
-        scores = np.exp(self._scale * np.array(self._normal(last, len(self._characters))))
-        probs = scores / scores.sum()
-        return dict(zip(self._characters, probs.tolist(), strict=True))
-
-    def _normal(self, key: bytes, n: int) -> list[float]:
-        digest = hashlib.blake2b(repr((self._seed, key)).encode(), digest_size=8).digest()
-        rng = np.random.default_rng(int.from_bytes(digest, "little"))
-        return [float(value) for value in rng.normal(size=n)]
+        scores = np.exp(2.5 * _normal(len(self._characters), self._seed, last))
+        return dict(zip(self._characters, (scores / scores.sum()).tolist(), strict=True))
 
     def _place(self, tail: bytes) -> tuple[bytes, bytes]:
         """The last two characters, and the bytes of one that has only begun."""
@@ -211,25 +204,23 @@ class ByteLanguage:
         return data.decode(errors="replace")[-2:].encode()
 
 
-def spoken(
-    language: ByteLanguage,
-    vocabulary: FakeVocabulary,
-    *,
-    noise: float = 0.3,
-    seed: int = 0,
-    per_byte: float = 1.5,
-) -> Language:
+def _normal(n: int, *key: object) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Random numbers that depend on a key."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little")).normal(size=n)
+
+
+def spoken(language: ByteLanguage, vocabulary: FakeVocabulary, *, seed: int = 0) -> Language:
     """The language as a model of this vocabulary has it.
 
-    Long tokens are preferred, as by models that were trained on tokenized text, by `per_byte`
-    on their logits. The noise
-    depends on each token of the text, so that a stray cell in a cache shows.
+    Long tokens are preferred, as by models that were trained on tokenized text. Noise depends on each token
+    of the text, so that a stray cell in a cache shows.
     """
     pieces = [vocabulary.token_bytes(token) for token in range(vocabulary.n_tokens)]
 
     @functools.lru_cache(4096)
     def scores(tail: bytes) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        row = [language.log_prob(tail, piece) + per_byte * len(piece) for piece in pieces]
+        row = [language.log_prob(tail, piece) + 1.5 * len(piece) for piece in pieces]
         for token, piece in enumerate(pieces):
             if not piece:
                 row[token] = language.end_score(tail) if vocabulary.is_end(token) else -15.0
@@ -237,10 +228,8 @@ def spoken(
 
     @functools.lru_cache(4096)
     def logits(text: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        digest = hashlib.blake2b(repr((seed, text)).encode(), digest_size=8).digest()
-        rng = np.random.default_rng(int.from_bytes(digest, "little"))
         tail = b"".join(pieces[token] for token in text[-16:])[-16:]
-        return (scores(tail) + noise * rng.normal(size=len(pieces))).astype(np.float32)
+        return (scores(tail) + 0.3 * _normal(len(pieces), seed, text)).astype(np.float32)
 
     # The row may be written to.
     return lambda text: logits(text).copy()

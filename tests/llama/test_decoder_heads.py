@@ -6,6 +6,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,18 +22,12 @@ from specgen.llama.decoder_heads import (
 )
 from specgen.llama.operators import FloatArray, dequantize
 from specgen.method.backend import Batch
-from specgen.options import (
-    DraftOptions,
-    GenerationOptions,
-    Grammar,
-    SessionOptions,
-)
+from specgen.options import Grammar, SamplerOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.session import Session
 from specgen.text.hidden_trail import LastHidden
-from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
+from tests.helpers.states_drafts import loaded
 from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "abc fed cab. abcd"
@@ -45,22 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(folder / "t.gguf", TinyConfig(logit_scale=6.0))
     make_heads(folder / "t.gguf", folder / "heads.gguf", folder / "text")
     return folder
-
-
-def loaded(
-    folder: Path, draft: Path | None = None, *, target: str = "t.gguf", grammar: str | None = None
-) -> Session:
-    options = SessionOptions(
-        target=folder / target,
-        draft=draft or folder / "heads.gguf",
-        drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
-        generation=GenerationOptions(
-            max_tokens=40, grammar=Grammar("gbnf", grammar) if grammar else None
-        ),
-        target_context=EXACT,
-        draft_context=EXACT,
-    )
-    return Session(options, time.perf_counter)
 
 
 # --- what they compute --------------------------------------------------------------------------
@@ -180,16 +159,21 @@ def test_heads_of_another_model_are_refused(
 ) -> None:
     write_tiny_model(tmp_path / "other.gguf", config)
     with pytest.raises(PairError, match=said):
-        loaded(tmp_path, folder / "heads.gguf", target="other.gguf")
+        loaded(tmp_path, "other", str(folder / "heads"))
 
 
 # --- drafting -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grammar", [None, 'root ::= ("ab" [c-h] "---" [a-h]){12}'])
-def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: str | None) -> None:
+@pytest.mark.parametrize(
+    "grammar", [None, Grammar("gbnf", 'root ::= ("ab" [c-h] "---" [a-h]){12}')]
+)
+def test_the_loop_leaves_the_state_behind_what_was_read(
+    folder: Path, grammar: Grammar | None
+) -> None:
     """After each round it is the state that a decode of the text alone gives."""
-    with loaded(folder, grammar=grammar) as speculative:
+    options: dict[str, Any] = {"sampler": SamplerOptions(), "n_tokens": 40, "grammar": grammar}
+    with loaded(folder, "t", "heads", **options) as speculative:
         prompt = speculative.prompts.of_text(PROMPT)
         with speculative.contexts(512) as (target, _), speculative.contexts(512) as (alone, _):
             loop = AnswerLoop(target, time.perf_counter)

@@ -115,7 +115,11 @@ def test_a_draft_for_another_target_is_refused(
     draft: TinyEagle | TinyDflash | str,
     said: str,
 ) -> None:
-    files = {"t": target, "d": draft}
+    write_assistant(folder / "wide assistant.gguf", n_target=96)
+    write_gemma4(folder / "gemma4 of two heads.gguf", n_head_kv=2)
+    write_mtp_model(folder / "wide mtp.gguf", n_embd=96, n_ff=128)
+    write_mtp_model(folder / "mtp of words.gguf", tokenizer="spm")
+    files: dict[str, Any] = {"t": target, "d": draft}
     for name, file in files.items():
         path = tmp_path / f"{name}.gguf"
         if isinstance(file, TinyConfig):
@@ -124,14 +128,6 @@ def test_a_draft_for_another_target_is_refused(
             write_tiny_dflash(path, CONFIG, file)
         elif isinstance(file, TinyEagle):
             write_tiny_eagle(path, CONFIG, file)
-        elif file == "wide assistant":
-            write_assistant(path, n_target=96)
-        elif file == "gemma4 of two heads":
-            write_gemma4(path, n_head_kv=2)
-        elif file == "wide mtp":
-            write_mtp_model(path, n_embd=96, n_ff=128)
-        elif file == "mtp of words":
-            write_mtp_model(path, tokenizer="spm")
         else:
             shutil.copy(folder / f"{file}.gguf", path)
     with pytest.raises(PairError, match=re.escape(said)) as refused:

@@ -49,12 +49,9 @@ def grown(
     seed: int,
     n_max: int,
     fate: Fate,
-    *,
-    adds_late: bool = False,
 ) -> Draft:
     """A tree whose shape depends on all that was drawn before, in other branches too: beyond which
-    node it goes on next, and how many tokens it draws there, which is settled before they are.
-    With `adds_late`, the first token gets a sibling that depends on what was drawn behind it."""
+    node it goes on next, and how many tokens it draws there, which is settled before they are."""
     tokens: list[int] = []
     parents: list[int] = []
     sources: list[Distribution] = []
@@ -78,12 +75,6 @@ def grown(
             if len(texts[child]) < N_DEEP:
                 open_nodes.append(child)
             left = left.without(token)
-    if adds_late and len(tokens) > 1 and parents.count(ROOT) == 1 and noise(seed, tokens) % 2:
-        left = source(()).without(tokens[0])
-        if left is not None:
-            tokens.append(left.draw(fate))  # type: ignore[arg-type]
-            parents.append(ROOT)
-            sources.append(left)
     n = len(tokens)
     return Draft(tuple(tokens), tuple(parents), ("m",) * n, (None,) * n, tuple(sources))
 
@@ -133,10 +124,10 @@ def largest_error(
     return error, shapes
 
 
-def tree_by(seed: int, n_max: int, *, adds_late: bool = False) -> Callable[[Fate], Draft]:
+def tree_by(seed: int, n_max: int) -> Callable[[Fate], Draft]:
     """Draws a tree by another language than the target's."""
     source = speaks(seed + 1)
-    return lambda fate: grown(source, seed, n_max, fate, adds_late=adds_late)
+    return lambda fate: grown(source, seed, n_max, fate)
 
 
 @settings(max_examples=40)
@@ -160,16 +151,6 @@ def test_all_kinds_of_shapes_are_among_them() -> None:
     assert (ROOT, 0, 1) in shapes
     assert any(len(set(shape)) < len(shape) and shape.count(ROOT) == 1 for shape in shapes)
     assert any(shape.count(ROOT) > 1 and len(set(shape)) > 1 for shape in shapes)
-
-
-def test_a_sibling_for_what_lies_behind_another_would_bias_blocks() -> None:
-    """Why how many are drawn is settled before anything behind them is. Token by token it would
-    not matter; and if it never mattered, this calculation could not tell."""
-    late = [tree_by(seed, 3, adds_late=True) for seed in range(20)]
-    errors = [largest_error(BlockVerifier(), seed, by)[0] for seed, by in enumerate(late)]
-    assert max(errors) > 1e-3
-    for seed, by in enumerate(late):
-        assert largest_error(ResidualVerifier(), seed, by)[0] < 1e-9
 
 
 # --- n-grams behind what was drawn --------------------------------------------------------------

@@ -189,7 +189,6 @@ pairs = st.builds(
 )
 
 
-# The first example with a vocabulary works out what its tokens say of the language.
 @settings(max_examples=60)
 @given(pairs)
 # A spelling that changes from early on, and is the same tokens all the same.

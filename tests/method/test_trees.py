@@ -23,7 +23,6 @@ from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
     Offer,
-    RoundPlan,
     RoundResult,
     best_nodes,
     draft_up_to,
@@ -52,11 +51,6 @@ N_VOCAB = 12
 WORDS = FakeVocabulary.letters(N_VOCAB, ends=(N_VOCAB - 1,))
 FIXED = DraftOptions(policy="fixed", max_tokens=LARGEST_TREE, p_min=0.0)
 BY_COST = DraftOptions(policy="cost", max_tokens=16)
-
-
-def unverified(plan: RoundPlan, committed: tuple[int, ...], *proposed: Draft) -> RoundResult:
-    """A round in which nothing was verified of what was proposed."""
-    return RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, committed, proposed)
 
 
 # --- shapes ----------------------------------------------------------------------------------
@@ -102,14 +96,6 @@ def texts(draft: Draft) -> set[tuple[int, ...]]:
     return {draft.text(node) for node in range(len(draft))}
 
 
-@given(trees(), trees())
-def test_a_merged_tree_says_what_either_says_and_nothing_twice(one: Draft, other: Draft) -> None:
-    merged = one.merged_with(other)
-    assert texts(merged) == texts(one) | texts(other)
-    assert len(merged) == len(texts(merged))
-    assert merged.first(len(one)) == one
-
-
 @given(trees())
 def test_ranks_count_the_siblings_of_the_same_drafter(draft: Draft) -> None:
     for node, rank in enumerate(draft.ranks()):
@@ -145,10 +131,6 @@ def test_independent_walks_stay_whole() -> None:
     for one, behind in ((same, other), (other, same)):
         with pytest.raises(ValueError, match="part of a longer draft"):
             one.followed_by(behind)
-    drawn = Draft.chain([1], "m", (), [Distribution.certain(1)])
-    for one, another in ((drawn, other), (other, drawn)):
-        with pytest.raises(ValueError, match="merged"):
-            one.merged_with(another)
 
 
 @given(st.lists(st.floats(0.01, 1.0), max_size=7), st.integers(0, 2**31))
@@ -297,7 +279,7 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
         spoken, WORDS, shape, n_ctx=96, costs=draft_costs() if is_auto else None
     )
     free = SuffixDrafter(1, 4, n_children=3) if ngrams else None
-    whole = Cascade(free, drafter, merges=is_auto)
+    whole = Cascade(free, drafter)
     plain = Setup(language, WORDS, options=options, n_ctx=n_ctx)
     setup = replace(
         plain,
@@ -310,7 +292,6 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
     drafted = setup.run()[0]
     expected = plain.run()[0]
     assert (drafted.answer, drafted.finish_reason) == (expected.answer, expected.finish_reason)
-    assert drafted.drafters is not None
     # What is verified and becomes text is decoded once. What costs advised against verifying is
     # forgotten, and may be met again beyond what became text.
     text = tuple(drafted.tokens)
@@ -438,7 +419,8 @@ def test_first_and_second_guesses_are_learnt_about_apart() -> None:
     draft = Draft((1, 2, 3), (ROOT, ROOT, ROOT), ("model",) * 3, (0.5, 0.3, 0.1), (None,) * 3)
     for _ in range(30):
         plan = policy.plan(Offer(100, 16, drafter="model"))
-        policy.observe(unverified(plan, (2,), draft))
+        # Nothing was verified of what was proposed.
+        policy.observe(RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, (2,), (draft,)))
     assert policy.acceptance_of("model").chance(0.5) < 0.2
     assert policy.acceptance_of("model:2").chance(0.3) > 0.8
     assert policy.acceptance_of("model:3").chance(0.1) < 0.05

@@ -42,19 +42,14 @@ def pair(request: pytest.FixtureRequest, smollm2: Path, gemma3: Path) -> tuple[P
     return (smollm2, gemma3) if request.param == "gemma3 for smollm2" else (gemma3, smollm2)
 
 
-def opened(
-    pair: tuple[Path, Path],
-    *,
-    n_tokens: int = 16,
-    temperature: float = 0.0,
-) -> Session:
+def opened(pair: tuple[Path, Path], temperature: float = 0.0) -> Session:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         target=pair[0],
         draft=pair[1],
         sampler=SamplerOptions(temperature=temperature),
         drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0),
-        generation=GenerationOptions(max_tokens=n_tokens),
+        generation=GenerationOptions(max_tokens=16),
         target_context=context,
         draft_context=context,
     )

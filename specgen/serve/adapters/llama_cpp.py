@@ -23,7 +23,7 @@ from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import propose_together
-from specgen.method.policy import RoundResult
+from specgen.method.policy import Reason, RoundPlan, RoundResult
 from specgen.models.files import cache_folder
 from specgen.options import (
     ContextOptions,
@@ -174,23 +174,22 @@ class SpecgenDraft(LlamaDraftModel):
         self.tally.add_round(result, model_s=known.draft_s)
 
     def _propose(self, sequence: Sequence) -> Draft:
-        """Begin a round: plan, and draft."""
-        self._round, drafters, started_s = None, sequence.drafters, time.perf_counter()
-        if drafters is None:
-            return NO_DRAFT
-        offer = sequence.offer(sequence.policy.n_max)
-        plan = sequence.policy.plan(offer)
-        drafting = drafters.propose(sequence.tokens, plan)
-        (proposal,) = propose_together([drafting], time.perf_counter)
-        if (error := proposal.error) is not None:
-            sequence.drafters = None
-            what = error.message if isinstance(error, SpecgenError) else repr(error)
-            self._note(f"drafting failed, going on without a draft: {what}")
-        draft, self._handed_s = plan.stop.cut(proposal.draft), time.perf_counter()
-        seconds, proposed = self._handed_s - started_s, (offer.found, proposal.draft)
-        self._round = RoundResult(
-            plan, draft, (), seconds, 0.0, n_rows=1 + len(draft), proposed=proposed
-        )
+        """Begin a round: plan, and draft, unless drafting has failed in this text."""
+        drafters, started_s = sequence.drafters, time.perf_counter()
+        plan, draft, proposed = RoundPlan(Reason("failed")), NO_DRAFT, tuple[Draft, ...]()
+        if drafters is not None:
+            offer = sequence.offer(sequence.policy.n_max)
+            plan = sequence.policy.plan(offer)
+            drafting = drafters.propose(sequence.tokens, plan)
+            (proposal,) = propose_together([drafting], time.perf_counter)
+            draft, proposed = plan.stop.cut(proposal.draft), (offer.found, proposal.draft)
+            if (error := proposal.error) is not None:
+                sequence.drafters = None
+                what = error.message if isinstance(error, SpecgenError) else repr(error)
+                self._note(f"drafting failed, going on without a draft: {what}")
+        self._handed_s = time.perf_counter()
+        seconds, n_rows = self._handed_s - started_s, 1 + len(draft)
+        self._round = RoundResult(plan, draft, (), seconds, 0.0, n_rows, proposed=proposed)
         return draft
 
     def check(self, llama: Llama) -> None:

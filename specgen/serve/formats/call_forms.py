@@ -7,7 +7,6 @@ if a reader gives the call back exactly from it. A family of tomorrow works, or 
 
 from __future__ import annotations
 
-import ast
 import datetime
 import functools
 import json
@@ -16,17 +15,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from pydantic_core import from_json
-
 from specgen.errors import PromptError
+from specgen.serve.formats.call_values import (
+    Arguments,
+    gemma_value,
+    python_arguments,
+    raw_json,
+    typed,
+)
 from specgen.session.prompts.template import Message, ToolCall, render
 
 #: Stands in a form for what differs from call to call: an id, or the number of the call.
 ANY: Final = "\ufffc"
 #: A text ends before it is clear whether it has the form.
 UNCLEAR: Final = -1
-#: The values of arguments by their keys.
-Arguments = dict[str, Any]
 _MARKED_ID = re.compile(rf"\[[A-Z_]+\]{ANY}")
 _ANY_TEXT = re.compile(r"[\w.\-]*")
 _SPACE = re.compile(r"\s*")
@@ -35,7 +37,6 @@ _MARK = re.compile(r"\[[A-Z_]+\]|<[^<>\s]*>|<[^<>\s]+|[^\s{\[]+")
 #: Names of control tokens.
 _CONTROL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 _DECODER = json.JSONDecoder()
-_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,9 @@ def _arguments(
         return UNCLEAR
     try:
         if form.style == "gemma":
-            end, value = _gemma_value(text, start)
+            end, value = gemma_value(text, start)
         elif form.style == "python":
-            end, value = _python_arguments(text, start)
+            end, value = python_arguments(text, start)
         else:
             value, end = raw_json(text, start)
     except IndexError:
@@ -165,19 +166,6 @@ def _arguments(
     except (ValueError, RecursionError, SyntaxError):
         return UNCLEAR if text[start] in "{(" else None
     return (end, value) if isinstance(value, dict) else None
-
-
-def raw_json(text: str, start: int) -> tuple[Any, int]:
-    """Read a value of JSON; a backslash that escapes nothing, as those of Windows' paths, stands for itself."""
-    try:
-        return _DECODER.raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        if not error.msg.startswith("Invalid \\escape"):
-            raise
-    mended = re.sub(r'\\(\\|["/bfnrtu])?', lambda found: found[0] if found[1] else "\\\\", text)
-    value, end = _DECODER.raw_decode(mended, start + len(mended[:start]) - len(text[:start]))
-    n_added = len(re.findall(r'\\(?!["\\/bfnrtu])', text[start:end]))
-    return value, end - n_added
 
 
 def _read_pairs(
@@ -230,79 +218,6 @@ def _value_end(form: CallForm, text: str, start: int, *, is_last: bool) -> tuple
             return None
         place = end
     return None
-
-
-def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value that a text without quotes is, by the types that the schema of the argument allows."""
-    text = text.removeprefix("<![CDATA[").removesuffix("]]>") if "<![CDATA[" in text else text
-    kinds = schema.get("type", ())
-    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
-    if kinds == {"string"}:
-        return text
-    try:
-        value = from_json(text.strip().encode(), allow_inf_nan=False)
-    except ValueError:
-        try:
-            value = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return text
-    is_wanted = not kinds or "string" not in kinds or (value is None and "null" in kinds)
-    return value if is_wanted else text
-
-
-def _gemma_value(text: str, start: int) -> tuple[int, Any]:
-    """Read a value as Gemma writes it: texts between marks, keys without quotes. Raise IndexError at its end."""
-    quote = '<|"|>'
-    if text.startswith(quote, start):
-        end = text.find(quote, start + len(quote))
-        if end < 0:
-            raise IndexError
-        return end + len(quote), text[start + len(quote) : end]
-    if text[start] in "{[":
-        is_object = text[start] == "{"
-        items: list[Any] = []
-        while text[start] not in "}]":
-            start += 1
-            if text[start] in "}]":
-                break
-            key = None
-            if is_object:
-                end = text.index(":", start) if ":" in text[start:] else len(text)
-                key, start = (
-                    text[start:end].strip().removeprefix(quote).removesuffix(quote),
-                    end + 1,
-                )
-            start, value = _gemma_value(text, start)
-            items.append((key, value) if is_object else value)
-            if text[start] not in ",}]":
-                raise ValueError(text[start])
-        return start + 1, dict(items) if is_object else items
-    found = re.compile(r"[^,}\]\s]+").match(text, start)
-    if found is None or found.end() == len(text):
-        raise IndexError
-    return found.end(), json.loads(found[0])
-
-
-def _python_arguments(text: str, start: int) -> tuple[int, Arguments]:
-    """Read the arguments of a call in Python, from the opening bracket on."""
-    if text[start] != "(":
-        raise ValueError(text[start])
-    place = start
-    while (place := text.find(")", place) + 1) > 0:
-        try:
-            call = ast.parse(f"f{text[start:place]}", mode="eval").body
-        except (SyntaxError, ValueError):
-            continue
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError(text[start:place])
-        return place, {str(each.arg): _python_value(each.value) for each in call.keywords}
-    raise IndexError
-
-
-def _python_value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
-        return _JSON_NAMES[node.id]
-    return ast.literal_eval(node)
 
 
 # --- finding ------------------------------------------------------------------------------------
@@ -482,8 +397,8 @@ def _forms(written: str, two: str | None, probe: Arguments) -> Iterator[CallForm
 
 _STYLES: dict[Any, Callable[[str, int], tuple[int, Any]]] = {
     "json": lambda text, start: _DECODER.raw_decode(text, start)[::-1],
-    "gemma": _gemma_value,
-    "python": _python_arguments,
+    "gemma": gemma_value,
+    "python": python_arguments,
 }
 
 

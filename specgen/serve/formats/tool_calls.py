@@ -18,9 +18,9 @@ from specgen.serve.formats.call_forms import (
     UNCLEAR,
     CallForm,
     match,
-    raw_json,
     read_call,
 )
+from specgen.serve.formats.call_values import raw_json
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import JSON_FORM
 
