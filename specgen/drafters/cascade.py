@@ -21,8 +21,7 @@ class Cascade:
 
     In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is
     planned. Then `propose` carries out the plan: it proposes what was found, or lets the model draft, after
-    which n-grams may look up a continuation. With `merges`, n-gram tokens that differ from the model's become branches
-    of its draft, which must not be drawn at random. With `state`, nothing is found that its grammar forbids.
+    which n-grams may look up a continuation. With `state`, nothing is found that its grammar forbids.
     """
 
     def __init__(
@@ -30,16 +29,12 @@ class Cascade:
         free: Drafter | None = None,
         model: Drafter | None = None,
         *,
-        merges: bool = False,
         state: TextState | None = None,
     ) -> None:
         self.free = free
         self.model = model
         self._both = [each for each in (free, model) if each is not None]
-        self._merges = merges
         self._state = state
-        #: What the free drafter found in this round.
-        self._found = NO_DRAFT
 
     @property
     def model_name(self) -> str | None:
@@ -49,13 +44,12 @@ class Cascade:
     def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
         """Begin a round, and return what the free drafter finds to follow the text; at most `n_max` tokens.
         The last `n_drafted` tokens of `context` are drafted too."""
-        self._found = NO_DRAFT
-        if self.free is not None and n_max > 0:
-            found = draft_alone(self.free.propose(context, draft_up_to(n_max), n_drafted))
-            if self._state is not None:
-                found = self._state.within_grammar(found, context[len(context) - n_drafted :])
-            self._found = found
-        return self._found
+        if self.free is None or n_max < 1:
+            return NO_DRAFT
+        found = draft_alone(self.free.propose(context, draft_up_to(n_max), n_drafted))
+        if self._state is not None:
+            found = self._state.within_grammar(found, context[len(context) - n_drafted :])
+        return found
 
     def price(self, n_context: int) -> Price:
         """Return the price of the drafter that decodes, after a text of `n_context` tokens."""
@@ -65,16 +59,12 @@ class Cascade:
         """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""
         if self.model is None or plan.n_max < 1:
             return plan.found
-        found = self._found
         draft = yield from self.model.propose(context, plan, n_drafted)
-        if not plan.extends or not len(draft):
-            return draft
-        if self.free is not None and draft.is_chain and not draft.walks:
+        is_chain = draft.is_chain and len(draft) > 0 and not draft.walks
+        if plan.extends and self.free is not None and is_chain:
             text, n = [*context, *draft.tokens], len(draft)
             draft = draft.followed_by(self.look_up(text, plan.n_max - n, n_drafted + n))
             self.free.rewind(len(context))
-        if self._merges and len(found):
-            return plan.stop.cut(draft.merged_with(found)).first(plan.n_max)
         return draft
 
     def observe(self, result: RoundResult) -> None:

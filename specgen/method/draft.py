@@ -234,22 +234,6 @@ class Draft:
         parents = [n + parent for parent in other.parents]
         return replace(self._with(other, range(len(other)), parents), looks=looks)
 
-    def merged_with(self, other: Draft) -> Draft:
-        """Return a tree with the nodes of both drafts; for the same text, the node of this draft is kept. Raise
-        `ValueError` if a token was drawn: a merged node could stand for one that was and for one that was not."""
-        if self.is_drawn or other.is_drawn:
-            raise ValueError("drafts that were drawn at random cannot be merged")
-        places = zip(self.parents, self.tokens, strict=True)
-        found = {place: node for node, place in enumerate(places)}
-        index, added = {ROOT: ROOT}, list[int]()
-        for node, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True)):
-            place = index[parent], token
-            if place not in found:
-                found[place] = len(self) + len(added)
-                added.append(node)
-            index[node] = found[place]
-        return self._with(other, added, [index[other.parents[node]] for node in added])
-
     def first(self, n: int) -> Draft:
         """Return the first n nodes, which are a tree too; see `only`."""
         return self if n >= len(self.tokens) else self.only(range(n))

@@ -111,17 +111,13 @@ def propose_together(
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
         proposal.resume(None, clock)
-    most: dict[int, int] = {}
+    n_sharing = sum(proposal.ask is not None for proposal in proposals)
     while waiting := [(each, each.ask) for each in proposals if each.ask is not None]:
         if interrupted():
             for proposal, _ in waiting:
                 proposal.drafting.close()
             break
-        together = _first_batch(waiting)
-        cache = id(together[0][1].backend)
-        # The largest number of the round: most of its decodes serve that many sequences.
-        most[cache] = max(len(together), most.get(cache, 0))
-        _decode_together(together, most[cache], clock)
+        _decode_together(_first_batch(waiting), n_sharing, clock)
     return proposals
 
 

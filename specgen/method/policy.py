@@ -29,7 +29,6 @@ from specgen.method.tables import (
     judge_draws,
     origin_of_rank,
 )
-from specgen.system.arrays import ProbArray
 
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
@@ -99,7 +98,7 @@ class RoundPlan:
     """What one sequence drafts in a round, and why.
 
     A round verifies either `found`, which a lookup found without a decode, or a draft of at most `n_max` tokens of
-    `drafter`, as far as `stop` lets it go; if `extends` is set, lookups add tokens after or beside those. `stop`
+    `drafter`, as far as `stop` lets it go; if `extends` is set, lookups add tokens after those. `stop`
     cuts the finished draft. The first `n_given` tokens are drafted whatever `stop` says: a drafter of another
     vocabulary drafts them again. A parallel draft predicts `n_at_once` tokens in its one decode (None: `n_max`).
     `prefill_s` are the seconds of the drafter's prefill, an investment in later rounds.
@@ -142,9 +141,9 @@ def draft_up_to(n_max: int, *, needs_confidence: bool = False) -> RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """The result of a round for one sequence, from which policies and drafters learn: the verified draft and its
-    accepted nodes; the seconds of this sequence's drafting; seconds and rows of the target's batch, those of other
-    sequences included; the tokens that the round added to the text; all that was drafted and found, uncut."""
+    """The result of a round for one sequence: the verified draft and its accepted nodes; the seconds of its drafting;
+    seconds and rows of the target's batch, those of others included; the tokens that it added to the text; all that
+    was drafted and found, uncut."""
 
     plan: RoundPlan
     draft: Draft
@@ -220,9 +219,9 @@ _LEAST_LOG, _STEP = float(_LOG_GRID[0]), float(_LOG_GRID[1] - _LOG_GRID[0])
 class StoppingRule:
     """Optimal stopping: the value, in seconds saved, of going on with a draft of n tokens.
 
-    `extra_s[n]` are the seconds that n drafted tokens add to the target's batch, `next_s` those of a look at the
-    next token, and `token_s` what an accepted token is worth. `frequencies` and `acceptance`, float64[n_bins], are
-    how often the next token falls in a bin of confidence, and how often a token of that bin is accepted.
+    `extra_s[n]` are the seconds that n drafted tokens add to the target's batch, `next_s` those of a look at the next
+    token, and `token_s` what an accepted token is worth. `rates` say how often the next token falls in a bin of
+    confidence, and how often a token of that bin is accepted.
 
     With A the probability that the draft so far is accepted whole, look, then take the token or not, then look again
     or not: V(n, A) = -next_s + the mean over bins b of max(0, A acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
@@ -230,16 +229,12 @@ class StoppingRule:
     """
 
     def __init__(
-        self,
-        extra_s: Sequence[float],
-        next_s: float,
-        token_s: float,
-        frequencies: ProbArray,
-        acceptance: ProbArray,
+        self, extra_s: Sequence[float], next_s: float, token_s: float, rates: AcceptanceRates
     ) -> None:
         self._token_s = token_s
         self._rows_s: list[float] = np.diff(extra_s).tolist()
-        log_chances = np.add.outer(_LOG_GRID, np.log(acceptance))
+        frequencies = rates.frequencies()
+        log_chances = np.add.outer(_LOG_GRID, np.log(rates.curve()))
         gains_s = token_s * np.exp(log_chances)
         self._values: list[list[float]] = [[0.0] * len(_LOG_GRID)]
         for row_s in reversed(self._rows_s):
@@ -595,11 +590,6 @@ class CostAwarePolicy:
         if key not in self._rules:
             if len(self._rules) >= _N_RULES:
                 self._rules.clear()
-            self._rules[key] = StoppingRule(
-                self._extra_s[: n_most + 1],
-                price.next_s,
-                self._token_s,
-                rates.frequencies(),
-                np.array(rates.curve()),
-            )
+            extra_s = self._extra_s[: n_most + 1]
+            self._rules[key] = StoppingRule(extra_s, price.next_s, self._token_s, rates)
         return self._rules[key]

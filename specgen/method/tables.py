@@ -18,8 +18,6 @@ import numpy as np
 from specgen.method.draft import ROOT, Draft
 from specgen.system.arrays import ProbArray
 
-# --- costs ------------------------------------------------------------------------------------
-
 #: Of a decode's deviation from what was expected, these shares are put down to the size of its batch, faster until it
 #: was observed `_N_NEW` times, and to the machine's present speed, which affects all sizes.
 _OWN_SHARE, _SPEED_SHARE, _N_NEW = 0.12, 0.12, 3
@@ -140,28 +138,22 @@ class CostTable:
             self._slowness *= deviation**_SPEED_SHARE
 
 
-# --- acceptance -------------------------------------------------------------------------------
-
 #: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
 BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 N_BINS = len(BIN_EDGES) + 1
 _MIDDLES = [(low + high) / 2 for low, high in zip((0, *BIN_EDGES), (*BIN_EDGES, 1), strict=True)]
 #: The prior count of confidences in each bin: a small model of a good family is sure of most tokens.
 _START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
-#: The prior probability of a bin counts as this many observations.
-_N_START = 6.0
-#: The counts remember about 1500 observations; older ones fade.
-_FADING = 1.0 - 1.0 / 1500.0
+#: The prior probability of a bin counts as so many observations; of all, about 1500 are remembered, older ones fade.
+_N_START, _FADING = 6.0, 1.0 - 1.0 / 1500.0
 #: How fast the present text's deviation is learnt, in log-odds an observation, and its largest size.
 _TEXT_RATE, _MOST_OF_TEXT = 0.12, 2.5
 #: The frequencies of confidences in all texts count as this many looks in the present text.
 _N_HERE = 20.0
 #: Origins of tokens that need no model.
 NGRAM_ORIGINS = ("ngram", "lookup")
-#: Rates are kept at least this far from 0 and from 1.
-_LEAST = 0.002
-#: Siblings that are ranked behind this many others, or more, are counted together.
-_N_RANKS = 3
+#: Rates keep at least this far from 0 and from 1; siblings behind this many others, or more, are counted together.
+_LEAST, _N_RANKS = 0.002, 3
 
 
 @functools.cache
@@ -226,8 +218,7 @@ class AcceptanceRates:
         """Return the frequency of each bin of confidence in this text, summing to 1: float64[N_BINS]."""
         seen = self.counts.n_seen + _START_SEEN
         seen = seen * (_N_HERE / seen.sum()) + self._seen_here
-        frequencies: ProbArray = seen / seen.sum()
-        return frequencies
+        return np.asarray(seen / seen.sum(), np.float64)
 
     def mean(self) -> float:
         """Return the acceptance probability of a token whose confidence is not known yet."""
@@ -257,11 +248,9 @@ class AcceptanceRates:
         self._curve = None
 
 
-#: The acceptance rates of an origin.
-RatesOf = Callable[[str], AcceptanceRates]
-
-
-def judge_drafts(rates: RatesOf, drafts: Sequence[Draft], text: Sequence[int]) -> None:
+def judge_drafts(
+    rates: Callable[[str], AcceptanceRates], drafts: Sequence[Draft], text: Sequence[int]
+) -> None:
     """Count, by origin and rank, which drafted tokens are those with which the text goes on, verified or not; the
     drafts may have common nodes. Drafts with drawn tokens do not count."""
     judged: set[tuple[int, str, int]] = set()
@@ -283,7 +272,7 @@ def judge_drafts(rates: RatesOf, drafts: Sequence[Draft], text: Sequence[int]) -
             node = right[-1]
 
 
-def judge_draws(rates: RatesOf, draft: Draft, n_accepted: int) -> None:
+def judge_draws(rates: Callable[[str], AcceptanceRates], draft: Draft, n_accepted: int) -> None:
     """Count which drawn tokens of a verified chain were accepted, by the model's confidence before the draw."""
     drawn = [node for node, source in enumerate(draft.distributions) if source is not None]
     for node, confidence in zip(drawn, draft.looks, strict=False):

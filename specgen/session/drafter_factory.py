@@ -74,10 +74,10 @@ class DrafterFactory:
             request = self._request(draft, prompt, state, settings, draft_seed)
             request = replace(request, caches=caches, slot=slot)
             drafter, free = draft.drafter(request), None
-            hidden, merges = drafter.states, request.branches and not request.shape.is_fixed
+            hidden = drafter.states
             if settings.drafting.adds_ngrams and not draft.is_free:
                 free = session.ngrams.drafter(replace(request, branches=session.n_branches_max > 1))
-            cascade = Cascade(free, drafter, merges=merges, state=state)
+            cascade = Cascade(free, drafter, state=state)
             if draft.is_free:
                 cascade = Cascade(drafter, state=state)
         return Sequence(

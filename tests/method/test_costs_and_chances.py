@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -209,7 +212,8 @@ def rule(
     frequencies: list[float],
     chances: list[float],
 ) -> StoppingRule:
-    return StoppingRule(batch_s, next_s, token_s, np.array(frequencies), np.array(chances))
+    known = SimpleNamespace(frequencies=lambda: np.array(frequencies), curve=lambda: chances)
+    return StoppingRule(batch_s, next_s, token_s, cast(AcceptanceRates, known))
 
 
 @st.composite

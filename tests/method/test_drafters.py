@@ -291,14 +291,6 @@ def test_ngrams_go_on_from_what_the_model_drafts() -> None:
     assert propose_by(combined([4], [])[0], TEXT, model_first(4, extends=True)) == NO_DRAFT
 
 
-def test_ngrams_that_differ_become_branches_of_the_models_draft() -> None:
-    free, model = Scripted("ngram", [[4, 5], []]), Scripted("model", [[4, 6]])
-    drafters = Cascade(free, model, merges=True)
-    draft = propose_by(drafters, TEXT, model_first(8, extends=True))
-    assert (draft.tokens, draft.parents) == ((4, 6, 5), (-1, 0, 0))
-    assert draft.origins == ("model", "model", "ngram")
-
-
 # --- what stands before a draft
 
 

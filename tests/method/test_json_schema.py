@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import jsonschema
 import numpy as np
@@ -280,40 +281,13 @@ def test_a_closed_model_is_freed(tmp_path: Path) -> None:
 def test_what_can_be_followed_no_further_is_an_error(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_good = 1
-
-    class Broken:
-        def __init__(self, *_: object, **__: object) -> None:
-            self.is_broken = False
-            self.n_masks = 0
-            self.n_good = n_good
-
-        @staticmethod
-        def grammar_from_json_schema(*_: object, **__: object) -> str:
-            return ""
-
-        def deep_copy(self) -> Broken:
-            return self
-
-        def unsafe_compute_mask_ptr(self, pointer: int, n_bytes: int) -> None:
-            ctypes.memset(pointer, 255, n_bytes)  # every token is allowed
-            self.is_broken = self.n_masks >= self.n_good
-            self.n_masks += 1
-
-        def consume_token(self, _token: int) -> bool:
-            return True
-
-        def is_accepting(self) -> bool:
-            return True
-
-        def is_error(self) -> bool:
-            return self.is_broken
-
-        def get_error(self) -> str:
-            return "too complex\nand more"
-
+    broken, n_good = MagicMock(), 1
+    broken.deep_copy.return_value = broken
+    broken.get_error.return_value = "too complex\nand more"
+    broken.is_error.side_effect = lambda: broken.unsafe_compute_mask_ptr.call_count > n_good
+    broken.unsafe_compute_mask_ptr.side_effect = lambda at, n: ctypes.memset(at, 255, n)
     grammar = schema_grammar("{}")
-    monkeypatch.setattr("llguidance.LLMatcher", Broken)
+    monkeypatch.setattr("llguidance.LLMatcher", MagicMock(return_value=broken))
     state = LlguidanceGrammar(vocabulary, grammar).start.after(1)
     with pytest.raises(BackendError, match="too complex$"):
         state.allows(np.array([1]))

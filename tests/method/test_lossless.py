@@ -1,27 +1,14 @@
 """Lossless in every mode: drafter x verifier x samplers x kind of cache, on tiny models.
 
-Greedy text is compared in all combinations. What judges drafts is the same code whatever the cache. So sampled text
-is drawn with all drafters, verifiers and samplers on one cache; on each of the others with all
-drafters and samplers, and with the verifiers in turn, so that each meets every cache and sampler.
-`auto` is one of the other verifiers for each kind of draft, and a test shows which.
+Greedy text is compared in all combinations. What judges drafts is the same code whatever the cache, so sampled text is
+drawn with all drafters, verifiers and samplers on one cache, and on the others with the verifiers in turn. Drafts from
+the target's hidden states draw one token, through the engine. Drafts in another vocabulary, and one that learnt, take
+part in what they could break.
 
-Drafts from the target's hidden states (MTP layers, EAGLE-3, DFlash) need targets of their own. They take part with
-every verifier, and with every sampler and the verifiers in turn; they read the target's own context, so they draw
-through the engine, one token.
-
-Drafts in another vocabulary are translated before any verifier sees them. They take part in what
-they could break: greedy text on every cache; sampled text with every sampler and, where drafts
-carry distributions, every verifier on one cache; and once on each of the others.
-
-A draft that learnt is its model with other weights: with random changes it takes part on one cache,
-with every verifier, drawn and matched, and once it is loaded again between answers.
-
-At temperature 0 the text must be plain decoding's, token by token. Above, draws must fit the
-target's exact joint distribution of the next three tokens (G-tests); with matching, a seed's text must also be plain decoding's.
-
-The tests that could fail by chance have a false-alarm level that sums to `OVERALL_LEVEL` over
-the whole matrix: a correct specgen would fail somewhere in it with that probability, were the
-seeds drawn anew. They are fixed, so what passes goes on passing.
+At temperature 0 the text must be plain decoding's. Above, draws must fit the target's exact joint distribution of the
+next three tokens (G-tests); with matching, a seed's text must also be plain decoding's. False-alarm levels sum to
+`OVERALL_LEVEL` over the matrix: a correct specgen would fail somewhere in it with that probability, were the seeds
+drawn anew. They are fixed, so what passes goes on passing.
 """
 
 from __future__ import annotations

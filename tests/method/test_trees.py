@@ -96,14 +96,6 @@ def texts(draft: Draft) -> set[tuple[int, ...]]:
     return {draft.text(node) for node in range(len(draft))}
 
 
-@given(trees(), trees())
-def test_a_merged_tree_says_what_either_says_and_nothing_twice(one: Draft, other: Draft) -> None:
-    merged = one.merged_with(other)
-    assert texts(merged) == texts(one) | texts(other)
-    assert len(merged) == len(texts(merged))
-    assert merged.first(len(one)) == one
-
-
 @given(trees())
 def test_ranks_count_the_siblings_of_the_same_drafter(draft: Draft) -> None:
     for node, rank in enumerate(draft.ranks()):
@@ -139,10 +131,6 @@ def test_independent_walks_stay_whole() -> None:
     for one, behind in ((same, other), (other, same)):
         with pytest.raises(ValueError, match="part of a longer draft"):
             one.followed_by(behind)
-    drawn = Draft.chain([1], "m", (), [Distribution.certain(1)])
-    for one, another in ((drawn, other), (other, drawn)):
-        with pytest.raises(ValueError, match="merged"):
-            one.merged_with(another)
 
 
 @given(st.lists(st.floats(0.01, 1.0), max_size=7), st.integers(0, 2**31))
@@ -291,7 +279,7 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
         spoken, WORDS, shape, n_ctx=96, costs=draft_costs() if is_auto else None
     )
     free = SuffixDrafter(1, 4, n_children=3) if ngrams else None
-    whole = Cascade(free, drafter, merges=is_auto)
+    whole = Cascade(free, drafter)
     plain = Setup(language, WORDS, options=options, n_ctx=n_ctx)
     setup = replace(
         plain,
