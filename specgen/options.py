@@ -252,9 +252,8 @@ class DraftOptions:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Machines that compute a model's layers, by llama.cpp's RPC."""
+    """Machines that compute a model's layers, by llama.cpp's RPC, each as ``host:port``."""
 
-    #: Where `specgen worker` listens: ``host:port`` each.
     endpoints: tuple[str, ...]
     #: The shares of their devices, in their order; none: by their free memory.
     tensor_split: tuple[float, ...] = ()
@@ -303,7 +302,6 @@ class ContextOptions:
     flash_attention: FlashAttention = _machine("auto", "--flash-attn -fa", "Flash attention.")
     cache_type_k: CacheType = _machine("f16", "--cache-type-k -ctk", "Type of the cached keys.")
     cache_type_v: CacheType = _machine("f16", "--cache-type-v -ctv", "Type of the cached values.")
-    #: Other machines that hold its layers; None for this one.
     workers: Workers | None = None
 
 
@@ -373,7 +371,6 @@ class GenerationOptions:
         metavar="N",
         show_default="none",
     )
-    #: A grammar that the answer follows.
     grammar: Grammar | None = None
     #: Control tokens, by their entries, that are shown in the text, and that the grammar may ask for.
     shown_controls: tuple[str, ...] = ()

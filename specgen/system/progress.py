@@ -129,9 +129,8 @@ def human_bytes(n_bytes: int) -> str:
     if n_bytes < 1000:
         return f"{n_bytes} B"
     amount, unit = n_bytes / 1000, 0
-    while (
-        amount >= 999.5 and unit < len(_UNITS) - 1
-    ):  # it would be rounded to the four digits of "1000"
+    # 999.5 would be rounded to the four digits of "1000".
+    while amount >= 999.5 and unit < len(_UNITS) - 1:
         amount, unit = amount / 1000, unit + 1
     return f"{three_digits(amount)} {_UNITS[unit]}"
 

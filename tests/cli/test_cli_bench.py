@@ -129,24 +129,19 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
     assert {len(found) for found in texts.values()} == {1}
 
 
-def test_a_draft_may_have_a_draft_of_its_own(bench: Specgen, tiny_models: Path) -> None:
-    draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
-    arguments = ("--draft", f"{draft}+{bad}", "--draft", f"{draft}+ngram", "--draft", draft)
-    document = json.loads(bench(*arguments, "-N", "1", "--json", "-").out)
-    names = ["plain", "draft.gguf+bad.gguf", "draft.gguf+ngram", "draft.gguf"]
-    assert [each["contender"] for each in document["figures"]] == names
-    assert document["contenders"][1]["options"]["helpers"] == [str(bad)]
-    for wrong in (f"{draft}+", "ngram+ngram", f"{draft}+none"):
-        assert bench("--draft", wrong).code == 2
-
-
-def test_a_plus_sign_may_be_part_of_a_files_name(
+def test_a_draft_may_have_a_draft_of_its_own_or_a_plus_sign_in_its_name(
     bench: Specgen, tiny_models: Path, tmp_path: Path
 ) -> None:
-    file = tmp_path / "a+b.gguf"
-    file.write_bytes((tiny_models / "draft.gguf").read_bytes())
-    document = json.loads(bench("--draft", file, "-N", "1", "--json", "-").out)
-    assert [each["contender"] for each in document["figures"]] == ["plain", "a+b.gguf"]
+    draft, bad, plus = tiny_models / "draft.gguf", tiny_models / "bad.gguf", tmp_path / "a+b.gguf"
+    plus.write_bytes(draft.read_bytes())
+    arguments = ("--draft", f"{draft}+{bad}", "--draft", f"{draft}+ngram", "--draft", plus)
+    document = json.loads(bench(*arguments, "-N", "1", "--json", "-").out)
+    names = ["plain", "draft.gguf+bad.gguf", "draft.gguf+ngram", "a+b.gguf"]
+    assert [each["contender"] for each in document["figures"]] == names
+    assert document["contenders"][1]["options"]["helpers"] == [str(bad)]
+    assert len({each["outcome"]["text"] for each in document["results"][:4]}) == 1
+    for wrong in (f"{draft}+", "ngram+ngram", f"{draft}+none"):
+        assert bench("--draft", wrong).code == 2
 
 
 def test_without_a_draft_n_grams_are_measured(bench: Specgen) -> None:

@@ -103,32 +103,11 @@ def test_what_is_accepted_is_what_a_run_accepts(
 
 
 def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
-    find: Specgen, tiny_models: Path
+    find: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.models.files import file_sha256
-    from specgen.models.registry import load_registry
-    from tests.helpers.fetch import store
-
-    draft = tiny_models / "draft.gguf"
-    config = saved_drafts_file().parent
-    config.mkdir(parents=True)
-    (config / "models.toml").write_text(
-        f"""
-        [[models]]
-        name = "known"
-        file = "known.gguf"
-        size_bytes = {draft.stat().st_size}
-        sha256 = "{file_sha256(draft)}"
-        licence = "MIT"
-        parameters = "1"
-        quantisation = "F32"
-        description = "known"
-        """,
-        encoding="utf-8",
-    )
     assert set(columns(find())) == {"ngram", "none"}
-    store(load_registry().model("known"), draft.read_bytes())
-    assert set(columns(find())) == {"known", "ngram", "none"}
+    monkeypatch.setattr("specgen.models.hub.locate", lambda _model: tiny_models / "draft.gguf")
+    assert set(columns(find())) == {"draft", "ngram", "none"}
     # Whoever names files wants to know about these.
     assert set(columns(find("bad"))) == {"bad", "ngram", "none"}
 

@@ -86,24 +86,16 @@ def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
 # --- what goes wrong
 
 
-def test_a_draft_that_was_named_and_cannot_draft_is_an_error(tune: Specgen, tmp_path: Path) -> None:
-    text = tmp_path / "text.gguf"
-    text.write_text("no model", encoding="utf-8")
-    for draft, more, code in (
-        (tmp_path / "missing.gguf", (), 4),
-        (text, (), 4),
-        ("bert", (), 4),
-        ("other", ("--translate", "off"), 5),
-        ("no-such-model", (), 6),
-    ):
-        complaint(tune("--draft", draft, *more), code)
-    assert not memory_file().exists()
-
-
-def test_wrong_options_are_one_error(tune: Specgen, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
+def test_what_was_named_and_cannot_be_is_one_error(tune: Specgen, tmp_path: Path) -> None:
+    bad, text = tmp_path / "bad.jsonl", tmp_path / "text.gguf"
     bad.write_text('{"prompt": "x"}\n{"text": "y"}\n', encoding="utf-8")
+    text.write_text("no model", encoding="utf-8")
     for arguments, code, message in (
+        (("--draft", tmp_path / "missing.gguf"), 4, "missing.gguf"),
+        (("--draft", text), 4, "text.gguf"),
+        (("--draft", "bert"), 4, "bert.gguf"),
+        (("--draft", "other", "--translate", "off"), 5, "other.gguf"),
+        (("--draft", "no-such-model"), 6, "no-such-model"),
         (("--prompts", tmp_path / "missing.jsonl"), 3, "missing.jsonl: cannot be read"),
         (("--prompts", bad), 3, "line 2: no prompt in it"),
         (("--draft-max", "0"), 2, "--draft-max 0 drafts nothing"),
@@ -113,6 +105,7 @@ def test_wrong_options_are_one_error(tune: Specgen, tmp_path: Path) -> None:
         (("-n", "1"), 2, "--max-tokens"),
     ):
         assert message in complaint(tune(*arguments), code)
+    assert not memory_file().exists()
 
 
 def test_what_cannot_be_kept_is_told_and_nothing_else_is_lost(

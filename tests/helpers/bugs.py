@@ -1,8 +1,5 @@
-"""Known bugs of speculative decoders, planted to show that tests and `specgen verify` find them.
-
-A check that cannot fail proves nothing. Each of these was made by somebody: in a library, in
-an example that many copied, or in a paper's first code.
-"""
+"""Known bugs of speculative decoders, planted to show that tests and `specgen verify` find them: each was made by
+somebody, in a library, in an example that many copied, or in a paper's first code."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import pytest
 from specgen.events import CommittedEvent, Event
 from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting
-from specgen.method.policy import Offer, Policy, RoundPlan, Stop
+from specgen.method.policy import RoundPlan
 from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier, drawn_from
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
@@ -33,7 +30,6 @@ class Bug:
     needs_draws: bool = True
     verifier: Callable[[Verifier], Verifier] | None = None
     drafter: Callable[[Drafter], Drafter] | None = None
-    policy: Callable[[Policy], Policy] | None = None
 
     def plant(self, sequence: Sequence) -> None:
         """Build the bug into a generation."""
@@ -42,8 +38,6 @@ class Bug:
         drafters = sequence.drafters
         if self.drafter is not None and drafters is not None and drafters.model is not None:
             drafters.model = self.drafter(drafters.model)
-        if self.policy is not None:
-            sequence.policy = self.policy(sequence.policy)
 
 
 class _TopToken(WrappedDrafter):
@@ -58,36 +52,15 @@ class _TopToken(WrappedDrafter):
         return replace(draft.first(1), tokens=(top,))
 
 
-class _Picky:
+class _Picky(WrappedDrafter):
     """Drops drawn tokens that turned out unlikely, and what stands after them."""
 
-    def __init__(self, inner: Policy) -> None:
-        self._inner = inner
-        self.n_max = inner.n_max
-        self.observe = inner.observe
-
-    def plan(self, offer: Offer) -> RoundPlan:
-        plan = self._inner.plan(offer)
-        picky = _PickyStop(inner=plan.stop, needs_confidence=plan.stop.needs_confidence)
-        return replace(plan, stop=picky)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PickyStop(Stop):
-    inner: Stop
-
-    def wants_token(self, confidences: abc.Sequence[float]) -> bool:
-        return self.inner.wants_token(confidences)
-
-    def wants_decode(self, confidences: abc.Sequence[float]) -> bool:
-        return self.inner.wants_decode(confidences)
-
-    def cut(self, draft: Draft) -> Draft:
-        kept = self.inner.cut(draft)
-        for node, source in enumerate(kept.distributions if kept.is_chain else ()):
-            if source is not None and source.probability(kept.tokens[node]) < 0.5:
-                return kept.first(node)
-        return kept
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        draft = yield from super().propose(context, plan, n_drafted)
+        for node, source in enumerate(draft.distributions if draft.is_chain else ()):
+            if source is not None and source.probability(draft.tokens[node]) < 0.5:
+                return draft.first(node)
+        return draft
 
 
 class _Residual:
@@ -188,7 +161,7 @@ class _WrongRow(MatchVerifier):
 BUGS: Mapping[str, Bug] = MappingProxyType(
     {
         "argmax-as-drawn": Bug(verifier=_Residual, drafter=_TopToken),
-        "picky-policy": Bug(policy=_Picky),
+        "picky-policy": Bug(drafter=_Picky),
         "one-sided-truncation": Bug(verifier=_OneSidedTruncation),
         "subtraction-by-index": Bug(verifier=_SubtractionByIndex),
         "no-residual": Bug(verifier=_NoResidual),

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from scripts import build_peers, cmake_args
-from scripts.build_peers import BuildError
 from specgen.models.download import INDEX_VARIABLE
 from tests.helpers.common import posix
 from tests.helpers.fetch import Resource, WebServer, index_page, sha256, web_server
@@ -92,14 +91,6 @@ def test_the_source_is_fetched_and_unpacked_once(server: WebServer, tmp_path: Pa
     assert len(server.starts(PAGE)) == 1
 
 
-@pytest.mark.parametrize("is_archive", [False, True])
-def test_what_cannot_be_unpacked(server: WebServer, tmp_path: Path, is_archive: bool) -> None:
-    publish(server, archive_of("other/file") if is_archive else b"no archive")
-    with pytest.raises(BuildError, match=f"{NAME}.tar.gz cannot be unpacked"):
-        build_peers.fetch(VERSION, tmp_path)
-    assert not (tmp_path / NAME).exists()
-
-
 @posix
 def test_a_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -119,15 +110,6 @@ def test_a_build(
     assert stdout == ""
     assert "compiling" in stderr
     assert f"of llama-cpp-python {VERSION}, which takes some minutes" in stderr
-
-
-@posix
-def test_programs_that_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_cmake(tmp_path, monkeypatch, code=3)
-    with pytest.raises(BuildError, match=r"--version ...` failed \(3\)"):
-        build_peers.build(tmp_path / "peers", source_folder(tmp_path / "source"))
-    assert not (tmp_path / "peers" / "bin").exists()
-    assert not (tmp_path / "peers" / "peers.json").exists()
 
 
 def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

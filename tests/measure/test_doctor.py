@@ -16,16 +16,11 @@ from specgen import cli
 from specgen.cli.doctor import folder_line
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.measure import doctor
+from specgen.models.files import cache_folder
 from specgen.system import processes as child
 from specgen.system.machine import REBUILD, REQUIRED_VERSION, Build
 from tests.helpers.common import posix
 from tests.tiny import TinyConfig, write_tiny_model
-
-
-@pytest.fixture(autouse=True)
-def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("SPECGEN_CONFIG", str(tmp_path / "config"))
 
 
 def python(program: str) -> list[str]:
@@ -158,9 +153,11 @@ def test_without_llama_cpp_the_hint_says_how_to_install_it(tmp_path: Path, error
     assert "pip install" in str(caught.value.hint)
 
 
-def test_a_broken_list_of_models_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "models.toml").write_text("this is no TOML")
+def test_a_broken_list_of_models_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models.toml").write_text("this is no TOML")
+    monkeypatch.setenv("SPECGEN_CONFIG", str(tmp_path))
     report = doctor.diagnose()
     assert report.checks[0].passed
     with pytest.raises(UsageError, match="the list of models"):
@@ -205,7 +202,7 @@ def test_the_command_shows_what_it_found(
     assert err == ""
     assert "llama-cpp-python" in out
     assert "GPU offload" in out
-    assert str(tmp_path / "cache") in out
+    assert str(cache_folder()) in out
     assert str(model) in out
     assert out.count("  ok  ") >= 2
     assert "\x1b" not in out

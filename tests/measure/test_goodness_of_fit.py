@@ -1,9 +1,6 @@
-"""The G-test of `specgen verify`, and the power of the tests' own, against scipy and simulated samplers.
-
-Seeds are fixed, so a test that passes keeps passing. A simulated rate is compared with its
-bound plus five standard errors: a correct implementation had a chance of about 3e-7 to fail
-each when the seed was chosen.
-"""
+"""The G-test of `specgen verify`, and the power of the tests' own, against scipy and simulated samplers, with fixed seeds.
+A simulated rate is compared with its bound plus five standard errors: a correct implementation had a chance of 3e-7 to
+fail each when the seed was chosen."""
 
 from __future__ import annotations
 
@@ -100,16 +97,19 @@ def test_one_cell_after_pooling_says_nothing() -> None:
     assert (tested.p_value, tested.n_cells, tested.n_pooled) == (1.0, 1, 2)
 
 
-@pytest.mark.parametrize("probs", [[0.5, 0.4], [1.0, 0.0], [1.5, -0.5], [math.nan, 0.5], []])
-def test_probabilities_that_are_none_are_refused(probs: list[float]) -> None:
-    with pytest.raises(ValueError, match="probabilit"):
-        g_test(np.zeros(len(probs), np.int64), np.array(probs), 10)
-
-
-@pytest.mark.parametrize("n_draws", [0, 4])
-def test_counts_that_are_no_draws_are_refused(n_draws: int) -> None:
-    with pytest.raises(ValueError, match="draws"):
-        g_test(np.array([5 * (n_draws > 0), 0]), np.array([0.5, 0.5]), n_draws)
+@pytest.mark.parametrize(
+    ("probs", "n_drawn", "n_draws", "what"),
+    [
+        *((probs, 0, 10, "probabilit") for probs in ([0.5, 0.4], [1.0, 0.0], [math.nan, 0.5], [])),
+        *(([0.5, 0.5], *numbers, "draws") for numbers in ((0, 0), (5, 4))),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    probs: list[float], n_drawn: int, n_draws: int, what: str
+) -> None:
+    counts = np.array([n_drawn, *[0] * (len(probs) - 1)][: len(probs)], np.int64)
+    with pytest.raises(ValueError, match=what):
+        g_test(counts, np.array(probs), n_draws)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

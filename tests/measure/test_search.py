@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from specgen.measure.search import Search, Tried, advice, by_speedup, search_drafts
+from specgen.llama import LlamaBackend
+from specgen.measure.search import (
+    Search,
+    Tried,
+    advice,
+    by_speedup,
+    choose_threads,
+    measure_threads,
+    search_drafts,
+    thread_counts,
+)
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
+from specgen.method.backend import Batch
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -23,8 +37,10 @@ from specgen.options import (
 )
 from specgen.render.tables import print_draft_table
 from specgen.session.calibration import is_pair_measured, known_costs, measure_if_new
-from specgen.session.memory import Memory
+from specgen.session.memory import Memory, Threads
 from specgen.session.session import Session
+from specgen.system.arrays import Logits
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 
 PROMPTS = ("def add(a, b): return a + b # and the sum is", "Once upon a time")
 N_TOKENS = 16
@@ -51,18 +67,6 @@ def loaded(
 
 def drafts(search: Search) -> set[DraftSource]:
     return {one.draft for one in search.tried}
-
-
-class Stop:
-    """Says that it is time to stop once it was asked so often; counts the questions."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-        self.n_asked = 0
-
-    def __call__(self) -> bool:
-        self.n_asked += 1
-        return self.n_asked > self.after
 
 
 # --- what is kept
@@ -109,18 +113,22 @@ def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None
 def test_it_can_be_interrupted_at_any_time(tiny_models: Path) -> None:
     draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
 
-    def run(stop: Callable[[], bool]) -> Search | None:
+    def run(n_patient: int) -> tuple[Search | None, int]:
+        """What is found if it stops once it was asked so often; and how often it was asked."""
+        asked = itertools.count()
         with loaded(tiny_models) as opened:
-            return search_drafts(opened, [draft, bad], (), PROMPTS, interrupted=stop)
+            found = search_drafts(
+                opened, [draft, bad], (), PROMPTS, interrupted=lambda: next(asked) >= n_patient
+            )
+        return found, next(asked)
 
-    never = Stop(10**9)
-    whole = run(never)
+    whole, n_asked = run(10**9)
     assert whole is not None
-    assert run(Stop(0)) is None
+    assert run(0)[0] is None
     n_tried = set()
     # It is asked often while the target answers, and seldom later on.
-    for after in (1, never.n_asked // 2, *range(never.n_asked - 8, never.n_asked)):
-        found = run(Stop(after))
+    for n_patient in (1, n_asked // 2, *range(n_asked - 8, n_asked)):
+        found, _ = run(n_patient)
         if found is not None:
             assert found.is_interrupted
             assert drafts(found) <= drafts(whole)
@@ -195,3 +203,102 @@ def test_the_table_is_whole_at_every_width(width: int) -> None:
     assert "n-grams 1.10" in words
     assert "none 1.00 0.90 10.00 - 2.50 - 81.60" in words
     assert "do this" in words
+
+
+# --- threads: which are tried
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ((1, 1, 1), [1]),
+        ((2, 2, 2), [1, 2]),
+        ((4, 8, 8), [1, 2, 3, 4, 8]),
+        ((4, 8, 2), [1, 2, 3, 4, 8]),
+        ((16, 16, 16), [4, 6, 8, 10, 12, 14, 16]),
+        ((64, 128, 48), [16, 24, 32, 40, 48, 56, 64, 128]),
+        ((64, 128, 6), [6, 16, 24, 32, 40, 48, 56, 64, 128]),
+    ],
+)
+def test_a_few_sensible_numbers_are_tried(cores: tuple[int, int, int], expected: list[int]) -> None:
+    assert thread_counts(*cores) == expected
+
+
+# --- which is chosen
+
+
+def test_noise_changes_nothing() -> None:
+    assert choose_threads([{2: 1.0, 1: 0.98}] * 9, 2) == 2  # by too little
+    assert choose_threads([{2: 1.0, 1: 0.5}] * 3, 2) == 2  # too seldom
+    uneven = [{2: 1.0, 1: 0.9}] * 6 + [{2: 1.0, 1: 1.1}] * 3  # and not always
+    assert choose_threads(uneven, 2) == 2
+    assert choose_threads([], 2) == 2
+    assert choose_threads([{1: 0.5}] * 9, 2) == 2
+
+
+# --- measuring
+
+
+@dataclass(slots=True)
+class ThreadedFake(FakeBackend):
+    """Decodes in `seconds(n_threads, n_rows)`."""
+
+    seconds: Callable[[int, int], float] = lambda _threads, _rows: 0.01
+    threads: tuple[int, int] = (1, 1)
+    timed: list[tuple[int, int]] = field(default_factory=list)
+
+    def set_threads(self, n_single: int, n_batch: int) -> None:
+        self.threads = (n_single, n_batch)
+
+    def decode(self, batch: Batch) -> Logits:
+        # The zero-argument super() does not know the class that slots=True makes.
+        logits = FakeBackend.decode(self, batch)
+        n_rows = len(batch)
+        n_threads = self.threads[n_rows > 1]
+        self.timed.append((n_threads, n_rows))
+        self.decode_s += self.seconds(n_threads, n_rows)
+        return logits
+
+
+def fake(seconds: Callable[[int, int], float], n_ctx: int = 64) -> ThreadedFake:
+    vocabulary = FakeVocabulary.letters(26)
+    return ThreadedFake(vocabulary, random_language(26, seed=3), n_ctx=n_ctx, seconds=seconds)
+
+
+def measured(backend: ThreadedFake, *arguments: Any) -> Threads:
+    return measure_threads(cast(LlamaBackend, backend), *arguments)
+
+
+def test_rows_and_batches_get_their_own_number() -> None:
+    # A row is quickest with 2 threads; a batch, with as many as there are.
+    backend = fake(lambda threads, rows: 0.1 / threads if rows > 1 else 0.05 + abs(threads - 2))
+    assert measured(backend, [1, 2, 3, 4], 4, 1e9) == Threads(2, 4)
+    assert backend.threads == (2, 4)
+    assert backend.length(0) == 0
+    assert {n for n, _ in backend.timed} == {1, 2, 3, 4}
+
+
+def test_time_is_limited_and_then_nothing_is_changed() -> None:
+    backend = fake(lambda threads, _: 1.0 / threads)
+    assert measured(backend, [1, 2, 8], 2, 1.0) == Threads(2, 2)
+    assert len(backend.timed) < 20
+
+
+def test_an_interruption_leaves_the_usual_number() -> None:
+    def interrupted() -> bool:
+        return len(backend.timed) > 30
+
+    backend = fake(lambda threads, _: 1.0 / threads)
+    assert measured(backend, [1, 2, 4], 2, 1e9, interrupted) == Threads(2, 2)
+    assert 30 < len(backend.timed) < 36
+    assert backend.threads == (2, 2)
+    assert backend.length(0) == 0
+
+
+def test_where_there_is_nothing_to_choose_nothing_is_timed() -> None:
+    backend = fake(lambda *_: 1.0)
+    assert measured(backend, [1], 1, 1e9) == Threads(1, 1)
+    assert len(backend.timed) < 5
+    small = fake(lambda *_: 1.0, n_ctx=5)
+    assert measured(small, [1, 2], 2, 1e9).n_batch == 2
+    assert small.length(0) == 0
