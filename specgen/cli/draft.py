@@ -41,10 +41,9 @@ from specgen.train.draft_builder import (
     OWN_PROMPTS,
     DraftBuilder,
     Kind,
-    TextOptions,
     plan_time,
 )
-from specgen.train.training_loop import check_library
+from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
     from specgen.measure.search import Refused, Search
