@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from specgen.events import Piece, ReasonCount, TokenLogprob
+from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import figures
-from specgen.serve.formats.openai import read_request
+from specgen.serve.formats.openai import read_infill, read_request
 from specgen.serve.formats.request import (
     BodyError,
     Kind,
@@ -172,6 +172,19 @@ PIECES = [
     Piece(9, "!", "accepted", "grammar"),
     Piece(2, " b", "bonus", "target", -0.25, (TokenLogprob(2, " b", -0.25),)),
 ]
+
+
+def test_an_answer_with_a_line_ends_when_its_time_is_over() -> None:
+    (request,) = read_infill({"t_max_predict_ms": 1500}, *DEFAULTS)
+    assert request.writer is not None
+    writer = request.writer([request], [""], identity="a", created=1, model="m")
+
+    def is_over(text: str, time_s: float) -> bool:
+        piece = Piece(1, text, "plain", "target")
+        writer.feed(0, CommittedEvent(0, 0.0, 1, (piece,), text, 1))
+        return bool(writer.is_over(0, time_s))
+
+    assert [is_over("a", 9.0), is_over("\n", 1.0), is_over("b", 2.0)] == [False, False, True]
 
 
 def body(kind: Kind, **more: Any) -> dict[str, Any]:

@@ -41,7 +41,8 @@ Kind: TypeAlias = Literal["chat", "completion", "prompt"]
 #: Fields whose loss nobody would miss.
 _SILENT = frozenset(
     [
-        *("annotations", "betas", "cache_control", "client_metadata", "context_management", "id"),
+        *("annotations", "betas", "cache_control", "cache_prompt", "client_metadata", "id"),
+        *("context_management", "id_slot", "t_max_prompt_ms"),
         *("logprobs", "metadata", "model", "name", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "signature", "status", "stream_options", "strict"),
         *("summary", "type", "user"),
@@ -419,6 +420,7 @@ class Request:
     streams: bool = False
     has_usage_alone: bool = False  # in a last chunk of a stream
     speculative: Speculative = field(default_factory=Speculative)
+    lines_s: float = 0.0  # an answer of at least a line ends after so many seconds; 0: no limit
     writer: Callable[..., Any] | None = None  # the `AnswerWriter` of the API; None is OpenAI's
 
     def prompt(
