@@ -113,12 +113,7 @@ def test_prompts() -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),
         ({"grammar": 'root ::= "a"', "ignore_eos": True}, "ignore_eos"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]",
-        ),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -291,6 +286,25 @@ def test_a_call_and_what_the_tool_answered() -> None:
     assert answer == Message("tool", "7", tool_call_id="c1", name="a")
     # After compaction there may be results without tools.
     assert with_call_form(chat(messages=turns), "{{ messages }}").warnings == ()
+
+
+def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:..."}}
+    call = {"name": "a", "arguments": '{"x": 1}'}
+    turns = [
+        {"role": "tool", "tool_call_id": "gone", "content": "7"},
+        {"role": "user", "content": [{"type": "text", "text": "see "}, image]},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "a", "content": [{"type": "file"}]},
+        {"role": "user", "content": None},
+    ]
+    assert chat(messages=turns).messages == (
+        Message("user", "[result of an earlier call]\n7"),
+        Message("user", "see [image left out: this model reads text]"),
+        Message("assistant", "", (ToolCall("a", "a", {"x": 1}),)),
+        Message("tool", "[file left out: this model reads text]", tool_call_id="a", name="a"),
+        Message("user", ""),
+    )
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,18 @@ class _Call(Fields):
     arguments: str | dict[str, Any] = Field("", validation_alias=AliasPath("function", "arguments"))
 
 
+class _Function(Fields):
+    """The older form of a call: its name is also its id."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str | dict[str, Any] = ""
+
+
 class _Message(Fields):
-    role: Literal["assistant", "developer", "system", "tool", "user"]
-    content: Parts | None = None
+    role: Literal["assistant", "developer", "function", "system", "tool", "user"]
+    content: Parts = []
+    name: str | None = None
+    function_call: _Function | None = None
     reasoning_content: Parts = Field(
         [], validation_alias=AliasChoices("reasoning_content", "reasoning")
     )
@@ -167,21 +176,20 @@ def read_chat(
 
 def _messages(turns: list[_Message]) -> tuple[Message, ...]:
     found = Conversation()
-    for number, turn in enumerate(turns):
-        where = f"messages[{number}]"
-        if turn.content is None and turn.role != "assistant":
-            raise BodyError(f"{where}.content", "it is missing")
+    for turn in turns:
         # A turn with calls only has no text. Templates read an empty text as none.
-        text = text_of(f"{where}.content", turn.content or [])
-        if turn.role == "tool":
-            found.add_result(f"{where}.tool_call_id", turn.tool_call_id, text)
+        text = text_of(turn.content)
+        if turn.role == "function" or turn.role == "tool":  # noqa: PLR1714 - so that mypy sees it
+            found.add_result(turn.name if turn.role == "function" else turn.tool_call_id, text)
             continue
-        calls = tuple(
+        calls = [
             ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls
-        )
-        thought = text_of(f"{where}.reasoning_content", turn.reasoning_content)
+        ]
+        if (call := turn.function_call) is not None:
+            calls.append(ToolCall(call.name, call.name, arguments_of(call.arguments)))
+        thought = text_of(turn.reasoning_content)
         role: Role = "system" if turn.role == "developer" else turn.role
-        found.messages.append(Message(role, text, calls, reasoning=thought or None))
+        found.messages.append(Message(role, text, tuple(calls), reasoning=thought or None))
     return tuple(found.messages)
 
 
