@@ -80,6 +80,18 @@ def test_messages() -> None:
     assert read("chat", messages=turns).messages == tuple(Message(*each) for each in expected)  # type: ignore[arg-type]
 
 
+def test_later_system_messages_are_text_of_the_users_turn() -> None:
+    roles = ["system", "developer", "user", "system", "assistant", "system", "user", "user"]
+    turns = [{"role": role, "content": text} for role, text in zip(roles, "abcdefgh", strict=True)]
+    assert read("chat", messages=turns).messages == (
+        Message("system", "a\n\nb"),
+        Message("user", "c\n\nd"),
+        Message("assistant", "e"),
+        Message("user", "f\n\ng"),
+        Message("user", "h"),
+    )
+
+
 def test_prompts() -> None:
     assert read("completion", prompt=[1, 2, 3]).tokens == (1, 2, 3)
     assert read("completion", prompt=[[1, 2]]).tokens == (1, 2)

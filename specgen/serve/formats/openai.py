@@ -175,8 +175,9 @@ def read_chat(
 
 
 def _messages(turns: list[_Message]) -> tuple[Message, ...]:
-    found = Conversation()
+    found, last = Conversation(), ""
     for turn in turns:
+        before, last = last, turn.role
         # A turn with calls only has no text. Templates read an empty text as none.
         text = text_of(turn.content)
         if turn.role == "function" or turn.role == "tool":  # noqa: PLR1714 - so that mypy sees it
@@ -189,7 +190,11 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
             calls.append(ToolCall(call.name, call.name, arguments_of(call.arguments)))
         thought = text_of(turn.reasoning_content)
         role: Role = "system" if turn.role == "developer" else turn.role
-        found.messages.append(Message(role, text, tuple(calls), reasoning=thought or None))
+        # Turns stay apart, but templates want roles to alternate where a system message is the user's.
+        if role == "system" or (role == "user" and before in ("developer", "system")):
+            found.join_text(role, text)
+        else:
+            found.messages.append(Message(role, text, tuple(calls), reasoning=thought or None))
     return tuple(found.messages)
 
 
