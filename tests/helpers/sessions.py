@@ -36,18 +36,20 @@ def options_of(
     n_tokens: int = 40,
     n_draft: int = 4,
     ignore_eos: bool = False,
-    drafting: Mapping[str, Any] | None = None,
+    drafting: Mapping[str, Any] | DraftOptions | None = None,
     **other: Any,
 ) -> SessionOptions:
-    """`draft` is a path, a word, or the name of a file beside the target; `drafting` holds more `DraftOptions`,
-    `other` more `SessionOptions`."""
+    """`draft` is a path, a word, or the name of a file beside the target; `drafting` is what differs from
+    fixed drafts, or all of it; `other` are more `SessionOptions`."""
     is_word = draft in ("none", "ngram", "mtp")
     source: Any = draft if is_word or isinstance(draft, Path) else target.parent / f"{draft}.gguf"
-    fixed = {"policy": "fixed", "max_tokens": n_draft, "p_min": 0.0}
+    if not isinstance(drafting, DraftOptions):
+        fixed = {"policy": "fixed", "max_tokens": n_draft, "p_min": 0.0}
+        drafting = DraftOptions(**{**fixed, **(drafting or {})})
     options = SessionOptions(
         target,
         source,
-        drafting=DraftOptions(**{**fixed, **(drafting or {})}),
+        drafting=drafting,
         generation=GenerationOptions(max_tokens=n_tokens, ignore_eos=ignore_eos),
         target_context=context,
         draft_context=context,
