@@ -232,13 +232,14 @@ def test_lines_that_nothing_can_hold_end_only_themselves(
 def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(
     batch: Batch,
 ) -> None:
-    same = {"prompt": PROMPTS[0]}
-    batch.answer([{"custom_id": 3, **same}, {"custom_id": "line 3", **same}, same, same])
+    same, blank, text = {"prompt": PROMPTS[0]}, "", f"  {PROMPTS[0]}\r"
+    ids = [{"custom_id": each, **same} for each in (3, "line 3")]
+    batch.answer([*ids, same, same, blank, text])
     found = records(batch.out)
-    assert sorted(found) == ["3", "4", "line 3", "line line 3"]
-    assert len({each["id"] for each in found.values()}) == 4
-    assert len({each["response"]["request_id"] for each in found.values()}) == 4
-    assert len({each["response"]["body"]["id"] for each in found.values()}) == 4
+    assert sorted(found) == ["3", "4", "6", "line 3", "line line 3"]
+    assert len({each["id"] for each in found.values()}) == 5
+    assert len({each["response"]["request_id"] for each in found.values()}) == 5
+    assert len({each["response"]["body"]["id"] for each in found.values()}) == 5
     assert len(set(answers(batch.out).values())) == 1
 
 

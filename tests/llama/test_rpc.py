@@ -21,7 +21,6 @@ from specgen.llama import LlamaBackend, LlamaModel, rpc
 from specgen.llama.kernels.attached import Kernels
 from specgen.measure import doctor
 from specgen.options import ContextOptions, Workers
-from specgen.session.memory import Memory
 from specgen.system import worker_probe
 from specgen.system.arrays import Logits
 from specgen.system.worker_probe import (
@@ -373,17 +372,6 @@ class TestOptions:
         for asked, split in ((None, "1,2"), ("a:1,a:1", None), (many, None), *splits):
             with pytest.raises(UsageError):
                 machine(rpc=asked, tensor_split=split)
-
-    def test_costs_belong_to_a_placement(self, tmp_path: Path) -> None:
-        memory, model = Memory(), tmp_path / "model.gguf"
-
-        def table(placed: Workers | None) -> object:
-            return memory.costs(model, ContextOptions(workers=placed), 0)
-
-        alone, there = table(None), table(Workers(("a:1",)))
-        split = table(Workers(("a:1", "b:1"), (1.0, 2.0)))
-        assert len({id(one) for one in (alone, there, split)}) == 3
-        assert table(Workers(("a:1",), timeout_s=1.0)) is there
 
     def test_another_address_needs_a_word(self) -> None:
         code, out, err = finished(specgen("worker", "--host", "0.0.0.0"))

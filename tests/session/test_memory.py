@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specgen.method.tables import N_BINS, AcceptanceRates
-from specgen.options import ContextOptions
+from specgen.options import ContextOptions, Workers
 from specgen.session.memory import Memory
 
 CONTEXT = ContextOptions(n_threads=2)
@@ -85,6 +85,7 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
         dataclasses.replace(CONTEXT, flash_attention="off"),
         dataclasses.replace(CONTEXT, cache_type_k="q8_0"),
         dataclasses.replace(CONTEXT, cache_type_v="q8_0"),
+        dataclasses.replace(CONTEXT, workers=Workers(("a:1",), (1.0,))),
     ],
 )
 def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(
