@@ -147,14 +147,6 @@ def measures(specgen: Specgen, models: Path, *more: str) -> bool:
     return "measured the costs of drafting" in result.out
 
 
-def test_run_measures_nothing_that_was_tuned(
-    tune: Specgen, specgen: Specgen, tiny_models: Path
-) -> None:
-    tune("--draft", "draft")
-    assert not measures(specgen, tiny_models)
-    assert measures(specgen, tiny_models, "-ctk", "q8_0"), "with other options it does"
-
-
 def test_nothing_is_kept_from_a_busy_machine(
     tune: Specgen, specgen: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

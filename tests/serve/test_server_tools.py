@@ -95,21 +95,6 @@ def test_required_calls_whole_and_streamed(client: openai.OpenAI, seed: int) -> 
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_the_template_is_told_of_tools_calls_and_answers(server: Running) -> None:
-    call = {"id": "c", "type": "function"}
-    call["function"] = {"name": "length", "arguments": '{"unit":"m"}'}  # type: ignore[assignment]
-    turns = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "7 m"},
-    ]
-    response = server.post("/apply-template", messages=turns, tools=TOOLS)
-    prompt = response.json()["prompt"]
-    assert prompt.startswith('TOOL {"type": "function", "function": {"name": "weather"')
-    assert '<tool_call>\n{"name": "length", "arguments": {"unit": "m"}}\n</tool_call>' in prompt
-    assert prompt.endswith("<|im_start|>tool\n7 m<|im_end|>\n<|im_start|>assistant\n")
-
-
 def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
     with (
         tiny_server(tmp_path, chat_template=CHATML_TEMPLATE) as server,
