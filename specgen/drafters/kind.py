@@ -107,6 +107,8 @@ class DraftRequest:
     shape: TreeShape = AUTO_TREE
     n_max: int = 16
     n_deepest: int | None = None
+    #: Positions of the text that a draft model need not read: what a chat template puts before every prompt.
+    head: range = range(0)
     #: The prompt of a draft with another vocabulary, in its own template; None translates the target's.
     draft_prompt: Sequence[int] | None = None
     #: Whether tokens that end a text are never chosen.
