@@ -173,7 +173,7 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'type "image"'),
+        ({"messages": TURNS, "stop_sequences": [""]}, "stop_sequences"),
         ({"messages": [*TURNS, {"role": "assistant", "content": "A"}]}, "end with a user"),
     ],
 )
