@@ -92,6 +92,27 @@ def test_later_system_messages_are_text_of_the_users_turn() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("how", "continues"),
+    [
+        ({}, True),
+        ({"continue_final_message": True, "add_generation_prompt": False}, True),
+        ({"continue_final_message": False}, False),
+        ({"add_generation_prompt": True}, False),
+    ],
+)
+def test_a_last_message_of_the_assistant_is_continued(how: Any, continues: bool) -> None:
+    user: dict[str, Any] = {"role": "user", "content": "hi"}
+    turns = [user, {"role": "assistant", "content": "Ho"}]
+    assert read("chat", messages=turns, **how).continues == continues
+    call = {"id": "c", "function": {"name": "a"}}
+    turns[1] = {"role": "assistant", "tool_calls": [call]}
+    for others in (turns, [user]):
+        asked = read("chat", messages=others, **how)
+        assert not asked.continues
+        assert bool(asked.warnings) == ("continue_final_message" in how and continues)
+
+
 def test_prompts() -> None:
     assert read("completion", prompt=[1, 2, 3]).tokens == (1, 2, 3)
     assert read("completion", prompt=[[1, 2]]).tokens == (1, 2)

@@ -20,6 +20,7 @@ from specgen.serve.formats.request import (
     Fields,
     Part,
     Request,
+    is_begun,
     parse,
     text_of,
 )
@@ -73,14 +74,16 @@ def read_messages(
 ) -> tuple[Request, ...]:
     """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
     asked = parse(_Body, body)
+    messages = _messages(asked)
     return asked.chat(
-        _messages(asked),
+        messages,
         sampling,
         generation,
         form=asked.format,
         effort=asked.effort,
         # With other types, ``adaptive`` for example, the model decides.
         thinks={"enabled": True, "disabled": False}.get(asked.thinking),
+        continues=is_begun(messages),
         splits_reasoning=True,
         writer=MessageWriter,
     )
@@ -100,8 +103,6 @@ def _messages(asked: _Body) -> tuple[Message, ...]:
             _add_block(found, turn, f"{where}[{at}]", block)
     if not found.messages:
         raise BodyError("messages", "they are empty")
-    if found.messages[-1].role == "assistant":
-        raise BodyError("messages", "the last one is the assistant's: end with a user's message")
     return tuple(found.messages)
 
 

@@ -30,6 +30,7 @@ from specgen.serve.formats.request import (
     Parts,
     Request,
     arguments_of,
+    is_begun,
     parse,
     shown,
     text_of,
@@ -103,6 +104,19 @@ class _ChatBody(_Body, ChatBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
     reasoning_effort: str | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    def continues(self, messages: Sequence[Message], warnings: list[str]) -> bool:
+        """Return whether the answer continues the last message, as it does if nothing says otherwise."""
+        if is_begun(messages):
+            wanted = self.continue_final_message
+            return self.add_generation_prompt is not True if wanted is None else wanted
+        if self.continue_final_message or self.add_generation_prompt is False:
+            warnings.append(
+                "messages: not continued, since the last one is no text of the assistant's"
+            )
+        return False
 
 
 class _TextBody(_Body):
@@ -164,10 +178,13 @@ def read_chat(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
     """Read a body for the next turn of a conversation. Raise `BodyError`."""
-    asked = parse(_ChatBody, body)
+    asked, warnings = parse(_ChatBody, body), list[str]()
+    messages = _messages(asked.messages)
     return asked.chat(
-        _messages(asked.messages),
+        messages,
         sampling,
+        continues=asked.continues(messages, warnings),
+        warnings=warnings,
         effort=asked.reasoning_effort,
         splits_reasoning=asked.reasoning_format != "none",
         **asked.common(generation),

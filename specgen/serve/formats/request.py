@@ -410,6 +410,7 @@ class Request:
     sampling: SamplerOptions
     generation: GenerationOptions
     messages: tuple[Message, ...] = ()
+    continues: bool = False  # the last message is the beginning of the answer
     text: str = ""
     tokens: tuple[int, ...] | None = None
     gap: Gap | None = None
@@ -437,9 +438,11 @@ class Request:
         `UsageError`, `PromptError`."""
         if self.kind == "chat":
             tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
-            return prompts.of_messages(
-                self.messages, now=now, tools=tools, variables=self.variables
-            )
+            # A text that follows a grammar is whole.
+            continues = self.continues and self.generation.grammar is None
+            messages = self.messages[:-1] if continues else self.messages
+            prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
+            return prompts.continued(prompt, self.messages[-1]) if continues else prompt
         if self.tokens is not None:
             return prompts.of_tokens(self.tokens)
         if self.kind == "completion":
@@ -506,6 +509,12 @@ def check_tokens(request: Request, n_tokens: int) -> None:
     for name, token in [*biased, *(("prompt", token) for token in request.tokens or ())]:
         if not 0 <= token < n_tokens:
             raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
+
+
+def is_begun(messages: Sequence[Message]) -> bool:
+    """Return whether the last message can be the beginning of an answer."""
+    last = messages[-1]
+    return len(messages) > 1 and last.role == "assistant" and not last.tool_calls
 
 
 class Conversation:

@@ -13,6 +13,7 @@ from specgen.errors import PromptError, PromptLengthError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.template import Message, render, unmarked
+from specgen.session.prompts.thoughts import begun_in
 
 #: The tools that a model may call, in the form of OpenAI's API.
 _Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -112,6 +113,22 @@ class Prompts:
             own = self.own_draft.vocabulary.tokenize_inside(self._text_of(answer))
             draft_tokens = (*draft_tokens, *own)
         return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
+
+    def continued(self, prompt: Prompt, begun: Message) -> Prompt:
+        """Return a conversation's prompt with the beginning of the model's turn behind it. Where the template opens a
+        thinking block, the turn's reasoning is in it. Raise `PromptLengthError`."""
+        inside, marks = self.target.vocabulary.tokenize_inside, begun_in(prompt.text)
+        _check_length(self.target.vocabulary, begun.content, self.n_ctx)
+        if marks is None:
+            answer, text = inside(begun.content), begun.content
+        else:
+            answer, text = inside(begun.reasoning or ""), ""
+            if begun.content:
+                text = f"{begun.reasoning or ''}{marks.end}\n\n{begun.content}"
+                answer += inside(marks.end, parse_special=True)
+                answer += inside(f"\n\n{begun.content}")
+        # A prompt whose text ends with the mark is one whose answer goes on thinking.
+        return replace(self.followed_by(prompt, answer), text=prompt.text + text)
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self.target.vocabulary.token_bytes, tokens)).decode(errors="replace")
