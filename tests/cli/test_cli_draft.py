@@ -90,7 +90,9 @@ def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
     find: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(columns(find())) == {"ngram", "none"}
-    monkeypatch.setattr("specgen.models.hub.locate", lambda _model: tiny_models / "draft.gguf")
+    monkeypatch.setattr(
+        "specgen.models.hub_names.locate", lambda _model: tiny_models / "draft.gguf"
+    )
     assert set(columns(find())) == {"draft", "ngram", "none"}
     # Whoever names files wants to know about these.
     assert set(columns(find("bad"))) == {"bad", "ngram", "none"}

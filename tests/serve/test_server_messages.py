@@ -141,6 +141,22 @@ def test_more_tokens_than_fit_are_cut_to_what_fits(client: anthropic.Anthropic) 
     assert answer.stop_reason in ("max_tokens", "end_turn")
 
 
+def test_a_last_message_of_the_assistant_is_continued(
+    server: Running, client: anthropic.Anthropic
+) -> None:
+    turns: Any = [*TURNS, {"role": "assistant", "content": "A b"}]
+    (block,) = client.messages.create(model="any", max_tokens=6, messages=turns).content
+    asked: dict[str, Any] = {"messages": turns, "max_tokens": 6}
+    answer = server.post("/v1/chat/completions", **asked).json()
+    assert answer["choices"][0]["message"]["content"] == block.text  # type: ignore[union-attr]
+    prompt = server.post("/apply-template", messages=TURNS).json()["prompt"]
+    continued = server.post("/apply-template", messages=turns).json()["prompt"]
+    assert continued == f"{prompt}</think>\n\nA b"
+    for how in ({"continue_final_message": False}, {"add_generation_prompt": True}):
+        other = server.post("/apply-template", **asked, **how).json()["prompt"]
+        assert not other.endswith("A b")
+
+
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     asked: Any = {"model": "any", "messages": TURNS, "system": "Be short.", "tools": TOOLS}
     counted = client.messages.count_tokens(**asked).input_tokens
@@ -153,8 +169,8 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'type "image"'),
-        ({"messages": [*TURNS, {"role": "assistant", "content": "A"}]}, "end with a user"),
+        ({"messages": TURNS, "stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": []}, "messages"),
     ],
 )
 def test_refusals_have_the_form_of_the_api(
