@@ -60,8 +60,9 @@ class Cascade:
         if self.model is None or plan.n_max < 1:
             return plan.found
         draft = yield from self.model.propose(context, plan, n_drafted)
-        is_chain = draft.is_chain and len(draft) > 0 and not draft.walks
-        if plan.extends and self.free is not None and is_chain:
+        if not plan.extends or not len(draft):
+            return draft
+        if self.free is not None and draft.is_chain and not draft.walks:
             text, n = [*context, *draft.tokens], len(draft)
             draft = draft.followed_by(self.look_up(text, plan.n_max - n, n_drafted + n))
             self.free.rewind(len(context))

@@ -205,6 +205,19 @@ _NO_MODELS = {
 }
 #: The end of the names of all files but the first of a model in several.
 _LATER_FILE = re.compile(r"(-(?!00001)\d{5}-of-)\d{5}\.gguf$")
+_AGAIN = "fetch or convert the model again"
+#: Values of the metadata beyond these end the process in llama.cpp, a server with all of its answers.
+_LARGEST = 3.4e38
+_BOUNDS = {
+    "block_count": (1, 512),  # LLAMA_MAX_LAYERS
+    "attention.layer_norm_epsilon": (0, _LARGEST),
+    "attention.layer_norm_rms_epsilon": (0, _LARGEST),
+    "attention.group_norm_epsilon": (0, _LARGEST),
+    "hyper_connection.epsilon": (0, _LARGEST),
+    "rope.freq_base": (0, _LARGEST),
+    "rope.freq_base_swa": (0, _LARGEST),
+    "rope.scaling.factor": (0, _LARGEST),
+}
 #: The most bytes of a token that a message shows.
 _SHOWN = 60
 #: The name of the list of checked files in the cache folder, and the most of them in it.
@@ -220,7 +233,7 @@ def remember_checks(folder: Path | None) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise `ModelFileError` if a file is no GGUF of a model, or has a token twice: llama.cpp would end the process."""
+    """Raise `ModelFileError` if a file is no GGUF of a model, or has metadata that end the process in llama.cpp."""
     _check_kind(path)
     try:
         with path.open("rb") as file:
@@ -279,6 +292,7 @@ def check_metadata(path: Path) -> None:
         if (found := _NO_MODELS.get(metadata.text("general.type"))) is not None:
             raise ModelFileError(f"{path}: {found[0]}", hint=found[1])
         _check_tokens(path, metadata)
+        _check_values(path, metadata)
     _passed.add({_key(path): True})
 
 
@@ -288,7 +302,16 @@ def _check_tokens(path: Path, metadata: GgufMetadata) -> None:
         if spelling and seen.setdefault(spelling, token) != token:
             shown = spelling[:_SHOWN].decode("utf-8", "replace")
             why = f"damaged: tokens {seen[spelling]} and {token} are both {shown!r}"
-            raise ModelFileError(f"{path}: {why}", "fetch or convert the model again")
+            raise ModelFileError(f"{path}: {why}", _AGAIN)
+
+
+def _check_values(path: Path, metadata: GgufMetadata) -> None:
+    architecture = metadata.text("general.architecture")  # a file may have keys of others
+    for key, (least, most) in _BOUNDS.items():
+        name = f"{architecture}.{key}"
+        value = metadata.value(name)
+        if value is not None and not least <= value <= most:
+            raise ModelFileError(f"{path}: damaged: {name} is {value:g}", _AGAIN)
 
 
 def _unreadable(path: Path, error: OSError) -> ModelFileError:

@@ -39,6 +39,8 @@ _ENCODERS = frozenset(
         *("modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe"),
     )
 )
+#: llama.cpp's LLAMA_ROPE_TYPE_NONE.
+_NO_ROTATION = -1
 _MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4
 #: Why rows of models of an architecture depend on their batch, whatever computes.
 _ROW_EXCEPTIONS = {
@@ -297,6 +299,10 @@ class LlamaModel:
 
     def _check_usable(self) -> None:
         architecture = self.architecture
+        rotated = self.metadata(f"{architecture}.rope.dimension_count")
+        if rotated == "0" and int(llama_cpp.llama_model_rope_type(self.handle)) != _NO_ROTATION:
+            # llama.cpp would never finish its first batch.
+            raise ModelFileError(f"{self.path}: damaged: {architecture}.rope.dimension_count is 0")
         hint = "use a model that generates text"
         causal = self.metadata(f"{architecture}.attention.causal") or "true"
         if self.number("nextn_predict_layers") and holds_mtp_only(self.file):

@@ -25,12 +25,12 @@ _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNO
 _NAMED = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 #: A marker before text that continues other text; no vocabulary has a token that joins it to the text.
 _MARKER = "☺"
-#: llama.cpp splits a text into words by std::regex, which calls itself for each character of a word (or of white
-#: space): in 8 MB some 20,000 of them end the process (llama.cpp #21919, #26965). A frame has some 400 bytes. Texts
-#: with runs longer than the first are tokenized in a thread with a stack of their own; longer than the last are refused.
-_RUN, _FRAME_BYTES, LONGEST_RUN = 1000, 1024, 1 << 20
-_LONG_RUN = re.compile(rf"\S{{{_RUN}}}|\s{{{_RUN}}}", re.ASCII)
-_RUNS = re.compile(r"\S+\s*|\s+", re.ASCII)
+#: llama.cpp splits a text into words by std::regex, which calls itself for each character of a word or of white space,
+#: and of some models' words with spaces in them: in 8 MB some 20,000 of them end the process (llama.cpp #21919, #26965).
+#: A frame has some 400 bytes. Texts with longer lines than the first are tokenized in a thread with a stack for its
+#: longest line; words longer than the last are refused.
+_LINE, _FRAME_BYTES, LONGEST_RUN = 1000, 1024, 1 << 20
+_LINES, _WORDS = (re.compile(pattern, re.ASCII) for pattern in (r"[^\n]+\s*|\s+", r"\S+\s*|\s+"))
 #: The size of a thread's stack is set for all threads that begin meanwhile; and one such stack at a time is enough.
 _deep = threading.Lock()
 
@@ -102,15 +102,15 @@ class LlamaVocabulary:
         def tokenize() -> list[int]:
             return self._tokenize(text.encode(), add_special, parse_special)
 
-        if self.kind != llama_cpp.LLAMA_VOCAB_TYPE_BPE or not _LONG_RUN.search(text):
+        longest = _longest(_LINES, text) if len(text) > _LINE else 0
+        if longest <= _LINE or self.kind != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
             return tokenize()
-        longest = max(len(run[0]) for run in _RUNS.finditer(text))
-        if longest > LONGEST_RUN:
+        if longest > LONGEST_RUN and (word := _longest(_WORDS, text)) > LONGEST_RUN:
             raise UsageError(
-                f"{longest} characters of the text follow one another without white space, or are white space: "
+                f"{word} characters of the text follow one another without white space, or are white space: "
                 f"{LONGEST_RUN} can be tokenized"
             )
-        return _with_stack(longest * _FRAME_BYTES, tokenize)
+        return _with_stack(min(longest, 4 * LONGEST_RUN) * _FRAME_BYTES, tokenize)
 
     def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
         capacity = len(data) + 8
@@ -254,6 +254,10 @@ class LlamaVocabulary:
             if n >= 0:
                 return buffer.raw[:n]
             capacity = -n
+
+
+def _longest(pattern: re.Pattern[str], text: str) -> int:
+    return max((found.end() - found.start() for found in pattern.finditer(text)), default=0)
 
 
 def _with_stack(n_bytes: int, function: Callable[[], list[int]]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.models.files import distilled_file, heads_file, identity_of, pruned_file, text_folder
 from specgen.system.progress import Progress, human_bytes
-from specgen.train.training_loop import Budget
+from specgen.train.training_loop import Budget, TextOptions
 
 if TYPE_CHECKING:
     from specgen.method.tables import CostTable
@@ -28,10 +28,6 @@ Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
 #: The prompts that come with specgen.
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-#: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
-N_TOKENS = 40_000
-#: The most tokens of an answer, and the number of answers that are generated at once.
-N_ANSWER_TOKENS, N_PARALLEL = 256, 16
 #: The largest share of the time that is spent on the text, once drafts are compared.
 _SHARE_OF_TEXT = 0.6
 #: The number of prompts on which drafts are compared, and of tokens of their answers.
@@ -39,17 +35,6 @@ N_JUDGED, _LEAST_JUDGED, JUDGED_TOKENS = 8, 2, 96
 #: The share of the time for which drafts are compared. About how long it takes to open a draft and time its
 #: decodes, in seconds, and to replay an answer with it, as a share of the target's time.
 _SHARE_OF_JUDGING, _OPENING_S, _TRIAL_SHARE = 0.4, 3.0, 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """The text to make drafts from: answers to `prompts`, `n_tokens` tokens in all, `n_parallel` answers at
-    once, each with at most `max_tokens` tokens."""
-
-    prompts: Sequence[str]
-    n_tokens: int = N_TOKENS
-    max_tokens: int = N_ANSWER_TOKENS
-    n_parallel: int = N_PARALLEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,27 +106,18 @@ class DraftBuilder:
         return made
 
     def write_text(self, until_s: float = math.inf) -> int:
-        """Let the target write text until the clock reaches `until_s`; return the number of tokens there are. Raise what
-        `specgen.train.target_text.write_text` raises."""
+        """Let the target write text until the clock reaches `until_s`; return how many tokens there are."""
         from specgen.train.target_text import N_TOP, write_text
 
-        options = self.text_options
-        a_token = 2 * self.session.target.n_embd + 6 * N_TOP + 8
+        options, session = self.text_options, self.session
+        a_token = 2 * session.target.n_embd + 6 * N_TOP + 8
         size = human_bytes(options.n_tokens * a_token)
         self.tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
-        return write_text(
-            self.session,
-            options.prompts,
-            self.folder,
-            self._budget(until_s, f"{self.session.options.target.name} writes"),
-            n_tokens=options.n_tokens,
-            n_parallel=options.n_parallel,
-            max_tokens=options.max_tokens,
-        )
+        budget = self._budget(until_s, f"{session.options.target.name} writes")
+        return write_text(session, options, self.folder, budget)
 
     def _budget(self, until_s: float, label: str) -> Budget:
-        progress = partial(self.progress, label)
-        return Budget(self.clock, until_s, self.interrupted, progress)
+        return Budget(self.clock, until_s, self.interrupted, partial(self.progress, label))
 
     def _make(self, kind: Kind, small: Path | None, until_s: float) -> Path | None:
         from specgen.train.target_text import TargetText

@@ -29,7 +29,7 @@ from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.system.files import locked, new_beside, write_errors
-from specgen.train.training_loop import Budget
+from specgen.train.training_loop import Budget, TextOptions
 
 #: The number of likeliest tokens that are kept for each position.
 N_TOP = 16
@@ -97,21 +97,12 @@ def is_held_back(index: int) -> bool:
     return index % 10 == 9
 
 
-def write_text(
-    session: Session,
-    prompts: Sequence[str],
-    folder: Path,
-    budget: Budget,
-    *,
-    n_tokens: int,
-    n_parallel: int,
-    max_tokens: int,
-) -> int:
-    """Let the target answer prompts until the folder holds `n_tokens` tokens of answers to them, or no prompts or time are
-    left. Return the number of tokens of answers to these prompts in the folder. An interrupted call keeps the finished
-    answers, and prompts that have an answer are skipped.
+def write_text(session: Session, options: TextOptions, folder: Path, budget: Budget) -> int:
+    """Let the target answer prompts until the folder holds as many tokens of answers to them as is asked for, or no prompts
+    or time are left. Return the number of tokens of answers to these prompts in the folder. An interrupted call keeps
+    the finished answers, and prompts that have an answer are skipped.
 
-    The budget's `progress` gets the tokens so far and `n_tokens`. Raises `OutputError`, `MemoryLimitError`, `UsageError`
+    The budget's `progress` gets the tokens so far and in all. Raises `OutputError`, `MemoryLimitError`, `UsageError`
     if `max_tokens` do not fit the target's context, `PairError` if the target has a recurrent state, and
     `ModelFileError` if the folder's files are damaged.
     """
@@ -123,20 +114,21 @@ def write_text(
     busy = OutputError(f"{folder}: another process is writing there", "wait until it is done")
     with locked(folder / "lock", busy), contextlib.ExitStack() as resources:
         writer = _Writer(folder, session, resources)
-        asked = frozenset(prompts)
+        n_tokens, max_tokens = options.n_tokens, options.max_tokens
+        asked = frozenset(options.prompts)
         answered = [answer for answer in writer.answers if answer.prompt in asked]
         n_have = sum(len(answer.tokens) for answer in answered)
         budget.progress(n_have, n_tokens)
         known = {answer.prompt for answer in answered}
         left = {
             text: (session.prompts.of_text(text), is_held_back(index))
-            for index, text in enumerate(prompts)
+            for index, text in enumerate(options.prompts)
             if text not in known and n_have < n_tokens
         }
         if not left:
             return n_have
         n_ctx = _context_size(session, [len(each.tokens) for each, _ in left.values()], max_tokens)
-        sizes: dict[str, Any] = {"n_parallel": n_parallel, "n_ctx": n_ctx}
+        sizes: dict[str, Any] = {"n_parallel": options.n_parallel, "n_ctx": n_ctx}
         with Engine(session, interrupted=budget.is_over, **sizes) as engine:
             waiting = {
                 engine.insert(prompt): (text, is_judged)

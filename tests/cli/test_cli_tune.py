@@ -57,16 +57,9 @@ def test_in_a_pipe_the_table_is_the_output_and_the_sentences_are_notes(tune: Spe
     assert measured.startswith("measured on 2 answers of target.gguf: ")
     assert kept.startswith("kept for `specgen run`")
     assert "threads" not in kept
-
-
-def test_json_has_the_figures(tune: Specgen, tiny_models: Path) -> None:
     found = document(tune("--draft", "draft", "--json"))
-    assert found["target"] == str(tiny_models / "target.gguf")
     assert tried(found) == {"none", "draft", "ngram"}
-    assert (found["n_prompts"], found["n_tokens"]) == (2, 28)
-    assert list(found["batch_s"]) == ["1", "2", "3", "4", "5"]
-    assert (found["is_interrupted"], found["threads"]) == (False, {})
-    assert len(found["advice"]) == 3
+    assert (found["is_interrupted"], found["threads"], len(found["advice"])) == (False, {}, 3)
 
 
 def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
@@ -86,24 +79,16 @@ def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
 # --- what goes wrong
 
 
-def test_a_draft_that_was_named_and_cannot_draft_is_an_error(tune: Specgen, tmp_path: Path) -> None:
-    text = tmp_path / "text.gguf"
-    text.write_text("no model", encoding="utf-8")
-    for draft, more, code in (
-        (tmp_path / "missing.gguf", (), 4),
-        (text, (), 4),
-        ("bert", (), 4),
-        ("other", ("--translate", "off"), 5),
-        ("no-such-model", (), 6),
-    ):
-        complaint(tune("--draft", draft, *more), code)
-    assert not memory_file().exists()
-
-
-def test_wrong_options_are_one_error(tune: Specgen, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
+def test_what_was_named_and_cannot_be_is_one_error(tune: Specgen, tmp_path: Path) -> None:
+    bad, text = tmp_path / "bad.jsonl", tmp_path / "text.gguf"
     bad.write_text('{"prompt": "x"}\n{"text": "y"}\n', encoding="utf-8")
+    text.write_text("no model", encoding="utf-8")
     for arguments, code, message in (
+        (("--draft", tmp_path / "missing.gguf"), 4, "missing.gguf"),
+        (("--draft", text), 4, "text.gguf"),
+        (("--draft", "bert"), 4, "bert.gguf"),
+        (("--draft", "other", "--translate", "off"), 5, "other.gguf"),
+        (("--draft", "no-such-model"), 6, "no-such-model"),
         (("--prompts", tmp_path / "missing.jsonl"), 3, "missing.jsonl: cannot be read"),
         (("--prompts", bad), 3, "line 2: no prompt in it"),
         (("--draft-max", "0"), 2, "--draft-max 0 drafts nothing"),
@@ -113,6 +98,7 @@ def test_wrong_options_are_one_error(tune: Specgen, tmp_path: Path) -> None:
         (("-n", "1"), 2, "--max-tokens"),
     ):
         assert message in complaint(tune(*arguments), code)
+    assert not memory_file().exists()
 
 
 def test_what_cannot_be_kept_is_told_and_nothing_else_is_lost(
@@ -159,14 +145,6 @@ def measures(specgen: Specgen, models: Path, *more: str) -> bool:
     options = ("-n", "8", "--draft-max", "4", "--policy", "cost", "--json", *more)
     result = specgen("run", *own, *options, PROMPT)
     return "measured the costs of drafting" in result.out
-
-
-def test_run_measures_nothing_that_was_tuned(
-    tune: Specgen, specgen: Specgen, tiny_models: Path
-) -> None:
-    tune("--draft", "draft")
-    assert not measures(specgen, tiny_models)
-    assert measures(specgen, tiny_models, "-ctk", "q8_0"), "with other options it does"
 
 
 def test_nothing_is_kept_from_a_busy_machine(

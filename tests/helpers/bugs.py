@@ -1,8 +1,5 @@
-"""Known bugs of speculative decoders, planted to show that tests and `specgen verify` find them.
-
-A check that cannot fail proves nothing. Each of these was made by somebody: in a library, in
-an example that many copied, or in a paper's first code.
-"""
+"""Known bugs of speculative decoders, planted to show that tests and `specgen verify` find them: each was made by
+somebody, in a library, in an example that many copied, or in a paper's first code."""
 
 from __future__ import annotations
 

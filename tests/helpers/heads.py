@@ -11,7 +11,7 @@ from specgen.options import ContextOptions, GenerationOptions, SessionOptions
 from specgen.session.session import Session
 from specgen.train.heads import TrainedHeads, train_heads
 from specgen.train.target_text import TargetText, write_text
-from specgen.train.training_loop import Budget
+from specgen.train.training_loop import Budget, TextOptions
 
 #: Tokens of the text that the heads are made from, and of an answer.
 N_TOKENS, N_ANSWER = 3600, 60
@@ -43,15 +43,8 @@ def opened(target: Path) -> Session:
 
 def written(session: Session, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
     """Let a target write into a folder."""
-    return write_text(
-        session,
-        texts,
-        folder,
-        Budget(time.monotonic),
-        n_tokens=n_tokens,
-        n_parallel=8,
-        max_tokens=N_ANSWER,
-    )
+    options = TextOptions(texts, n_tokens, N_ANSWER, n_parallel=8)
+    return write_text(session, options, folder, Budget(time.monotonic))
 
 
 def trained(

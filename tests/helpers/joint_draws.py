@@ -5,6 +5,7 @@ Rows of logits are remembered by their text, so that thousands of draws cost a f
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +13,10 @@ from unittest.mock import patch
 
 import numpy as np
 
+from specgen.drafters.translated import DraftText, TranslatedDrafter
 from specgen.measure.verify import tokens_of
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import ROOT, Distribution, Draft
+from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.method.policy import Offer, Policy, RoundPlan
 from specgen.method.tables import CostTable
 from specgen.method.verify import TargetAt, Verdict, Verifier, drawn_from
@@ -24,6 +26,7 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
+from specgen.text.hidden_trail import LastHidden
 from specgen.text.prefix import n_common
 from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence as TextSequence
@@ -165,12 +168,34 @@ class _Scout:
 class _Mark:
     """A place in a text, to which tests go back; the product never does."""
 
-    def __init__(self, state: TextState) -> None:
-        self.n_tokens, self._grammar = len(state.tokens), state.grammar()
+    def __init__(self, sequence: TextSequence) -> None:
+        self.n_tokens, self._grammar = len(sequence.state.tokens), sequence.state.grammar()
+        self._drafter = sequence.drafters.model if sequence.drafters is not None else None
+        self._hidden = sequence.hidden.last if isinstance(sequence.hidden, LastHidden) else None
+        if isinstance(self._drafter, TranslatedDrafter):
+            self._spelled = _copied(self._drafter.text)
 
-    def restore(self, state: TextState) -> None:
-        del state.tokens[self.n_tokens :]
-        state._grammar = self._grammar  # noqa: SLF001
+    def restore(self, sequence: TextSequence) -> None:
+        del sequence.state.tokens[self.n_tokens :]
+        sequence.state._grammar = self._grammar  # noqa: SLF001
+        drafter = self._drafter
+        if sequence.drafters is not None and sequence.drafters.free is not None:
+            sequence.drafters.free.rewind(self.n_tokens)
+        if isinstance(sequence.hidden, LastHidden):
+            sequence.hidden.last = self._hidden
+        elif isinstance(drafter, TranslatedDrafter):
+            drafter.text, drafter.drafted = _copied(self._spelled), NO_DRAFT
+            # The last few tokens may be spelled otherwise in its cache.
+            drafter.inner.rewind(max(0, len(drafter.text.tokens) - 16))
+        elif drafter is not None:
+            drafter.rewind(self.n_tokens)
+
+
+def _copied(text: DraftText) -> DraftText:
+    made = copy.copy(text)
+    made.tokens, made.ends = list(text.tokens), list(text.ends)
+    made._bytes = bytearray(text._bytes)  # noqa: SLF001
+    return made
 
 
 class _UpTo:
@@ -232,7 +257,7 @@ def _find_place(sequence: TextSequence, loop: AnswerLoop) -> _Mark | None:
     best, best_chance = None, 0.0
     loop.start(answering)
     while not answering.is_finished:
-        place = _Mark(answering.state)
+        place = _Mark(answering)
         scout.chance = -1.0
         loop.round([answering])
         assert answering.failure is None, answering.failure
@@ -251,10 +276,8 @@ def _draw(
     n_drafted = n_accepted = 0
     for _ in range(n_draws):
         policy.limit = 1 + policy.limit % max(1, min(depth, sequence.policy.n_max))
-        place.restore(drawing.state)
+        place.restore(drawing)
         loop.target.remove(0, place.n_tokens - 1)
-        if drawing.drafters is not None:
-            drawing.drafters.rewind(place.n_tokens)
         once = replace(drawing, tally=Tally(), finish_reason=None)
         found: list[int] = []
         while len(found) < depth and not once.is_finished:
@@ -263,7 +286,7 @@ def _draw(
         n_drafted += once.tally.n_drafted
         n_accepted += once.tally.n_accepted
         drawn[tuple(found[:depth])] += 1
-    place.restore(drawing.state)
+    place.restore(drawing)
     exact = exact_cells(sequence, loop.target, depth)
     return JointDraws(tuple(fits_of(drawn, exact, depth)), n_drafted, n_accepted)
 

@@ -55,16 +55,9 @@ def free_port() -> int:
 @contextlib.contextmanager
 def running_worker(*arguments: str, port: int | None = None) -> Iterator[Worker]:
     """A worker process, until it is killed at the end. Fails if it does not listen."""
-    endpoint = f"127.0.0.1:{port or free_port()}"
-    command = [sys.executable, "-m", "specgen", "worker", "--port", endpoint.partition(":")[2]]
-    process = subprocess.Popen(
-        [*command, "--threads", "1", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-    )
+    port = port or free_port()
+    endpoint = f"127.0.0.1:{port}"
+    process = specgen("worker", "--port", str(port), "--threads", "1", *arguments)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == f"listening on {endpoint}\n"

@@ -51,6 +51,38 @@ def test_a_token_that_is_there_twice_is_refused(tmp_path: Path, folder: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("metadata", "wrong"),
+    [
+        ({"llama.block_count": 0}, "llama.block_count is 0"),
+        ({"llama.block_count": 513}, "llama.block_count is 513"),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1"),
+        ({"llama.rope.freq_base": float("inf")}, "freq_base is inf"),
+    ],
+)
+def test_metadata_that_llama_cpp_does_not_survive_are_refused(
+    tmp_path: Path, metadata: dict[str, int | float | str], wrong: str
+) -> None:
+    path = write_tiny_model(tmp_path / "wrong.gguf", TinyConfig(), metadata=metadata)
+    with pytest.raises(ModelFileError, match=wrong):
+        LlamaModel(path)
+
+
+def test_a_model_that_rotates_no_dimension_would_never_finish_its_first_batch(
+    tmp_path: Path,
+) -> None:
+    metadata: dict[str, int | float | str] = {"lfm2.rope.dimension_count": 0}
+    path = write_tiny_model(tmp_path / "lfm2.gguf", TinyConfig("lfm2"), metadata=metadata)
+    with pytest.raises(ModelFileError, match=r"lfm2\.rope\.dimension_count is 0"):
+        LlamaModel(path)
+
+
+def test_a_model_may_rotate_nothing(tmp_path: Path) -> None:
+    metadata: dict[str, int | float | str] = {"jamba.rope.dimension_count": 0}
+    path = write_tiny_model(tmp_path / "jamba.gguf", TinyConfig("jamba"), metadata=metadata)
+    LlamaModel(path).close()
+
+
+@pytest.mark.parametrize(
     "metadata",
     [
         # Keys for parts and architectures that this model is not.

@@ -13,8 +13,34 @@ from specgen.llama.vocabulary import LONGEST_RUN, LlamaVocabulary
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Names of rules that llama.cpp reads as regular expressions; in qwen2's it has its own code.
-_RULES = ["bloom", "deepseek-llm", "deepseek-v3", "falcon", "gpt-4o", "tekken", "qwen2"]
-_UNITS = ["Z", "z", "7", "-", " ", "\n", "é", "一", "😀", "\u00a0", "aB", "a1", "-\n", "a-"]
+_RULES = [
+    "bloom",
+    "exaone-moe",
+    "deepseek-llm",
+    "deepseek-v3",
+    "falcon",
+    "gpt-4o",
+    "tekken",
+    "qwen2",
+]
+_UNITS = [
+    "Z",
+    "z",
+    "7",
+    "-",
+    " ",
+    "\n",
+    "é",
+    "一",
+    "😀",
+    "\u00a0",
+    "aB",
+    "a1",
+    "-\n",
+    "a-",
+    " a",
+    " \n",
+]
 
 
 @pytest.fixture(scope="module", params=_RULES)
@@ -35,7 +61,7 @@ def read(vocabulary: LlamaVocabulary, text: str) -> str:
 
 @pytest.mark.parametrize("unit", _UNITS, ids=ascii)
 def test_a_long_run_of_characters_is_read(vocabulary: LlamaVocabulary, unit: str) -> None:
-    text = "Once " + unit * (80_000 // len(unit)) + " upon"
+    text = "Once " + unit * (50_000 // len(unit)) + " upon"
     size = threading.stack_size()
     assert read(vocabulary, text) == text
     assert threading.stack_size() == size

@@ -18,7 +18,6 @@ from benchmarks.peers import (
     answer_of,
     peers_of,
     read_figures,
-    run_program,
 )
 from benchmarks.prompt_lookup import CountingDrafter, LookupJob, run_lookup
 from specgen.options import ContextOptions, GenerationOptions, SessionOptions
@@ -104,15 +103,6 @@ def test_a_program_answers(
     assert peers[0].answer("Hi there").text == "Yes."
     with pytest.raises(PeerError, match="not to be compared"):
         peers[0].answer("another prompt")
-
-
-def test_failures_in_its_own_words() -> None:
-    with pytest.raises(PeerError, match=r"failed \(1\): some words"):
-        run_program([sys.executable, "-c", "raise SystemExit('some words')"])
-    with pytest.raises(PeerError, match="cannot be run"):
-        run_program(["/nothing/here"])
-    with pytest.raises(PeerError, match="did not end within 0.5 s"):
-        run_program([sys.executable, "-c", "import time; time.sleep(600)"], limit_s=0.5)
 
 
 # --- llama-cpp-python's lookup

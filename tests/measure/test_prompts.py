@@ -77,10 +77,12 @@ def test_files_that_cannot_be_read_or_are_empty(tmp_path: Path) -> None:
         read_bench_prompts(tmp_path / "missing.jsonl")
 
 
-def test_the_first_prompts_of_each_category_are_taken() -> None:
+def test_the_first_prompts_of_each_category_are_taken_or_some_spread_evenly() -> None:
     prompts = [BenchPrompt(n, category, str(n)) for n, category in enumerate("abbabc", 1)]
     assert [prompt.number for prompt in first_of_each(prompts, 2)] == [1, 2, 3, 4, 6]
     assert first_of_each(prompts, 9) == prompts
+    assert evenly_chosen("abcdef", 3) == ["a", "c", "e"]
+    assert evenly_chosen("ab", 5) == ["a", "b"]
 
 
 def test_our_own_prompts_are_as_many_of_each_category() -> None:
@@ -91,8 +93,3 @@ def test_our_own_prompts_are_as_many_of_each_category() -> None:
     assert [prompt.number for prompt in prompts] == list(range(1, 17))
     assert len({prompt.text for prompt in prompts}) == 16
     assert not {prompt.text for prompt in prompts} & set(trial_prompts()), "held out"
-
-
-def test_prompts_are_spread_evenly() -> None:
-    assert evenly_chosen("abcdef", 3) == ["a", "c", "e"]
-    assert evenly_chosen("ab", 5) == ["a", "b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,18 +69,6 @@ def drafts(search: Search) -> set[DraftSource]:
     return {one.draft for one in search.tried}
 
 
-class Stop:
-    """Says that it is time to stop once it was asked so often; counts the questions."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-        self.n_asked = 0
-
-    def __call__(self) -> bool:
-        self.n_asked += 1
-        return self.n_asked > self.after
-
-
 # --- what is kept
 
 
@@ -124,18 +113,22 @@ def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None
 def test_it_can_be_interrupted_at_any_time(tiny_models: Path) -> None:
     draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
 
-    def run(stop: Callable[[], bool]) -> Search | None:
+    def run(n_patient: int) -> tuple[Search | None, int]:
+        """What is found if it stops once it was asked so often; and how often it was asked."""
+        asked = itertools.count()
         with loaded(tiny_models) as opened:
-            return search_drafts(opened, [draft, bad], (), PROMPTS, interrupted=stop)
+            found = search_drafts(
+                opened, [draft, bad], (), PROMPTS, interrupted=lambda: next(asked) >= n_patient
+            )
+        return found, next(asked)
 
-    never = Stop(10**9)
-    whole = run(never)
+    whole, n_asked = run(10**9)
     assert whole is not None
-    assert run(Stop(0)) is None
+    assert run(0)[0] is None
     n_tried = set()
     # It is asked often while the target answers, and seldom later on.
-    for after in (1, never.n_asked // 2, *range(never.n_asked - 8, never.n_asked)):
-        found = run(Stop(after))
+    for n_patient in (1, n_asked // 2, *range(n_asked - 8, n_asked)):
+        found, _ = run(n_patient)
         if found is not None:
             assert found.is_interrupted
             assert drafts(found) <= drafts(whole)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from specgen.events import Piece, ReasonCount, TokenLogprob
+from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import figures
-from specgen.serve.formats.openai import read_request
+from specgen.serve.formats.openai import read_infill, read_request
 from specgen.serve.formats.request import (
     BodyError,
     Kind,
@@ -21,7 +21,7 @@ from specgen.serve.formats.request import (
 )
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import FINISHED, written
-from tests.helpers.templates import FAMILIES, UNKNOWN
+from tests.helpers.templates import FAMILIES
 
 DEFAULTS = SamplerOptions(top_k=7), GenerationOptions(max_tokens=5, stop=("END",))
 
@@ -80,6 +80,39 @@ def test_messages() -> None:
     assert read("chat", messages=turns).messages == tuple(Message(*each) for each in expected)  # type: ignore[arg-type]
 
 
+def test_later_system_messages_are_text_of_the_users_turn() -> None:
+    roles = ["system", "developer", "user", "system", "assistant", "system", "user", "user"]
+    turns = [{"role": role, "content": text} for role, text in zip(roles, "abcdefgh", strict=True)]
+    assert read("chat", messages=turns).messages == (
+        Message("system", "a\n\nb"),
+        Message("user", "c\n\nd"),
+        Message("assistant", "e"),
+        Message("user", "f\n\ng"),
+        Message("user", "h"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "continues"),
+    [
+        ({}, True),
+        ({"continue_final_message": True, "add_generation_prompt": False}, True),
+        ({"continue_final_message": False}, False),
+        ({"add_generation_prompt": True}, False),
+    ],
+)
+def test_a_last_message_of_the_assistant_is_continued(how: Any, continues: bool) -> None:
+    user: dict[str, Any] = {"role": "user", "content": "hi"}
+    turns = [user, {"role": "assistant", "content": "Ho"}]
+    assert read("chat", messages=turns, **how).continues == continues
+    call = {"id": "c", "function": {"name": "a"}}
+    turns[1] = {"role": "assistant", "tool_calls": [call]}
+    for others in (turns, [user]):
+        asked = read("chat", messages=others, **how)
+        assert not asked.continues
+        assert bool(asked.warnings) == ("continue_final_message" in how and continues)
+
+
 def test_prompts() -> None:
     assert read("completion", prompt=[1, 2, 3]).tokens == (1, 2, 3)
     assert read("completion", prompt=[[1, 2]]).tokens == (1, 2)
@@ -113,12 +146,7 @@ def test_prompts() -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),
         ({"grammar": 'root ::= "a"', "ignore_eos": True}, "ignore_eos"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]",
-        ),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -172,6 +200,19 @@ PIECES = [
     Piece(9, "!", "accepted", "grammar"),
     Piece(2, " b", "bonus", "target", -0.25, (TokenLogprob(2, " b", -0.25),)),
 ]
+
+
+def test_an_answer_with_a_line_ends_when_its_time_is_over() -> None:
+    (request,) = read_infill({"t_max_predict_ms": 1500}, *DEFAULTS)
+    assert request.writer is not None
+    writer = request.writer([request], [""], identity="a", created=1, model="m")
+
+    def is_over(text: str, time_s: float) -> bool:
+        piece = Piece(1, text, "plain", "target")
+        writer.feed(0, CommittedEvent(0, 0.0, 1, (piece,), text, 1))
+        return bool(writer.is_over(0, time_s))
+
+    assert [is_over("a", 9.0), is_over("\n", 1.0), is_over("b", 2.0)] == [False, False, True]
 
 
 def body(kind: Kind, **more: Any) -> dict[str, Any]:
@@ -244,9 +285,6 @@ def test_log_probabilities_of_both() -> None:
     assert text["top_logprobs"] == [{"é": -0.5, "e": -1}, {" b": -0.25}]
 
 
-HERMES_TEMPLATE = FAMILIES["Hermes"]
-
-
 def test_the_tools_that_may_be_called() -> None:
     tools = [tool("a", description="A.", parameters={"required": ["x"]}), tool("b")]
     request = chat(tools=tools)
@@ -280,6 +318,25 @@ def test_a_call_and_what_the_tool_answered() -> None:
     assert with_call_form(chat(messages=turns), "{{ messages }}").warnings == ()
 
 
+def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:..."}}
+    call = {"name": "a", "arguments": '{"x": 1}'}
+    turns = [
+        {"role": "tool", "tool_call_id": "gone", "content": "7"},
+        {"role": "user", "content": [{"type": "text", "text": "see "}, image]},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "a", "content": [{"type": "file"}]},
+        {"role": "user", "content": None},
+    ]
+    assert chat(messages=turns).messages == (
+        Message("user", "[result of an earlier call]\n7"),
+        Message("user", "see [image left out: this model reads text]"),
+        Message("assistant", "", (ToolCall("a", "a", {"x": 1}),)),
+        Message("tool", "[file left out: this model reads text]", tool_call_id="a", name="a"),
+        Message("user", ""),
+    )
+
+
 @pytest.mark.parametrize(
     ("written", "read"),
     [
@@ -296,27 +353,13 @@ def test_arguments_are_an_object_or_told_as_they_are(written: Any, read: Any) ->
     assert message.tool_calls[0].arguments == read
 
 
-@pytest.mark.parametrize("template", [None, "{{ messages }}", UNKNOWN])
-def test_calls_of_an_unknown_form_stay_text(template: str | None) -> None:
-    (warning,) = with_call_form(chat(tools=[tool("a")]), template).warnings
-    assert warning.endswith("unknown form; calls stay text")
-    with pytest.raises(BodyError) as error:
-        with_call_form(chat(tools=[tool("a")], tool_choice="required"), template)
-    assert error.value.field == "tool_choice"
-    assert with_call_form(chat(), template).warnings == ()
-
-
-def test_a_grammar_keeps_what_has_to_be_a_call() -> None:
-    def grammar(**body: Any) -> str:
-        request = with_call_form(chat(tools=[tool("a"), tool("b")], **body), HERMES_TEMPLATE)
-        return "" if request.generation.grammar is None else request.generation.grammar.text
-
-    assert grammar() == ""
-    assert '"b"' in grammar(tool_choice="required")
-    assert '"b"' not in grammar(tool_choice=tool("a"))
-    for part in ('"no"', "tool_call"):
-        assert part in grammar(json_schema={"const": "no"})
-    with pytest.raises(BodyError, match="excludes tools"):
-        grammar(grammar='root ::= "no"')
-    with pytest.raises(BodyError, match="ignore_eos"):
-        grammar(tool_choice="required", ignore_eos=True)
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"grammar": 'root ::= "no"'}, "excludes tools"),
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_what_a_call_excludes_is_refused(body: dict[str, Any], why: str) -> None:
+    with pytest.raises(BodyError, match=why):
+        with_call_form(chat(tools=[tool("a")], **body), FAMILIES["Hermes"])

@@ -87,6 +87,17 @@ def test_what_an_agent_sends() -> None:
     assert {"input[8]", "tools[1].format", "tools[2]", "tools[3]", "truncation"} <= set(names)
 
 
+def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
+    image = {"type": "input_image", "image_url": "data:..."}
+    items = [
+        returned("gone", [image]),
+        {"role": "user", "content": [image, {"type": "input_text", "text": None}]},
+    ]
+    left_out = "[image left out: this model reads text]"
+    (turn,) = read(input=items).messages
+    assert turn == Message("user", f"[result of an earlier call]\n{left_out}\n\n{left_out}")
+
+
 def test_thoughts_without_an_answer_are_left_out() -> None:
     lone = {"type": "reasoning", "summary": [], "encrypted_content": "another server's!"}
     short = {**lone, "summary": [{"type": "summary_text", "text": "short"}]}
@@ -129,11 +140,6 @@ def test_what_is_ignored_is_mentioned() -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        (
-            {"input": [said("user", "x"), {"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[1].content[0]",
-        ),
-        ({"input": [said("user", "x"), returned("c", "y")]}, "input[1].call_id"),
         ({"input": [{**called("c"), "call_id": None}]}, "input[0]"),
         (
             {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]},

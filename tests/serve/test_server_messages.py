@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,25 +86,6 @@ def test_a_text_whole_and_streamed(client: anthropic.Anthropic, server: Running)
     assert chat.json()["choices"][0]["message"]["content"] == text_of(whole)
 
 
-def test_the_events_of_a_stream(server: Running) -> None:
-    response = server.post("/v1/messages?beta=true", max_tokens=3, messages=TURNS, stream=True)
-    assert response.headers["content-type"].startswith("text/event-stream")
-    events = [part.split("\n") for part in response.text.strip().split("\n\n")]
-    values = [json.loads(data.removeprefix("data: ")) for _, data in events]
-    assert [name.removeprefix("event: ") for name, _ in events] == [each["type"] for each in values]
-    assert values[0]["message"]["usage"]["input_tokens"] > 0
-    kinds = list(dict.fromkeys(each["type"] for each in values))
-    assert kinds == [
-        "message_start",
-        "ping",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-    ]
-
-
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "length"}])
 def test_calls_whole_and_streamed(client: anthropic.Anthropic, choice: Any) -> None:
     asked: Any = {"model": "any", "max_tokens": 200, "messages": TURNS, "tools": TOOLS}
@@ -161,6 +141,22 @@ def test_more_tokens_than_fit_are_cut_to_what_fits(client: anthropic.Anthropic) 
     assert answer.stop_reason in ("max_tokens", "end_turn")
 
 
+def test_a_last_message_of_the_assistant_is_continued(
+    server: Running, client: anthropic.Anthropic
+) -> None:
+    turns: Any = [*TURNS, {"role": "assistant", "content": "A b"}]
+    (block,) = client.messages.create(model="any", max_tokens=6, messages=turns).content
+    asked: dict[str, Any] = {"messages": turns, "max_tokens": 6}
+    answer = server.post("/v1/chat/completions", **asked).json()
+    assert answer["choices"][0]["message"]["content"] == block.text  # type: ignore[union-attr]
+    prompt = server.post("/apply-template", messages=TURNS).json()["prompt"]
+    continued = server.post("/apply-template", messages=turns).json()["prompt"]
+    assert continued == f"{prompt}</think>\n\nA b"
+    for how in ({"continue_final_message": False}, {"add_generation_prompt": True}):
+        other = server.post("/apply-template", **asked, **how).json()["prompt"]
+        assert not other.endswith("A b")
+
+
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     asked: Any = {"model": "any", "messages": TURNS, "system": "Be short.", "tools": TOOLS}
     counted = client.messages.count_tokens(**asked).input_tokens
@@ -173,8 +169,8 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'type "image"'),
-        ({"messages": [*TURNS, {"role": "assistant", "content": "A"}]}, "end with a user"),
+        ({"messages": TURNS, "stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": []}, "messages"),
     ],
 )
 def test_refusals_have_the_form_of_the_api(

@@ -116,6 +116,39 @@ def test_a_text_with_a_suffix(server: Running, client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens > without.usage.prompt_tokens
 
 
+#: What llama.vim and llama.vscode send with each request for a text with a gap.
+EDITOR: dict[str, Any] = {
+    "id_slot": 0,
+    "input_prefix": "the cat ",
+    "input_suffix": " the house",
+    "input_extra": [{"text": "a dog", "time": [1, 2], "filename": "a.txt"}],
+    "prompt": "is ",
+    "n_predict": 8,
+    "stop": [],
+    "n_indent": 4,
+    "top_k": 40,
+    "top_p": 0.9,
+    "stream": False,
+    "samplers": ["top_k", "top_p", "infill"],
+    "cache_prompt": True,
+    "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 60_000,
+}
+
+
+def test_what_editors_send(server: Running) -> None:
+    whole = server.post("/infill", **EDITOR).json()
+    names = ["content", "timings/prompt_n", "timings/predicted_n", "truncated", "unknown/x"]
+    asked = server.post("/infill", **EDITOR, response_fields=names).json()
+    assert list(asked) == names[:-1]
+    assert (asked["content"], asked["timings/predicted_n"]) == (whole["content"], 8)
+    ignored = [each.partition(":")[0] for each in whole["warnings"]]
+    assert ignored == ["n_indent", "samplers"]
+    nothing = {"input_prefix": "", "input_suffix": "", "input_extra": [], "prompt": ""}
+    warm_up = EDITOR | nothing | {"n_predict": 0, "samplers": [], "response_fields": [""]}
+    assert server.post("/infill", **warm_up).json() == {}
+
+
 def test_logprobs_are_the_same_with_drafts_and_without(client: openai.OpenAI) -> None:
     found = [
         client.chat.completions.create(
@@ -175,40 +208,29 @@ def test_answers_in_a_form(client: openai.OpenAI) -> None:
 # --- errors
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"n": 17}, "n"),
-        ({"speculative": {"verifier": "none"}}, "speculative.verifier"),
-        ({"logit_bias": {"1000000": 1}}, "logit_bias"),
-    ],
-)
-def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="any", messages=MESSAGES, extra_body=fields)
-    assert caught.value.param == param
-    assert caught.value.type == "invalid_request_error"
-    assert param in caught.value.message
-
-
 MANY = {"type": "object", "properties": {f"v{n}": {"type": "string"} for n in range(501)}}
 AMBIGUOUS = "".join(f'"{letter}"? ' for letter in string.ascii_lowercase * 1000)
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "told"),
+    ("name", "value", "told"),
     [
+        ("n", 17, "n"),
+        ("speculative", {"verifier": "none"}, "speculative.verifier"),
+        ("logit_bias", {"1000000": 1}, "logit_bias"),
         ("json_schema", MANY, "json_schema"),
         ("grammar", f'root ::= {AMBIGUOUS} "."', "more than 50000"),
         ("grammar", "root ::= (", "grammar, line 1"),
     ],
-    ids=["too large", "would hold the server", "none at all"],
+    ids=["n", "verifier", "token", "too large", "would hold the server", "none at all"],
 )
-def test_a_form_that_cannot_be_followed_is_refused(
-    client: openai.OpenAI, name: str, form: object, told: str
+def test_what_cannot_be_followed_is_refused_by_name(
+    client: openai.OpenAI, name: str, value: object, told: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=told):
-        client.chat.completions.create(model="any", messages=MESSAGES, extra_body={name: form})
+    with pytest.raises(openai.BadRequestError, match=told) as caught:
+        client.chat.completions.create(model="any", messages=MESSAGES, extra_body={name: value})
+    assert caught.value.param in (told, name, None if name == "grammar" else name)
+    assert caught.value.type == "invalid_request_error"
 
 
 def test_paths_that_there_are_not(server: Running) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from specgen.llama import LlamaModel
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.prompts.template import Message, ToolCall, render
+from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.session.session import Session
 from tests.helpers.common import NOW
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
@@ -106,3 +107,27 @@ def test_templates_are_told_what_llama_cpp_tells_them() -> None:
     assert rendered(template, two) == f'True {date} {NOW.year} ["user","assistant"]'
     added = "{% set ns = namespace(all=[]) %}{% set _ = ns.all.append(1) %}{{ ns.all }}"
     assert rendered(added, two) == "[1]"
+
+
+def test_the_beginning_of_an_answer_is_behind_the_prompt(tmp_path: Path) -> None:
+    """Where the template opens a thinking block, the beginning closes it, or goes on in it."""
+    begun = Message("assistant", "So it is", reasoning="I see")
+    found = {}
+    for name, opened in (("plain", ""), ("thinks", "<think>")):
+        target = tmp_path / f"{name}.gguf"
+        write_tiny_model(target, TinyConfig(chat_template=CHATML_TEMPLATE + opened))
+        with Session(options(target, "none"), lambda: 0.0) as loaded:
+            prompt = loaded.prompts.of_messages(TURNS[:2], now=NOW)
+            for each in (begun, replace(begun, content="")):
+                made = loaded.prompts.continued(prompt, each)
+                assert made.tokens[: len(prompt.tokens)] == prompt.tokens
+                rest = said(loaded.target, made.tokens[len(prompt.tokens) :])
+                found[name, bool(each.content)] = rest
+                is_open = ThoughtReader(made.text).is_open
+                assert is_open == (name == "thinks" and not each.content)
+    assert found == {
+        ("plain", True): "So it is",
+        ("plain", False): "",
+        ("thinks", True): "I see</think>\n\nSo it is",
+        ("thinks", False): "I see",
+    }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specgen.method.tables import N_BINS, AcceptanceRates
-from specgen.options import ContextOptions
+from specgen.options import ContextOptions, Workers
 from specgen.session.memory import Memory, Threads
 
 CONTEXT = ContextOptions(n_threads=2)
@@ -79,13 +79,10 @@ def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(file: Path) ->
     memory = opened(file)
     learn(memory)
     memory.save()
-    changes: dict[str, Any] = {
-        "n_threads": 4,
-        "n_threads_batch": 4,
-        "n_gpu_layers": 0,
-        "flash_attention": "off",
-    }
-    for name, value in {**changes, "cache_type_k": "q8_0", "cache_type_v": "q8_0"}.items():
+    changes: dict[str, Any] = {"n_threads": 4, "n_threads_batch": 4, "n_gpu_layers": 0}
+    changes |= {"flash_attention": "off", "cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+    changes["workers"] = Workers(("a:1",), (1.0,))
+    for name, value in changes.items():
         changed = dataclasses.replace(CONTEXT, **{name: value})
         for each in (memory, opened(file)):
             assert each.costs(TARGET, changed, 0).known == {}, name

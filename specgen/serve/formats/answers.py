@@ -196,6 +196,11 @@ class AnswerWriter(ABC):
             return [*self._add(number, answer.finish(event), None), *self._end(number)]
         return []
 
+    def is_over(self, number: int, time_s: float) -> bool:
+        """Return whether an answer, whose first token is `time_s` old, is long enough."""
+        limit_s = self._first.lines_s
+        return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
+
     def fail(self, error: Json) -> list[Json]:
         """Return the last chunks if an answer failed, for the body of an error in OpenAI's form."""
         return [error]

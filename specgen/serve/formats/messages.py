@@ -20,8 +20,8 @@ from specgen.serve.formats.request import (
     Fields,
     Part,
     Request,
+    is_begun,
     parse,
-    shown,
     text_of,
 )
 from specgen.serve.formats.tool_calls import Delta
@@ -51,7 +51,7 @@ _Blocks = Annotated[list[_Block], AS_PARTS]
 
 class _Message(Fields):
     role: Literal["assistant", "system", "user"]
-    content: _Blocks
+    content: _Blocks = []
 
 
 class _Body(ChatBody):
@@ -74,14 +74,16 @@ def read_messages(
 ) -> tuple[Request, ...]:
     """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
     asked = parse(_Body, body)
+    messages = _messages(asked)
     return asked.chat(
-        _messages(asked),
+        messages,
         sampling,
         generation,
         form=asked.format,
         effort=asked.effort,
         # With other types, ``adaptive`` for example, the model decides.
         thinks={"enabled": True, "disabled": False}.get(asked.thinking),
+        continues=is_begun(messages),
         splits_reasoning=True,
         writer=MessageWriter,
     )
@@ -90,7 +92,7 @@ def read_messages(
 def _messages(asked: _Body) -> tuple[Message, ...]:
     found = Conversation()
     for number, block in enumerate(asked.system):
-        text = text_of("system", [block])
+        text = text_of([block])
         if number or not text.startswith(_BILLING):
             found.join_text("system", text)
     for number, turn in enumerate(asked.messages):
@@ -101,8 +103,6 @@ def _messages(asked: _Body) -> tuple[Message, ...]:
             _add_block(found, turn, f"{where}[{at}]", block)
     if not found.messages:
         raise BodyError("messages", "they are empty")
-    if found.messages[-1].role == "assistant":
-        raise BodyError("messages", "the last one is the assistant's: end with a user's message")
     return tuple(found.messages)
 
 
@@ -110,23 +110,18 @@ def _add_block(found: Conversation, turn: _Message, where: str, block: _Block) -
     """Add a block to a turn. Thoughts go to the template, which keeps those that it needs."""
     match turn.role, block.type:
         case "user", "tool_result":
-            text = text_of(f"{where}.content", block.content, "\n\n")
+            text = text_of(block.content, "\n\n")
             # Chat templates have no field for errors: the text says so.
             text = f"Error: {text}" if block.is_error else text
-            found.add_result(f"{where}.tool_use_id", block.tool_use_id, text)
+            found.add_result(block.tool_use_id, text)
         case "assistant", "thinking":
             found.join_thought(block.thinking)
         case "assistant", "tool_use":
-            if block.input is None:
-                raise BodyError(f"{where}.input", "it is missing")
-            found.join_call(where, block.id, block.name, block.input)
-        case "assistant", "redacted_thinking":
-            pass
+            found.join_call(where, block.id, block.name, block.input or {})
+        case "assistant", _ if block.text is None:
+            pass  # hidden thoughts, or what a tool at Anthropic did
         case _:
-            if block.text is None:
-                what = f"blocks of type {shown(block.type)} are not supported here"
-                raise BodyError(where, what)
-            found.join_text(turn.role, block.text)
+            found.join_text(turn.role, text_of([block]))
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Embeddings have their bodies at the end. The command line gives the defaults of 
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from specgen.serve.formats.request import (
     Parts,
     Request,
     arguments_of,
+    is_begun,
     parse,
     shown,
     text_of,
@@ -56,9 +58,18 @@ class _Call(Fields):
     arguments: str | dict[str, Any] = Field("", validation_alias=AliasPath("function", "arguments"))
 
 
+class _Function(Fields):
+    """The older form of a call: its name is also its id."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str | dict[str, Any] = ""
+
+
 class _Message(Fields):
-    role: Literal["assistant", "developer", "system", "tool", "user"]
-    content: Parts | None = None
+    role: Literal["assistant", "developer", "function", "system", "tool", "user"]
+    content: Parts = []
+    name: str | None = None
+    function_call: _Function | None = None
     reasoning_content: Parts = Field(
         [], validation_alias=AliasChoices("reasoning_content", "reasoning")
     )
@@ -93,9 +104,40 @@ class _ChatBody(_Body, ChatBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
     reasoning_effort: str | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    def continues(self, messages: Sequence[Message], warnings: list[str]) -> bool:
+        """Return whether the answer continues the last message, as it does if nothing says otherwise."""
+        if is_begun(messages):
+            wanted = self.continue_final_message
+            return self.add_generation_prompt is not True if wanted is None else wanted
+        if self.continue_final_message or self.add_generation_prompt is False:
+            warnings.append(
+                "messages: not continued, since the last one is no text of the assistant's"
+            )
+        return False
 
 
-class _CompletionBody(_Body):
+class _TextBody(_Body):
+    """What llama.cpp's own paths have beside OpenAI's fields."""
+
+    response_fields: list[str] | None = None
+    t_max_predict_ms: float = 0.0
+
+    def llama_cpp(self, request: Request) -> Request:
+        """Return the request with an answer in llama.cpp's form."""
+        writer = functools.partial(LlamaCppWriter, fields=self.response_fields)
+        # The last chunk has the usage.
+        return replace(
+            request,
+            has_usage_alone=False,
+            writer=writer,
+            lines_s=self.t_max_predict_ms / 1000.0,
+        )
+
+
+class _CompletionBody(_TextBody):
     prompt: Any = None
     suffix: str = ""
     system: str | None = None  # the system message of a line of a batch
@@ -104,9 +146,10 @@ class _CompletionBody(_Body):
 class _File(Fields):
     filename: str = "tmp"
     text: str
+    time: Any = None  # when an editor saw it
 
 
-class _InfillBody(_Body):
+class _InfillBody(_TextBody):
     input_prefix: str = ""
     prompt: str = ""  # the text with which the gap already starts
     input_suffix: str = ""
@@ -135,10 +178,13 @@ def read_chat(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
     """Read a body for the next turn of a conversation. Raise `BodyError`."""
-    asked = parse(_ChatBody, body)
+    asked, warnings = parse(_ChatBody, body), list[str]()
+    messages = _messages(asked.messages)
     return asked.chat(
-        _messages(asked.messages),
+        messages,
         sampling,
+        continues=asked.continues(messages, warnings),
+        warnings=warnings,
         effort=asked.reasoning_effort,
         splits_reasoning=asked.reasoning_format != "none",
         **asked.common(generation),
@@ -146,22 +192,26 @@ def read_chat(
 
 
 def _messages(turns: list[_Message]) -> tuple[Message, ...]:
-    found = Conversation()
-    for number, turn in enumerate(turns):
-        where = f"messages[{number}]"
-        if turn.content is None and turn.role != "assistant":
-            raise BodyError(f"{where}.content", "it is missing")
+    found, last = Conversation(), ""
+    for turn in turns:
+        before, last = last, turn.role
         # A turn with calls only has no text. Templates read an empty text as none.
-        text = text_of(f"{where}.content", turn.content or [])
-        if turn.role == "tool":
-            found.add_result(f"{where}.tool_call_id", turn.tool_call_id, text)
+        text = text_of(turn.content)
+        if turn.role == "function" or turn.role == "tool":  # noqa: PLR1714 - so that mypy sees it
+            found.add_result(turn.name if turn.role == "function" else turn.tool_call_id, text)
             continue
-        calls = tuple(
+        calls = [
             ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls
-        )
-        thought = text_of(f"{where}.reasoning_content", turn.reasoning_content)
+        ]
+        if (call := turn.function_call) is not None:
+            calls.append(ToolCall(call.name, call.name, arguments_of(call.arguments)))
+        thought = text_of(turn.reasoning_content)
         role: Role = "system" if turn.role == "developer" else turn.role
-        found.messages.append(Message(role, text, calls, reasoning=thought or None))
+        # Turns stay apart, but templates want roles to alternate where a system message is the user's.
+        if role == "system" or (role == "user" and before in ("developer", "system")):
+            found.join_text(role, text)
+        else:
+            found.messages.append(Message(role, text, tuple(calls), reasoning=thought or None))
     return tuple(found.messages)
 
 
@@ -207,17 +257,15 @@ def _inputs(field: str, value: Any) -> dict[str, str | list[int]]:
 def read_infill(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
-    """Read a body in the form of llama.cpp's server, for a text with a gap. Raise `BodyError`."""
+    """Read a body in the form of llama.cpp's server, for a text with a gap. Editors also send one without any text,
+    to warm the server up. Raise `BodyError`."""
     asked = parse(_InfillBody, body)
-    if not (asked.input_prefix or asked.prompt or asked.input_suffix):
-        raise BodyError("input_prefix", "there is no text before or after the gap")
     if asked.n > 1:
         raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
     files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
     gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
     empty = asked.request("completion", sampling, **asked.common(generation))
-    # The last chunk has the usage.
-    return (replace(empty, gap=gap, has_usage_alone=False, writer=InfillWriter),)
+    return (asked.llama_cpp(replace(empty, gap=gap)),)
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -348,8 +396,13 @@ def _entry(text: str, logprob: float) -> Json:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8"))}
 
 
-class InfillWriter(ChatWriter):
-    """Writes a text completion with llama.cpp's fields for a text with a gap beside the others."""
+class LlamaCppWriter(ChatWriter):
+    """Writes a text completion with llama.cpp's fields beside the others. A whole one has only those of `fields`, each
+    by its path (``timings/prompt_n``), if they are given."""
+
+    def __init__(self, *args: Any, fields: Sequence[str] | None = None, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._fields = fields
 
     def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
         return [self._filled(each) for each in super()._add(number, deltas, event)]
@@ -358,7 +411,11 @@ class InfillWriter(ChatWriter):
         return [self._filled(each) for each in super()._end(number)]
 
     def whole(self) -> Json:
-        return self._filled(super().whole())
+        body = self._filled(super().whole())
+        if self._fields is None:
+            return body
+        found = {path: _at(body, path) for path in self._fields}
+        return {path: value for path, value in found.items() if value is not None}
 
     def _filled(self, body: Json) -> Json:
         (choice,) = body["choices"]
@@ -374,6 +431,12 @@ class InfillWriter(ChatWriter):
                 "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
             }
         return body
+
+
+def _at(body: Any, path: str) -> Any:
+    for name in path.split("/"):
+        body = body.get(name) if isinstance(body, dict) else None
+    return body
 
 
 # --- embeddings -----------------------------------------------------------------------------------

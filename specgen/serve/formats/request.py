@@ -41,7 +41,8 @@ Kind: TypeAlias = Literal["chat", "completion", "prompt"]
 #: Fields whose loss nobody would miss.
 _SILENT = frozenset(
     [
-        *("annotations", "betas", "cache_control", "client_metadata", "context_management", "id"),
+        *("annotations", "betas", "cache_control", "cache_prompt", "client_metadata", "id"),
+        *("context_management", "id_slot", "t_max_prompt_ms"),
         *("logprobs", "metadata", "model", "name", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "signature", "status", "stream_options", "strict"),
         *("summary", "type", "user"),
@@ -138,16 +139,18 @@ AS_PARTS = BeforeValidator(lambda value: [{"text": value}] if isinstance(value, 
 Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
-def text_of(where: str, parts: Sequence[Part], separator: str = "") -> str:
-    """Return the texts of a content, joined. Raise `BodyError` for a part that is none."""
-    texts: list[str] = []
-    for number, part in enumerate(parts):
-        text = part.refusal if part.text is None else part.text
-        if text is None:
-            what = f"parts of type {shown(part.type)} are not supported, only texts are"
-            raise BodyError(f"{where}[{number}]", what)
-        texts.append(text)
-    return separator.join(texts)
+def text_of(parts: Sequence[Part], separator: str = "") -> str:
+    """Return the texts of a content, joined. An image, or what else no local model reads, is named in its place: a
+    refusal would end an agent's session for good."""
+    return separator.join(map(_text_of_part, parts))
+
+
+def _text_of_part(part: Part) -> str:
+    text = part.refusal if part.text is None else part.text
+    if text is None and not part.type.endswith("text"):
+        kind = part.type.removeprefix("input_").removesuffix("_url")
+        return f"[{kind[:40]} left out: this model reads text]"
+    return text or ""
 
 
 class Speculative(Fields):
@@ -407,6 +410,7 @@ class Request:
     sampling: SamplerOptions
     generation: GenerationOptions
     messages: tuple[Message, ...] = ()
+    continues: bool = False  # the last message is the beginning of the answer
     text: str = ""
     tokens: tuple[int, ...] | None = None
     gap: Gap | None = None
@@ -419,6 +423,7 @@ class Request:
     streams: bool = False
     has_usage_alone: bool = False  # in a last chunk of a stream
     speculative: Speculative = field(default_factory=Speculative)
+    lines_s: float = 0.0  # an answer of at least a line ends after so many seconds; 0: no limit
     writer: Callable[..., Any] | None = None  # the `AnswerWriter` of the API; None is OpenAI's
 
     def prompt(
@@ -433,9 +438,11 @@ class Request:
         `UsageError`, `PromptError`."""
         if self.kind == "chat":
             tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
-            return prompts.of_messages(
-                self.messages, now=now, tools=tools, variables=self.variables
-            )
+            # A text that follows a grammar is whole.
+            continues = self.continues and self.generation.grammar is None
+            messages = self.messages[:-1] if continues else self.messages
+            prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
+            return prompts.continued(prompt, self.messages[-1]) if continues else prompt
         if self.tokens is not None:
             return prompts.of_tokens(self.tokens)
         if self.kind == "completion":
@@ -504,19 +511,27 @@ def check_tokens(request: Request, n_tokens: int) -> None:
             raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
 
 
+def is_begun(messages: Sequence[Message]) -> bool:
+    """Return whether the last message can be the beginning of an answer."""
+    last = messages[-1]
+    return len(messages) > 1 and last.role == "assistant" and not last.tool_calls
+
+
 class Conversation:
     """The messages of a chat, as they grow."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def add_result(self, where: str, identity: str | None, text: str) -> None:
-        """Add the result of a call, whose id is in the field `where`. Raise `BodyError` if there was none."""
+    def add_result(self, identity: str | None, text: str) -> None:
+        """Add the result of a call. Agents shorten conversations: a result whose call is gone becomes text of the
+        user's turn, since many templates take none without a call."""
         calls = (call for message in self.messages for call in message.tool_calls)
         names = [call.name for call in calls if call.identity == identity]
-        if not names:
-            raise BodyError(where, f"{shown(identity)} is the id of no call in an earlier message")
-        self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
+        if names:
+            self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
+        else:
+            self.join_text("user", f"[result of an earlier call]\n{text}")
 
     def join_text(self, role: Role, text: str) -> None:
         """Add a text to the turn of a role: many templates want roles to alternate. They take a system message at the

@@ -119,7 +119,7 @@ def _messages(asked: _Body, warnings: list[str]) -> tuple[Message, ...]:
     its text and its calls."""
     found = Conversation()
     if asked.instructions:
-        found.join_text("system", text_of("instructions", asked.instructions))
+        found.join_text("system", text_of(asked.instructions))
     for number, item in enumerate(asked.input):
         _add_item(found, f"input[{number}]", item, warnings)
     _drop_lone_thoughts(found)
@@ -136,12 +136,12 @@ def _add_item(found: Conversation, where: str, item: _Item, warnings: list[str])
             role: Role = "system" if item.role == "developer" else item.role
             if role != "assistant":
                 _drop_lone_thoughts(found)
-            found.join_text(role, text_of(f"{where}.content", item.content))
+            found.join_text(role, text_of(item.content))
         case "reasoning":  # as it is, or as this server hid it, or else its summary
-            thought = text_of(f"{where}.content", item.content)
+            thought = text_of(item.content)
             if not thought and item.encrypted_content.startswith(_HIDDEN):
                 thought = item.encrypted_content.removeprefix(_HIDDEN)
-            thought = thought or text_of(f"{where}.summary", item.summary)
+            thought = thought or text_of(item.summary)
             if thought:
                 found.join_thought(thought)
         case "function_call":
@@ -149,8 +149,7 @@ def _add_item(found: Conversation, where: str, item: _Item, warnings: list[str])
         case "custom_tool_call":
             found.join_call(where, item.call_id, item.name, {"input": item.input})
         case "function_call_output" | "custom_tool_call_output":
-            text = text_of(f"{where}.output", item.output)
-            found.add_result(f"{where}.call_id", item.call_id, text)
+            found.add_result(item.call_id, text_of(item.output))
         case kind if kind in _ELSEWHERE:
             what = f"{shown(kind)} stands for items that are not kept here: send the items"
             raise BodyError(f"{where}.type", what)

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
 from specgen.errors import SpecgenError
+from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, RequestError
 from specgen.serve.formats.messages import read_messages
@@ -480,7 +481,8 @@ async def _chunks(
 ) -> AsyncIterator[Json]:
     """Yield the chunks of a job's answers, which `end` ends as they are: after `limit_s` seconds (0: never), and
     when nobody waits for them. If one fails, an error is the last chunk of a stream; else raise `RequestError`."""
-    limit = asyncio.get_running_loop().call_later(limit_s, end) if limit_s > 0 else None
+    loop, started_s = asyncio.get_running_loop(), 0.0
+    limit = loop.call_later(limit_s, end) if limit_s > 0 else None
     try:
         for chunk in writer.begin(len(job.answers[0].prompt.tokens)):
             yield chunk
@@ -488,6 +490,10 @@ async def _chunks(
             if not isinstance(event, SpecgenError):
                 for chunk in writer.feed(number, event):
                     yield chunk
+                if isinstance(event, CommittedEvent):
+                    started_s = started_s or loop.time()
+                    if writer.is_over(number, loop.time() - started_s):
+                        end()
                 continue
             error = RequestError.of(event)
             if not streams:

@@ -13,6 +13,7 @@ from specgen.errors import PromptError, PromptLengthError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.template import Message, render, unmarked
+from specgen.session.prompts.thoughts import begun_in
 
 #: The tools that a model may call, in the form of OpenAI's API.
 _Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -31,6 +32,8 @@ class Prompt:
     text: str
     tokens: tuple[int, ...]
     draft_tokens: tuple[int, ...] | None = None
+    #: The positions of turns that the template itself adds before the first message; draft models leave them out.
+    head: range = range(0)
     ends: frozenset[int] = frozenset()
 
 
@@ -90,7 +93,8 @@ class Prompts:
                 f"a conversation needs a chat template, and {self.target.name} has none"
             )
         own = None if self.own_draft is None else chat.draft_tokens(self.own_draft)
-        return replace(_prompt(*found), draft_tokens=own)
+        head = chat.head(self.target.vocabulary, *found)
+        return replace(_prompt(*found), head=head, draft_tokens=own)
 
     def of_tokens(self, tokens: Sequence[int]) -> Prompt:
         """Return a prompt of these tokens of the target. Raise `PromptError` if it lacks one of them."""
@@ -109,6 +113,22 @@ class Prompts:
             own = self.own_draft.vocabulary.tokenize_inside(self._text_of(answer))
             draft_tokens = (*draft_tokens, *own)
         return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
+
+    def continued(self, prompt: Prompt, begun: Message) -> Prompt:
+        """Return a conversation's prompt with the beginning of the model's turn behind it. Where the template opens a
+        thinking block, the turn's reasoning is in it. Raise `PromptLengthError`."""
+        inside, marks = self.target.vocabulary.tokenize_inside, begun_in(prompt.text)
+        _check_length(self.target.vocabulary, begun.content, self.n_ctx)
+        if marks is None:
+            answer, text = inside(begun.content), begun.content
+        else:
+            answer, text = inside(begun.reasoning or ""), ""
+            if begun.content:
+                text = f"{begun.reasoning or ''}{marks.end}\n\n{begun.content}"
+                answer += inside(marks.end, parse_special=True)
+                answer += inside(f"\n\n{begun.content}")
+        # A prompt whose text ends with the mark is one whose answer goes on thinking.
+        return replace(self.followed_by(prompt, answer), text=prompt.text + text)
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self.target.vocabulary.token_bytes, tokens)).decode(errors="replace")
@@ -208,6 +228,23 @@ class _Conversation:
         add_special = not _begins(vocabulary, marked_text)
         tokens = tokenize_marked(vocabulary, marked_text, add_special=add_special)
         return unmarked(marked_text), tokens
+
+    def head(self, vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int]) -> range:
+        """Return the positions, among the tokens of the rendered `text`, of the turns that the template itself adds
+        before the first message, such as a default system message. With tools there are none, since templates may
+        describe them there, and none before a system message, which is the user's. The beginning-of-text token stays,
+        since attention rests on it."""
+        first = self.messages[0].content.strip()
+        if self.tools or self.messages[0].role == "system" or not first or first not in text:
+            return range(0)
+        head = tokenize(vocabulary, text[: text.index(first)], parse_special=True)
+        stop = max((n for n, token in enumerate(head, 1) if vocabulary.is_end(token)), default=0)
+        if not stop or head[:stop] != list(tokens[:stop]):
+            return range(0)
+        # White space between two turns belongs to neither.
+        while stop < len(head) and vocabulary.token_bytes(head[stop]).isspace():
+            stop += 1
+        return range(int(head[0] == vocabulary.special_tokens()["bos"]), stop)
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
         """Return the conversation for a draft model with another vocabulary. If its template accepts no system

@@ -62,7 +62,7 @@ THOUGHT_CONTROLS = tuple(
 )
 
 
-def _begun_in(prompt: str) -> ThoughtMarks | None:
+def begun_in(prompt: str) -> ThoughtMarks | None:
     """Return the marks of the thinking block that a template has opened at the end of a prompt."""
     end = prompt.rstrip()
     return next((family for family in _FAMILIES if end.endswith(family.begin)), None)
@@ -74,7 +74,7 @@ class ThoughtReader:
     none: a mark further back is part of the answer."""
 
     def __init__(self, prompt: str = "") -> None:
-        self._marks = _begun_in(prompt)
+        self._marks = begun_in(prompt)
         self.is_open, self.is_past = self._marks is not None, False
         self._held, self._is_beginning = "", True
 
