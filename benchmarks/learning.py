@@ -40,9 +40,9 @@ from specgen.measure.trial import Baseline, Replay, TargetAnswer, replay
 from specgen.models.files import cache_folder, identify, learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.calibration import calibrate
+from specgen.session.choose_models import find_target
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
-from specgen.session.files import find_target
 from specgen.session.kept_answers import last_number
 from specgen.session.open import open_memory
 from specgen.session.session import Session

@@ -24,8 +24,8 @@ from specgen.options import (
     staged,
 )
 from specgen.session.calibration import calibrate
+from specgen.session.choose_models import find_models
 from specgen.session.engine import Engine
-from specgen.session.files import find_models
 from specgen.session.open import open_session, session_options, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message

@@ -17,7 +17,7 @@ from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.drafters.heads import HeadsDrafter
-from specgen.drafters.model_drafter import ModelDrafter
+from specgen.drafters.model_drafter import HeadlessDrafter, ModelDrafter
 from specgen.drafters.mtp import MtpChainDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
@@ -187,6 +187,9 @@ DRAFTERS: dict[str, DrafterCase] = {
     "tree of guesses": DrafterCase(ModelDrafter, tree_model, trees=True),
     "drawn tree": DrafterCase(ModelDrafter, drawn_tree_model, draws=True, trees=True),
     "parallel": DrafterCase(ParallelDrafter, parallel, "parallel", draws=True),
+    "behind a prompt's head": DrafterCase(
+        HeadlessDrafter, lambda text: HeadlessDrafter(model(text), range(2)), draws=True
+    ),
     "translated": DrafterCase(
         TranslatedDrafter, translated, "respelled", translated="auto", grammar=False
     ),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
     from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch
     from specgen.serve.batch.runner import Batch, Tally
-    from specgen.session.files import DraftChoice
+    from specgen.session.choose_models import DraftChoice
     from specgen.session.session import Session
 
 #: The most lines that the last message names.

@@ -84,9 +84,9 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
 
 def _model_file(name: str) -> Path:
     """Return a model's file; raise `SpecgenError` for names that are unknown or whose file is not here."""
-    from specgen.models.hub import find_in_cache, is_reference, locate, parse_reference
+    from specgen.models.hub_names import find_in_cache, is_reference, locate, parse_reference
     from specgen.models.registry import load_registry
-    from specgen.session.files import find_model
+    from specgen.session.choose_models import find_model
 
     registry = load_registry()
 

@@ -33,7 +33,7 @@ from specgen.options import (
     ModelChoice,
     SamplerOptions,
 )
-from specgen.session.files import DraftChoice, Sources, find_models, find_target, name_of
+from specgen.session.choose_models import DraftChoice, Sources, find_models, find_target, name_of
 from specgen.system.machine import notes_on_figures
 from specgen.system.progress import human_bytes
 from specgen.train.draft_builder import (
@@ -60,7 +60,7 @@ app = typer.Typer(
 def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], list[Refused]]:
     """Return the files to try as drafts for a target, specgen's own among them, and those that are refused."""
     from specgen.measure.search import find_candidates
-    from specgen.models.hub import locate
+    from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
 
     known = [path for path in map(locate, load_registry().models.values()) if path is not None]
@@ -351,7 +351,7 @@ def make(
 
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
     """Return the model to fit, if any. Raise `UsageError` if a fitted draft is asked for but not possible."""
-    from specgen.models.hub import locate
+    from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
 
     if kind in ("heads", "pruned"):

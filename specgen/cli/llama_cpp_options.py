@@ -103,7 +103,7 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
         elif _HUB.get(name) in own or name in _HUB_OTHERS:
             value = value if equals or not rest else rest.pop(0)
             if name in _HUB:
-                from specgen.models.hub import parse_reference
+                from specgen.models.hub_names import parse_reference
 
                 found += [_HUB[name], str(parse_reference(value))]
             others[_HUB_OTHERS.get(name, "")] = value
@@ -136,7 +136,7 @@ def _with_file(words: list[str], file: str | None) -> list[str]:
     ]
     if len(names) != 1:
         raise UsageError("--hf-file needs one --hf-repo", "name it with -hf USER/REPO")
-    from specgen.models.hub import parse_reference
+    from specgen.models.hub_names import parse_reference
 
     name = parse_reference(f"{words[names[0]].split(':')[1]}/{file}")
     return [*words[: names[0]], str(name), *words[names[0] + 1 :]]

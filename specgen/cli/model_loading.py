@@ -24,7 +24,7 @@ from specgen.options import (
 
 if TYPE_CHECKING:
     from specgen.options import SessionOptions
-    from specgen.session.files import DraftChoice, Sources
+    from specgen.session.choose_models import DraftChoice, Sources
     from specgen.session.memory import Memory
     from specgen.session.open import Check
     from specgen.session.session import Session
@@ -53,7 +53,7 @@ class Setup:
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
         """Find the files of the models, which are fetched if necessary."""
-        from specgen.session.files import find_models
+        from specgen.session.choose_models import find_models
         from specgen.session.open import session_options
 
         sources = find_models(self.models, quiet=output.quiet)

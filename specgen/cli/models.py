@@ -12,9 +12,9 @@ from specgen.cli.command import Command
 from specgen.cli.flags import model_names, pair_names
 from specgen.cli.inputs import is_terminal
 from specgen.errors import ModelFileError, UnknownModelError, UsageError
-from specgen.models import hub
+from specgen.models import hub_names as hub
 from specgen.models.download import fetch, fetch_reference, stderr_progress
-from specgen.models.hub import locate, parse_reference
+from specgen.models.hub_names import locate, parse_reference
 from specgen.models.registry import CatalogueModel, Pair, Registry, load_registry
 from specgen.options import SourceChoice
 from specgen.system.progress import human_bytes

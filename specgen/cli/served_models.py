@@ -26,8 +26,8 @@ from specgen.options import SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.session.calibration import calibrate
+from specgen.session.choose_models import Sources
 from specgen.session.engine import Engine
-from specgen.session.files import Sources
 from specgen.session.memory import Memory
 from specgen.session.open import embedder_needs, needed_bytes, open_memory
 from specgen.system.files import correct, read_toml

@@ -51,7 +51,7 @@ def tune(
     if models.helpers:
         raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
     from specgen.measure.search import search_drafts
-    from specgen.session.files import find_models
+    from specgen.session.choose_models import find_models
     from specgen.session.open import session_options
 
     texts = trials.texts()

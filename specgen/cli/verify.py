@@ -18,7 +18,7 @@ from specgen.cli.output import Output
 from specgen.errors import DefectError, UsageError
 from specgen.measure.prompts import evenly_chosen
 from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoice, SamplerOptions
-from specgen.session.files import find_models
+from specgen.session.choose_models import find_models
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

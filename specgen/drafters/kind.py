@@ -15,8 +15,8 @@ import numpy as np
 
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend
-from specgen.method.draft import Branches
 from specgen.method.tables import CostTable
+from specgen.method.tree_in_cache import Branches
 from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
 from specgen.text.prefix import n_common
 
@@ -107,6 +107,8 @@ class DraftRequest:
     shape: TreeShape = AUTO_TREE
     n_max: int = 16
     n_deepest: int | None = None
+    #: Positions of the text that a draft model need not read: what a chat template puts before every prompt.
+    head: range = range(0)
     #: The prompt of a draft with another vocabulary, in its own template; None translates the target's.
     draft_prompt: Sequence[int] | None = None
     #: Whether tokens that end a text are never chosen.

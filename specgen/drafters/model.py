@@ -13,7 +13,7 @@ from specgen.drafters.cascade import Cascade, Guesses
 from specgen.drafters.expansion import WIDEST
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import refuse_draft
-from specgen.drafters.model_drafter import ModelDrafter
+from specgen.drafters.model_drafter import HeadlessDrafter, ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
@@ -151,11 +151,11 @@ class DraftModel(LoadedDraft):
 
     def drafter(self, request: DraftRequest) -> Drafter:
         backend, n, translation = request.caches[0], self._n_shared_tokens, self._translation
-        if self.mask is not None:
-            return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
         if translation is None:
-            guesses = self._guesses(request)
-            return ModelDrafter(backend, request, n_shared_tokens=n, guesses=guesses)
+            head, prompt = request.head, request.prompt
+            request = replace(request, prompt=(*prompt[: head.start], *prompt[head.stop :]))
+            drafter = self._untranslated(request)
+            return HeadlessDrafter(drafter, head) if head else drafter
         text = translation.text(request.prompt, request.draft_prompt)
         # The target's biases and penalties refer to the target's token ids.
         never = self.model.vocabulary.end_tokens() if request.is_endless else ()
@@ -164,6 +164,13 @@ class DraftModel(LoadedDraft):
         inner = ModelDrafter(backend, own, n_shared_tokens=n, guesses=self._guesses(own))
         holds_back = backend.rollback == "cells"
         return TranslatedDrafter(inner, translation, text, shaper, holds_back=holds_back)
+
+    def _untranslated(self, request: DraftRequest) -> Drafter:
+        backend, n = request.caches[0], self._n_shared_tokens
+        if self.mask is not None:
+            return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
+        guesses = self._guesses(request)
+        return ModelDrafter(backend, request, n_shared_tokens=n, guesses=guesses)
 
     def _guesses(self, request: DraftRequest) -> Guesses | None:
         """Return what drafts for this model, over a text in its tokens. A helper has a random generator of its own, so
@@ -178,6 +185,7 @@ class DraftModel(LoadedDraft):
                 shaper=Shaper(Sampler(SamplerOptions()), request.text),  # the likeliest token
                 rng=np.random.default_rng(0),
                 caches=caches,
+                head=range(0),
                 costs=request.costs_of(key),
                 draws=False,
                 draft_prompt=None,

@@ -19,7 +19,7 @@ from specgen.drafters.kind import DraftRequest
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting
-from specgen.method.policy import RoundPlan
+from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.tables import Price
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
@@ -235,3 +235,33 @@ class ModelDrafter(Drafter):
             logits = yield Ask(backend, batch, self._costs)
         assert logits is not None, "at least one token is decoded"
         return logits
+
+
+class HeadlessDrafter(Drafter):
+    """Lets a draft model draft without the tokens at the positions `head`, which a chat template puts before every
+    prompt: it drafts nearly the same, and its prefill is shorter (1 to 4 % of an answer to a short prompt)."""
+
+    name = "model"
+
+    def __init__(self, inner: Drafter, head: range) -> None:
+        self._inner = inner
+        self._head = head
+        #: The text so far, without the head.
+        self._text: list[int] = []
+
+    def price(self, n_context: int) -> Price:
+        return self._inner.price(n_context - len(self._head))
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        text, head = self._text, self._head
+        text.extend(context[len(text) : head.start])
+        text.extend(context[len(text) + len(head) :])
+        return self._inner.propose(text, plan, n_drafted)
+
+    def observe(self, result: RoundResult) -> None:
+        self._inner.observe(result)
+
+    def rewind(self, n_tokens: int) -> None:
+        n_left_out = len(range(self._head.start, min(self._head.stop, n_tokens)))
+        del self._text[n_tokens - n_left_out :]
+        self._inner.rewind(n_tokens - n_left_out)

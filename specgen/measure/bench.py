@@ -18,7 +18,7 @@ from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.options import DraftSource, PolicyName, SessionOptions, TreeShape, staged
-from specgen.session.files import find_models
+from specgen.session.choose_models import find_models
 from specgen.system.files import as_json
 
 if TYPE_CHECKING:

@@ -165,7 +165,7 @@ def _test_kernels(report: DoctorReport) -> str:
 
 
 def _find_models(report: DoctorReport) -> str:
-    from specgen.models.hub import locate
+    from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
 
     places = {name: locate(model) for name, model in load_registry().models.items()}

@@ -17,7 +17,7 @@ from specgen.llama import default_threads
 from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_draft
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.session.calibration import begin, short_context, time_batch
-from specgen.session.files import name_of
+from specgen.session.choose_models import name_of
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.files import as_json

@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING
 from specgen.errors import BackendError, SpecgenError
 from specgen.events import Event, NoticeEvent, ReasonName
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import (
-    NO_DRAFT,
-    ROOT,
-    Distribution,
-    Draft,
-    NoTokenAllowedError,
-    keep_path,
-    pack,
-)
+from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Proposal, propose_together, refuse_nonsense
 from specgen.method.policy import Reason, RoundPlan, RoundResult
 from specgen.method.tables import Others
+from specgen.method.tree_in_cache import keep_path, pack
 from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
 

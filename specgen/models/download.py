@@ -24,9 +24,9 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from specgen.errors import FetchError, SpecgenError, UnknownModelError
-from specgen.models import hub
+from specgen.models import hub_names as hub
 from specgen.models.files import file_sha256, size_of
-from specgen.models.hub import SHA256, HubReference
+from specgen.models.hub_names import SHA256, HubReference
 from specgen.models.registry import CatalogueModel, HubSource, PypiSource
 from specgen.options import SourceChoice
 from specgen.system.files import existing_parent

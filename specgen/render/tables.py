@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specgen.render.rows import clean_line
-from specgen.session.files import name_of
+from specgen.session.choose_models import name_of
 from specgen.system.progress import counted
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""A whole answer in a loop: its prompt is read, in pieces, before the rounds, and it is summed up after them."""
+"""A whole answer in a loop: its prompt is read, in pieces, before the rounds, and it is summed up after them. (Where it
+ends: `text/sequence.py`; stop strings: `text/stop_strings.py`.)"""
 
 from __future__ import annotations
 

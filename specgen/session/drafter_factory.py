@@ -13,9 +13,9 @@ import numpy as np
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.kind import DraftRequest, Key, LoadedDraft
 from specgen.method.backend import Backend
-from specgen.method.draft import Branches
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.method.tables import AcceptanceRates, CostTable
+from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import VERIFIERS
 from specgen.options import (
     DRAFT_TEMPERATURE,
@@ -166,6 +166,7 @@ class DrafterFactory:
             shape=drafting.tree,
             n_max=drafting.n_max,
             n_deepest=drafting.tree_depth,
+            head=prompt.head,
             draft_prompt=prompt.draft_tokens,
             is_endless=settings.generation.ignore_eos,
         )

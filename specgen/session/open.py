@@ -47,7 +47,7 @@ from specgen.session.calibration import (
     known_costs,
     measure_in_short_contexts,
 )
-from specgen.session.files import DraftChoice, Sources
+from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.memory import Memory
 from specgen.session.session import Session, usual_n_ctx
 from specgen.system.machine import look_at_machine

@@ -24,9 +24,10 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.method.backend import Vocabulary
-from specgen.method.draft import ROOT, Branches, Draft
+from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import Offer, Policy, Reason
 from specgen.method.tables import ALONE, Others
+from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits

@@ -11,6 +11,7 @@ from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.system.arrays import Logits, TokenArray
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling import Sampler, top_probability
+from specgen.text.stop_strings import StopScanner
 
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
 _ROOM = 512
@@ -108,45 +109,6 @@ class Shaper:
         """Return the largest probability of a token: 1 if the grammar forces it, else that of the logits at
         temperature 1."""
         return 1.0 if self._state.forced(path) is not None else top_probability(logits)
-
-
-class StopScanner:
-    """Finds stop strings in text that arrives in pieces. What may be a prefix of one is held back until more text
-    comes."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        if not all(stops):
-            raise ValueError("a stop string is empty")
-        self._stops = tuple(stops)
-        self._held = ""
-        #: The stop string that was found.
-        self.found: str | None = None
-
-    def push(self, text: str) -> str:
-        """Take a piece; return the text that may be shown now, up to a stop string, which is then `found`."""
-        if not self._stops:
-            return text
-        text = self._held + text
-        hits = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
-        if hits:
-            index, self.found = min(hits)
-            self._held = ""
-            return text[:index]
-        n_held = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - n_held :]
-        return text[: len(text) - n_held]
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest ending of `text` that is a prefix of `stop`, but not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 class TextStream:

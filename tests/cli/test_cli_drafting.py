@@ -56,6 +56,24 @@ def test_every_policy_keeps_the_answer(cli: Cli, plain: str, policy: str, draft:
         assert "drafting failed" not in result.err
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("draft", ["draft", "ngram"])
+@pytest.mark.parametrize(
+    "samplers",
+    ["--top-k 0 --top-p 1 --min-p 0", "--xtc-probability 0.5 --repeat-penalty 1.2"],
+)
+def test_with_the_kernels_a_seed_has_the_text_of_plain_decoding(
+    cli: Cli, samplers: str, draft: str
+) -> None:
+    """With the caches and the attention that users have by default."""
+    for seed in "123456":
+        given = [*samplers.split(), "--temp", "0.8", "--seed", seed, "--verifier", "match"]
+        given += ["-fa", "auto", "-n", "24"]
+        expected = cli.run(PROMPT, *given, draft="none").out
+        for how in (("--policy", "cost"), ("--tree", "3,2,1"), ("--tree", "off")):
+            assert cli.run(PROMPT, *given, *how, draft=draft).out == expected
+
+
 def test_costs_decide_unless_something_else_is_asked_for(
     cli: Cli, plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,14 +133,6 @@ def test_texts_are_looked_up(cli: Cli, tmp_path: Path, kind: str) -> None:
     # What was made of the texts is kept, and not taken without being asked for.
     assert stored("lookup")
     assert "lookup" not in origins_of(cli.run(PROMPT, *readable, draft="ngram"), plain)
-
-
-def test_texts_that_cannot_be_looked_up_exit_with_2(cli: Cli, tmp_path: Path) -> None:
-    missing = tmp_path / "missing.txt"
-    assert "missing.txt" in complaint(cli.run(PROMPT, "--lookup-file", str(missing)), 2)
-    binary = tmp_path / "binary.txt"
-    binary.write_bytes(b"\xff\x00\xfe")
-    assert "not UTF-8" in complaint(cli.run(PROMPT, "--lookup-file", str(binary)), 2)
 
 
 def test_earlier_answers_draft_where_they_are_kept(cli: Cli, plain: str) -> None:
@@ -245,14 +255,6 @@ def test_a_shape_is_drafted_every_round(cli: Cli) -> None:
     assert [node["parent"] for node in found[0]] == [-1, -1, 0, 0, 1, 1, 2, 3, 4, 5]
     assert len({node["token_id"] for node in found[0][:2]}) == 2
     assert {len(nodes) for nodes in found[:-3]} == {10}
-
-
-def test_independent_drafts_share_what_they_have_in_common(cli: Cli) -> None:
-    found = drafts_of(cli, "--tree", "3x2", "--temp", "1.5", "--seed", "2")
-    assert any(1 < len(nodes) < 6 for nodes in found)
-    for nodes in found:
-        places = [(node["parent"], node["token_id"]) for node in nodes]
-        assert len(set(places)) == len(places)
 
 
 def test_it_is_told_which_guesses_were_right(cli: Cli) -> None:

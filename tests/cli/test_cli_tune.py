@@ -57,16 +57,9 @@ def test_in_a_pipe_the_table_is_the_output_and_the_sentences_are_notes(tune: Spe
     assert measured.startswith("measured on 2 answers of target.gguf: ")
     assert kept.startswith("kept for `specgen run`")
     assert "threads" not in kept
-
-
-def test_json_has_the_figures(tune: Specgen, tiny_models: Path) -> None:
     found = document(tune("--draft", "draft", "--json"))
-    assert found["target"] == str(tiny_models / "target.gguf")
     assert tried(found) == {"none", "draft", "ngram"}
-    assert (found["n_prompts"], found["n_tokens"]) == (2, 28)
-    assert list(found["batch_s"]) == ["1", "2", "3", "4", "5"]
-    assert (found["is_interrupted"], found["threads"]) == (False, {})
-    assert len(found["advice"]) == 3
+    assert (found["is_interrupted"], found["threads"], len(found["advice"])) == (False, {}, 3)
 
 
 def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
@@ -152,14 +145,6 @@ def measures(specgen: Specgen, models: Path, *more: str) -> bool:
     options = ("-n", "8", "--draft-max", "4", "--policy", "cost", "--json", *more)
     result = specgen("run", *own, *options, PROMPT)
     return "measured the costs of drafting" in result.out
-
-
-def test_run_measures_nothing_that_was_tuned(
-    tune: Specgen, specgen: Specgen, tiny_models: Path
-) -> None:
-    tune("--draft", "draft")
-    assert not measures(specgen, tiny_models)
-    assert measures(specgen, tiny_models, "-ctk", "q8_0"), "with other options it does"
 
 
 def test_nothing_is_kept_from_a_busy_machine(

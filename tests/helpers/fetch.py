@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.models.hub import folder_of
+from specgen.models.hub_names import folder_of
 from specgen.models.registry import CatalogueModel, HubSource, PypiSource
 from specgen.system.progress import ProgressView
 from tests.helpers.common import ROOT

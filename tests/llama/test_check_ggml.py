@@ -58,23 +58,12 @@ WRONG = {
         ("int32_t flags;", "int32_t flags, more;", "ggml_tensor has another size"),
         ("int ith, nth;", "int nth, ith;", "ggml_compute_params::ith lies elsewhere"),
         ("bool (*is_host)", "int (*is_host)", "is_host has another type"),
-        (
-            "chunk_add)(ggml_threadpool *, int)",
-            "chunk_add)(ggml_threadpool *)",
-            "add has another type",
-        ),
         ("backend_api_version = 2", "backend_api_version = 3", "have another interface"),
         ("n_ggml_types = ", "n_ggml_types = 1 + ", "more or fewer types"),
-        ("n_ggml_operators = ", "n_ggml_operators = 1 + ", "more or fewer operators"),
         ('built_for_ggml[] = "', 'built_for_ggml[] = "1', "another version of ggml"),
     ],
     # Looked at where all else agrees.
     "virtual functions": [
-        (
-            "    virtual ~extra_buffer_type() {}\n",
-            "",
-            "supports_op lies elsewhere in ggml's virtual",
-        ),
         (WORK_SIZE, f"{MORE}\n{WORK_SIZE}", "compute_forward lies elsewhere in ggml's virtual"),
     ],
 }
@@ -88,16 +77,6 @@ def test_a_wrong_declaration_is_found(source: Path, kernels: Path, group: str) -
         check_ggml.check(source, kernels)
     for _, _, complaint in WRONG[group]:
         assert complaint in caught.value.output
-
-
-def test_a_virtual_function_that_ggml_adds_is_found(source: Path, tmp_path: Path) -> None:
-    newer = shutil.copytree(source, tmp_path / "newer")
-    traits = "    virtual tensor_traits * get_tensor_traits"
-    header = newer / ggml_source.GGML / "src" / "ggml-cpu" / "traits.h"
-    replace(header, traits, f"{MORE}\n{traits}")
-    with pytest.raises(BuildError) as caught:
-        check_ggml.check(newer)
-    assert "ggml has a virtual function more" in caught.value.output
 
 
 def test_the_command_ends_with_what_differs(source: Path, tmp_path: Path) -> None:

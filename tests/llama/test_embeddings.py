@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.errors import ModelFileError, PromptError, PromptLengthError
+from specgen.errors import ModelFileError
 from specgen.llama import LlamaModel
 from specgen.llama.embeddings import Embedder, unit
 from tests.helpers.common import EXACT
@@ -76,22 +76,6 @@ def test_pieces_of_a_text_give_the_vector_of_the_whole(embedder: Embedder, file:
     tokens = embedder.tokenize(TEXTS[1])
     with closing(Embedder(file, replace(EXACT, n_batch=3), N_CTX)) as in_pieces:
         np.testing.assert_allclose(in_pieces.embed(tokens), embedder.embed(tokens), atol=1e-5)
-
-
-def test_texts_that_do_not_fit(embedder: Embedder) -> None:
-    n_vocab = embedder.model.vocabulary.n_tokens
-    embedder.check([5] * N_CTX)
-    assert embedder.embed([5] * N_CTX).shape == (64,)
-    for tokens, error, what in (
-        ([5] * (N_CTX + 1), PromptLengthError, f"{N_CTX + 1} tokens"),
-        ([], PromptError, "empty"),
-        ([n_vocab], PromptError, f"no token {n_vocab}"),
-        ([-1], PromptError, "no token -1"),
-    ):
-        with pytest.raises(error, match=what):
-            embedder.check(tokens)
-    with pytest.raises(PromptLengthError, match="tokens, but the context"):
-        embedder.tokenize("a cat " * N_CTX)
 
 
 def test_names_of_control_tokens_are_text(tmp_path: Path) -> None:

@@ -67,26 +67,22 @@ def test_errors_are_not_larger_than_ggmls(type_name: str) -> None:
 
 @pytest.mark.parametrize("type_name", TYPES)
 def test_a_row_is_the_same_bits_in_any_company(type_name: str) -> None:
-    weights, tokens = operators.quantize(normal(50, 1024), type_name), normal(40, 1024, seed=2)
-    with Matrix(weights, SPECGEN_BUFFER) as packed:
-        alone = np.concatenate([operators.multiply(packed, row[None]) for row in tokens])
-        for n_rows in (*range(1, MOST_COLUMNS + 2), 16, 17, 23, 25, 32, 40):
-            for n_threads in (1, 2, 3):
-                together = operators.multiply(packed, tokens[:n_rows], n_threads=n_threads)
-                assert np.array_equal(together, alone[:n_rows]), (n_rows, n_threads)
-
-
-@pytest.mark.parametrize("type_name", TYPES)
-def test_a_prompt_is_the_same_bits_in_any_pieces(type_name: str) -> None:
+    """In batches of every size, and of a prompt in any pieces."""
     n_tokens = 2 * MOST_COLUMNS_OF_TILES + 7
-    weights, tokens = operators.quantize(normal(35, 512), type_name), normal(n_tokens, 512, seed=2)
+    weights, tokens = (
+        operators.quantize(normal(50, 1024), type_name),
+        normal(n_tokens, 1024, seed=2),
+    )
+    pieces = [(0, n) for n in (*range(1, MOST_COLUMNS + 2), 16, 17, 23, 25, 32, 40)]
+    for n in (48, 49, 65, 80, 81, 95, 96, 97, n_tokens):
+        pieces += [(0, n), (n_tokens - n, n)]
     with Matrix(weights, SPECGEN_BUFFER) as packed:
         alone = np.concatenate([operators.multiply(packed, row[None]) for row in tokens])
-        for n_rows in (48, 49, 65, 80, 81, 95, 96, 97, n_tokens):
-            for first in (0, n_tokens - n_rows):
-                piece = slice(first, first + n_rows)
-                together = operators.multiply(packed, tokens[piece], n_threads=2)
-                assert np.array_equal(together, alone[piece]), (n_rows, first)
+        for first, n in pieces:
+            for n_threads in (1, 2, 3) if n <= 40 else (2,):
+                piece = slice(first, first + n)
+                together = operators.multiply(packed, tokens[piece], n_threads=n_threads)
+                assert np.array_equal(together, alone[piece]), (first, n, n_threads)
 
 
 @given(

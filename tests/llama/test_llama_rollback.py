@@ -163,48 +163,6 @@ def test_any_number_of_drafted_rows_can_be_dropped(
         assert n_repeated == 0
 
 
-@every_way
-@pytest.mark.parametrize("seed", range(4))
-def test_rounds_of_all_kinds_in_a_row(
-    opened: Opener, expected: Expected, way: Way, seed: int
-) -> None:
-    rng, name = np.random.default_rng(seed), way.name
-    backend = opened(name, way.n_rollback, n_batch=16)
-    text: list[int] = []
-
-    def extend(n: int) -> Logits:
-        tokens = [int(token) for token in rng.integers(0, 280, n)]
-        text.extend(tokens)
-        return decoded_last(backend, tokens)
-
-    for _ in range(3):
-        extend(16)
-    for _ in range(25):
-        kind = rng.choice(["draft", "plain", "singles", "twice", "early", "same place"])
-        start = len(text)
-        if kind in {"draft", "twice", "same place"}:
-            backend.checkpoint(0)
-            extend(int(rng.integers(1, N_OUTPUTS)))
-        elif kind == "singles":
-            backend.checkpoint(0)
-            for _ in range(3):
-                extend(1)
-        if kind == "plain":
-            extend(int(rng.integers(1, 4)))
-        else:
-            for _ in range(2 if kind == "twice" else 1):
-                first = max(0, start - 4) if kind == "early" else start
-                kept = int(rng.integers(first, len(text) + 1))
-                backend.remove(0, kept)
-                del text[kept:]
-                assert backend.length(0) == len(text)
-        if kind == "same place":
-            backend.checkpoint(0)
-            backend.checkpoint(0)
-            backend.remove(0, len(text))
-        assert_same(name, extend(int(rng.integers(1, 4))), expected(name, text))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_rollback_left_out_would_be_seen(expected: Expected, name: str) -> None:
     """A state that still holds the dropped tokens is the state of another text."""

@@ -77,7 +77,7 @@ ALONE: dict[str, list[dict[str, float]]] = {
     "min_p": [{"min_p": p} for p in (0.001, 0.05, 0.4, 1.0)],
     "typical": [{"typical_p": p} for p in SHARES],
     "top_n_sigma": [{"top_n_sigma": n} for n in (0.3, 1.0, 2.2, 100.0)],
-    "temperature": [{"temperature": t} for t in (0.01, 0.3, 0.8, 1.7, 20.0)],
+    "temperature": [{"temperature": t} for t in (-1.0, 0.0, 0.01, 0.3, 0.8, 1.7, 20.0)],
     "dynamic temperature": [
         {"temperature": t, "dynatemp_range": spread, "dynatemp_exponent": exponent}
         for t, spread in ((0.8, 0.5), (1.0, 3.0), (0.0, 1.5))
@@ -167,29 +167,6 @@ def test_a_bias_of_the_same_token_twice_is_added_twice() -> None:
         check(ROWS["usual"], options(logit_bias=pairs, top_k=20, samplers=order, temperature=0.7))
 
 
-@pytest.mark.parametrize("t", [0.0, -1.0])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"top_k": 40, "top_p": 0.95, "min_p": 0.05},
-        {"repeat_penalty": 3.0, "presence_penalty": 9.0},
-        {"typical_p": 0.2},
-        {"top_n_sigma": 1.0},
-        {"xtc_probability": 1.0, "xtc_threshold": 0.02},
-        {"logit_bias": ((5, 50.0),)},
-    ],
-)
-@pytest.mark.parametrize("name", ["usual", "flat-ish", "large", "negative"])
-def test_at_temperature_zero_the_best_survivor_is_taken(
-    name: str, changes: dict[str, object], t: float
-) -> None:
-    chosen = options(temperature=t, **changes)
-    theirs = native_distribution(ROWS[name], chosen, HISTORY.tolist())
-    ours = Sampler(chosen).distribution(ROWS[name].copy(), HISTORY)
-    assert as_dict(ours) == pytest.approx(theirs)
-
-
 def random_options(rng: random.Random) -> SamplerOptions:
     """Any samplers in any order; each as likely on as off."""
 
@@ -245,18 +222,6 @@ def test_any_chain_in_any_order(seed: int) -> None:
     ours = Sampler(chosen).distribution(logits, history)
     assert (logits == before).all()
     assert_same(ours, theirs)
-
-
-@pytest.mark.parametrize(("k", "p"), [(0, 1.0), (0, 0.95), (40, 0.95)])
-def test_a_vocabulary_of_real_size(k: int, p: float) -> None:
-    chosen = options(temperature=1.7, top_k=k, top_p=p, min_p=0.05)
-    for scale in (0.5, 3.0):
-        logits = row(50_000, scale, 13)
-        logits[::7] = -np.inf
-        ours, theirs = Sampler(chosen).distribution(logits), native_distribution(logits, chosen)
-        # Adding up thousands of float32 numbers, llama.cpp is off by some tokens.
-        assert_same(ours, theirs, edge=1e-3 if p < 1.0 and k == 0 else 0.0)
-        assert abs(len(theirs) - len(ours.token_ids)) <= 0.01 * len(theirs)
 
 
 def test_the_mixture_at_temperature_zero_has_two_certain_tokens() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.llama import operators
 from specgen.llama.kernels.attached import Kernels
 from specgen.llama.operators import (
     FloatArray,
@@ -19,8 +18,8 @@ from specgen.llama.operators import (
 )
 from tests.llama.test_kernel_products import error, normal
 
-#: What rounding activations to 8 bits makes, as a root mean square; without that, numbers of 16 bits.
-ROUNDED, HALF = 0.015, 0.004
+#: What rounding to numbers of 16 bits makes, as a root mean square.
+HALF = 0.004
 
 
 @pytest.fixture(autouse=True)
@@ -28,22 +27,6 @@ def _without_kernels(attached_kernels: Kernels | None) -> None:
     """GGML's own code computes."""
     if attached_kernels is not None:
         attached_kernels.enable(products=False, attention=False)
-
-
-# --- products -------------------------------------------------------------------------------
-
-
-#: GGML takes seconds to prepare for these.
-SLOW = {"iq1_s", "iq1_m", "iq2_xs", "iq2_s", "iq2_xxs"}
-
-
-@pytest.mark.parametrize("type_name", [name for name in operators.TYPE_NUMBERS if name not in SLOW])
-def test_a_product_of_every_type(type_name: str) -> None:
-    weights = quantize(normal(33, 512), type_name)
-    tokens = normal(5, 512, seed=1)
-    with Matrix(weights) as matrix:
-        computed = multiply(matrix, tokens, n_threads=2)
-    assert error(computed, tokens @ operators.dequantize(weights).T) < ROUNDED
 
 
 def test_shapes_that_do_not_fit_are_errors() -> None:

@@ -21,7 +21,6 @@ from specgen.llama import LlamaBackend, LlamaModel, rpc
 from specgen.llama.kernels.attached import Kernels
 from specgen.measure import doctor
 from specgen.options import ContextOptions, Workers
-from specgen.session.memory import Memory
 from specgen.system import worker_probe
 from specgen.system.arrays import Logits
 from specgen.system.worker_probe import (
@@ -33,7 +32,8 @@ from specgen.system.worker_probe import (
     parse_endpoint,
     probe,
 )
-from tests.helpers.cli import Cli
+from tests.helpers import cli
+from tests.helpers.cli import Specgen
 from tests.helpers.rows import decoded
 from tests.helpers.workers import (
     Worker,
@@ -46,6 +46,12 @@ from tests.helpers.workers import (
 )
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import Architecture
+
+
+@pytest.fixture(name="in_process")
+def _in_process(capsys: pytest.CaptureFixture[str]) -> Specgen:
+    return cli.in_process(capsys)
+
 
 QUICK = ("-t", "1", "--no-stats", "--quiet", "-n", "24")
 
@@ -245,22 +251,24 @@ class TestLoss:
     ],
     ids=" ".join,
 )
-def test_every_command_that_loads_a_target_asks_the_workers(
-    cli: Cli,
-    capsys: pytest.CaptureFixture[str],
+def test_every_command_that_loads_a_target_takes_workers_and_kernels(
+    in_process: Specgen,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
+    tiny_models: Path,
     command: Sequence[str],
 ) -> None:
-    import specgen.cli
-
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text("Hi\n", encoding="utf-8")
     endpoint = f"127.0.0.1:{free_port()}"
-    with pytest.raises(SystemExit) as exit_:
-        specgen.cli.main([*command, "-m", cli.model("target"), "--rpc", endpoint])
-    assert exit_.value.code == WorkerLostError.exit_code
-    assert f"cannot reach the worker {endpoint}" in capsys.readouterr().err
+    own = [*command, "-m", tiny_models / "target.gguf"]
+    lost = in_process(*own, "--rpc", endpoint)
+    assert lost.code == WorkerLostError.exit_code
+    assert f"cannot reach the worker {endpoint}" in lost.err
+    monkeypatch.setattr("specgen.llama.kernels.admission.library_path", lambda: None)
+    refused = in_process(*own, "--kernels", "specgen")
+    assert (refused.code, refused.out) == (UsageError.exit_code, "")
+    assert "specgen's kernels cannot be used" in refused.err
 
 
 class TestProbe:
@@ -364,17 +372,6 @@ class TestOptions:
         for asked, split in ((None, "1,2"), ("a:1,a:1", None), (many, None), *splits):
             with pytest.raises(UsageError):
                 machine(rpc=asked, tensor_split=split)
-
-    def test_costs_belong_to_a_placement(self, tmp_path: Path) -> None:
-        memory, model = Memory(), tmp_path / "model.gguf"
-
-        def table(placed: Workers | None) -> object:
-            return memory.costs(model, ContextOptions(workers=placed), 0)
-
-        alone, there = table(None), table(Workers(("a:1",)))
-        split = table(Workers(("a:1", "b:1"), (1.0, 2.0)))
-        assert len({id(one) for one in (alone, there, split)}) == 3
-        assert table(Workers(("a:1",), timeout_s=1.0)) is there
 
     def test_another_address_needs_a_word(self) -> None:
         code, out, err = finished(specgen("worker", "--host", "0.0.0.0"))

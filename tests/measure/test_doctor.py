@@ -196,7 +196,7 @@ def test_the_command_shows_what_it_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = tmp_path / "here.gguf"
-    monkeypatch.setattr("specgen.models.hub.locate", lambda _model: model)
+    monkeypatch.setattr("specgen.models.hub_names.locate", lambda _model: model)
     assert run_cli() == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -243,7 +243,7 @@ def test_a_model_that_is_not_there_is_named_and_not_fetched(
 ) -> None:
     from specgen.models.registry import load_registry
 
-    monkeypatch.setattr("specgen.models.hub.locate", lambda _model: None)
+    monkeypatch.setattr("specgen.models.hub_names.locate", lambda _model: None)
     known = next(iter(load_registry().models))
     for model, code, hint in (
         ("no-such-model", 6, "specgen models"),

@@ -14,7 +14,7 @@ import pytest
 from specgen.errors import FetchError, UnknownModelError, UsageError
 from specgen.models.download import download, fetch, fetch_reference
 from specgen.models.files import size_of
-from specgen.models.hub import (
+from specgen.models.hub_names import (
     HubReference,
     cached_models,
     choose,

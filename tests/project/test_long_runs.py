@@ -67,7 +67,8 @@ def test_a_server_gives_back_what_it_took(tmp_path: Path) -> None:
 
 
 def test_what_was_killed_while_it_wrote_breaks_nothing() -> None:
-    done = run("kills", "--rounds", "4", "--command", "run", "--command", "lookup store")
+    commands = [each for name in ("run", "lookup store", "batch") for each in ("--command", name)]
+    done = run("kills", "--rounds", "6", *commands)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout)["counts"]
-    assert sum(counts.values()) == 4
+    assert sum(counts.values()) == 6

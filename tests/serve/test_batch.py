@@ -14,7 +14,6 @@ from specgen.render.summary import batch_summary
 from specgen.serve.batch.lines import OWN, Line, LineError, continued, read_results
 from specgen.serve.batch.runner import Tally
 from specgen.serve.formats.request import Request
-from specgen.session.prompts.template import Message
 from specgen.system.files import to_line
 from tests.helpers.batch import lines_of
 
@@ -27,31 +26,6 @@ def request_of(line: Line) -> Request:
 
 
 class TestLines:
-    def test_the_three_forms(self) -> None:
-        turns = [{"role": "user", "content": "hi"}]
-        url = "/v1/chat/completions"
-        body = {"messages": turns, "max_tokens": 3}
-        first, second, third, fourth, fifth = lines_of(
-            {"custom_id": "x", "method": "POST", "url": url, "body": body},
-            {"custom_id": "y", "url": "/v1/completions", "body": {"prompt": "a", "seed": 3}},
-            {"prompt": "b", "temperature": 0.5},
-            {"custom_id": 7, "messages": turns},
-            b"",
-            "  Why is the sky blue?\r",
-        )
-        lines = (first, second, third, fourth, fifth)
-        assert [line.custom_id for line in lines] == ["x", "y", "3", "7", "6"]
-        assert [line.number for line in lines] == [1, 2, 3, 4, 6]
-        assert request_of(first).messages == (Message("user", "hi"),)
-        assert request_of(first).generation.max_tokens == 3
-        assert (request_of(second).kind, request_of(second).text) == ("completion", "a")
-        assert request_of(second).sampling.seed == 3
-        assert (request_of(third).kind, request_of(third).text) == ("prompt", "b")
-        assert request_of(third).sampling.temperature == 0.5
-        assert request_of(fourth).kind == "chat"
-        assert request_of(fifth).text == "Why is the sky blue?"
-        assert request_of(fifth).generation.max_tokens == 20
-
     @pytest.mark.parametrize(
         ("line", "code", "word"),
         [

@@ -17,8 +17,6 @@ from specgen.session.engine import Engine
 from specgen.session.prompts.thoughts import ThoughtReader, thought_of
 from specgen.session.session import Session
 from tests.helpers.common import NOW
-from tests.helpers.tiny import write_respelled_model
-from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 
 def test_a_conversation_goes_on_and_is_private(tmp_path: Path) -> None:
@@ -94,22 +92,11 @@ class TestThoughts:
             ]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with a template, a draft with its vocabulary, and one with another."""
-    folder = tmp_path_factory.mktemp("talk")
-    config = TinyConfig(logit_scale=2.0, unprintable_scale=0.0, chat_template=CHATML_TEMPLATE)
-    write_tiny_model(folder / "target.gguf", config)
-    write_tiny_model(folder / "draft.gguf", config.draft(0.05))
-    write_respelled_model(folder / "respelled.gguf", config.draft(0.05))
-    return folder
-
-
 @pytest.mark.parametrize("draft", ["draft", "respelled"])
-def test_neither_target_nor_draft_reads_again_what_was_said(models: Path, draft: str) -> None:
+def test_neither_target_nor_draft_reads_again_what_was_said(chat_models: Path, draft: str) -> None:
     options = SessionOptions(
-        models / "target.gguf",
-        models / f"{draft}.gguf",
+        chat_models / "target.gguf",
+        chat_models / f"{draft}.gguf",
         generation=GenerationOptions(max_tokens=40),
         drafting=DraftOptions(policy="fixed", max_tokens=4, ngram_min=1),
     )

@@ -21,7 +21,7 @@ from specgen.serve.formats.request import (
 )
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import FINISHED, written
-from tests.helpers.templates import FAMILIES, UNKNOWN
+from tests.helpers.templates import FAMILIES
 
 DEFAULTS = SamplerOptions(top_k=7), GenerationOptions(max_tokens=5, stop=("END",))
 
@@ -285,9 +285,6 @@ def test_log_probabilities_of_both() -> None:
     assert text["top_logprobs"] == [{"é": -0.5, "e": -1}, {" b": -0.25}]
 
 
-HERMES_TEMPLATE = FAMILIES["Hermes"]
-
-
 def test_the_tools_that_may_be_called() -> None:
     tools = [tool("a", description="A.", parameters={"required": ["x"]}), tool("b")]
     request = chat(tools=tools)
@@ -356,27 +353,13 @@ def test_arguments_are_an_object_or_told_as_they_are(written: Any, read: Any) ->
     assert message.tool_calls[0].arguments == read
 
 
-@pytest.mark.parametrize("template", [None, "{{ messages }}", UNKNOWN])
-def test_calls_of_an_unknown_form_stay_text(template: str | None) -> None:
-    (warning,) = with_call_form(chat(tools=[tool("a")]), template).warnings
-    assert warning.endswith("unknown form; calls stay text")
-    with pytest.raises(BodyError) as error:
-        with_call_form(chat(tools=[tool("a")], tool_choice="required"), template)
-    assert error.value.field == "tool_choice"
-    assert with_call_form(chat(), template).warnings == ()
-
-
-def test_a_grammar_keeps_what_has_to_be_a_call() -> None:
-    def grammar(**body: Any) -> str:
-        request = with_call_form(chat(tools=[tool("a"), tool("b")], **body), HERMES_TEMPLATE)
-        return "" if request.generation.grammar is None else request.generation.grammar.text
-
-    assert grammar() == ""
-    assert '"b"' in grammar(tool_choice="required")
-    assert '"b"' not in grammar(tool_choice=tool("a"))
-    for part in ('"no"', "tool_call"):
-        assert part in grammar(json_schema={"const": "no"})
-    with pytest.raises(BodyError, match="excludes tools"):
-        grammar(grammar='root ::= "no"')
-    with pytest.raises(BodyError, match="ignore_eos"):
-        grammar(tool_choice="required", ignore_eos=True)
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"grammar": 'root ::= "no"'}, "excludes tools"),
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_what_a_call_excludes_is_refused(body: dict[str, Any], why: str) -> None:
+    with pytest.raises(BodyError, match=why):
+        with_call_form(chat(tools=[tool("a")], **body), FAMILIES["Hermes"])

@@ -151,6 +151,7 @@ def test_vectors_are_cut_to_the_dimensions(server: Served, expected: dict[str, l
         ({"input": ["a", []]}, "input[1]", "not a text"),
         ({"input": [[1, True]]}, "input[0]", "not a text"),
         ({"input": [3, 10**30]}, "input", "there is no token 1000"),
+        ({"input": [-1]}, "input", "there is no token -1"),
         ({"input": ["a"] * 2049}, "input", "at most 2048"),
         ({"input": ["a", "a cat " * 60]}, "input[1]", "tokens, but the context has 64"),
         ({"input": "a " * 300_000}, "input", "600000 bytes"),

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from specgen.events import FinishedEvent
-from specgen.options import DraftOptions, DraftSource, SamplerOptions
+from specgen.options import DraftSource, SamplerOptions
 from specgen.session.engine import generate
 from tests.helpers.server import FIXED, Running, running, session_of
-from tests.helpers.virtual_time import VirtualTime
 from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPTS = (
@@ -107,39 +106,3 @@ def _text(server: Running, body: dict[str, Any], n_taken: int | None) -> tuple[s
                 text += json.loads(line[6:])["choices"][0]["text"]
                 n += 1
     return text, False
-
-
-@pytest.mark.parametrize("name", ["draft", "ngram"])
-def test_nothing_of_a_request_depends_on_what_another_said(
-    models: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Neither text, nor drafts, nor times: here a decode takes as long as its rows say."""
-
-    def seconds(model: str, n_rows: int) -> float:
-        return (0.1 if model.startswith("target") else 0.01) * (1.0 + 0.03 * (n_rows - 1))
-
-    def told(others: tuple[str, ...], *, learns_across: bool) -> dict[str, Any]:
-        clock = VirtualTime(monkeypatch, seconds)
-        draft: DraftSource = "ngram" if name == "ngram" else models / "draft.gguf"
-        session = session_of(
-            models / "target.gguf", draft, clock=clock, drafting=DraftOptions(ngram_min=1)
-        )
-        with running(session, n_parallel=1, learn_alone=not learns_across) as server:
-            for prompt in others:
-                assert server.post("/v1/completions", prompt=prompt).status_code == 200
-            body = server.post("/v1/completions", prompt=PROMPTS[1]).json()
-        monkeypatch.undo()
-        figures = body["timings"] | body["speculative"]
-        rounded = {
-            name: round(value, 6) if isinstance(value, float) else value
-            for name, value in figures.items()
-        }
-        return {"text": body["choices"][0]["text"]} | rounded
-
-    # What decodes cost is learnt of any text, so that there are some before in both cases. No other
-    # begins like the one that is looked at: prompts share what is decoded of a common beginning.
-    few, many = (PROMPTS[4],) * 4, (PROMPTS[4], PROMPTS[2], PROMPTS[3]) * 4
-    expected = told(few, learns_across=False)
-    assert expected["draft_n"] > 0
-    assert told(many, learns_across=False) == expected
-    assert told(many, learns_across=True) != expected

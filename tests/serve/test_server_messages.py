@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,25 +84,6 @@ def test_a_text_whole_and_streamed(client: anthropic.Anthropic, server: Running)
         chat_template_kwargs={"enable_thinking": False},
     )
     assert chat.json()["choices"][0]["message"]["content"] == text_of(whole)
-
-
-def test_the_events_of_a_stream(server: Running) -> None:
-    response = server.post("/v1/messages?beta=true", max_tokens=3, messages=TURNS, stream=True)
-    assert response.headers["content-type"].startswith("text/event-stream")
-    events = [part.split("\n") for part in response.text.strip().split("\n\n")]
-    values = [json.loads(data.removeprefix("data: ")) for _, data in events]
-    assert [name.removeprefix("event: ") for name, _ in events] == [each["type"] for each in values]
-    assert values[0]["message"]["usage"]["input_tokens"] > 0
-    kinds = list(dict.fromkeys(each["type"] for each in values))
-    assert kinds == [
-        "message_start",
-        "ping",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-    ]
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "length"}])

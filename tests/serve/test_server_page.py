@@ -249,12 +249,10 @@ def test_an_answer_that_breaks_off(
         send(page)
         assert answer(page) == "the"
         assert turn(page).get_by_role("alert").text_content() == message
-
-
-def test_a_server_that_is_gone(page: Page) -> None:
-    page.route(API, lambda route: route.abort())
-    send(page)
-    expect(turn(page).get_by_role("alert")).to_have_text("The server cannot be reached.")
+        page.unroute(API)
+        page.route(API, lambda route: route.abort())
+        send(page)
+        expect(turn(page).get_by_role("alert")).to_have_text("The server cannot be reached.")
 
 
 def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Browser, tmp_path: Path) -> None:

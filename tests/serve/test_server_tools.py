@@ -1,13 +1,14 @@
-"""Calls of tools through the server, as OpenAI's own client sees them."""
+"""Calls of tools and responses through the server, as OpenAI's own client sees them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from tests.helpers.server import Running, tiny_server
@@ -94,21 +95,6 @@ def test_required_calls_whole_and_streamed(client: openai.OpenAI, seed: int) -> 
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_the_template_is_told_of_tools_calls_and_answers(server: Running) -> None:
-    call = {"id": "c", "type": "function"}
-    call["function"] = {"name": "length", "arguments": '{"unit":"m"}'}  # type: ignore[assignment]
-    turns = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "7 m"},
-    ]
-    response = server.post("/apply-template", messages=turns, tools=TOOLS)
-    prompt = response.json()["prompt"]
-    assert prompt.startswith('TOOL {"type": "function", "function": {"name": "weather"')
-    assert '<tool_call>\n{"name": "length", "arguments": {"unit": "m"}}\n</tool_call>' in prompt
-    assert prompt.endswith("<|im_start|>tool\n7 m<|im_end|>\n<|im_start|>assistant\n")
-
-
 def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
     with (
         tiny_server(tmp_path, chat_template=CHATML_TEMPLATE) as server,
@@ -120,3 +106,101 @@ def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError) as error:
             client.chat.completions.create(**asked, tool_choice="required")
         assert error.value.param == "tool_choice"
+
+
+# --- the path of the Responses API
+
+TEXT = "the cat is in the"
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"unit": {"type": "string", "enum": ["C", "F"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_a_text_whole_and_streamed_is_the_one_of_a_chat(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "any", "input": TEXT, "max_output_tokens": 20}
+    whole = client.responses.create(**asked)
+    chat = client.chat.completions.create(
+        model="any", messages=[{"role": "user", "content": TEXT}], max_tokens=20
+    )
+    assert whole.output_text == chat.choices[0].message.content
+    assert (whole.status, whole.error) == ("incomplete", None)
+    assert whole.incomplete_details is not None
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    events: list[Any] = list(client.responses.create(**asked, stream=True))
+    final = events[-1].response
+    assert final.output_text == whole.output_text
+    deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
+    assert len(deltas) > 1
+    assert "".join(deltas) == whole.output_text
+    assert whole.usage is not None
+    assert final.usage.output_tokens == whole.usage.output_tokens == 20
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_and_its_result(client: openai.OpenAI, streams: bool) -> None:
+    asked: Any = {"model": "any", "tools": [TOOL], "temperature": 1.0, "seed": 2}
+    extra = {"seed": asked.pop("seed")}
+    turns: list[Any] = [
+        {"role": "developer", "content": "Help."},
+        {"role": "user", "content": TEXT},
+    ]
+    choice: Any = "required"
+    if streams:
+        with client.responses.stream(
+            **asked, input=turns, tool_choice=choice, parallel_tool_calls=False, extra_body=extra
+        ) as stream:
+            response: Any = stream.get_final_response()
+    else:
+        response = client.responses.create(
+            **asked, input=turns, tool_choice=choice, parallel_tool_calls=False, extra_body=extra
+        )
+    (call,) = response.output
+    assert (call.type, call.name, response.status) == ("function_call", "weather", "completed")
+    assert json.loads(call.arguments)["unit"] in ("C", "F")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+    item: Any = {name: getattr(call, name) for name in ("type", "call_id", "name", "arguments")}
+    second = client.responses.create(**asked, input=[*turns, item, result], max_output_tokens=9)
+    assert second.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens > response.usage.input_tokens // 2
+
+
+def test_a_form(client: openai.OpenAI) -> None:
+    class Form(pydantic.BaseModel):
+        colour: Literal["red", "blue"]
+
+    found = client.responses.parse(model="any", input=TEXT, text_format=Form).output_parsed
+    assert isinstance(found, Form)
+
+
+def test_thoughts_are_apart(tmp_path: Path) -> None:
+    """The template opens the thinking block, and this model never closes it."""
+    template = TEMPLATE.replace("|im_start|>assistant\n", "|im_start|>assistant\n<think>\n")
+    messages = [{"role": "user", "content": TEXT}]
+    with tiny_server(tmp_path, chat_template=template) as server, server.client as client:
+        chat = {"messages": messages, "max_tokens": 9}
+        plain, split = (
+            server.post("/v1/chat/completions", **chat, reasoning_format=form).json()
+            for form in ("none", "auto")
+        )
+        thought = plain["choices"][0]["message"]["content"]
+        message = split["choices"][0]["message"]
+        assert message["reasoning_content"] == thought
+        assert message["content"] == ""
+        assert split["usage"]["completion_tokens_details"]["reasoning_tokens"] == 9
+        for streams in (False, True):
+            asked: Any = {"model": "any", "input": TEXT, "max_output_tokens": 9}
+            response: Any = client.responses.create(**asked, stream=streams)
+            if streams:
+                response = list(response)[-1].response
+            (item,) = response.output
+            assert item.type == "reasoning"
+            assert item.content[0].text == thought
+            assert response.usage.output_tokens_details.reasoning_tokens == 9

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.text.text_state import StopScanner, TextStream
+from specgen.text.stop_strings import StopScanner
+from specgen.text.text_state import TextStream
 
 #: Few letters, so that stop strings and their beginnings turn up.
 LETTERS = st.text(alphabet="abé😀", max_size=30)

@@ -37,8 +37,8 @@ from specgen.options import (
     staged,
 )
 from specgen.session.calibration import calibrate, is_pair_measured
+from specgen.session.choose_models import find_models
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.files import find_models
 from specgen.session.open import open_memory, session_options, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session

@@ -22,7 +22,7 @@ from pydantic import Field
 
 import specgen
 from specgen.models.download import fetch, stderr_progress
-from specgen.models.hub import locate
+from specgen.models.hub_names import locate
 from specgen.models.registry import load_registry
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.sampler_options import LARGEST_FACTOR

@@ -1,4 +1,5 @@
-"""Calls of tools: a grammar for those that an answer must have, and the reader of those that it has."""
+"""Calls of tools: a grammar for those that an answer must have, and the reader of those that it has. Which form a model
+uses is found in `call_forms.py`."""
 
 from __future__ import annotations
 

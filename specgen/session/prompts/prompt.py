@@ -32,6 +32,8 @@ class Prompt:
     text: str
     tokens: tuple[int, ...]
     draft_tokens: tuple[int, ...] | None = None
+    #: The positions of turns that the template itself adds before the first message; draft models leave them out.
+    head: range = range(0)
     ends: frozenset[int] = frozenset()
 
 
@@ -91,7 +93,8 @@ class Prompts:
                 f"a conversation needs a chat template, and {self.target.name} has none"
             )
         own = None if self.own_draft is None else chat.draft_tokens(self.own_draft)
-        return replace(_prompt(*found), draft_tokens=own)
+        head = chat.head(self.target.vocabulary, *found)
+        return replace(_prompt(*found), head=head, draft_tokens=own)
 
     def of_tokens(self, tokens: Sequence[int]) -> Prompt:
         """Return a prompt of these tokens of the target. Raise `PromptError` if it lacks one of them."""
@@ -225,6 +228,23 @@ class _Conversation:
         add_special = not _begins(vocabulary, marked_text)
         tokens = tokenize_marked(vocabulary, marked_text, add_special=add_special)
         return unmarked(marked_text), tokens
+
+    def head(self, vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int]) -> range:
+        """Return the positions, among the tokens of the rendered `text`, of the turns that the template itself adds
+        before the first message, such as a default system message. With tools there are none, since templates may
+        describe them there, and none before a system message, which is the user's. The beginning-of-text token stays,
+        since attention rests on it."""
+        first = self.messages[0].content.strip()
+        if self.tools or self.messages[0].role == "system" or not first or first not in text:
+            return range(0)
+        head = tokenize(vocabulary, text[: text.index(first)], parse_special=True)
+        stop = max((n for n, token in enumerate(head, 1) if vocabulary.is_end(token)), default=0)
+        if not stop or head[:stop] != list(tokens[:stop]):
+            return range(0)
+        # White space between two turns belongs to neither.
+        while stop < len(head) and vocabulary.token_bytes(head[stop]).isspace():
+            stop += 1
+        return range(int(head[0] == vocabulary.special_tokens()["bos"]), stop)
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
         """Return the conversation for a draft model with another vocabulary. If its template accepts no system

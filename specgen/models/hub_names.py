@@ -1,5 +1,5 @@
 """Models of the Hugging Face hub: how they are named (as by llama.cpp's ``-hf``), and those in the hub's cache, which
-is shared with other programs."""
+is shared with other programs. (Downloads: `download.py`.)"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from specgen.errors import ModelFileError, UsageError
 from specgen.models.files import cache_folder, heads_file, identify
-from specgen.models.hub import PREFIX, is_reference, locate, looks_like_reference
+from specgen.models.hub_names import PREFIX, is_reference, locate, looks_like_reference
 from specgen.models.registry import load_registry
 from specgen.models.saved_drafts import saved_draft
 
@@ -146,7 +146,7 @@ def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str
 def fetching(registry: Registry, *, quiet: bool) -> Fetch:
     """Return what fetches a model, from the hub or by its name in the registry."""
     from specgen.models.download import fetch, fetch_reference, stderr_progress
-    from specgen.models.hub import parse_reference
+    from specgen.models.hub_names import parse_reference
 
     def get(name: str) -> Path:
         progress = stderr_progress(quiet=quiet)

@@ -1,0 +1,44 @@
+"""Stop strings, which end an answer, in text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopScanner:
+    """Finds stop strings in text that arrives in pieces. What may be a prefix of one is held back until more text
+    comes."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise ValueError("a stop string is empty")
+        self._stops = tuple(stops)
+        self._held = ""
+        #: The stop string that was found.
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """Take a piece; return the text that may be shown now, up to a stop string, which is then `found`."""
+        if not self._stops:
+            return text
+        text = self._held + text
+        hits = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
+        if hits:
+            index, self.found = min(hits)
+            self._held = ""
+            return text[:index]
+        n_held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest ending of `text` that is a prefix of `stop`, but not all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

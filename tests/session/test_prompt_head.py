@@ -1,0 +1,85 @@
+"""What a template puts before every prompt by itself, which draft models need not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.events import FinishedEvent
+from specgen.llama import LlamaModel
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from specgen.session.engine import generate
+from specgen.session.prompts import Prompts
+from specgen.session.session import Session
+from tests.helpers.common import NOW
+from tests.tiny import TinyConfig, write_tiny_model
+
+#: ChatML with a system message of the template's own, where there is none.
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are tiny.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+HEAD = "<|im_start|>system\nYou are tiny.<|im_end|>\n"
+TARGET = TinyConfig(logit_scale=6.0, chat_template=TEMPLATE, add_bos=True)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaModel]:
+    path = write_tiny_model(tmp_path_factory.mktemp("head") / "target.gguf", TARGET)
+    model = LlamaModel(path)
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "head"),
+    [
+        ("Hi", {}, HEAD),
+        ("  an <|im_start|> within\n", {}, HEAD),
+        # Where the prompt begins is not known for sure here: all is read.
+        ("You are", {}, ""),
+        ("<|im_end|>", {}, ""),
+        # A system message that was asked for is read.
+        ("Hi", {"system": "You are tiny."}, ""),
+        ("Hi", {"chat": False}, ""),
+    ],
+)
+def test_the_templates_own_turn_is_the_head(
+    target: LlamaModel, text: str, options: dict[str, Any], head: str
+) -> None:
+    prompt, vocabulary = Prompts(target).of_text(text, now=NOW, **options), target.vocabulary
+    tokens = [prompt.tokens[place] for place in prompt.head]
+    said = (
+        vocabulary.token_bytes(each).decode() or vocabulary.control_text(each) for each in tokens
+    )
+    assert "".join(said) == head
+
+
+def test_a_draft_does_not_read_it_and_the_text_is_the_same(tmp_path: Path) -> None:
+    files = {
+        name: write_tiny_model(tmp_path / f"{name}.gguf", config)
+        for name, config in (("target", TARGET), ("draft", TARGET.draft(0.02)))
+    }
+    context = ContextOptions(n_threads=1, flash_attention="off")
+    found: list[FinishedEvent] = []
+    for draft in ("none", files["draft"]):
+        options = SessionOptions(
+            target=files["target"],
+            draft=draft,
+            drafting=DraftOptions(policy="fixed", max_tokens=4, p_min=0.0, ngrams=False),
+            generation=GenerationOptions(max_tokens=40, ignore_eos=True),
+            target_context=context,
+            draft_context=context,
+        )
+        with Session(options, lambda: 0.0) as session:
+            prompt = session.prompts.of_text("Hi", now=NOW)
+            assert prompt.head
+            *_, last = generate(session, prompt)
+            assert isinstance(last, FinishedEvent)
+            found.append(last)
+    assert found[0].text == found[1].text
+    assert found[1].n_accepted > 10
