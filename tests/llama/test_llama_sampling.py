@@ -137,9 +137,6 @@ def test_xtc_is_the_mixture_of_llama_cpps_two_outcomes(name: str, threshold: flo
     assert_same(Sampler(chosen).distribution(ROWS[name].copy()), mixture)
 
 
-HISTORY = np.random.default_rng(12).integers(0, 40, 200)
-
-
 def test_a_bias_of_the_same_token_twice_is_added_twice() -> None:
     pairs = ((3, 1.5), (7, -np.inf), (3, 1.0), (11, -2.0))
     for order in (DEFAULT_SAMPLERS, ("temperature", "top_k")):
