@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.measure.verify import SLACK, GreedyResult, check_greedy, movement
 from specgen.method.backend import Batch
-from specgen.options import (
-    ContextOptions,
-    DraftOptions,
-    DraftSource,
-    GenerationOptions,
-    SessionOptions,
-    parse_tree,
-)
-from specgen.session.engine import Engine, generate
+from specgen.options import ContextOptions, parse_tree
+from specgen.session.engine import Engine
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
+from tests.helpers.rows import decoded, decoded_last
+from tests.helpers.sessions import answered, opened
 
 Kind: TypeAlias = Literal["f32", "q4_k"]
 
@@ -74,35 +68,32 @@ def _require(holds: bool, message: str) -> None:
 # --- texts
 
 
-@contextmanager
-def _loaded(subject: Subject, draft: DraftSource, tree: str = "off") -> Iterator[Session]:
-    context = replace(subject.context, n_threads=N_THREADS)
-    options = SessionOptions(
-        target=subject.path,
-        draft=draft,
-        drafting=DraftOptions(
-            policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1, ngram_max=3, tree=parse_tree(tree)
-        ),
-        generation=GenerationOptions(max_tokens=N_TOKENS, ignore_eos=True),
-        target_context=context,
-        draft_context=context,
+def _loaded(
+    subject: Subject, draft: str | Path, tree: str = "off", n_tokens: int = N_TOKENS, **context: Any
+) -> Session:
+    drafting = {"ngram_min": 1, "ngram_max": 3, "tree": parse_tree(tree)}
+    return opened(
+        subject.path,
+        draft,
+        context=replace(subject.context, n_threads=N_THREADS, **context),
+        n_tokens=n_tokens,
+        ignore_eos=True,
+        drafting=drafting,
     )
-    with Session(options, time.perf_counter) as loaded:
-        yield loaded
 
 
 def load(subject: Subject) -> str:
     """The model says something."""
     with _loaded(subject, "none") as loaded:
-        *_, last = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
-    assert isinstance(last, FinishedEvent)
-    _require(len(last.token_ids) == N_TOKENS, f"{len(last.token_ids)} tokens of {N_TOKENS}")
+        n_tokens = answered(loaded, PROMPT).n_tokens
+    _require(n_tokens == N_TOKENS, f"{n_tokens} tokens of {N_TOKENS}")
     return ""
 
 
-def _greedy(session: Session, subject: Subject) -> str:
+def _greedy(subject: Subject, draft: str | Path, tree: str = "off") -> str:
     """Greedy text is plain decoding's."""
-    (result,) = check_greedy(session, {1: session.prompts.of_text(PROMPT, chat=False)})
+    with _loaded(subject, draft, tree) as loaded:
+        (result,) = check_greedy(loaded, {1: loaded.prompts.of_text(PROMPT, chat=False)})
     _require(result.n_drafted > 0, "nothing was drafted")
     return _compared(result, subject)
 
@@ -117,58 +108,27 @@ def _compared(result: GreedyResult, subject: Subject) -> str:
     )
     _require(not subject.kernels, what)
     if result.is_defect:
-        with _backends(subject) as opened:
-            backend = opened(1)
+        with _backends(subject) as backends:
+            backend = backends(1)
             # In logits: the scale of a row of a random text, as good as any.
             spread = float(np.std(_along(backend, _random_text(1), 1)))
             _require(difference.gap <= _allowed(backend) * spread, what)
     return drafted + "; a near-tie"
 
 
-def ngram(subject: Subject) -> str:
-    """N-grams draft."""
-    with _loaded(subject, "ngram") as loaded:
-        return _greedy(loaded, subject)
-
-
-def model(subject: Subject) -> str:
-    """A model that says much the same drafts."""
-    with _loaded(subject, subject.near) as loaded:
-        return _greedy(loaded, subject)
-
-
-def wrong(subject: Subject) -> str:
-    """A model that says something else drafts."""
-    with _loaded(subject, subject.wrong) as loaded:
-        return _greedy(loaded, subject)
-
-
-def tree(subject: Subject) -> str:
-    """Drafts branch, where sequences can share cells."""
-    with _loaded(subject, subject.near, "3,2,1") as loaded:
-        return _greedy(loaded, subject)
-
-
 def full_context(subject: Subject) -> str:
     """The answer goes on until the context is full."""
-    with _loaded(subject, subject.near) as loaded:
-        n_prompt = len(loaded.prompts.of_text(PROMPT, chat=False).tokens)
-        options = replace(
-            loaded.options,
-            generation=GenerationOptions(max_tokens=-1, ignore_eos=True),
-            target_context=replace(loaded.options.target_context, n_ctx=N_CTX_FULL),
-        )
-    with Session(options, time.perf_counter) as loaded:
+    with _loaded(subject, subject.near, n_tokens=-1, n_ctx=N_CTX_FULL) as loaded:
         prompt = loaded.prompts.of_text(PROMPT, chat=False)
         (result,) = check_greedy(loaded, {1: prompt})
-        _require(result.n_tokens >= N_CTX_FULL - n_prompt, f"only {result.n_tokens} tokens")
+    _require(result.n_tokens >= N_CTX_FULL - len(prompt.tokens), f"only {result.n_tokens} tokens")
     return f"{result.n_tokens} tokens, {_compared(result, subject)}"
 
 
 def parallel(subject: Subject) -> str:
     """Four answers at once, with drafts, are what each is alone."""
     with _loaded(subject, "none") as loaded:
-        expected = [_tokens(loaded, prompt) for prompt in PROMPTS]
+        expected = [tuple(answered(loaded, prompt).token_ids) for prompt in PROMPTS]
     with _loaded(subject, subject.near) as loaded, Engine(loaded, n_parallel=4) as engine:
         asked = [engine.insert(loaded.prompts.of_text(prompt, chat=False)) for prompt in PROMPTS]
         list(engine.run())
@@ -182,23 +142,15 @@ def parallel(subject: Subject) -> str:
         at = _first_difference(answer.finished.token_ids, tokens)
         what = f"answer {number} differs at token {at}"
         _require(not subject.kernels, what)
-        with _loaded(subject, "none") as loaded:
-            prompt = loaded.prompts.of_text(PROMPTS[number], chat=False).tokens
-        text = (*prompt, *tokens[:at])
+        text = (*answer.prompt.tokens, *tokens[:at])
         ours, theirs = tokens[at], answer.finished.token_ids[at]
-        with _backends(subject) as opened:
-            backend = opened(1)
+        with _backends(subject) as backends:
+            backend = backends(1)
             row = _along(backend, text, 1)[-1]
             gap = float(row[ours] - row[theirs]) / float(np.std(row))
             _require(gap <= _allowed(backend), f"{what}, by {gap:.2g} deviations")
         n_ties += 1
     return f"{n_ties} near-ties" if n_ties else ""
-
-
-def _tokens(session: Session, prompt: str) -> tuple[int, ...]:
-    *_, last = generate(session, session.prompts.of_text(prompt, chat=False))
-    assert isinstance(last, FinishedEvent)
-    return tuple(last.token_ids)
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
@@ -215,43 +167,35 @@ Opener: TypeAlias = Callable[[int], LlamaBackend]
 @contextmanager
 def _backends(subject: Subject, n_threads: int = N_THREADS) -> Iterator[Opener]:
     """Opens backends with so many sequences."""
-    opened: list[LlamaBackend] = []
-    loaded = LlamaModel(subject.path, n_gpu_layers=subject.context.n_gpu_layers)
+    model = LlamaModel(subject.path, n_gpu_layers=subject.context.n_gpu_layers)
+    options = replace(subject.context, n_threads=n_threads)
+    with ExitStack() as closing:
+        closing.callback(model.close)
 
-    def backend(n_sequences: int) -> LlamaBackend:
-        opened.append(
-            LlamaBackend(
-                loaded,
-                replace(subject.context, n_threads=n_threads),
-                n_ctx=N_CTX,
-                clock=time.perf_counter,
-                n_sequences=n_sequences,
-                n_outputs=max(BATCHES),
-            )
-        )
-        return opened[-1]
+        def backend(n_sequences: int) -> LlamaBackend:
+            sizes: dict[str, Any] = {
+                "n_ctx": N_CTX,
+                "n_sequences": n_sequences,
+                "n_outputs": max(BATCHES),
+            }
+            found = LlamaBackend(model, options, clock=time.perf_counter, **sizes)
+            closing.callback(found.close)
+            return found
 
-    try:
         yield backend
-    finally:
-        for each in opened:
-            each.close()
-        loaded.close()
 
 
 def _random_text(n: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(3, 250, n)]
 
 
-def _along(backend: LlamaBackend, text: Sequence[int], size: int) -> Logits:
-    """The rows of a text, decoded in batches of `size`: float32[len(text), n_vocab]."""
+def _along(backend: LlamaBackend, text: Sequence[int], size: int, n_prompt: int = 0) -> Logits:
+    """The rows of a text, decoded in batches of `size`: float32[n_rows, n_vocab]. A prompt before them is one
+    batch, which wants the last of its rows only."""
     backend.remove(0)
-    rows = []
-    for start in range(0, len(text), size):
-        batch = Batch()
-        for position in range(start, min(start + size, len(text))):
-            batch.add(text[position], position, (0,), True)
-        rows.append(backend.decode(batch).copy())
+    rows = [decoded_last(backend, text[:n_prompt])[None]] if n_prompt else []
+    starts = range(n_prompt, len(text), size)
+    rows += [decoded(backend, text[start : start + size]) for start in starts]
     return np.concatenate(rows)
 
 
@@ -261,13 +205,13 @@ def _moved(backend: LlamaBackend) -> dict[str, float]:
     alone = _along(backend, text, 1)
     _require(bool(np.isfinite(alone).all()), "rows are not finite")
     ways = {f"batches of {size}": _along(backend, text, size) for size in BATCHES}
-    ways["behind a prompt"] = _behind_a_prompt(backend, text)
-    same = {how: alone[-len(found) :] for how, found in ways.items()}
-    return {
-        how: _movements(found, same[how])
-        for how, found in ways.items()
-        if not np.array_equal(found, same[how])
-    }
+    ways["behind a prompt"] = _along(backend, text, 1, n_prompt=len(text) - 8)
+    moved: dict[str, float] = {}
+    for how, found in ways.items():
+        pairs = [*zip(found, alone[-len(found) :], strict=True)]
+        if not all(np.array_equal(one, other) for one, other in pairs):
+            moved[how] = max(movement(one, other) for one, other in pairs)
+    return moved
 
 
 def _allowed(backend: LlamaBackend) -> float:
@@ -276,33 +220,14 @@ def _allowed(backend: LlamaBackend) -> float:
     return SLACK * max(moved.values()) + ROUNDING if moved else 0.0
 
 
-def _movements(ours: Logits, theirs: Logits) -> float:
-    return max(movement(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
 def rows(subject: Subject) -> str:
     """Batch-invariance: a row has the same bits in batches of all sizes, and behind a prompt that
     was read in one piece. llama.cpp's own code does not promise it."""
-    with _backends(subject, N_THREADS_ROWS) as opened:
-        moved = _moved(opened(1))
+    with _backends(subject, N_THREADS_ROWS) as backends:
+        moved = _moved(backends(1))
     told = ", ".join(f"{how}: {by:.2g}" for how, by in moved.items())
     _require(not (subject.kernels and moved), told)
     return told
-
-
-def _behind_a_prompt(backend: LlamaBackend, text: Sequence[int]) -> Logits:
-    """The last rows of a text, one by one; before them is one batch that wants no logits but one."""
-    n_prompt = len(text) - 8
-    backend.remove(0)
-    batch = Batch()
-    for position in range(n_prompt):
-        batch.add(text[position], position, (0,), position == n_prompt - 1)
-    found = [backend.decode(batch)[0].copy()]
-    for position in range(n_prompt, len(text)):
-        batch = Batch()
-        batch.add(text[position], position, (0,), True)
-        found.append(backend.decode(batch)[0].copy())
-    return np.array(found)
 
 
 def _moved_by(backend: LlamaBackend, text: Sequence[int], row: Logits) -> float:
@@ -314,10 +239,10 @@ def fuzz(subject: Subject) -> str:
     """Random drafts and removals in three sequences leave the caches as if the kept texts alone had
     been decoded."""
     chance = np.random.default_rng(1)
-    with _backends(subject) as opened:
-        fresh = opened(1)
+    with _backends(subject) as backends:
+        fresh = backends(1)
         allowed = _allowed(fresh)
-        backend = opened(3)
+        backend = backends(3)
         texts: list[list[int]] = [[], [], []]
         n_rows = 0
         for n_round in range(24):
@@ -362,18 +287,18 @@ def fuzz(subject: Subject) -> str:
 
 def can_branch(subject: Subject) -> bool:
     """Whether trees are possible."""
-    with _backends(subject) as opened:
-        return opened(1).rollback == "cells"
+    with _backends(subject) as backends:
+        return backends(1).rollback == "cells"
 
 
 #: By name, in the order in which they are made; `load` is first: without it there is no other.
 CHECKS: MappingProxyType[str, Callable[[Subject], str]] = MappingProxyType(
     {
         "load": load,
-        "n-gram": ngram,
-        "model": model,
-        "wrong draft": wrong,
-        "tree": tree,
+        "n-gram": lambda subject: _greedy(subject, "ngram"),
+        "model": lambda subject: _greedy(subject, subject.near),
+        "wrong draft": lambda subject: _greedy(subject, subject.wrong),
+        "tree": lambda subject: _greedy(subject, subject.near, "3,2,1"),
         "full context": full_context,
         "four sequences": parallel,
         "rows": rows,

@@ -165,7 +165,7 @@ def _cause(code: int, said: str) -> str:
 def unexpected(results: Iterable[Result]) -> Iterator[str]:
     """The checks that failed and are no known exceptions."""
     for result in results:
-        if not result.ok and not exception_for(result.name, result.kind, result.by, result.check):
+        if not result.ok and not exception_for(result.name, result.by, result.check):
             yield (
                 f"{result.name}, {result.kind}, computed by {result.by}: {result.check} fails: "
                 f"{result.detail}"
@@ -178,7 +178,7 @@ def unnecessary(results: Sequence[Result]) -> Iterator[str]:
     failed = {(r.name, r.kind, r.by, r.check) for r in results if not r.ok}
     for each in EXCEPTIONS:
         for name in each.names:
-            where = {(name, *each_of) for each_of in itertools.product(each.kinds, each.by)}
+            where = {(name, *each_of) for each_of in itertools.product(KINDS, each.by)}
             for check in each.checks if where & checked else ():
                 if not any((*place, check) in failed for place in where):
                     yield f"{name}: {check} works: take it from the known exceptions"

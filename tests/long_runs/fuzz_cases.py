@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import random
 import re
 import shutil
@@ -19,6 +20,7 @@ import jsonschema
 from typer.core import TyperOption as Option
 
 from specgen.cli import command_line
+from tests.helpers.sessions import write_models
 from tests.long_runs.forked import run_forked
 from tests.long_runs.mutated_json import mutated
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
@@ -63,6 +65,11 @@ class Base:
     def home(self) -> Path:
         return self.folder / "home"
 
+    @property
+    def drafts(self) -> list[list[str]]:
+        """Drafts, with options, that leave files in the folders."""
+        return [[str(self.model("f16"))], ["ngram", "--lookup-store"]]
+
     def run(self, target: Path, draft: Path | str, *more: str) -> tuple[str, ...]:
         """A command that answers the prompt."""
         return ("run", "-m", str(target), "-md", str(draft), *_EXACT, *more, PROMPT)
@@ -94,26 +101,23 @@ def make_base(folder: Path) -> Base:
         unprintable_scale=0.0,
         n_ctx_train=512,
     )
+    draft = target.draft(0.05)
     configs = {
         "target": target,
-        "draft": target.draft(0.05),
-        "f16": replace(target.draft(0.05), tensor_type="f16"),
-        "spm": replace(target.draft(0.05), tokenizer="spm", n_vocab=None),
+        "draft": draft,
+        "f16": replace(draft, tensor_type="f16"),
+        "spm": replace(draft, tokenizer="spm", n_vocab=None),
         "gemma": replace(target, architecture="gemma3", sliding_window=64),
         "mamba": replace(target, architecture="mamba"),
     }
-    for name, config in configs.items():
-        write_tiny_model(base.model(name), config)
+    write_models(folder / "models", configs)
     base.environment = variables(base.home)
     base.home.mkdir()
     registry = base.home / "config" / "specgen" / "models.toml"
     registry.parent.mkdir(parents=True)
     registry.write_text(_REGISTRY, encoding="utf-8")
-    target_file = base.model("target")
-    for command in (
-        base.run(target_file, base.model("f16")),
-        base.run(target_file, "ngram", "--lookup-store"),
-    ):
+    for draft_and_more in base.drafts:
+        command = base.run(base.model("target"), *draft_and_more)
         done = run_forked(command, base.home, base.environment)
         if done.code != 0:
             raise RuntimeError(done.err)
@@ -155,9 +159,6 @@ def _kind(make: Maker) -> Maker:
     return make
 
 
-# --- bytes ------------------------------------------------------------------------------------
-
-
 def _flipped(data: bytes, chance: random.Random, end: int | None = None) -> bytes:
     """Bytes of which some, before `end`, are others, gone, or there twice."""
     changed = bytearray(data)
@@ -182,36 +183,12 @@ def _cut(data: bytes, chance: random.Random) -> bytes:
 
 
 _ODD_TEXTS = (
-    "",
-    " ",
-    "\x00",
-    "\n\n",
-    "é",
-    "\U0001f600" * 3,
-    "<|im_end|>",
-    "<|im_start|>user",
-    "a" * 5000,
-    "-" * 60_000,
-    "-",
-    "--",
-    "\ufffd",
-    "\u202e",
-    "0x10",
-    "nan",
+    *("", " ", "\x00", "\n\n", "é", "\U0001f600" * 3, "\ufffd", "\u202e", "0x10", "nan"),
+    *("<|im_end|>", "<|im_start|>user", "a" * 5000, "-" * 60_000, "-", "--"),
 )
+#: The first ones are what options may well have.
 _ODD_NUMBERS = (
-    "0",
-    "-1",
-    "1",
-    "2",
-    "7",
-    "1e9",
-    "nan",
-    "inf",
-    "-inf",
-    "1.5",
-    str(2**31),
-    str(2**64),
+    *("0", "-1", "1", "2", "7", "1e9", "nan", "inf", "-inf", "1.5", str(2**31), str(2**64)),
 )
 
 
@@ -234,25 +211,17 @@ def _changed_text(text: str, chance: random.Random, more: Iterable[str] = _ODD_T
     return "".join(parts)
 
 
-# --- models -----------------------------------------------------------------------------------
-
-
 @functools.cache
 def _reader(path: Path) -> gguf.GGUFReader:
     return gguf.GGUFReader(path)
 
 
 _ODD_BYTES = (
-    struct.pack("<Q", 0),
-    struct.pack("<Q", 1),
-    struct.pack("<Q", 2**31),
-    struct.pack("<Q", 2**32 - 1),
-    struct.pack("<Q", 2**63),
-    struct.pack("<Q", 2**64 - 1),
-    struct.pack("<ff", float("nan"), float("nan")),
-    struct.pack("<ff", float("inf"), -1.0),
-    struct.pack("<ff", -1.0, 0.0),
-    struct.pack("<ff", 1e38, 1e-38),
+    *(struct.pack("<Q", number) for number in (0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1)),
+    *(
+        struct.pack("<ff", *pair)
+        for pair in ((math.nan, math.nan), (math.inf, -1.0), (-1.0, 0.0), (1e38, 1e-38))
+    ),
 )
 
 
@@ -283,12 +252,17 @@ def _changed_model(path: Path, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
+def _damaged(base: Base, folder: Path, chance: random.Random, *names: str) -> Path:
+    """A copy of one of the base's models with a mistake somewhere."""
+    path = folder / "damaged.gguf"
+    path.write_bytes(_changed_model(base.model(chance.choice(names)), chance))
+    return path
+
+
 @_kind
 def target_file(base: Base, folder: Path, chance: random.Random) -> Case:
     """A target that is damaged: it is refused, or says the same with a draft as without."""
-    damaged = folder / "damaged.gguf"
-    source = base.model(chance.choice(["target", "target", "gemma", "mamba", "spm"]))
-    damaged.write_bytes(_changed_model(source, chance))
+    damaged = _damaged(base, folder, chance, "target", "target", "gemma", "mamba", "spm")
     draft = chance.choice(["ngram", str(base.model("draft"))])
     return Case(base.run(damaged, draft), same_as=base.run(damaged, "none"))
 
@@ -296,9 +270,7 @@ def target_file(base: Base, folder: Path, chance: random.Random) -> Case:
 @_kind
 def draft_file(base: Base, folder: Path, chance: random.Random) -> Case:
     """A draft that is damaged: it is refused, or the text is the target's."""
-    damaged = folder / "damaged.gguf"
-    source = base.model(chance.choice(["draft", "spm", "f16"]))
-    damaged.write_bytes(_changed_model(source, chance))
+    damaged = _damaged(base, folder, chance, "draft", "spm", "f16")
     return Case(base.run(base.model("target"), damaged), text=base.text)
 
 
@@ -331,20 +303,16 @@ def template(base: Base, folder: Path, chance: random.Random) -> Case:
     return Case(base.run(model, "ngram"), same_as=base.run(model, "none"), limit_s=30.0)
 
 
-# --- files of specgen's own -------------------------------------------------------------------
-
-
 @_kind
 def registry(base: Base, folder: Path, chance: random.Random) -> Case:
     """A models.toml of the user's that is wrong."""
     shutil.copytree(base.home, folder, dirs_exist_ok=True)
     file = folder / "config" / "specgen" / "models.toml"
-    text = _REGISTRY.encode()
     odd = ["[" * 3000, "true", "[[models]]", "[models]", "=", '"', "1979-05-27", "1e400", "''"]
     if chance.random() < 0.6:
         text = _changed_text(_REGISTRY, chance, [*_ODD_TEXTS, *odd]).encode()
     else:
-        text = _flipped(text, chance)
+        text = _flipped(_REGISTRY.encode(), chance)
     file.write_bytes(text)
     command = chance.choice([("models", "list"), ("models", "show", "tiny"), ("run", PROMPT)])
     return Case(command, codes=_ANY_CODE)
@@ -371,13 +339,7 @@ def cached(base: Base, folder: Path, chance: random.Random) -> Case:
     file = chance.choice(kept)
     data = file.read_bytes()
     file.write_bytes(_flipped(data, chance) if chance.random() < 0.7 else _cut(data, chance))
-    if chance.random() < 0.5:
-        return Case(base.run(base.model("target"), base.model("f16")), text=base.text)
-    command = base.run(base.model("target"), "ngram", "--lookup-store")
-    return Case(command, text=base.text)
-
-
-# --- texts ------------------------------------------------------------------------------------
+    return Case(base.run(base.model("target"), *chance.choice(base.drafts)), text=base.text)
 
 
 @_kind
@@ -422,25 +384,15 @@ def grammar(base: Base, folder: Path, chance: random.Random) -> Case:
     return Case(fast, same_as=plain, codes=frozenset({2, 3, 9}), limit_s=90.0)
 
 
+_NAME = {"type": "string", "maxLength": 5}
+_NUMBER = {"type": "integer", "minimum": 3, "maximum": 40}
+_PERSON: dict[str, Any] = {"type": "object", "properties": {"name": _NAME, "n": _NUMBER}}
 _SCHEMAS: tuple[dict[str, Any], ...] = (
-    {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 5},
-            "n": {"type": "integer", "minimum": 3, "maximum": 40},
-        },
-        "required": ["name", "n"],
-        "additionalProperties": False,
-    },
+    {**_PERSON, "required": ["name", "n"], "additionalProperties": False},
     {"type": "array", "items": {"enum": ["a", 'b"', 3, None]}, "minItems": 1, "maxItems": 3},
     {"anyOf": [{"const": {"x": [1, 2]}}, {"type": "boolean"}, {"type": "null"}]},
     {"type": "string", "pattern": "^[a-c]{2,4}(x|y)?$"},
-    {
-        "$defs": {"t": {"type": "integer", "maximum": 9}},
-        "type": "array",
-        "items": {"$ref": "#/$defs/t"},
-        "maxItems": 2,
-    },
+    {"$defs": {"t": _NUMBER}, "type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2},
 )
 
 
@@ -473,20 +425,13 @@ def schema(base: Base, folder: Path, chance: random.Random) -> Case:
 @_kind
 def batch(base: Base, folder: Path, chance: random.Random) -> Case:
     """Files of requests with mistakes: each line has a result."""
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
     bodies: list[dict[str, Any]] = [
         {"prompt": "the cat", "max_tokens": 4},
-        {
-            "custom_id": "a",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"prompt": "a", "max_tokens": 3},
-        },
-        {
-            "custom_id": "b",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
-        },
+        *(
+            {"custom_id": path, "method": "POST", "url": f"/v1/{path}", "body": body}
+            for path, body in (("completions", {"prompt": "a"}), ("chat/completions", chat))
+        ),
     ]
     lines = [mutated(chance.choice(bodies), chance).replace(b"\n", b"") for _ in range(4)]
     (folder / "in.jsonl").write_bytes(b"\n".join(lines))
@@ -497,44 +442,36 @@ def batch(base: Base, folder: Path, chance: random.Random) -> Case:
     def check(code: int, _out: bytes) -> str | None:
         if code not in (0, 12):
             return None
-        records = (folder / "out.jsonl").read_bytes().splitlines()
+        n_records = len((folder / "out.jsonl").read_bytes().splitlines())
         n_asked = sum(bool(line.strip()) for line in lines)
-        if len(records) < n_asked:
-            return f"{len(records)} results to {n_asked} lines"
-        return None
+        return f"{n_records} results to {n_asked} lines" if n_records < n_asked else None
 
     return Case((*arguments, *_EXACT), check=check)
 
 
-# --- options ----------------------------------------------------------------------------------
-
-#: Commands whose options are tried, with what they need at least.
-_COMMANDS: Mapping[str, tuple[str, ...]] = {
-    "run": (),
-    "chat": (),
-    "fim": (),
-    "batch": (),
-    "verify": ("-n", "8", "--prompts", "prompts.jsonl"),
-    "tune": (),
-    "bench": ("-n", "8", "--prompts", "prompts.jsonl", "--count", "1"),
+#: Commands whose options are tried: how often, what they need at least, and their arguments.
+_COMMANDS: Mapping[str, tuple[int, str, tuple[str, ...]]] = {
+    "run": (8, "-n 12", (PROMPT,)),
+    "chat": (2, "-n 12", ()),
+    "fim": (3, "-n 12", ("file.py:1",)),
+    "batch": (3, "-n 12", ("in.jsonl", "out.jsonl")),
+    "verify": (1, "-n 8 --prompts prompts.jsonl", ()),
+    "tune": (1, "", ()),
+    "bench": (1, "-n 8 --prompts prompts.jsonl --count 1", ()),
+}
+_FILES = {
+    "file.py": "def f(x):\n    return x\n",
+    "in.jsonl": '{"prompt": "a"}\nthe cat\n',
+    "prompts.jsonl": '{"prompt": "the cat"}\n',
 }
 #: Options that fetch, wait, or start other programs.
 _LEFT_OUT = {"--help", "--against", "--install-completion", "--show-completion"}
-_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "run": (PROMPT,),
-    "fim": ("file.py:1",),
-    "batch": ("in.jsonl", "out.jsonl"),
-}
 
 
 @functools.cache
 def _options(command: str) -> list[Option]:
-    found = command_line().commands[command]
-    return [
-        option
-        for option in found.params
-        if isinstance(option, Option) and not _LEFT_OUT & set(option.opts)
-    ]
+    found = [each for each in command_line().commands[command].params if isinstance(each, Option)]
+    return [option for option in found if not _LEFT_OUT & set(option.opts)]
 
 
 def _value(option: Option, chance: random.Random) -> list[str]:
@@ -559,18 +496,17 @@ def _value(option: Option, chance: random.Random) -> list[str]:
 @_kind
 def options(base: Base, folder: Path, chance: random.Random) -> Case:
     """Options that do not go together, with values that they cannot have."""
-    (folder / "file.py").write_text("def f(x):\n    return x\n", encoding="utf-8")
-    (folder / "in.jsonl").write_text('{"prompt": "a"}\nthe cat\n', encoding="utf-8")
-    (folder / "prompts.jsonl").write_text('{"prompt": "the cat"}\n', encoding="utf-8")
-    command = chance.choices([*_COMMANDS], [8, 2, 3, 3, 1, 1, 1])[0]
+    for name, text in _FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    command = chance.choices([*_COMMANDS], [weight for weight, *_ in _COMMANDS.values()])[0]
+    _, needed, own = _COMMANDS[command]
     draft = chance.choice(["ngram", "none", str(base.model("draft")), str(base.model("spm"))])
-    arguments = [command, "-m", str(base.model("target")), "-md", draft, *_COMMANDS[command]]
-    arguments += ["-t", "1", *(("-n", "12") if command in ("run", "chat", "fim", "batch") else ())]
+    arguments = [command, "-m", str(base.model("target")), "-md", draft, *needed.split(), "-t", "1"]
     for _ in range(chance.choice([1, 2, 2, 3, 5])):
         option = chance.choice(_options(command))
         name = chance.choice([*option.opts, *option.secondary_opts])
         arguments += [name, *_value(option, chance)]
-    arguments += _ARGUMENTS.get(command, ())
+    arguments += own
     stdin = b"the cat\nand the dog\n"
     return Case(tuple(arguments), stdin=stdin, limit_s=150.0, asks_several=command == "chat")
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 _EXACT = ("-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-n", "24", "-q")
 _PROMPTS = ("the cat", "the dog and the cat", "a", "else", "one two three one two", "def f(x):")
+_BENCH = ("-n", "8", "--count", "1", "-t", "1")
 _PATIENCE_S = 120.0
 
 
@@ -35,46 +36,28 @@ class Kills:
 
     def __init__(self, folder: Path, names: Sequence[str] = ()) -> None:
         """`names` of commands; by default all."""
-        self._folder = folder
         self.home = folder / "home"
         config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, unprintable_scale=0.0)
-        self._target = write_tiny_model(folder / "target.gguf", config)
-        # A draft that gets a copy in another type.
+        target = write_tiny_model(folder / "target.gguf", config)
         draft = replace(config.draft(0.05), tensor_type="f16", n_embd=256, n_head=4)
-        self._draft = write_tiny_model(folder / "draft.gguf", draft)
+        draft_file = write_tiny_model(folder / "draft.gguf", draft)
         self._lines = folder / "in.jsonl"
         self._lines.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in _PROMPTS))
         self._results = folder / "out.jsonl"
-        commands: Mapping[str, Callable[[], list[str]]] = {
-            "run": lambda: ["run", *self._models(), *_EXACT, "the cat"],
-            "lookup store": lambda: [
-                "run",
-                *self._models("ngram"),
-                "--lookup-store",
-                *_EXACT,
-                "a cat",
-            ],
-            "batch": lambda: ["batch", *map(str, self._files()), *self._models(), *_EXACT],
-            "tune": lambda: ["tune", *self._models(), "-t", "1", "-q"],
-            "draft find": lambda: [
-                "draft",
-                "find",
-                *self._models()[:2],
-                str(self._folder),
-                "--save",
-                "-q",
-            ],
-            "bench": lambda: ["bench", *self._models("ngram"), *_BENCH, "--json", "report.json"],
+        models = ["-m", str(target), "-md"]
+        drafted, by_ngrams = [*models, str(draft_file)], [*models, "ngram"]
+        find = ["draft", "find", *models[:2], str(folder), "--save", "-q"]
+        commands: Mapping[str, list[str]] = {
+            "run": ["run", *drafted, *_EXACT, "the cat"],
+            "lookup store": ["run", *by_ngrams, "--lookup-store", *_EXACT, "a cat"],
+            "batch": ["batch", str(self._lines), str(self._results), *drafted, *_EXACT],
+            "tune": ["tune", *drafted, "-t", "1", "-q"],
+            "draft find": find,
+            "bench": ["bench", *by_ngrams, *_BENCH, "--json", "report.json"],
         }
         self.commands = {name: commands[name] for name in names or commands}
         self.expected = {name: self.text_of(name, self.run(name)) for name in self.commands}
         shutil.rmtree(self.home)
-
-    def _models(self, draft: str | None = None) -> list[str]:
-        return ["-m", str(self._target), "-md", draft or str(self._draft)]
-
-    def _files(self) -> tuple[Path, Path]:
-        return self._lines, self._results
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Start a command."""
@@ -82,7 +65,7 @@ class Kills:
         environment = {**os.environ, **variables(self.home), "OMP_WAIT_POLICY": "passive"}
         del environment["HOME"]  # packages of the user may be there
         return subprocess.Popen(
-            [sys.executable, "-m", "specgen", *self.commands[name]()],
+            [sys.executable, "-m", "specgen", *self.commands[name]],
             env=environment,
             cwd=self.home,
             stdin=subprocess.DEVNULL,
@@ -110,9 +93,6 @@ class Kills:
         )
         self._results.unlink()
         return found
-
-
-_BENCH = ("-n", "8", "--count", "1", "-t", "1")
 
 
 def main() -> int:

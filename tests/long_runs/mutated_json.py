@@ -9,34 +9,9 @@ from typing import Any
 
 #: Values that programs forget to expect.
 _ODD: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    0.5,
-    1e308,
-    -(2**63),
-    10**30,
-    float("nan"),
-    float("inf"),
-    "",
-    "x",
-    "\x00",
-    "\ud800",
-    "é" * 300,
-    "none",
-    [],
-    [[]],
-    [None],
-    [0],
-    [10**9],
-    {},
-    {"": None},
-    {"type": "object"},
-    {"type": ["string"]},
-    {"$ref": "#"},
+    *(None, True, False, 0, -1, 1, 0.5, 1e308, -(2**63), 10**30, float("nan"), float("inf")),
+    *("", "x", "\x00", "\ud800", "é" * 300, "none", [], [[]], [None], [0], [10**9]),
+    *({}, {"": None}, {"type": "object"}, {"type": ["string"]}, {"$ref": "#"}),
 )
 #: Names that nothing can hold, or that programs forget to expect.
 _ODD_NAMES = ("\ud800", "1" * 5000, "", "a.b", "é" * 300)

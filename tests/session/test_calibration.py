@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -42,30 +43,16 @@ class TimedBackend(FakeBackend):
 
 
 def backend(
-    seconds: Callable[[int, int], float] = lambda _rows, _decodes: 0.01,
-    *,
-    n_ctx: int = 256,
-    n_batch: int = 64,
-    n_outputs: int = 64,
-    recurrent: bool = False,
+    seconds: Callable[[int, int], float] = lambda _rows, _decodes: 0.01, **changes: Any
 ) -> TimedBackend:
-    return TimedBackend(
-        FakeVocabulary.letters(26),
-        random_language(26, seed=3),
-        n_ctx=n_ctx,
-        n_batch=n_batch,
-        n_outputs=n_outputs,
-        recurrent=recurrent,
-        seconds=seconds,
-    )
+    sizes = {"n_ctx": 256, "n_batch": 64, "n_outputs": 64, **changes}
+    language = random_language(26, seed=3)
+    return TimedBackend(FakeVocabulary.letters(26), language, seconds=seconds, **sizes)
 
 
 def timed_sizes(model: TimedBackend) -> list[int]:
     """What was decoded after the few tokens with which the context begins."""
     return model.sizes[4:]
-
-
-# --- which sizes
 
 
 @pytest.mark.parametrize("n_max", [1, 2, 4, 8, 9, 17, 129])
@@ -77,11 +64,8 @@ def test_sizes_of_batches_reach_from_one_to_the_largest_in_small_steps(n_max: in
     assert len(sizes) < 25
 
 
-# --- how
-
-
 @pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("sizes", [(1,), (1, 2, 3), timed_batch_sizes(17), (1, 2, 3, 4, 8, 16, 64)])
+@pytest.mark.parametrize("sizes", [(1,), timed_batch_sizes(17), (1, 2, 3, 4, 8, 16, 64)])
 def test_each_size_has_its_seconds_and_the_context_is_empty_again(
     sizes: Sequence[int], recurrent: bool
 ) -> None:
@@ -98,12 +82,8 @@ def test_each_size_has_its_seconds_and_the_context_is_empty_again(
 @pytest.mark.parametrize(
     ("budget_s", "expected"),
     [
-        # A single row is timed each time: everything is compared with it.
-        (0.0, [1, 1, 1]),
-        (0.5, [1, 1, 1]),
-        (1.0, [1, 2, 1, 1]),
+        (0.5, [1, 1, 1]),  # a single row is timed each time: everything is compared with it
         (2.5, [1, 2, 4, 1, 1]),
-        (6.0, [1, 2, 4, 3, 5, 6, 7, 1, 1]),
         (8.5, [1, 2, 4, 3, 5, 6, 7, 1, 2, 1]),
         (1e9, 3 * [1, 2, 4, 3, 5, 6, 7]),
     ],
@@ -123,9 +103,7 @@ def test_a_context_without_room_leaves_larger_batches_out() -> None:
     assert list(found) == list(range(1, 9))
     assert list(measure_sizes(backend(n_batch=5), (1, 2, 4, 8, 16), 1e9)) == [1, 2, 4]
     assert list(measure_sizes(backend(n_ctx=2), (1, 2), 1e9)) == [1]
-    tiny = backend(n_ctx=1)
-    assert list(measure_sizes(tiny, (1, 2), 1e9)) == [1]
-    assert tiny.length(0) == 0
+    assert list(measure_sizes(backend(n_ctx=1), (1, 2), 1e9)) == [1]
 
 
 def test_a_moment_of_disturbance_does_not_count() -> None:
@@ -147,9 +125,6 @@ def test_as_many_rows_want_logits_as_may() -> None:
     assert model.wanted[-1] == [False, False, True, True, True]
     time_batch(model, text, 2)
     assert model.wanted[-1] == [True, True]
-
-
-# --- Ctrl-C
 
 
 def test_an_interrupt_ends_it_between_decodes_and_nothing_is_kept() -> None:

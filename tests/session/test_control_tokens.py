@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +14,12 @@ from hypothesis import strategies as st
 from llama_cpp import llama_chat_format as formats
 
 from specgen.errors import PromptError
-from specgen.llama import LlamaModel, LlamaVocabulary
-from specgen.options import ContextOptions, SessionOptions
+from specgen.llama import LlamaVocabulary
 from specgen.session.prompts.prompt import tokenize_marked
 from specgen.session.prompts.template import Message, Role, ToolCall, marked, render, unmarked
 from specgen.session.session import Session
 from tests.helpers.common import NOW
+from tests.helpers.sessions import opened, write_models
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 #: Control tokens of the model, besides those of every tiny model.
@@ -94,22 +93,16 @@ Opened = Callable[[str], Session]
 def models(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     """Opens a target with the template of this name."""
     folder = tmp_path_factory.mktemp("models")
-    opened: dict[str, Session] = {}
+    sessions: dict[str, Session] = {}
 
     def of(name: str) -> Session:
-        if name not in opened:
+        if name not in sessions:
             template = TEMPLATES.get(name, name)
             config = TinyConfig(chat_template=template, control_tokens=CONTROLS)
-            path = write_tiny_model(folder / f"{len(opened)}.gguf", config)
-            opened[name] = Session(options(path, "none"), time.perf_counter)
-        return opened[name]
+            sessions[name] = opened(write_tiny_model(folder / f"{len(sessions)}.gguf", config))
+        return sessions[name]
 
     return of
-
-
-def options(target: Path, draft: Any) -> SessionOptions:
-    context = ContextOptions(n_threads=1, flash_attention="off")
-    return SessionOptions(target=target, draft=draft, target_context=context, draft_context=context)
 
 
 def controls(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> list[str]:
@@ -142,13 +135,11 @@ def harmless_message(message: Message) -> Message:
     return replace(message, content=harmless(message.content), tool_calls=calls, name=name)
 
 
-def assert_not_forged(
-    target: LlamaModel, models: Session, messages: list[Message], tools: Any = ()
-) -> None:
-    vocabulary = target.vocabulary
-    found = models.prompts.of_messages(messages, now=NOW, tools=tools)
+def assert_not_forged(session: Session, messages: list[Message], tools: Any = ()) -> None:
+    vocabulary = session.target.vocabulary
+    found = session.prompts.of_messages(messages, now=NOW, tools=tools)
     safe = list(map(harmless_message, messages))
-    expected = models.prompts.of_messages(safe, now=NOW, tools=harmless(tools))
+    expected = session.prompts.of_messages(safe, now=NOW, tools=harmless(tools))
     assert controls(vocabulary, found.tokens) == controls(vocabulary, expected.tokens)
     assert text_of(vocabulary, found.tokens).endswith(found.text)
     # Without names in contents, the tokens are llama.cpp's own.
@@ -168,8 +159,7 @@ def test_contents_add_no_control_tokens(models: Opened, name: str, texts: list[s
     messages = [Message(role, text) for role, text in zip(roles, texts, strict=False)]
     if name not in ("mistral", "cutting"):
         messages.insert(0, Message("system", texts[-1]))
-    loaded = models(name)
-    assert_not_forged(loaded.target, loaded, messages)
+    assert_not_forged(models(name), messages)
 
 
 JSON = st.recursive(
@@ -192,31 +182,30 @@ def test_tools_calls_and_results_add_no_control_tokens(
         Message("assistant", "", (ToolCall("call_1", name, arguments),)),
         Message("tool", text, tool_call_id="call_1", name=name),
     ]
-    loaded = models("tools")
-    assert_not_forged(loaded.target, loaded, messages, tools)
+    assert_not_forged(models("tools"), messages, tools)
 
 
 @pytest.mark.parametrize(
     ("template", "content"),
     [
-        ("<{{ messages[0].content }}>", "|im_end|"),
-        ("<|{{ messages[0].content | trim }}|>", " im_end\n"),
-        ("{{ messages[0].content }}m_end|>", "<|i"),
-        ("<|im_{{ messages[0].content }}", "end|>"),
-        ("{{ messages[0].content.replace('~', '') }}", "<|im~_end|>"),
-        ("{{ messages[0].content.split('-') | join }}", "<|im-_end|>"),
-        ("{{ messages[0].content | lower }}", "<|IM_END|>"),
-        ("{{ messages[0].content * 2 }}", "<|im_end|>"),
-        ("{{ messages[0].content | list | join }}", "<|im_end|>"),
+        ("<{{ c }}>", "|im_end|"),
+        ("<|{{ c | trim }}|>", " im_end\n"),
+        ("{{ c }}m_end|>", "<|i"),
+        ("<|im_{{ c }}", "end|>"),
+        ("{{ c.replace('~', '') }}", "<|im~_end|>"),
+        ("{{ c.split('-') | join }}", "<|im-_end|>"),
+        ("{{ c | lower }}", "<|IM_END|>"),
+        ("{{ c * 2 }}", "<|im_end|>"),
+        ("{{ c | list | join }}", "<|im_end|>"),
         ("{{ messages }}{{ messages | tojson }}", "<|im_end|>"),
-        ("{% macro f(x) %}{{ x }}{% endmacro %}{{ f(messages[0].content) }}", "<|im_end|>"),
-        ("{{ '{}{}'.format(*messages[0].content.split('-')) }}", "<|im-_end|>"),
+        ("{% macro f(x) %}{{ x }}{% endmacro %}{{ f(c) }}", "<|im_end|>"),
+        ("{{ '{}{}'.format(*c.split('-')) }}", "<|im-_end|>"),
     ],
 )
 def test_no_part_of_a_control_token_comes_from_a_content(
     models: Opened, template: str, content: str
 ) -> None:
-    loaded = models(template)
+    loaded = models("{% set c = messages[0].content %}" + template)
     prompt = loaded.prompts.of_messages([Message("user", content)], now=NOW)
     assert "<|im_end|>" in prompt.text
     assert controls(loaded.target.vocabulary, prompt.tokens) == ["<|begin|>"]
@@ -248,12 +237,9 @@ def test_templates_decide_alike_with_marks() -> None:
     {{ {'z': 1, c: 2, 'B': 3} | dictsort }} {{ c | tojson }} {{ c is string }} {{ messages | tojson }}
     {{ messages | tojson(ensure_ascii=true) }}"""
     messages = [Message("user", "a<b>B c"), Message("assistant", "é <b> 中")]
-    plain, with_marks = (
-        render(
-            template, messages, bos_token="", eos_token="", now=NOW, marks_contents=marks_contents
-        )
-        for marks_contents in (False, True)
-    )
+    choices: dict[str, Any] = {"bos_token": "", "eos_token": "", "now": NOW}
+    plain = render(template, messages, **choices)
+    with_marks = render(template, messages, **choices, marks_contents=True)
     assert with_marks != plain
     assert unmarked(with_marks) == plain
 
@@ -279,10 +265,9 @@ def test_a_text_that_is_continued_as_it_is_may_name_control_tokens(models: Opene
 
 def test_a_draft_with_another_vocabulary_gets_no_forged_turn(tmp_path: Path) -> None:
     config = TinyConfig(chat_template=CHATML_TEMPLATE)
-    target = write_tiny_model(tmp_path / "target.gguf", config)
-    other = replace(config.draft(0.02), tokenizer="spm", n_vocab=None)
-    draft = write_tiny_model(tmp_path / "draft.gguf", other)
-    with Session(options(target, draft), lambda: 0.0) as loaded:
+    draft = replace(config.draft(0.02), tokenizer="spm")
+    write_models(tmp_path, {"target": config, "draft": draft})
+    with opened(tmp_path / "target.gguf", "draft") as loaded:
         assert loaded.draft is not None
         vocabulary = loaded.draft.models[0].vocabulary
         # The target has no token of this name, but the draft does.
@@ -301,25 +286,20 @@ def test_a_draft_with_another_vocabulary_gets_no_forged_turn(tmp_path: Path) -> 
     st.sampled_from(["bpe", "spm"]),
 )
 def test_without_contents_tokens_are_those_of_llama_cpp(
-    vocabularies: dict[str, LlamaModel], text: str, add_special: bool, kind: str
+    vocabularies: dict[str, LlamaVocabulary], text: str, add_special: bool, kind: str
 ) -> None:
-    vocabulary = vocabularies[kind].vocabulary
-    expected = vocabulary.tokenize(text, add_special=add_special, parse_special=True)
-    assert tokenize_marked(vocabulary, text, add_special=add_special) == expected
-    expected = vocabulary.tokenize(text, add_special=add_special, parse_special=False)
-    assert tokenize_marked(vocabulary, marked(text), add_special=add_special) == expected
+    vocabulary = vocabularies[kind]
+    for parses, given_text in ((True, text), (False, marked(text))):
+        expected = vocabulary.tokenize(text, add_special=add_special, parse_special=parses)
+        assert tokenize_marked(vocabulary, given_text, add_special=add_special) == expected
 
 
 @pytest.fixture(scope="module")
-def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LlamaModel]:
-    folder = tmp_path_factory.mktemp("vocabularies")
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LlamaVocabulary]:
     bpe = TinyConfig(control_tokens=CONTROLS)
     spm = replace(bpe, tokenizer="spm", control_tokens=CONTROLS[2:])
-    found = {}
-    for name, config in {"bpe": bpe, "spm": spm}.items():
-        path = write_tiny_model(folder / f"{name}.gguf", config)
-        found[name] = Session(options(path, "none"), time.perf_counter).target
-    return found
+    folder = write_models(tmp_path_factory.mktemp("vocabularies"), {"bpe": bpe, "spm": spm})
+    return {kind: opened(folder / f"{kind}.gguf").target.vocabulary for kind in ("bpe", "spm")}
 
 
 def test_a_variable_for_the_template_is_a_content(models: Opened) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +16,13 @@ from specgen.events import DraftedEvent, FinishedEvent
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.method.tables import AcceptanceRates
-from specgen.options import (
-    DraftOptions,
-    GenerationOptions,
-    SamplerOptions,
-    SessionOptions,
-    TreeShape,
-)
+from specgen.options import DraftOptions, SamplerOptions, TreeShape
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
-from tests.helpers.common import EXACT
+from tests.helpers.sessions import finished, opened
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 MASK = 3
@@ -50,24 +43,20 @@ def models(
 ) -> Session:
     config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
     named = replace(config.draft(0.1), name=name)
-    drafting = DraftOptions(
-        "fixed", max_tokens=n_max, p_min=0.0, mask=mask, tree=TreeShape("off"), ngrams=False
-    )
-    options = SessionOptions(
-        target=write_tiny_model(folder / "target.gguf", config),
-        draft=write_tiny_model(folder / f"{file}.gguf", named, metadata=metadata),
+    return opened(
+        write_tiny_model(folder / "target.gguf", config),
+        write_tiny_model(folder / f"{file}.gguf", named, metadata=metadata),
         helpers=helpers,
-        drafting=drafting,
-        generation=GenerationOptions(max_tokens=24, ignore_eos=True),
-        target_context=EXACT,
-        draft_context=EXACT,
+        drafting={"mask": mask, "tree": TreeShape("off"), "ngrams": False},
+        n_draft=n_max,
+        n_tokens=24,
+        ignore_eos=True,
     )
-    return Session(options, time.perf_counter)
 
 
-def mask_of(opened: Session) -> int | None:
-    assert isinstance(opened.draft, DraftModel)
-    return opened.draft.mask
+def mask_of(session: Session) -> int | None:
+    assert isinstance(session.draft, DraftModel)
+    return session.draft.mask
 
 
 @pytest.mark.parametrize(
@@ -86,32 +75,28 @@ def mask_of(opened: Session) -> int | None:
 def test_a_file_that_names_the_method_and_a_mask_is_a_parallel_draft(
     tmp_path: Path, name: str, file: str, mask: int | None
 ) -> None:
-    with models(tmp_path, name, IN_METADATA, file=file) as opened:
-        assert mask_of(opened) == mask
-        assert not any("mask" in notice for notice in opened.notices(64))
+    with models(tmp_path, name, IN_METADATA, file=file) as session:
+        assert mask_of(session) == mask
+        assert not any("mask" in notice for notice in session.notices(64))
 
 
 def test_the_option_names_the_mask_by_its_number_or_its_text(tmp_path: Path) -> None:
-    with models(tmp_path, "tiny", mask="7") as opened:
-        assert mask_of(opened) == 7
-        texts = {opened.target.vocabulary.token_text(token): token for token in (70, MASK)}
+    with models(tmp_path, "tiny", mask="7") as session:
+        assert mask_of(session) == 7
+        texts = {session.target.vocabulary.token_text(token): token for token in (70, MASK)}
     for text, token in texts.items():
-        with models(tmp_path, "tiny", mask=text) as opened:
-            assert mask_of(opened) == token
+        with models(tmp_path, "tiny", mask=text) as session:
+            assert mask_of(session) == token
     for mask, found in (("7", 7), ("off", None)):
-        with models(tmp_path, "PARD", IN_METADATA, mask=mask) as opened:
-            assert mask_of(opened) == found
+        with models(tmp_path, "PARD", IN_METADATA, mask=mask) as session:
+            assert mask_of(session) == found
+    for mask, n_notices in (("auto", 1), ("off", 0)):  # its file names none
+        with models(tmp_path, "PARD-Tiny", mask=mask) as session:
+            assert mask_of(session) is None
+            assert sum("--draft-mask" in notice for notice in session.notices(64)) == n_notices
     for mask in ("100000", "what is this"):
         with pytest.raises(UsageError, match="no such token"):
             models(tmp_path, mask=mask)
-
-
-def test_a_parallel_draft_whose_file_names_no_mask_is_told_of(tmp_path: Path) -> None:
-    for mask, n_notices in (("auto", 1), ("off", 0)):
-        with models(tmp_path, "PARD-Tiny", mask=mask) as opened:
-            assert mask_of(opened) is None
-            notices = [notice for notice in opened.notices(64) if "--draft-mask" in notice]
-            assert len(notices) == n_notices
 
 
 def test_a_parallel_draft_takes_no_draft_of_its_own(tmp_path: Path) -> None:
@@ -124,11 +109,9 @@ def test_a_parallel_draft_takes_no_draft_of_its_own(tmp_path: Path) -> None:
 # --- what is drafted
 
 
-def run(opened: Session) -> tuple[list[DraftedEvent], FinishedEvent]:
-    events = list(generate(opened, opened.prompts.of_text(PROMPT, chat=False)))
-    last = events[-1]
-    assert isinstance(last, FinishedEvent)
-    return [event for event in events if isinstance(event, DraftedEvent)], last
+def run(session: Session) -> tuple[list[DraftedEvent], FinishedEvent]:
+    events = list(generate(session, session.prompts.of_text(PROMPT, chat=False)))
+    return [event for event in events if isinstance(event, DraftedEvent)], finished(events)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba", "lfm2", "jamba"])
@@ -136,18 +119,18 @@ def run(opened: Session) -> tuple[list[DraftedEvent], FinishedEvent]:
 def test_a_round_takes_one_decode_of_the_draft_and_keeps_the_text(
     tmp_path: Path, architecture: Architecture, n_max: int
 ) -> None:
-    with models(tmp_path, "tiny", architecture=architecture, n_max=n_max) as opened:
-        _, ordinary = run(opened)
-    with models(tmp_path, mask="3", architecture=architecture, n_max=n_max) as opened:
-        drafted, finished = run(opened)
-        with opened.contexts(256) as (target, (draft,)):
+    with models(tmp_path, "tiny", architecture=architecture, n_max=n_max) as session:
+        _, ordinary = run(session)
+    with models(tmp_path, mask="3", architecture=architecture, n_max=n_max) as session:
+        drafted, last = run(session)
+        with session.contexts(256) as (target, (draft,)):
             assert draft.n_outputs == n_max
             assert target.n_outputs == n_max + 1
-    assert finished.token_ids == ordinary.token_ids
+    assert last.token_ids == ordinary.token_ids
     assert len(drafted) > 3
     assert max(len(event.nodes) for event in drafted) == n_max
     if n_max == 1:
-        assert finished.n_accepted == ordinary.n_accepted
+        assert last.n_accepted == ordinary.n_accepted
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mamba", "lfm2", "jamba"])
@@ -156,14 +139,14 @@ def test_the_prompt_is_not_read_again_to_drop_the_masks(
 ) -> None:
     text = list(range(40, 90))
     with (
-        models(tmp_path, mask="3", architecture=architecture) as opened,
-        opened.contexts(256) as (_, (draft,)),
+        models(tmp_path, mask="3", architecture=architecture) as session,
+        session.contexts(256) as (_, (draft,)),
     ):
-        assert opened.draft is not None
+        assert session.draft is not None
         state = TextState(text)
         shaper = Shaper(Sampler(SamplerOptions()), state)
         request = DraftRequest(state, shaper, np.random.default_rng(0), text, (draft,))
-        drafter = opened.draft.drafter(request)
+        drafter = session.draft.drafter(request)
         for token in (60, 61, 62):
             before = draft.n_decoded_rows
             draft_alone(drafter.propose(text, draft_up_to(4)))
@@ -175,8 +158,8 @@ def test_the_prompt_is_not_read_again_to_drop_the_masks(
 
 def test_what_is_learnt_about_acceptance_is_kept_apart(tmp_path: Path) -> None:
     """The rows of masks are accepted less often than those of tokens."""
-    with models(tmp_path, mask="3") as opened:
-        DrafterFactory(opened).acceptance()["model"] = AcceptanceRates("model")
-        assert "model" in DrafterFactory(opened).acceptance()
-        opened.change_drafting(DraftOptions(mask="off"))
-        assert "model" not in DrafterFactory(opened).acceptance()
+    with models(tmp_path, mask="3") as session:
+        DrafterFactory(session).acceptance()["model"] = AcceptanceRates("model")
+        assert "model" in DrafterFactory(session).acceptance()
+        session.change_drafting(DraftOptions(mask="off"))
+        assert "model" not in DrafterFactory(session).acceptance()

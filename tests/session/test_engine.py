@@ -17,18 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specgen.errors import BackendError, PromptError, UsageError
-from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, PromptEvent
+from specgen.events import CommittedEvent, DraftedEvent, Event, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.method.backend import Batch
-from specgen.options import (
-    DraftOptions,
-    DraftSource,
-    GenerationOptions,
-    Grammar,
-    SamplerOptions,
-    SessionOptions,
-    TreeShape,
-)
+from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, TreeShape
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
@@ -41,10 +33,11 @@ from specgen.text.sequence import Sequence
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB
+from tests.helpers.sessions import answered, finished, options_of, write_models
 from tests.helpers.tiny import write_respelled_model
 from tests.helpers.virtual_time import VirtualTime
 from tests.registry import ON_TINY
-from tests.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.tiny import Architecture, TinyConfig
 
 CACHES: dict[str, Architecture] = {
     "attention": "llama",
@@ -73,8 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
     for name, architecture in CACHES.items():
         config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
-        write_tiny_model(folder / f"{name}.gguf", config)
-        write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
+        write_models(folder, {name: config, f"{name} draft": config.draft(0.1)})
         write_respelled_model(folder / f"{name} respelled.gguf", config.draft(0.05))
     return folder
 
@@ -95,24 +87,22 @@ def opened(
     clock: Callable[[], float],
     kind: str = "attention",
     drafter: str = "draft",
-    sampler: SamplerOptions | None = None,
+    *,
     tree: TreeShape | None = None,
     n_batch: int = 512,
+    **more: Any,
 ) -> Session:
     # A parallel draft is the same file, read with a mask token.
     file, mask = ("draft", "3") if drafter == "parallel" else (drafter, "off")
-    draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{kind} {file}.gguf"
     drafting = DraftOptions(ngram_min=1, translate="auto", mask=mask)
-    options = SessionOptions(
-        target=models / f"{kind}.gguf",
-        draft=draft,
-        sampler=sampler or SamplerOptions(),
-        drafting=drafting if tree is None else replace(drafting, tree=tree),
-        generation=GenerationOptions(max_tokens=N_TOKENS),
-        target_context=replace(EXACT, n_batch=n_batch),
-        draft_context=EXACT,
+    options = options_of(
+        models / f"{kind}.gguf",
+        "ngram" if drafter == "ngram" else f"{kind} {file}",
+        n_tokens=N_TOKENS,
+        **{"drafting": drafting if tree is None else replace(drafting, tree=tree), **more},
     )
-    session = Session(options, clock)
+    context = replace(EXACT, n_batch=n_batch)
+    session = Session(replace(options, target_context=context), clock)
     calibrate(session)
     return session
 
@@ -135,12 +125,7 @@ def alone(session: Session) -> list[str]:
 
 
 def text_of(session: Session, prompt: str) -> str:
-    *_, last = generate(session, session.prompts.of_text(prompt))
-    assert isinstance(last, FinishedEvent)
-    return last.text
-
-
-# --- what each of them says
+    return answered(session, prompt, chat=None).text
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -192,17 +177,14 @@ def test_an_answer_may_do_without_drafts(models: Path, costs: VirtualTime, draft
 
 def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: VirtualTime) -> None:
     """Greedy, drawn and constrained answers in the same batches, each as alone with its options."""
-    samplings = (
-        SamplerOptions(),
-        SAMPLED,
-        replace(SAMPLED, temperature=2.0, seed=11),
-        replace(SamplerOptions(), repeat_penalty=1.8),
-        SamplerOptions(),
-    )
-    grammars = (None, None, None, None, Grammar("gbnf", 'root ::= ("the " | "else ")+'))
+    grammar = Grammar("gbnf", 'root ::= ("the " | "else ")+')
+    free = GenerationOptions(max_tokens=N_TOKENS)
     asked_for = [
-        (sampling, GenerationOptions(max_tokens=N_TOKENS, grammar=grammar))
-        for sampling, grammar in zip(samplings, grammars, strict=True)
+        (SamplerOptions(), free),
+        (SAMPLED, free),
+        (replace(SAMPLED, temperature=2.0, seed=11), free),
+        (SamplerOptions(repeat_penalty=1.8), free),
+        (SamplerOptions(), replace(free, grammar=grammar)),
     ]
     expected = []
     with engine_of(models, costs, 3) as (loaded, engine):
@@ -241,9 +223,7 @@ def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, ki
                 answer = engine.insert(prompt)
                 list(engine.run())
                 n_rows = [b.n_decoded_rows - n for b, n in zip(backends, n_before, strict=True)]
-                *_, last = generate(loaded, prompt)
-                assert isinstance(last, FinishedEvent)
-                assert answer.text == last.text
+                assert answer.text == finished(list(generate(loaded, prompt))).text
                 assert answer.finished is not None
                 n_prompt = len(prompt.tokens)
                 if turn:
@@ -407,7 +387,7 @@ def test_a_stream_has_the_events_of_its_answer(models: Path, costs: VirtualTime)
             events = list(engine.stream(answer))
             assert {event.sequence for event in events} == {number}
             assert isinstance(events[0], PromptEvent)
-            assert isinstance(events[-1], FinishedEvent)
+            assert finished(events).sequence == number
             told = [e.text for e in events if isinstance(e, CommittedEvent)]
             assert "".join(told) == expected[number]
         assert engine.is_idle
@@ -443,15 +423,11 @@ def test_answers_are_asked_for_and_cancelled_from_other_threads(
             assert answer.text == expected[number]
 
 
-# --- what cannot be
-
-
 def test_what_cannot_be_is_refused(models: Path, costs: VirtualTime) -> None:
-    with opened(models, costs) as loaded:
+    with engine_of(models, costs) as (loaded, engine):
         for n_parallel in (0, -1, 257):
             with pytest.raises(UsageError, match="answers at once"):
                 Engine(loaded, n_parallel=n_parallel)
-    with engine_of(models, costs) as (_, engine):
         with pytest.raises(PromptError, match="the context has 256"):
             engine.insert("x " * 400)
         assert engine.is_idle
@@ -461,9 +437,6 @@ def test_what_cannot_be_is_refused(models: Path, costs: VirtualTime) -> None:
             _ = answer.text
     with pytest.raises(BackendError, match="the engine is closed"):
         _ = answer.text
-
-
-# --- prompts are read in pieces
 
 
 @pytest.mark.parametrize(
@@ -527,9 +500,6 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: Virtua
     assert n_pieces - 2 <= steps[first.index] <= len(first.prompt.tokens)
     assert alike.finished is not None
     assert alike.finished.n_cached_tokens >= len(first.prompt.tokens) - 40
-
-
-# --- what is drafted for one answer
 
 
 def drafted_lengths(answer: Request) -> set[int]:

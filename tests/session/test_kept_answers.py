@@ -7,15 +7,14 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specgen.errors import OutputError
-from specgen.events import FinishedEvent, NoticeEvent
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from specgen.events import NoticeEvent
 from specgen.session.engine import generate
 from specgen.session.kept_answers import (
     ANSWERS,
@@ -31,6 +30,7 @@ from specgen.session.kept_answers import (
     write_learnt,
 )
 from specgen.session.session import Session
+from tests.helpers import sessions
 from tests.helpers.common import ROOT
 
 ANSWER = KeptAnswer((1, 2, 3), tuple(range(10, 30)), (7, 8), "digest")
@@ -139,17 +139,8 @@ def test_two_processes_keep_all_answers_of_both(tmp_path: Path) -> None:
 
 
 def opened(models: Path, learning: Path | None) -> Session:
-    context = ContextOptions(n_threads=1)
-    options = SessionOptions(
-        models / "target.gguf",
-        models / "draft.gguf",
-        drafting=DraftOptions(policy="fixed", p_min=0.0),
-        generation=GenerationOptions(max_tokens=20, ignore_eos=True),
-        target_context=context,
-        draft_context=context,
-        learning=learning,
-    )
-    return Session(options, time.perf_counter)
+    choices: dict[str, Any] = {"n_tokens": 20, "ignore_eos": True, "learning": learning}
+    return sessions.opened(models / "target.gguf", "draft", **choices)
 
 
 def test_a_session_keeps_its_answers_and_goes_on_if_it_cannot(
@@ -157,23 +148,20 @@ def test_a_session_keeps_its_answers_and_goes_on_if_it_cannot(
 ) -> None:
     with opened(tiny_models, tmp_path / "kept") as loaded:
         prompt = loaded.prompts.of_text("a cat")
-        *_, finished = generate(loaded, prompt)
-    assert isinstance(finished, FinishedEvent)
+        finished = sessions.finished(list(generate(loaded, prompt)))
     (answer,) = read_answers(tmp_path / "kept")
-    assert answer.prompt == prompt.tokens
-    assert answer.answer == finished.token_ids
+    assert (answer.prompt, answer.answer) == (prompt.tokens, finished.token_ids)
     (tmp_path / "file").touch()
     with opened(tiny_models, tmp_path / "file" / "kept") as loaded:
         events = list(generate(loaded, prompt))
     notices = [event.message for event in events if isinstance(event, NoticeEvent)]
     assert any("the answer is not kept" in message for message in notices)
-    assert isinstance(events[-1], FinishedEvent)
-    assert events[-1].text == finished.text
+    assert sessions.finished(events).text == finished.text
 
 
 def test_nothing_is_kept_unless_asked_for(tiny_models: Path, tmp_path: Path) -> None:
     with opened(tiny_models, None) as loaded:
-        list(generate(loaded, loaded.prompts.of_text("a cat")))
+        sessions.answered(loaded, "a cat")
     assert not list(tmp_path.iterdir())
     assert not Path(os.environ["SPECGEN_DATA"]).exists()
 
@@ -205,9 +193,7 @@ def test_what_was_learnt_and_is_damaged_is_not_used(
     with opened(tiny_models, tmp_path) as loaded:
         assert loaded.draft is not None
         assert loaded.draft.learnt is None
-        *_, finished = generate(loaded, loaded.prompts.of_text("a cat"))
-    assert isinstance(finished, FinishedEvent)
-    assert finished.n_accepted > 0
+        assert sessions.answered(loaded, "a cat").n_accepted > 0
 
 
 def test_another_file_of_a_drafts_name_has_learnt_nothing(tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -108,24 +106,3 @@ def test_what_a_busy_machine_costs_holds_for_its_run_only(
     memory.save()
     with Session(options, time.perf_counter, Memory(file)) as loaded:
         assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25)
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        *(3, None, [], {}, {"n_single": 2}, {"n_single": 2.0, "n_batch": 2}),
-        *({"n_single": 2, "n_batch": n} for n in (0, -1, 513, True, "2")),
-    ],
-)
-def test_numbers_that_make_no_sense_are_not_taken(
-    tmp_path: Path, tiny_models: Path, entry: Any
-) -> None:
-    file, target = tmp_path / "learnt.json", tiny_models / "target.gguf"
-    memory = Memory(file)
-    memory.keep_threads(target, ContextOptions(), Threads(3, 4))
-    memory.save()
-    document = json.loads(file.read_text(encoding="utf-8"))
-    (key,) = document["threads"]
-    document["threads"][key] = entry
-    file.write_text(json.dumps(document), encoding="utf-8")
-    assert Memory(file).threads(target, ContextOptions()) is None

@@ -13,7 +13,7 @@ import pytest
 
 from specgen.method.tables import N_BINS, AcceptanceRates
 from specgen.options import ContextOptions, Workers
-from specgen.session.memory import Memory
+from specgen.session.memory import Memory, Threads
 
 CONTEXT = ContextOptions(n_threads=2)
 MACHINE = {"cpu": "x", "cores": [2, 4]}
@@ -62,40 +62,30 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
     assert known(memory) == {}
     learn(memory)
     memory.costs(TARGET, CONTEXT, 0).observe(3, 2.0)
-    expected = known(memory)
     judge(memory, 20)
-    memory.acceptance(TARGET, DRAFT, "greedy")["model"].counts.trial_credit = 2.5
+    before = memory.acceptance(TARGET, DRAFT, "greedy")["model"].counts
+    before.trial_credit = 2.5
     memory.save()
     again = opened(file)
-    assert known(again) == pytest.approx(expected, rel=1e-5)
+    assert known(again) == pytest.approx(known(memory), rel=1e-5)
     counts = again.acceptance(TARGET, DRAFT, "greedy")["model"].counts
     assert counts.trial_credit == 2.5
-    before = memory.acceptance(TARGET, DRAFT, "greedy")["model"].counts
     for name in ("n_judged", "n_accepted", "n_seen"):
         assert getattr(counts, name) == pytest.approx(getattr(before, name), abs=0.002)
     assert [path.name for path in file.parent.iterdir()] == ["memory.json"]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        dataclasses.replace(CONTEXT, n_threads=4),
-        dataclasses.replace(CONTEXT, n_threads_batch=4),
-        dataclasses.replace(CONTEXT, n_gpu_layers=0),
-        dataclasses.replace(CONTEXT, flash_attention="off"),
-        dataclasses.replace(CONTEXT, cache_type_k="q8_0"),
-        dataclasses.replace(CONTEXT, cache_type_v="q8_0"),
-        dataclasses.replace(CONTEXT, workers=Workers(("a:1",), (1.0,))),
-    ],
-)
-def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(
-    file: Path, changed: ContextOptions
-) -> None:
+def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(file: Path) -> None:
     memory = opened(file)
     learn(memory)
-    assert memory.costs(TARGET, changed, 0).known == {}
     memory.save()
-    assert opened(file).costs(TARGET, changed, 0).known == {}
+    changes: dict[str, Any] = {"n_threads": 4, "n_threads_batch": 4, "n_gpu_layers": 0}
+    changes |= {"flash_attention": "off", "cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+    changes["workers"] = Workers(("a:1",), (1.0,))
+    for name, value in changes.items():
+        changed = dataclasses.replace(CONTEXT, **{name: value})
+        for each in (memory, opened(file)):
+            assert each.costs(TARGET, changed, 0).known == {}, name
 
 
 def test_another_machine_has_other_costs_and_the_same_chances(file: Path) -> None:
@@ -210,17 +200,13 @@ def test_the_latest_are_kept_and_the_file_stays_small(file: Path) -> None:
 # --- files that cannot be trusted
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b"3",
-        b'{"costs": 3, "chances": [1]}',
-        b'{"costs": {"x": 3, "y": null}, "chances": {"x": []}}',
-    ],
+_DAMAGED = (
+    *(b"", b"\xff\xfe", b"[" * 100_000, b"3", b'{"costs": 3, "chances": [1]}'),
+    b'{"costs": {"x": 3, "y": null}, "chances": {"x": []}}',
 )
+
+
+@pytest.mark.parametrize("text", _DAMAGED)
 def test_a_damaged_file_is_as_none_and_written_anew(file: Path, text: bytes) -> None:
     file.parent.mkdir()
     file.write_bytes(text)
@@ -235,6 +221,15 @@ def test_a_damaged_file_is_as_none_and_written_anew(file: Path, text: bytes) -> 
     assert again.acceptance(TARGET, DRAFT, "greedy")["model"].n_judged == pytest.approx(3, abs=0.1)
 
 
+def edit(file: Path, **changes: object) -> None:
+    """Change what the file holds, by section: what its only entry becomes."""
+    content = document(file)
+    for section, entry in changes.items():
+        (key,) = content[section]
+        content[section][key] = entry
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
 SENSELESS = (
     'null 3 [1.0] "1" {"x":1.0} {"0":1.0} {"9999999999999":1.0} {"1":"1.0"} {"1":0.0} {"1":NaN}'
 )
@@ -245,15 +240,28 @@ def test_costs_that_make_no_sense_are_not_known(file: Path, entry: object) -> No
     memory = opened(file)
     learn(memory)
     memory.save()
-    content = document(file)
-    (key,) = content["costs"]
-    content["costs"][key] = entry
-    file.write_text(json.dumps(content), encoding="utf-8")
+    edit(file, costs=entry)
     again = opened(file)
     assert known(again) == {}
     learn(again, seconds=2.0)
     again.save()
     assert known(opened(file))[1] == 2.0
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *(3, None, [], {}, {"n_single": 2}, {"n_single": 2.0, "n_batch": 2}),
+        *({"n_single": 2, "n_batch": n} for n in (0, -1, 513, True, "2")),
+    ],
+)
+def test_threads_that_make_no_sense_are_not_taken(file: Path, entry: object) -> None:
+    memory = opened(file)
+    memory.keep_threads(TARGET, CONTEXT, Threads(3, 4))
+    memory.save()
+    assert opened(file).threads(TARGET, CONTEXT) == Threads(3, 4)
+    edit(file, threads=entry)
+    assert opened(file).threads(TARGET, CONTEXT) is None
 
 
 FULL = {name: [1.0] * N_BINS for name in ("judged", "accepted", "seen")}
@@ -264,12 +272,11 @@ FULL = {name: [1.0] * N_BINS for name in ("judged", "accepted", "seen")}
     [
         None,
         {"judged": [1.0] * (N_BINS - 1)},
-        {"trial_credit": "a"},
-        {"trial_credit": float("inf")},
+        {"judged": [float("inf")] * N_BINS},
         {"accepted": ["1"] * N_BINS},
         {"seen": [-1.0] * N_BINS},
-        {"judged": [float("inf")] * N_BINS},
         {"seen": None},
+        *({"trial_credit": credit} for credit in ("a", float("inf"))),
     ],
 )
 def test_chances_that_make_no_sense_are_not_known_and_spoil_no_others(
@@ -278,11 +285,8 @@ def test_chances_that_make_no_sense_are_not_known_and_spoil_no_others(
     memory = opened(file)
     judge(memory, 4)
     memory.save()
-    content = document(file)
-    (key,) = content["chances"]
-    content["chances"][key]["ngram"] = None if changed is None else {**FULL, **changed}
-    content["chances"][key]["lookup"] = FULL
-    file.write_text(json.dumps(content), encoding="utf-8")
+    (kept,) = document(file)["chances"].values()
+    edit(file, chances={**kept, "ngram": changed and {**FULL, **changed}, "lookup": FULL})
     found = opened(file).acceptance(TARGET, DRAFT, "greedy")
     assert set(found) == {"model", "lookup"}
     assert found["model"].n_judged == pytest.approx(4, abs=0.1)

@@ -14,12 +14,13 @@ from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models.files import identify, memory_file
 from specgen.models.saved_drafts import SavedDraft, save_draft, saved_drafts_file
-from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
+from specgen.options import DraftSource
 from specgen.session.calibration import Costs, expected_gain
 from specgen.session.choose_models import DraftChoice
 from specgen.session.open import open_session, use_first
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen
+from tests.helpers.sessions import opened, options_of
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
@@ -62,20 +63,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     return measured
 
 
-def options(models: Path, **drafting: int) -> SessionOptions:
-    context = ContextOptions(n_threads=1)
-    return SessionOptions(
-        models / "target.gguf",
-        "none",
-        drafting=DraftOptions(policy="fixed", **drafting),  # type: ignore[arg-type]
-        target_context=context,
-        draft_context=context,
-    )
-
-
 @pytest.fixture
 def session(tiny_models: Path) -> Iterator[Session]:
-    with Session(options(tiny_models), time.perf_counter) as session:
+    with opened(tiny_models / "target.gguf") as session:
         yield session
 
 
@@ -86,14 +76,6 @@ def choices(tiny_models: Path) -> tuple[DraftChoice, ...]:
         DraftChoice(tiny_models / "bad.gguf", "drafting with the general one", "find a better"),
         DraftChoice("ngram", "drafting with n-grams", "search"),
     )
-
-
-def test_a_model_that_pays_is_taken_with_its_reason(
-    session: Session, choices: tuple[DraftChoice, ...], measured: Measured
-) -> None:
-    assert use_first(session, choices) == "drafting with the partner"
-    assert session.draft_name == "draft.gguf"
-    assert measured.asked == ["draft.gguf"]
 
 
 def test_a_model_that_is_too_slow_gives_way_to_the_next(
@@ -159,7 +141,7 @@ def test_a_session_opens_with_the_draft_that_pays(
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
     notes: list[str] = []
-    own = options(tiny_models)
+    own = options_of(tiny_models / "target.gguf")
     with open_session(own, choices, clock=time.perf_counter, note=notes.append) as session:
         assert session.draft_name == "bad.gguf"
     assert measured.asked == ["draft.gguf", "bad.gguf"]

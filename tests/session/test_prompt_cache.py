@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,15 @@ import pytest
 
 from specgen.errors import OutputError, UsageError
 from specgen.events import FinishedEvent, NoticeEvent
-from specgen.options import (
-    ContextOptions,
-    DraftOptions,
-    DraftSource,
-    GenerationOptions,
-    SamplerOptions,
-    SessionOptions,
-)
+from specgen.options import SamplerOptions
 from specgen.session.engine import Engine
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
 from tests.helpers.mtp import write_mtp_model
+from tests.helpers.sessions import finished, opened, write_models
 from tests.registry import CACHES
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny import TinyConfig
 
 PROMPT = "the cat is in the else for with that it be not self " * 4
 CONTEXT = replace(EXACT, n_ctx=512)
@@ -37,46 +30,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prompts")
     for name, architecture in CACHES.items():
         config = TinyConfig(architecture=architecture, n_ctx_train=1024)
-        write_tiny_model(folder / f"{name}.gguf", config)
-        write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
+        write_models(folder, {name: config, f"{name} draft": config.draft(0.1)})
     write_mtp_model(folder / "mtp.gguf", "glm4moe")
     return folder
 
 
-def options_of(
-    target: Path, cache: Path | None, context: ContextOptions = CONTEXT
-) -> SessionOptions:
-    """The options of a session without drafts."""
-    return SessionOptions(
-        target=target,
-        draft="none",
-        drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
-        generation=GenerationOptions(max_tokens=20, ignore_eos=True),
-        target_context=context,
-        draft_context=context,
-        prompt_cache=cache,
-    )
+def session_on(target: Path, cache: Path | None, draft: str = "none", **more: Any) -> Session:
+    choices = {"n_draft": 3, "n_tokens": 20, "ignore_eos": True, "context": CONTEXT, **more}
+    return opened(target, draft, drafting={"ngrams": False}, prompt_cache=cache, **choices)
 
 
 def answered(
-    target: Path,
-    cache: Path | None,
-    prompt: str = PROMPT,
-    *,
-    draft: DraftSource = "none",
-    context: ContextOptions = CONTEXT,
-    sampler: SamplerOptions | None = None,
+    target: Path, cache: Path | None, prompt: str = PROMPT, **choices: Any
 ) -> tuple[FinishedEvent, list[str]]:
     """The answer of a session of its own, and its notices."""
-    options = replace(
-        options_of(target, cache, context), draft=draft, sampler=sampler or SamplerOptions()
-    )
-    with Session(options, time.perf_counter) as models, Engine(models) as engine:
-        request = engine.insert(models.prompts.of_text(prompt, chat=False))
+    with session_on(target, cache, **choices) as session, Engine(session) as engine:
+        request = engine.insert(session.prompts.of_text(prompt, chat=False))
         events = list(engine.stream(request))
-    finished = request.finished
-    assert finished is not None
-    return finished, [event.message for event in events if isinstance(event, NoticeEvent)]
+    notices = [event.message for event in events if isinstance(event, NoticeEvent)]
+    return finished(events), notices
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -87,7 +59,7 @@ def test_the_same_text_comes_of_a_prompt_that_is_not_read_again(
 ) -> None:
     target, file = folder / f"{cache}.gguf", tmp_path / "kept"
     choices: dict[str, Any] = {
-        "draft": folder / f"{cache} draft.gguf" if drafted else "none",
+        "draft": f"{cache} draft" if drafted else "none",
         "sampler": SamplerOptions(temperature=temperature, seed=3),
     }
     expected = answered(target, None, **choices)[0]
@@ -137,9 +109,9 @@ def test_what_does_not_fit_is_made_anew(folder: Path, tmp_path: Path, change: st
         file.write_bytes(data)
     else:
         file.write_bytes(file.read_bytes()[:-1])
-    finished, notices = answered(target, file, context=context)
-    assert finished.n_cached_tokens == 0
-    assert finished.token_ids == answered(target, None, context=context)[0].token_ids
+    last, notices = answered(target, file, context=context)
+    assert last.n_cached_tokens == 0
+    assert last.token_ids == answered(target, None, context=context)[0].token_ids
     is_other = change in ("model", "settings")
     assert notices == [f"{file} {'was ' + OTHER if is_other else 'is damaged: it is made anew'}"]
     assert answered(target, file, context=context)[0].n_cached_tokens > 0
@@ -175,12 +147,11 @@ def test_an_engine_whose_file_cannot_be_written_is_closed_all_the_same(
 ) -> None:
     place = tmp_path / "gone"
     place.mkdir()
-    options = options_of(folder / "attention.gguf", place / "kept")
-    with Session(options, time.perf_counter) as models:
-        engine = Engine(models)
-        request = engine.insert(models.prompts.of_text(PROMPT, chat=False))
-        list(engine.stream(request))
-        waiting = engine.insert(models.prompts.of_text(PROMPT, chat=False))
+    with session_on(folder / "attention.gguf", place / "kept") as session:
+        engine = Engine(session)
+        prompt = session.prompts.of_text(PROMPT, chat=False)
+        list(engine.stream(engine.insert(prompt)))
+        waiting = engine.insert(prompt)
         place.rmdir()
         with pytest.raises(OutputError):
             engine.close()

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specgen.errors import BackendError, MemoryLimitError, PromptError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama.library import llama_cpp
-from specgen.options import (
-    ContextOptions,
-    DraftOptions,
-    DraftSource,
-    GenerationOptions,
-    SamplerOptions,
-    SessionOptions,
-)
+from specgen.options import SamplerOptions
 from specgen.session.engine import generate
 from specgen.session.session import Session
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.common import EXACT
+from tests.helpers.sessions import answered, finished, opened, write_models
+from tests.tiny import TinyConfig
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Peaked enough that a difference in rounding does not change the most likely token.
@@ -32,7 +27,6 @@ TARGET = TinyConfig(logit_scale=6.0, control_scale=1.0, n_vocab=384)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
     configs = {
         "target": TARGET,
         "perfect": TARGET,
@@ -42,60 +36,32 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "short": replace(TARGET, n_ctx_train=60),
         "no bos": replace(TARGET, add_bos=False),
     }
-    for name, config in configs.items():
-        write_tiny_model(folder / f"{name}.gguf", config)
-    return folder
+    return write_models(tmp_path_factory.mktemp("models"), configs)
 
 
-def options(
-    models: Path,
-    target: str = "target",
-    draft: str = "none",
-    *,
-    n_draft: int = 4,
-    n_ctx: int | None = None,
-    sampler: SamplerOptions | None = None,
-    **generation: object,
-) -> SessionOptions:
-    source: DraftSource = models / f"{draft}.gguf"
-    if draft == "none":
-        source = "none"
-    elif draft == "ngram":
-        source = "ngram"
-    # Without flash attention a row's result does not depend on the rows beside it, so that
-    # texts can be compared token by token.
-    context = ContextOptions(n_threads=1, n_ctx=n_ctx, flash_attention="off")
-    return SessionOptions(
-        target=models / f"{target}.gguf",
-        draft=source,
-        sampler=sampler or SamplerOptions(),
-        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0, ngram_min=1),
-        generation=GenerationOptions(**{"max_tokens": 40, **generation}),  # type: ignore[arg-type]
-        target_context=context,
-        draft_context=context,
-    )
+def session_on(
+    models: Path, draft: str = "none", target: str = "target", n_ctx: int | None = None, **more: Any
+) -> Session:
+    context = replace(EXACT, n_ctx=n_ctx)
+    choices = {"context": context, "drafting": {"ngram_min": 1}, **more}
+    return opened(models / f"{target}.gguf", draft, **choices)
 
 
-def run(options: SessionOptions, prompt: str = PROMPT) -> list[Event]:
-    with Session(options, time.perf_counter) as loaded:
-        return list(generate(loaded, loaded.prompts.of_text(prompt, chat=False)))
-
-
-def finished(events: list[Event]) -> FinishedEvent:
-    assert isinstance(events[-1], FinishedEvent)
-    return events[-1]
+def run(session: Session, prompt: str = PROMPT) -> list[Event]:
+    with session:
+        return list(generate(session, session.prompts.of_text(prompt, chat=False)))
 
 
 @functools.cache
-def plain_answer(models: Path, **changes: object) -> FinishedEvent:
-    return finished(run(options(models, **changes)))  # type: ignore[arg-type]
+def plain_answer(models: Path) -> FinishedEvent:
+    return finished(run(session_on(models)))
 
 
 @pytest.mark.parametrize("n_draft", [0, 1, 2, 4, 7, 16])
 @pytest.mark.parametrize("draft", ["perfect", "good", "bad", "padded", "ngram"])
 def test_greedy_text_equals_plain_text(models: Path, draft: str, n_draft: int) -> None:
     plain = plain_answer(models)
-    fast = finished(run(options(models, draft=draft, n_draft=n_draft)))
+    fast = finished(run(session_on(models, draft, n_draft=n_draft)))
     assert fast.token_ids == plain.token_ids
     assert fast.text == plain.text
     assert fast.finish_reason == plain.finish_reason
@@ -107,12 +73,11 @@ def test_greedy_text_equals_plain_text(models: Path, draft: str, n_draft: int) -
 
 
 def test_a_short_answer_is_not_compared_with_plain_decoding(models: Path) -> None:
-    for max_tokens in (29, 30):
-        asked = options(models, draft="perfect", n_draft=4, max_tokens=max_tokens)
-        with Session(asked, time.perf_counter) as loaded:
+    for n_tokens in (29, 30):
+        with session_on(models, "perfect", n_tokens=n_tokens) as loaded:
             for n_rows in (1, 5):
                 loaded.costs.table().start(n_rows, 0.001 * n_rows)
-            fast = finished(list(generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))))
+            fast = answered(loaded, PROMPT)
         assert fast.n_accepted > 0
         known = (fast.plain_tokens_per_s, fast.estimated_speedup, fast.estimated_whole_speedup)
         assert all(value is not None for value in known) == (fast.n_tokens >= 30)
@@ -123,50 +88,47 @@ def test_a_short_answer_is_not_compared_with_plain_decoding(models: Path) -> Non
 def test_the_end_of_text_is_exact(models: Path, seed: int) -> None:
     """At a high temperature the tiny model ends its texts early and at many places."""
     sampler = SamplerOptions(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
-    plain = finished(run(options(models, sampler=sampler, max_tokens=200)))
-    fast = finished(run(options(models, draft="ngram", sampler=sampler, max_tokens=200)))
+    choices: dict[str, Any] = {"sampler": sampler, "n_tokens": 200}
+    plain = finished(run(session_on(models, **choices)))
+    fast = finished(run(session_on(models, "ngram", **choices)))
     assert fast.token_ids == plain.token_ids
     assert fast.finish_reason == plain.finish_reason
-    endless = finished(run(options(models, sampler=sampler, max_tokens=200, ignore_eos=True)))
+    endless = finished(run(session_on(models, **choices, ignore_eos=True)))
     assert endless.finish_reason == "length"
 
 
 def test_prompts_that_do_not_fit_are_refused_with_numbers(models: Path) -> None:
     n_prompt = plain_answer(models).n_prompt_tokens
     with pytest.raises(PromptError, match=f"{n_prompt} tokens, but the context has {n_prompt - 1}"):
-        run(options(models, n_ctx=n_prompt - 1))
-    assert finished(run(options(models, n_ctx=n_prompt))).n_tokens == 1
+        run(session_on(models, n_ctx=n_prompt - 1))
+    assert finished(run(session_on(models, n_ctx=n_prompt))).n_tokens == 1
     with pytest.raises(PromptError) as caught:
-        run(options(models, target="short"), PROMPT * 4)
+        run(session_on(models, target="short"), PROMPT * 4)
     assert "trained with a context of 60" in str(caught.value.hint)
     with pytest.raises(PromptError, match="empty"):
-        run(options(models, target="no bos"), "")
+        run(session_on(models, target="no bos"), "")
 
 
 def test_the_context_is_as_large_as_needed_and_no_larger_than_trained(models: Path) -> None:
-    def n_ctx(**changes: object) -> int:
-        event = run(options(models, **changes))[0]  # type: ignore[arg-type]
-        assert isinstance(event, PromptEvent)
-        return event.n_ctx
-
-    assert n_ctx(max_tokens=10) == 256
-    assert n_ctx(max_tokens=300) == 512
-    assert n_ctx(n_ctx=0) == 4096
-    assert n_ctx(n_ctx=77) == 77
-    assert n_ctx(target="short") == 60
-    with pytest.raises(MemoryLimitError):
-        run(options(models, n_ctx=1_000_000_000))
-
-
-def test_a_larger_context_than_trained_is_noted(models: Path) -> None:
-    notices = [
-        event.message
-        for event in run(options(models, target="short", n_ctx=100))
-        if isinstance(event, NoticeEvent)
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"n_tokens": 10}, 256),
+        ({"n_tokens": 300}, 512),
+        ({"n_ctx": 0}, 4096),
+        ({"n_ctx": 77}, 77),
+        ({"target": "short"}, 60),
+        ({"target": "short", "n_ctx": 100}, 100),
     ]
+    events: list[Event] = []
+    for changes, n_ctx in cases:
+        events = run(session_on(models, **changes))
+        assert isinstance(events[0], PromptEvent)
+        assert events[0].n_ctx == n_ctx
+    notices = [event.message for event in events if isinstance(event, NoticeEvent)]
     assert notices == [
         "short.gguf was trained with 60 tokens of context, but the context has 100: expect poor text"
     ]
+    with pytest.raises(MemoryLimitError):
+        run(session_on(models, n_ctx=1_000_000_000))
 
 
 class Freed:
@@ -195,7 +157,7 @@ def test_weights_are_freed_after_the_contexts_of_an_abandoned_answer(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed = Freed(monkeypatch)
-    loaded = Session(options(models, draft="good"), time.perf_counter)
+    loaded = session_on(models, "good")
     stream = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
     next(stream)
     loaded.close()
@@ -213,7 +175,7 @@ def test_an_answer_does_not_go_on_in_a_closed_session(
     models: Path, monkeypatch: pytest.MonkeyPatch, draft: str, n_events: int
 ) -> None:
     freed = Freed(monkeypatch)
-    loaded = Session(options(models, draft=draft), time.perf_counter)
+    loaded = session_on(models, draft)
     prompt = loaded.prompts.of_text(PROMPT, chat=False)
     stream = generate(loaded, prompt)
     for _ in range(n_events):
@@ -232,7 +194,7 @@ def test_an_answer_goes_on_when_its_draft_is_replaced(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed = Freed(monkeypatch)
-    with Session(options(models, draft="good"), time.perf_counter) as loaded:
+    with session_on(models, "good") as loaded:
         stream = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
         before = [next(stream) for _ in range(6)]
         loaded.change_draft("none")

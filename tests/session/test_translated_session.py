@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,12 @@ import pytest
 
 from specgen.errors import PairError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
-from specgen.options import (
-    DraftOptions,
-    GenerationOptions,
-    SamplerOptions,
-    SessionOptions,
-    TranslateMode,
-)
 from specgen.session.engine import generate
 from specgen.session.session import Session
-from tests.helpers.common import EXACT, NOW
-from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers import sessions
+from tests.helpers.common import NOW
+from tests.helpers.sessions import write_models
+from tests.tiny import CHATML_TEMPLATE, TinyConfig
 
 TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.3)
 DRAFT = replace(TARGET, tokenizer="spm", seed=3)
@@ -44,7 +38,6 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
     configs = {
         "target": TARGET,
         "bpe draft": TARGET.draft(0.02),
@@ -56,31 +49,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "chat draft": replace(DRAFT, chat_template=PLAIN_TEMPLATE),
         "broken template": replace(DRAFT, chat_template="{{ raise_exception('never') }}"),
     }
-    for name, config in configs.items():
-        write_tiny_model(folder / f"{name}.gguf", config)
-    return folder
+    return write_models(tmp_path_factory.mktemp("models"), configs)
 
 
 def opened(
-    models: Path,
-    target: str = "target",
-    draft: str = "draft",
-    *,
-    n_draft: int = 4,
-    translate: TranslateMode = "auto",
-    sampler: SamplerOptions = SamplerOptions(),
-    **generation: object,
+    models: Path, target: str = "target", draft: str = "draft", translate: str = "auto", **more: Any
 ) -> Session:
-    options = SessionOptions(
-        target=models / f"{target}.gguf",
-        draft="none" if draft == "none" else models / f"{draft}.gguf",
-        sampler=sampler,
-        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0, translate=translate),
-        generation=GenerationOptions(**{"max_tokens": 32, **generation}),  # type: ignore[arg-type]
-        target_context=EXACT,
-        draft_context=EXACT,
-    )
-    return Session(options, time.perf_counter)
+    choices = {"n_tokens": 32, "drafting": {"translate": translate}, **more}
+    return sessions.opened(models / f"{target}.gguf", draft, **choices)
 
 
 def run(session: Session, text: str = TEXTS["English"]) -> tuple[PromptEvent, FinishedEvent]:
@@ -89,16 +65,14 @@ def run(session: Session, text: str = TEXTS["English"]) -> tuple[PromptEvent, Fi
 
 
 def outcome(events: list[Event]) -> tuple[PromptEvent, FinishedEvent]:
-    first, last = events[0], events[-1]
-    assert isinstance(first, PromptEvent)
-    assert isinstance(last, FinishedEvent)
+    assert isinstance(events[0], PromptEvent)
     assert not [event for event in events if isinstance(event, NoticeEvent) and event.detail]
-    return first, last
+    return events[0], sessions.finished(events)
 
 
 @functools.cache
-def plain(models: Path, target: str, text: str, **changes: object) -> FinishedEvent:
-    return run(opened(models, target, "none", **changes), text)[1]  # type: ignore[arg-type]
+def plain(models: Path, target: str, text: str, **changes: Any) -> FinishedEvent:
+    return run(opened(models, target, "none", **changes), text)[1]
 
 
 # --- what opens
@@ -134,7 +108,7 @@ def test_greedy_text_equals_plain_text(models: Path, name: str) -> None:
         ("no bos", {}),
         ("mamba", {}),
         # Drafting goes on, though the draft has seen so much in training only.
-        ("short", {"max_tokens": 80, "ignore_eos": True}),
+        ("short", {"n_tokens": 80, "ignore_eos": True}),
     ],
 )
 def test_other_drafts_are_exact(models: Path, draft: str, changes: dict[str, Any]) -> None:

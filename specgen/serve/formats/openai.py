@@ -18,7 +18,7 @@ from pydantic import AliasChoices, AliasPath, Field
 from specgen.errors import PromptError
 from specgen.events import CommittedEvent, Piece
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json
+from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
 from specgen.serve.formats.request import (
     AnswerBody,
     AnswerFormat,
@@ -55,7 +55,9 @@ class _Call(Fields):
     id: Annotated[str, Field(min_length=1)]
     name: str = Field(validation_alias=AliasPath("function", "name"), min_length=1)
     #: Some clients send the object.
-    arguments: str | dict[str, Any] = Field("", validation_alias=AliasPath("function", "arguments"))
+    arguments: str | dict[str, Any] | None = Field(
+        None, validation_alias=AliasPath("function", "arguments")
+    )
 
 
 class _Function(Fields):
@@ -83,8 +85,8 @@ class _Body(AnswerBody):
     logprobs: bool | Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = 0
     n: Annotated[int, Field(ge=1, lt=2**31)] = 1
-    has_usage_alone: bool = Field(
-        False, validation_alias=AliasPath("stream_options", "include_usage")
+    has_usage_alone: bool | None = Field(
+        None, validation_alias=AliasPath("stream_options", "include_usage")
     )
 
     def common(self, generation: GenerationOptions) -> dict[str, Any]:
@@ -96,7 +98,7 @@ class _Body(AnswerBody):
             "generation": replace(generation, logprobs=n_top),
             "form": self.response_format,
             "n": self.n,
-            "has_usage_alone": self.has_usage_alone,
+            "has_usage_alone": bool(self.has_usage_alone),
         }
 
 
@@ -240,6 +242,17 @@ def read_completion(
     return tuple(found)
 
 
+def read_llama_cpp_completion(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body of llama.cpp's own path for the continuation of a text. What only OpenAI's clients ask for is
+    answered in their form. Raise `BodyError`."""
+    found = read_completion(body, sampling, generation)
+    if len(found) > 1 or found[0].n > 1 or found[0].has_usage_alone:
+        return found
+    return (parse(_TextBody, body).llama_cpp(found[0]),)
+
+
 def _inputs(field: str, value: Any) -> dict[str, str | list[int]]:
     """Return the texts, or lists of tokens, in a field, each by its place. Raise `BodyError`."""
     is_several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
@@ -332,9 +345,12 @@ class ChatWriter(AnswerWriter):
     def _end(self, number: int) -> list[Json]:
         chunks = [self._chunk(number, {}, self._ending(number))]
         if all(each.finished is not None for each in self._answers):
+            found = self._figures()
             if self._first.has_usage_alone:
                 chunks.append({**chunks[-1], "choices": []})
-            chunks[-1] |= self._figures()
+            else:  # clients that did not ask for it would count it twice
+                found = own_figures(found)
+            chunks[-1] |= found
         return chunks
 
     def _ending(self, number: int) -> Json:
@@ -422,13 +438,13 @@ class LlamaCppWriter(ChatWriter):
         reason = choice["finish_reason"]
         body |= {"index": 0, "content": choice["text"], "stop": reason is not None}
         if reason is not None:
-            usage = body["usage"]
+            timings = body["timings"]
             body |= {
                 "stop_type": "eos" if reason == "stop" else "limit",
                 "truncated": False,
-                "tokens_predicted": usage["completion_tokens"],
-                "tokens_evaluated": usage["prompt_tokens"],
-                "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+                "tokens_predicted": timings["predicted_n"],
+                "tokens_evaluated": timings["cache_n"] + timings["prompt_n"],
+                "tokens_cached": timings["cache_n"],
             }
         return body
 

@@ -1,0 +1,73 @@
+"""Sessions on tiny models, in contexts whose rows are exact, with drafts of a fixed length."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specgen.events import Event, FinishedEvent
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SessionOptions,
+)
+from specgen.session.engine import generate
+from specgen.session.session import Session
+from tests.helpers.common import EXACT
+from tests.tiny import TinyConfig, write_tiny_model
+
+
+def write_models(folder: Path, configs: Mapping[str, TinyConfig]) -> Path:
+    """Write tiny models into a folder, each as NAME.gguf."""
+    for name, config in configs.items():
+        write_tiny_model(folder / f"{name}.gguf", config)
+    return folder
+
+
+def options_of(
+    target: Path,
+    draft: str | Path = "none",
+    *,
+    context: ContextOptions = EXACT,
+    n_tokens: int = 40,
+    n_draft: int = 4,
+    ignore_eos: bool = False,
+    drafting: Mapping[str, Any] | DraftOptions | None = None,
+    **other: Any,
+) -> SessionOptions:
+    """`draft` is a path, a word, or the name of a file beside the target; `drafting` is what differs from
+    fixed drafts, or all of it; `other` are more `SessionOptions`."""
+    is_word = draft in ("none", "ngram", "mtp")
+    source: Any = draft if is_word or isinstance(draft, Path) else target.parent / f"{draft}.gguf"
+    if not isinstance(drafting, DraftOptions):
+        fixed = {"policy": "fixed", "max_tokens": n_draft, "p_min": 0.0}
+        drafting = DraftOptions(**{**fixed, **(drafting or {})})
+    options = SessionOptions(
+        target,
+        source,
+        drafting=drafting,
+        generation=GenerationOptions(max_tokens=n_tokens, ignore_eos=ignore_eos),
+        target_context=context,
+        draft_context=context,
+    )
+    return replace(options, **other)
+
+
+def opened(target: Path, draft: str | Path = "none", **changes: Any) -> Session:
+    """A session with the options of `options_of`."""
+    return Session(options_of(target, draft, **changes), time.perf_counter)
+
+
+def finished(events: list[Event]) -> FinishedEvent:
+    assert isinstance(events[-1], FinishedEvent)
+    return events[-1]
+
+
+def answered(session: Session, prompt: str, **choices: Any) -> FinishedEvent:
+    """How the answer to a prompt ends, which is continued unless `chat` says otherwise."""
+    begun = session.prompts.of_text(prompt, **{"chat": False, **choices})
+    return finished(list(generate(session, begun)))
