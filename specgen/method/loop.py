@@ -42,6 +42,18 @@ class _Turn:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """A round's batch after the decode: the logits of each turn's root and nodes, hidden states if a drafter reads
+    them, the target's seconds and decoded rows, and the number of turns that shared them."""
+
+    logits: Logits
+    hidden: Hidden | None
+    target_s: float
+    n_rows: int
+    n_turns: int
+
+
 class Loop:
     """Generates with one target. `clock` returns seconds. `interrupted` is called between decodes; once it returns
     True, sequences finish with the text that they have."""
@@ -92,42 +104,17 @@ class Loop:
 
         for turn in turns:
             self._pack(batch, turn, target.n_batch // len(turns))
-        n_own, target_s, n_rows = len(batch), target.decode_s, target.n_decoded_rows
+        n_own, before_s, n_before_rows = len(batch), target.decode_s, target.n_decoded_rows
         logits, hidden, other_s = self.decode(batch, active, events)
-        target_s = target.decode_s - target_s - other_s
+        target_s = target.decode_s - before_s - other_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
-        n_rows = target.n_decoded_rows - n_rows - (len(batch) - n_own)
+        n_rows = target.n_decoded_rows - n_before_rows - (len(batch) - n_own)
+        decoded = _Decoded(logits, hidden, target_s, n_rows, len(turns))
 
         first = 0
         for turn in turns:
-            sequence, n_before = turn.sequence, len(turn.sequence.tokens)
-            sequence.n_rows = 1 + len(turn.draft)
-            rows = logits[first : first + 1 + len(turn.draft)]
-            try:
-                verdict = self.verify(sequence, turn.draft, rows)
-            except BackendError as error:  # the grammar allows no token, or a logit is not a number
-                sequence.failure = error
-            else:
-                events += sequence.commit_verdict(
-                    turn.draft, verdict, rows, self.now_s, turn.plan.reason
-                )
-                kept = verdict.path[: len(sequence.tokens) - n_before]
-                keep_path(target, sequence.slot, turn.draft, kept)
-                if hidden is not None:
-                    _keep_states(turn, hidden, first, kept, n_before + len(kept))
-                result = RoundResult(
-                    turn.plan,
-                    turn.draft,
-                    verdict.path,
-                    turn.seconds,
-                    target_s,
-                    n_rows,
-                    tuple(sequence.tokens[n_before:]),
-                    turn.proposed,
-                )
-                sequence.tally.add_round(result, len(turns), turn.model_s)
-                self._learn(sequence, result, events)
-            first += len(rows)
+            self._finish(turn, first, decoded, events)
+            first += 1 + len(turn.draft)
         wall_s = self.clock() - started - other_s
         for sequence in active:  # they share the batch's time equally
             sequence.tally.wall_s += wall_s / len(active)
@@ -144,8 +131,9 @@ class Loop:
         started = self.clock()
         # How much the others will draft is not known yet: about as much as in the last round.
         others = Others(len(active) - 1, sum(each.n_rows for each in active) - sequence.n_rows)
+        n_most = self.target.n_outputs // len(active) - 1  # the root wants logits, too
         try:
-            offer = sequence.offer(self.target.n_outputs // len(active) - 1, others)
+            offer = sequence.offer(n_most, others)
             plan = sequence.policy.plan(offer)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
             self._end_drafting(sequence, error, events)
@@ -191,36 +179,60 @@ class Loop:
         decoded first."""
         sequence, target, tokens = turn.sequence, self.target, turn.sequence.tokens
         first, last = sequence.slot.first, len(tokens) - 1
-        start = target.length(first)
-        if last - start >= max(1, min(n_room - len(turn.draft), _MAX_PENDING)):
-            while start < last:
-                n = min(last - start, target.n_batch)
-                silent = Batch()
-                for position in range(start, start + n):
+        n_held = target.length(first)
+        if last - n_held >= max(1, min(n_room - len(turn.draft), _MAX_PENDING)):
+            while n_held < last:
+                silent, end = Batch(), min(last, n_held + target.n_batch)
+                for position in range(n_held, end):
                     silent.add(tokens[position], position, (first,), False)
                 self.decode_text(sequence, silent)
-                start += n
-        turn.pending = pack(batch, target, sequence.slot, tokens[start:], turn.draft)
+                n_held = end
+        turn.pending = pack(batch, target, sequence.slot, tokens[n_held:], turn.draft)
 
     def decode_text(self, sequence: Sequence, batch: Batch) -> Logits:
         """Decode rows of a text, and keep their hidden states for drafters that read those of all rows."""
-        states = sequence.trail
-        if states is None or not states.all_rows:
+        trail = sequence.trail
+        if trail is None or not trail.all_rows:
             return self.target.decode(batch)
         logits, hidden = self.target.decode_hidden(batch, all_rows=True)
-        states.keep_states(hidden, sequence.tokens, batch.positions[-1] + 1)
+        trail.keep_states(hidden, sequence.tokens, batch.positions[-1] + 1)
         return logits
 
     def decode(
         self, batch: Batch, active: abc.Sequence[Sequence], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
-        """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of rows
-        that were added for others."""
+        """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of another
+        answer's rows. Here these are 0; `AnswerLoop` overrides this to append a piece of another answer's prompt."""
         # The same draft serves all sequences.
-        states = next((each.trail for each in active if each.trail is not None), None)
-        if states is None or not (states.all_rows or len(batch) <= self.target.n_outputs):
+        trail = next((each.trail for each in active if each.trail is not None), None)
+        if trail is None or not (trail.all_rows or len(batch) <= self.target.n_outputs):
             return self.target.decode(batch), None, 0.0
-        return *self.target.decode_hidden(batch, all_rows=states.all_rows), 0.0
+        return *self.target.decode_hidden(batch, all_rows=trail.all_rows), 0.0
+
+    def _finish(self, turn: _Turn, first: int, decoded: _Decoded, events: list[Event]) -> None:
+        """Verify a turn's draft, commit what is accepted, and learn from it. `first` is the root's row of the
+        logits."""
+        sequence, draft, n_before = turn.sequence, turn.draft, len(turn.sequence.tokens)
+        sequence.n_rows = 1 + len(draft)
+        logits = decoded.logits[first : first + sequence.n_rows]
+        try:
+            verdict = self.verify(sequence, draft, logits)
+        except BackendError as error:  # the grammar allows no token, or a logit is not a number
+            sequence.failure = error
+            return
+        events += self._commit(turn, verdict, logits, decoded.hidden, first)
+        result = RoundResult(
+            turn.plan,
+            draft,
+            verdict.path,
+            turn.seconds,
+            decoded.target_s,
+            decoded.n_rows,
+            tuple(sequence.tokens[n_before:]),
+            turn.proposed,
+        )
+        sequence.tally.add_round(result, decoded.n_turns, turn.model_s)
+        self._learn(sequence, result, events)
 
     def verify(self, sequence: Sequence, draft: Draft, logits: Logits) -> Verdict:
         """Return which nodes are accepted, and the target's own token, from the logits at the root and at each node,
@@ -245,6 +257,22 @@ class Loop:
             raise NoTokenAllowedError
         return verdict
 
+    def _commit(
+        self, turn: _Turn, verdict: Verdict, logits: Logits, hidden: Hidden | None, first: int
+    ) -> list[Event]:
+        """Add the accepted tokens and the target's own to the text, and let the cache and a draft's trail keep what
+        belongs to it."""
+        sequence, trail, n_before = turn.sequence, turn.sequence.trail, len(turn.sequence.tokens)
+        reason = turn.plan.reason
+        events = sequence.commit_verdict(turn.draft, verdict, logits, self.now_s, reason)
+        kept = verdict.path[: len(sequence.tokens) - n_before]  # the text may end on the path
+        keep_path(self.target, sequence.slot, turn.draft, kept)
+        if hidden is not None and trail is not None:
+            pending = turn.pending if trail.all_rows else range(first, first + 1)
+            rows = [*pending, *(pending[-1] + 1 + node for node in kept)]
+            trail.keep_states(hidden[rows], sequence.tokens, n_before + len(kept))
+        return events
+
     def _learn(self, sequence: Sequence, result: RoundResult, events: list[Event]) -> None:
         sequence.policy.observe(result)
         if sequence.cascade is not None:
@@ -259,15 +287,3 @@ class Loop:
         message = f"drafting failed, going on without a draft: {what}"
         detail = "".join(traceback.format_exception(error))
         events.append(NoticeEvent(sequence.index, self.now_s, message, detail))
-
-
-def _keep_states(
-    turn: _Turn, hidden: Hidden, first: int, kept: abc.Sequence[int], n_read: int
-) -> None:
-    """Let a sequence keep the states of the pending tokens and the accepted nodes; `first` is the root's row of the
-    logits."""
-    states = turn.sequence.trail
-    if states is not None:
-        pending = turn.pending if states.all_rows else range(first, first + 1)
-        rows = [*pending, *(pending[-1] + 1 + node for node in kept)]
-        states.keep_states(hidden[rows], turn.sequence.tokens, n_read)
