@@ -167,13 +167,16 @@ class Draft:
 
     @property
     def n_fixed(self) -> int:
-        """The number of nodes, from the first, that must not be left out: those up to the last drawn one. All nodes,
-        unless they are a chain that the others follow."""
-        drawn = (n for n, source in enumerate(self.distributions, 1) if source is not None)
-        n = max(drawn, default=0)
-        is_chain = self.parents[:n] == tuple(range(ROOT, n - 1))
-        is_free = is_chain and all(parent >= n - 1 for parent in self.parents[n:])
-        return n if not n or (is_free and not self.walks) else len(self)
+        """How many leading nodes a cut must keep. 0 if nothing was drawn; n if the drawn nodes are in a chain of n and
+        all others hang behind it; else all nodes."""
+        drawn = [node for node, source in enumerate(self.distributions) if source is not None]
+        if not drawn:
+            return 0
+        last = drawn[-1]
+        is_chain = self.parents[: last + 1] == tuple(range(ROOT, last))
+        if is_chain and not self.walks and min(self.parents[last + 1 :], default=last) >= last:
+            return last + 1
+        return len(self)
 
     def children(self, node: int) -> Sequence[int]:
         """Return the nodes below `node` (or `ROOT`), in the order they were drafted."""

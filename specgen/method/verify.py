@@ -6,6 +6,7 @@ target's logits give after a node, with samplers and grammar; *draft* is the one
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 #: Steps of the bisection for SpecTr's rho: as many as a float's precision allows.
 _N_HALVINGS = 50
-
 
 #: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the samplers.
 TargetAt: TypeAlias = Callable[[int], Distribution]
@@ -45,15 +45,9 @@ class Verifier(Protocol):
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict: ...
 
 
-class ResidualVerifier:
-    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection go on with the
-    residual, normalize(max(0, target - draft)).
-
-    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm
-    2), for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be drawn without
-    replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). In independent walks a token is tested as often as it
-    was drawn.
-    """
+class _TreeWalk(abc.ABC):
+    """Goes down a draft from the root as long as `choose` accepts one of the nodes that come next. In independent
+    walks a token is tried as often as it was drawn."""
 
     wants_draws = True
 
@@ -72,24 +66,20 @@ class ResidualVerifier:
             node = accepted
             path.append(node)
 
+    @abc.abstractmethod
     def choose(
         self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
     ) -> tuple[int | None, Distribution]:
         """Return which of the nodes tried after one place is accepted, if any, and what the next token is drawn from
         otherwise."""
-        for child in tries:
-            token, source = draft.tokens[child], drawn_from(draft, child)
-            if rng.random() * source.probability(token) < target.probability(token):
-                return child, target
-            # Nothing is left only if the two are equal up to rounding, and so is the target then.
-            target = target.minus(source) or target
-        return None, target
 
 
-class MatchVerifier(ResidualVerifier):
-    """Draw the target's token; go on while it is one of the drafted children. So the same seed gives the same text
-    with and without a draft, however that was made. This is the best possible for a draft that was not drawn at
-    random."""
+class MatchVerifier(_TreeWalk):
+    """Draw the target's token; go on while it is one of the drafted children. At temperature 0 the target is one
+    certain token, so this compares the draft with the argmax.
+
+    The same seed gives the same text with and without a draft, however that was made. This is the best possible for
+    a draft that was not drawn at random."""
 
     wants_draws = False
 
@@ -99,6 +89,27 @@ class MatchVerifier(ResidualVerifier):
         token = target.draw(rng)
         accepted = next((child for child in tries if draft.tokens[child] == token), None)
         return accepted, Distribution.certain(token)
+
+
+class ResidualVerifier(_TreeWalk):
+    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection go on with the
+    residual, normalize(max(0, target - draft)).
+
+    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm
+    2), for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be drawn without
+    replacement (Jeon et al., arXiv:2402.14160, Algorithm 1).
+    """
+
+    def choose(
+        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
+    ) -> tuple[int | None, Distribution]:
+        for child in tries:
+            token, source = draft.tokens[child], drawn_from(draft, child)
+            if rng.random() * source.probability(token) < target.probability(token):
+                return child, target
+            # Nothing is left only if the two are equal up to rounding, and so is the target then.
+            target = target.minus(source) or target
+        return None, target
 
 
 class SpecTrVerifier(ResidualVerifier):
@@ -125,9 +136,9 @@ class SpecTrVerifier(ResidualVerifier):
                 return child, target
         taken = np.minimum(drafted, target.probs / rho)
         beta = float(taken.sum())
-        share = (1.0 - (1.0 - beta) ** k) / beta if beta > 0.0 else 0.0
+        scale = (1.0 - (1.0 - beta) ** k) / beta if beta > 0.0 else 0.0
         # Nothing is left only if everything was taken, up to rounding.
-        return None, target.reweighted(target.probs - taken * share) or target
+        return None, target.reweighted(target.probs - taken * scale) or target
 
 
 def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
@@ -182,23 +193,26 @@ class BlockVerifier(ResidualVerifier):
 def _accept_block(
     draft: Draft, run: Sequence[int], target: TargetAt, before: int, rng: np.random.Generator
 ) -> tuple[int, Distribution]:
-    """Return how many nodes of a run after `before` are kept, and what the token after them is drawn from."""
+    """Return how many nodes of a run after `before` are kept, and what the token after them is drawn from. (For r, s
+    and h see `BlockVerifier`.)"""
     after = kept_after = target(before)
     ratio = kept_ratio = 1.0
     n_kept = 0
-    for n, node in enumerate(run, 1):
+    for i, node in enumerate(run, 1):
         token = draft.tokens[node]
         ratio *= after.probability(token) / drawn_from(draft, node).probability(token)
+        ratio = min(1.0, ratio)  # r(i)
         if ratio == 0.0:  # no longer prefix can be accepted either
             break
-        chance = ratio = min(1.0, ratio)
         after = target(node)
-        if n < len(run):
-            excess = after.excess(drawn_from(draft, run[n]), ratio)
+        if i == len(run):
+            chance = ratio  # h(i)
+        else:
+            excess = after.excess(drawn_from(draft, run[i]), ratio)  # s(i)
             # Where it is 0 and the ratio 1, the next prefix is accepted with certainty.
-            chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
+            chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0  # h(i)
         if rng.random() < chance:
-            n_kept, kept_ratio, kept_after = n, ratio, after
+            n_kept, kept_ratio, kept_after = i, ratio, after
     if n_kept < len(run):
         kept_after = kept_after.minus(drawn_from(draft, run[n_kept]), kept_ratio) or kept_after
     return n_kept, kept_after
