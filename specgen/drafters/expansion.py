@@ -218,8 +218,8 @@ class Worthwhile(Tree):
             if rank == 0 or probability >= _LEAST:
                 self._add(node, token, probability)
                 self._ranks.append(rank)
-                chance = self._stop.chance(self._stop.origin, probability, rank)
-                self._chances.append(before * chance)
+                acceptance = self._stop.acceptance(self._stop.origin, probability, rank)
+                self._chances.append(before * acceptance)
 
     def _frontier(self, n_most: int) -> list[int]:
         """Return as many of the likeliest nodes as are worth the model's batch together."""

@@ -130,8 +130,8 @@ def draft_alone(drafting: Drafting) -> Draft:
 
 
 def refuse_nonsense(proposal: Proposal, n_max: int, n_vocab: int) -> None:
-    """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error: in the target's
-    batch it would be one of all sequences."""
+    """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error: an invalid token in
+    the shared batch would fail all answers."""
     draft: object = proposal.draft
     tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else ()
     makes_sense = isinstance(draft, Draft) and len(tokens) <= n_max
@@ -149,7 +149,7 @@ def _first_batch(waiting: Sequence[tuple[Proposal, Ask]]) -> list[tuple[Proposal
     for proposal, ask in waiting:
         n_more, n_more_wanted = len(ask.batch), sum(ask.batch.wants_logits)
         fits = n_rows + n_more <= most and n_wanted + n_more_wanted <= backend.n_outputs
-        if ask.backend is backend and (fits or not found):
+        if ask.backend is backend and (fits or not found):  # the first one always gets its turn
             found.append((proposal, ask))
             n_rows, n_wanted = n_rows + n_more, n_wanted + n_more_wanted
     return found

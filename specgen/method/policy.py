@@ -1,7 +1,12 @@
 """How much is drafted: a policy makes a plan once a round, as a value, and drafters follow it without asking back.
 
-`CostAwarePolicy` decides by costs and acceptance (`tables.py`); the others know none. A *look* is one reading of a
-drafter's distribution for the next position; its *confidence* is the largest probability there.
+`CostAwarePolicy` decides by costs and acceptance (`tables.py`); the others know none. The words:
+
+    look          one reading of a drafter's distribution for the next position
+    confidence    the largest probability there: what the drafter says
+    acceptance    how often tokens of that confidence are accepted, if all before them are
+    whole         the probability that all tokens so far are accepted, the product of their acceptances
+    worth         the seconds of the target that an accepted token saves
 """
 
 from __future__ import annotations
@@ -33,6 +38,35 @@ from specgen.method.tables import (
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
 
+# --- stopping rules
+_LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)  # the logarithms of `whole` with known values
+_LOG_STEP = float(_LOG_GRID[1] - _LOG_GRID[0])
+_NEWS = 0.05  # one is computed again when a price has changed by this share of a plain decode,
+_N_NEWS = 24  # or after this many looks and judged tokens
+_N_RULES = 64  # the most that are kept
+# --- what is expected
+_MARGIN = (
+    1.1  # a draft's expected gain over its cost, at least: a cost is certain and a gain is not
+)
+_NGRAM_MARGIN = 1.5  # the same for n-grams, whose confidence can be trusted less
+_MAX_STALE = 64  # rounds until a plain decode is made: its cost is what everything is compared with
+_RATE = 0.06  # a round's weight in averages; at first all count equally, a plain decode as four
+#: The numbers of tokens that a parallel draft may predict in one decode.
+_AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
+# --- trials of a model that is not expected to pay
+_N_TRIED = 3  # the tokens of one
+_TRIAL_SHARE = 0.015  # the share of the answer's time, in plain decodes, that they may take,
+_MOST_CREDIT = 32.0  # and how many plain decodes at once
+# --- the prefill of a draft; how long the answer gets is a guess
+_MOST_AHEAD = 2.0  # the most it may take, over the answer's time so far;
+_MOST_AHEAD_OF_TRIAL = 0.1  # the same for a trial
+_PREFILL_MARGIN = 1.5  # what it is expected to save over what it takes, at least
+# --- losses
+_TOKENS_LOST = 4.0  # a drafter waits while it has lost more than so many plain decodes,
+_SHARE_LOST = 0.01  # and this share of the answer's time
+_MOST_SAVED = 8.0  # earlier savings cover losses of so many plain decodes at most
+_MOST_LOST = 8.0  # a round's largest loss: if it took longer, the machine stood still
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -48,7 +82,7 @@ class Reason:
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What is known when a round is planned: the tokens that the answer is expected to get still, the most that may
-    be drafted now, what was found for nothing, the name and price of the drafter that decodes, and the other
+    be drafted now, what was found without a decode, the name and price of the drafter that decodes, and the other
     sequences."""
 
     n_left: int
@@ -99,8 +133,8 @@ class RoundPlan:
 
     A round verifies either `found`, which a lookup found without a decode, or a draft of at most `n_max` tokens of
     `drafter`, as far as `stop` lets it go; if `extends` is set, lookups add tokens after those. `stop`
-    cuts the finished draft. The first `n_given` tokens are drafted whatever `stop` says: a drafter of another
-    vocabulary drafts them again. A parallel draft predicts `n_at_once` tokens in its one decode (None: `n_max`).
+    cuts the finished draft. The first `n_given` tokens repeat the end of the text, whatever `stop` says: a drafter
+    with another vocabulary takes back its last tokens and drafts them anew. A parallel draft predicts `n_at_once` tokens in its one decode (None: `n_max`).
     `prefill_s` are the seconds of the drafter's prefill, an investment in later rounds.
     """
 
@@ -130,7 +164,7 @@ class RoundPlan:
         return len(confidences) < self.n_max and (not chosen or self.stop.wants_decode(chosen))
 
     def after(self, n_given: int) -> RoundPlan:
-        """Return the plan for a drafter that first drafts `n_given` tokens of the text again."""
+        """Return the plan for a drafter that repeats the text's last `n_given` tokens first."""
         return replace(self, n_max=self.n_max + n_given, n_given=n_given)
 
 
@@ -211,21 +245,16 @@ class ThresholdPolicy(FixedPolicy):
         self._stop = replace(self._stop, bound=min(0.9, max(0.01, bound)))
 
 
-#: The logarithms of the probabilities, that the draft so far is accepted whole, at which values are computed.
-_LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)
-_LEAST_LOG, _STEP = float(_LOG_GRID[0]), float(_LOG_GRID[1] - _LOG_GRID[0])
-
-
 class StoppingRule:
     """Optimal stopping: the value, in seconds saved, of going on with a draft of n tokens.
 
     `extra_s[n]` are the seconds that n drafted tokens add to the target's batch, `next_s` those of a look at the next
-    token, and `token_s` what an accepted token is worth. `rates` say how often the next token falls in a bin of
+    token, and `token_s` the worth of an accepted token. `rates` say how often the next token falls in a bin of
     confidence, and how often a token of that bin is accepted.
 
-    With A the probability that the draft so far is accepted whole, look, then take the token or not, then look again
-    or not: V(n, A) = -next_s + the mean over bins b of max(0, A acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
-    + max(0, V(n + 1, A acceptance[b]))), and V(n_max, A) = 0.
+    With W the whole of the draft so far, look, then add the token or not, then look again or not:
+    V(n, W) = -next_s + the mean over bins b of max(0, W acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
+    + max(0, V(n + 1, W acceptance[b]))), and V(n_max, W) = 0.
     """
 
     def __init__(
@@ -234,18 +263,21 @@ class StoppingRule:
         self._token_s = token_s
         self._rows_s: list[float] = np.diff(extra_s).tolist()
         frequencies = rates.frequencies()
-        log_chances = np.add.outer(_LOG_GRID, np.log(rates.curve()))
-        gains_s = token_s * np.exp(log_chances)
+        # Axes: W on the grid, bin b. The token that is looked at turns W into W acceptance[b].
+        log_wholes = np.add.outer(_LOG_GRID, np.log(rates.curve()))
+        gains_s = token_s * np.exp(log_wholes)  # W acceptance[b] token_s
+        #: V, by n and by W on the grid; computed from the longest draft back.
         self._values: list[list[float]] = [[0.0] * len(_LOG_GRID)]
-        for row_s in reversed(self._rows_s):
-            after_s = np.interp(log_chances, _LOG_GRID, np.maximum(self._values[0], 0.0))
+        for row_s in reversed(self._rows_s):  # extra_s[n + 1] - extra_s[n]
+            # max(0, V(n + 1, W acceptance[b])), between the grid's places
+            after_s = np.interp(log_wholes, _LOG_GRID, np.maximum(self._values[0], 0.0))
             values = np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s
             self._values.insert(0, values.tolist())
 
-    def value(self, n_drafted: int, chance: float) -> float:
+    def value(self, n_drafted: int, whole: float) -> float:
         """Return V, the expected gain of a look at the next token; below 0 the look does not pay."""
-        values = self._values[n_drafted]
-        place = (max(math.log(chance), _LEAST_LOG) - _LEAST_LOG) / _STEP if chance > 0.0 else 0.0
+        values, least = self._values[n_drafted], float(_LOG_GRID[0])
+        place = (max(math.log(whole), least) - least) / _LOG_STEP if whole > 0.0 else 0.0
         index = min(int(place), len(values) - 2)
         return values[index] + (place - index) * (values[index + 1] - values[index])
 
@@ -258,7 +290,7 @@ class StoppingRule:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhilePaying(Stop):
     """Drafts as long as another token is expected to save time. `rates` returns the acceptance rates of an origin. An
-    expected token counts `token_s` seconds, one from n-grams `ngram_trust` times as much; n drafted tokens add
+    accepted token is worth `token_s` seconds, one from n-grams `ngram_trust` times as much; n drafted tokens add
     `extra_s[n]` to the target's batch. A look of the drafter `origin` takes `next_s`; without a `rule` it drafts
     nothing.
     """
@@ -283,79 +315,53 @@ class WhilePaying(Stop):
         return self.rule.value(len(confidences), self._whole(confidences)) > 0.0
 
     def cut(self, draft: Draft) -> Draft:
-        n, chances = draft.n_fixed, self.path_probabilities(draft)
+        n, wholes = draft.n_fixed, self.wholes(draft)
         if draft.is_chain:
-            return draft.first(max(n, _best_number(chances, self.token_s, self.extra_s)))
+            return draft.first(max(n, _best_number(wholes, self.token_s, self.extra_s)))
         extra_s = [seconds - self.extra_s[n] for seconds in self.extra_s[n:]]
-        behind = best_nodes(chances[n:], self.token_s, extra_s)
+        behind = best_nodes(wholes[n:], self.token_s, extra_s)
         return draft.only([*range(n), *(n + node for node in behind)])
 
     def worth_of(self, draft: Draft) -> float:
         """Return the seconds that verifying a draft is expected to save."""
-        chances = self.path_probabilities(draft)[: len(self.extra_s) - 1]
-        return sum(chances) * self.token_s - self.extra_s[len(chances)]
+        wholes = self.wholes(draft)[: len(self.extra_s) - 1]
+        return sum(wholes) * self.token_s - self.extra_s[len(wholes)]
 
-    def chance(self, origin: str, confidence: float | None, rank: int = 0) -> float:
-        """Return the probability that a token is accepted if all before it are; `rank` siblings are better."""
+    def acceptance(self, origin: str, confidence: float | None, rank: int = 0) -> float:
+        """Return the acceptance of a token; `rank` siblings are better."""
         rates = self.rates(origin_of_rank(origin, rank))
-        return rates.chance(1.0 if confidence is None else confidence)
+        return rates.acceptance(1.0 if confidence is None else confidence)
 
-    def path_probabilities(self, draft: Draft) -> list[float]:
+    def wholes(self, draft: Draft) -> list[float]:
         """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
-        probabilities: list[float] = []
+        wholes: list[float] = []
         for parent, origin, rank, confidence in zip(
             draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
         ):
-            chance = self.chance(origin, confidence, rank)
-            probabilities.append(chance if parent == ROOT else chance * probabilities[parent])
+            acceptance = self.acceptance(origin, confidence, rank)
+            wholes.append(acceptance if parent == ROOT else acceptance * wholes[parent])
         for node, origin in enumerate(draft.origins):
             if origin in NGRAM_ORIGINS:
-                probabilities[node] *= self.ngram_trust
-        return probabilities
+                wholes[node] *= self.ngram_trust
+        return wholes
 
     def _whole(self, confidences: Sequence[float]) -> float:
         rates = self.rates(self.origin)
-        return math.prod(rates.chance(each) for each in confidences)
+        return math.prod(rates.acceptance(each) for each in confidences)
 
 
-def best_nodes(
-    path_probabilities: Sequence[float], token_s: float, extra_s: Sequence[float]
-) -> list[int]:
+def best_nodes(wholes: Sequence[float], token_s: float, extra_s: Sequence[float]) -> list[int]:
     """Return the nodes of a tree that are worth most together, likeliest first. The probability that a path is
     accepted does not grow along it: the n likeliest nodes form a tree, the best one (Sequoia, arXiv:2402.12374)."""
-    order = sorted(range(len(path_probabilities)), key=path_probabilities.__getitem__, reverse=True)
-    chances = [path_probabilities[node] for node in order]
-    return order[: _best_number(chances, token_s, extra_s)]
+    order = sorted(range(len(wholes)), key=wholes.__getitem__, reverse=True)
+    return order[: _best_number([wholes[node] for node in order], token_s, extra_s)]
 
 
-def _best_number(chances: Sequence[float], token_s: float, extra_s: Sequence[float]) -> int:
-    gains_s = itertools.accumulate(chances[: len(extra_s) - 1], initial=0.0)
-    values_s = [gain * token_s - cost_s for gain, cost_s in zip(gains_s, extra_s, strict=False)]
+def _best_number(wholes: Sequence[float], token_s: float, extra_s: Sequence[float]) -> int:
+    """Return how many of the first nodes save most time together."""
+    n_accepted = itertools.accumulate(wholes[: len(extra_s) - 1], initial=0.0)
+    values_s = [n * token_s - cost_s for n, cost_s in zip(n_accepted, extra_s, strict=False)]
     return max(range(len(values_s)), key=values_s.__getitem__)
-
-
-#: After this many rounds without a plain decode one is made: its cost is what everything is compared with.
-_MAX_STALE = 64
-#: The expected gain of a draft must be this many times its cost: a cost is certain and a gain is not. A model says
-#: how sure it is, and can be trusted more than n-grams.
-_MARGIN, _NGRAM_MARGIN = 1.1, 1.5
-#: The numbers of tokens that a parallel draft may predict in one decode.
-_AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
-#: A trial of a model that is not expected to pay drafts so many tokens. In plain tokens' time, trials may cost a
-#: share of the generated tokens, so much at once.
-_N_TRIED, _TRIAL_SHARE, _MOST_CREDIT = 3, 0.015, 32.0
-#: How long an answer gets is a guess: a prefill may take at most so many times the answer's time so far, that of a
-#: trial less, and must be expected to save more than it takes.
-_MOST_AHEAD, _MOST_AHEAD_OF_TRIAL, _PREFILL_MARGIN = 2.0, 0.1, 1.5
-#: A drafter waits while it has lost more than so many plain tokens and this share of the answer's time. What it saved
-#: covers losses up to `_MOST_SAVED` tokens. A round loses at most `_MOST_LOST`: if it took longer, the machine stood
-#: still.
-_TOKENS_LOST, _SHARE_LOST, _MOST_SAVED, _MOST_LOST = 4.0, 0.01, 8.0, 8.0
-#: The weight of a round in the averages over recent ones; at first all count equally, and a plain decode as four.
-_RATE = 0.06
-#: A stopping rule is computed again when a price has changed by this share of a token's worth, or after this many
-#: looks and judged tokens.
-_NEWS, _N_NEWS, _N_RULES = 0.05, 24, 64
 
 
 class CostAwarePolicy:
@@ -397,41 +403,24 @@ class CostAwarePolicy:
         self._extra_s = [0.0]
 
     def plan(self, offer: Offer) -> RoundPlan:
-        if (nothing := self._read_costs(offer)) is not None:
-            return RoundPlan(nothing)
-        drafter, price, n_max = offer.drafter, offer.price, min(self.n_max, offer.n_most)
+        self._n_stale += 1
+        self._others = offer.others
+        if (why_nothing := self._why_nothing(offer)) is not None:
+            return RoundPlan(why_nothing)
+        self._read_costs(offer.others)
         stop = WhilePaying(
-            origin=drafter or NGRAM_ORIGINS[0],
+            origin=offer.drafter or NGRAM_ORIGINS[0],
             rates=self.acceptance_of,
             token_s=self._token_s,
             extra_s=self._extra_s,
             ngram_trust=self._ngram_trust,
             p_min=self._p_min,
         )
-        found = stop.cut(offer.found)
-        if len(found) and self._waits(found.origins[0]):
-            found = NO_DRAFT
-        plan = RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
-        if drafter is None:
-            return plan if len(found) else replace(plan, reason=self._why_not_found(offer.found))
-        rule, value_s, n_at_once = self._expect(drafter, price, offer.n_left)
-        why_not = self._why_not(drafter, price, value_s)
-        if len(found) and (why_not is not None or stop.worth_of(found) >= value_s):
+        plan = self._plan_found(offer, stop)
+        if offer.drafter is None:
             return plan
-        if why_not is None:
-            return RoundPlan(
-                Reason("model"),
-                n_max,
-                stop=replace(stop, rule=rule, next_s=price.next_s),
-                extends=not self._waits(NGRAM_ORIGINS[0]),
-                n_at_once=n_at_once,
-                drafter=drafter,
-                prefill_s=price.prefill_s,
-            )
-        if not self._may_try(drafter, price):
-            return replace(plan, reason=why_not)
-        trial = replace(plan, stop=Stop(needs_confidence=True), prefill_s=price.prefill_s)
-        return replace(trial, reason=Reason("trial"), n_max=min(n_max, _N_TRIED))
+        model_plan, value_s = self._plan_model(offer, offer.drafter, stop)
+        return plan if len(plan.found) and stop.worth_of(plan.found) >= value_s else model_plan
 
     def observe(self, result: RoundResult) -> None:
         self._costs.observe(result.n_rows, result.target_s)
@@ -442,6 +431,7 @@ class CostAwarePolicy:
         if not self._costs.knows(n_sequences):
             return
         plain_s = self._costs.seconds(n_sequences) / n_sequences
+        # Forced tokens count, too, and so do accepted ones behind the end of the answer.
         n_tokens = max(1, len(result.committed), len(result.path) + 1)
         target_s = result.target_s * self._costs.share_of_batch(
             1 + n_drafted, result.n_rows, n_sequences
@@ -462,28 +452,71 @@ class CostAwarePolicy:
 
     # --- the steps of a plan ----------------------------------------------------------------
 
-    def _read_costs(self, offer: Offer) -> Reason | None:
-        """Take the costs of this round, or return why nothing can be drafted.
+    def _why_nothing(self, offer: Offer) -> Reason | None:
+        """Return why nothing can be drafted in this round, whatever it is."""
+        if not self._costs.knows(1 + offer.others.n_sequences):
+            return Reason("costs unknown")
+        if self._n_stale > _MAX_STALE:
+            return Reason("plain decode")
+        return Reason("no room") if min(self.n_max, offer.n_most) < 1 else None
+
+    def _read_costs(self, others: Others) -> None:
+        """Set the costs of this round.
 
         With v the seconds of the target's batches: N sequences without drafts pay v(N) / N each, and a drafted token
         is a row more in a batch with B rows of others, and costs what that row adds.
         """
-        self._n_stale += 1
-        costs, self._others = self._costs, offer.others
-        n_sequences, n_others = 1 + offer.others.n_sequences, offer.others.n_rows
-        if not costs.knows(n_sequences):
-            return Reason("costs unknown")
-        if self._n_stale > _MAX_STALE:
-            return Reason("plain decode")
-        if min(self.n_max, offer.n_most) < 1:
-            return Reason("no room")
-        rows_s = [costs.seconds(n_others + n) for n in range(1, self.n_max + 2)]
+        costs, n_sequences = self._costs, 1 + others.n_sequences
+        rows_s = [costs.seconds(others.n_rows + n) for n in range(1, self.n_max + 2)]
         self._extra_s = [seconds - rows_s[0] for seconds in rows_s]
         self._plain_s = plain_s = costs.seconds(n_sequences) / n_sequences
         recent_s = self._round_s / self._round_tokens if self._n_rounds else plain_s
         self._token_s = min(plain_s / _MARGIN, recent_s)
         self._ngram_trust = min(plain_s / _NGRAM_MARGIN, recent_s) / self._token_s
-        return None
+
+    def _plan_found(self, offer: Offer, stop: WhilePaying) -> RoundPlan:
+        """Return the plan to verify the best part of what was found, or why that is nothing."""
+        found = stop.cut(offer.found)
+        if len(found) and not self._waits(found.origins[0]):
+            return RoundPlan(Reason("found"), found=found, stop=stop, drafter=offer.drafter)
+        reason = Reason("nothing found")
+        if len(offer.found):
+            origin = offer.found.origins[0]
+            is_waiting = self._waits(origin)
+            reason = Reason("put aside") if is_waiting else self._too_rarely(origin)
+        return RoundPlan(reason, stop=stop)
+
+    def _plan_model(self, offer: Offer, drafter: str, stop: WhilePaying) -> tuple[RoundPlan, float]:
+        """Return the plan for the drafter that decodes, and the seconds that this is expected to save: -inf if the
+        drafter should not start."""
+        rule, value_s, n_at_once = self._expect(drafter, offer.price, offer.n_left)
+        why_not = self._why_not(drafter, offer.price, value_s)
+        if why_not is not None:
+            return self._plan_trial(offer, drafter, stop, why_not), -math.inf
+        plan = RoundPlan(
+            Reason("model"),
+            min(self.n_max, offer.n_most),
+            stop=replace(stop, rule=rule, next_s=offer.price.next_s),
+            extends=not self._waits(NGRAM_ORIGINS[0]),
+            n_at_once=n_at_once,
+            drafter=drafter,
+            prefill_s=offer.price.prefill_s,
+        )
+        return plan, value_s
+
+    def _plan_trial(
+        self, offer: Offer, drafter: str, stop: WhilePaying, why_not: Reason
+    ) -> RoundPlan:
+        """Return the plan of a trial if one may be made, and else that of no draft."""
+        if not self._may_try(drafter, offer.price):
+            return RoundPlan(why_not, stop=stop, drafter=drafter)
+        return RoundPlan(
+            Reason("trial"),
+            min(self.n_max, offer.n_most, _N_TRIED),
+            stop=Stop(needs_confidence=True),
+            drafter=drafter,
+            prefill_s=offer.price.prefill_s,
+        )
 
     def _expect(
         self, origin: str, price: Price, n_left: int
@@ -491,10 +524,11 @@ class CostAwarePolicy:
         """Return a model's stopping rule, the seconds that a round with it is expected to save and, for a parallel
         draft, how many tokens its decode should predict."""
         rule, n_at_once = self._rule(origin, price, self.n_max), None
+        # The rule takes `next_s` for each look; the first one costs `first_s` instead.
         value_s = rule.value(0, 1.0) + price.next_s - price.first_s
         if price.at_once_s:
-            # How sure the draft is is known only once all its tokens are predicted. So the rule is solved for each
-            # number of tokens, with free looks, and the decode is subtracted.
+            # The confidences are known only once all tokens are predicted. So the rule is solved for each number of
+            # tokens, with free looks, and the decode is subtracted.
             values_s = {
                 n: self._rule(origin, price, n).value(0, 1.0) - price.seconds(n)
                 for n in _AT_ONCE
@@ -519,12 +553,6 @@ class CostAwarePolicy:
         if price.prefill_s > (_MOST_AHEAD * self._elapsed_s if pays else 0.0):
             return Reason("prefill", f"the draft must first read the text, {price.prefill_s:.1f} s")
         return None if pays else self._too_rarely(origin)
-
-    def _why_not_found(self, found: Draft) -> Reason:
-        if not len(found):
-            return Reason("nothing found")
-        origin = found.origins[0]
-        return Reason("put aside") if self._waits(origin) else self._too_rarely(origin)
 
     def _waits(self, origin: str) -> bool:
         """Return whether a drafter lost so much time that it waits, whatever is expected of it."""

@@ -1,8 +1,8 @@
 """What decoding costs, and how often drafted tokens are accepted: tables that are measured, and learn.
 
-There are no formulas. Costs are jagged (one more row may double the time, or cost nothing) and differ between
-machines. Acceptance depends on the pair of models, the samplers and the text. (The rule that accepts a token is in
-`verify.py`.)
+Both are observed rather than derived. Costs are jagged (one more row may double the time, or cost nothing) and differ
+between machines. Acceptance depends on the pair of models, the samplers and the text. (The rule that accepts a token
+is in `verify.py`.)
 """
 
 from __future__ import annotations
@@ -18,11 +18,29 @@ import numpy as np
 from specgen.method.draft import ROOT, Draft
 from specgen.system.arrays import ProbArray
 
-#: Of a decode's deviation from what was expected, these shares are put down to the size of its batch, faster until it
-#: was observed `_N_NEW` times, and to the machine's present speed, which affects all sizes.
-_OWN_SHARE, _SPEED_SHARE, _N_NEW = 0.12, 0.12, 3
-#: A single decode deviates by at most this factor: a machine that is busy for a moment says nothing of the model.
-_MAX_DEVIATION = 1.5
+# --- costs: a decode that takes d times the expected seconds corrects what it says something about by a power of d
+_SIZE_RATE = 0.12  # the exponent for the entry of its size,
+_NEW_SIZE_RATE = 0.5  # the same in the first decodes of a size,
+_N_NEW = 3  # which are so many,
+_SPEED_RATE = 0.12  # and that for the machine's present speed, which affects all sizes
+_MAX_DEVIATION = 1.5  # the largest d: a machine that is busy for a moment says nothing of the model
+# --- acceptance
+#: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
+BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
+N_BINS = len(BIN_EDGES) + 1
+_MIDDLES = [(low + high) / 2 for low, high in zip((0, *BIN_EDGES), (*BIN_EDGES, 1), strict=True)]
+#: The prior count of confidences in each bin: a small model of a good family is sure of most tokens.
+_PRIOR_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
+_N_PRIOR = 6.0  # the prior acceptance of a bin counts as so many judged tokens
+_FADING = 1.0 - 1.0 / 1500.0  # of an observation's weight with each later one: 1500 are remembered
+_TEXT_RATE = 0.12  # how fast the present text's deviation is learnt, in log-odds an observation
+_MOST_OF_TEXT = 2.5  # the largest such deviation
+_N_HERE = (
+    20.0  # frequencies of confidences in all texts count as this many looks in the present one
+)
+_LEAST = 0.002  # rates keep at least this far from 0 and from 1
+_N_RANKS = 3  # siblings behind this many others, or more, are counted together
+NGRAM_ORIGINS = ("ngram", "lookup")  # of tokens that need no model
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +86,10 @@ class CostTable:
         self._seconds = {n: s for n, s in sorted((seconds or {}).items()) if n > 0 and s > 0.0}
         self._sizes = list(self._seconds)
         self._n_observed: dict[int, int] = {}
-        #: The machine's present seconds over those of the table; the sequences that the last decodes served at once.
-        self._slowness, self._n_sharing = 1.0, 1
+        #: The machine's present seconds over those of the table.
+        self._slowness = 1.0
+        #: The sequences that the last decodes served at once.
+        self._n_sharing = 1
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -95,8 +115,8 @@ class CostTable:
         below, above = sizes[max(0, index - 1)], sizes[min(index, len(sizes) - 1)]
         if n_rows > above:
             return self._slowness * known[above] * n_rows / above
-        share = (n_rows - below) / (above - below) if above > below else 1.0
-        return self._slowness * (known[below] * (1.0 - share) + known[above] * share)
+        place = (n_rows - below) / (above - below) if above > below else 1.0
+        return self._slowness * (known[below] * (1.0 - place) + known[above] * place)
 
     def seconds_each(self, n_rows: int) -> float:
         """Return the seconds of `n_rows` rows of one sequence, if as many sequences as in the last decodes add as
@@ -132,28 +152,10 @@ class CostTable:
         deviation = min(_MAX_DEVIATION, max(1.0 / _MAX_DEVIATION, seconds / expected_s))
         is_known = n_rows in self._seconds
         # The other sizes say what to expect of a new one only roughly.
-        own = _OWN_SHARE if is_known and n_seen >= _N_NEW else 0.5
-        self.set_seconds(n_rows, expected_s * deviation**own)
+        rate = _SIZE_RATE if is_known and n_seen >= _N_NEW else _NEW_SIZE_RATE
+        self.set_seconds(n_rows, expected_s * deviation**rate)
         if is_known:
-            self._slowness *= deviation**_SPEED_SHARE
-
-
-#: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
-BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
-N_BINS = len(BIN_EDGES) + 1
-_MIDDLES = [(low + high) / 2 for low, high in zip((0, *BIN_EDGES), (*BIN_EDGES, 1), strict=True)]
-#: The prior count of confidences in each bin: a small model of a good family is sure of most tokens.
-_PRIOR_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
-#: The prior probability of a bin counts as so many observations; of all, about 1500 are remembered, older ones fade.
-_N_PRIOR, _FADING = 6.0, 1.0 - 1.0 / 1500.0
-#: How fast the present text's deviation is learnt, in log-odds an observation, and its largest size.
-_TEXT_RATE, _MOST_OF_TEXT = 0.12, 2.5
-#: The frequencies of confidences in all texts count as this many looks in the present text.
-_N_HERE = 20.0
-#: Origins of tokens that need no model.
-NGRAM_ORIGINS = ("ngram", "lookup")
-#: Rates keep at least this far from 0 and from 1; siblings behind this many others, or more, are counted together.
-_LEAST, _N_RANKS = 0.002, 3
+            self._slowness *= deviation**_SPEED_RATE
 
 
 @functools.cache
@@ -199,7 +201,7 @@ class AcceptanceRates:
         self.version = 0
         self._curve: tuple[float, ...] | None = None
 
-    def chance(self, confidence: float) -> float:
+    def acceptance(self, confidence: float) -> float:
         return self.curve()[bisect.bisect_left(BIN_EDGES, confidence)]
 
     def curve(self) -> tuple[float, ...]:
@@ -210,8 +212,8 @@ class AcceptanceRates:
 
     def _of_bin(self, index: int) -> float:
         n_accepted = _N_PRIOR * self._prior[index] + self.counts.n_accepted.item(index)
-        chance = n_accepted / (_N_PRIOR + self.counts.n_judged.item(index))
-        odds = chance / (1.0 - chance) * math.exp(self._deviation)
+        mean = n_accepted / (_N_PRIOR + self.counts.n_judged.item(index))
+        odds = mean / (1.0 - mean) * math.exp(self._deviation)
         return min(1.0 - _LEAST, max(_LEAST, odds / (1.0 + odds)))
 
     def frequencies(self) -> ProbArray:

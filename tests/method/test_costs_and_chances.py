@@ -134,7 +134,7 @@ def test_the_curve_becomes_what_was_accepted(over: float) -> None:
     judged(acceptance, truth, 12_000)
     acceptance = AcceptanceRates(counts=acceptance.counts)
     for confidence, chance in truth.items():
-        assert acceptance.chance(confidence) == pytest.approx(chance, abs=0.07)
+        assert acceptance.acceptance(confidence) == pytest.approx(chance, abs=0.07)
 
 
 def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without() -> None:
@@ -178,7 +178,7 @@ def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
     assert acceptance.n_judged < 2000
     judged(acceptance, {0.55: 0.2}, 4000, seed=1)
     acceptance = AcceptanceRates(counts=acceptance.counts)
-    assert acceptance.chance(0.55) < 0.35
+    assert acceptance.acceptance(0.55) < 0.35
 
 
 # --- when to stop: the rule against the search through everything that may happen

@@ -642,7 +642,7 @@ def test_drafters_are_learnt_about_apart() -> None:
     assert set(acceptance) == {"ngram"}
     stop = planned(policy, drafter=None).stop
     assert isinstance(stop, WhilePaying)
-    assert stop.chance("ngram", 0.9) < stop.chance("model", 0.9)
+    assert stop.acceptance("ngram", 0.9) < stop.acceptance("model", 0.9)
 
 
 @settings(max_examples=40)

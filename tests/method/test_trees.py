@@ -421,6 +421,6 @@ def test_first_and_second_guesses_are_learnt_about_apart() -> None:
         plan = policy.plan(Offer(100, 16, drafter="model"))
         # Nothing was verified of what was proposed.
         policy.observe(RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, (2,), (draft,)))
-    assert policy.acceptance_of("model").chance(0.5) < 0.2
-    assert policy.acceptance_of("model:2").chance(0.3) > 0.8
-    assert policy.acceptance_of("model:3").chance(0.1) < 0.05
+    assert policy.acceptance_of("model").acceptance(0.5) < 0.2
+    assert policy.acceptance_of("model:2").acceptance(0.3) > 0.8
+    assert policy.acceptance_of("model:3").acceptance(0.1) < 0.05
