@@ -80,7 +80,7 @@ def n_tokens(lines: Iterator[str]) -> int:
     """The length of the answer of a stream, which ends as it should."""
     *_, last, done = lines
     assert done == "data: [DONE]"
-    n: int = json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"]
+    n: int = json.loads(last.removeprefix("data: "))["timings"]["predicted_n"]
     return n
 
 

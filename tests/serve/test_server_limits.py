@@ -184,7 +184,10 @@ def test_pages_that_are_allowed(model: Path) -> None:
         found = server.http.get("/v1/models", headers={"Origin": origin})
         assert found.headers["access-control-allow-origin"] == origin
         asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        assert server.http.options("/v1/chat/completions", headers=asked).status_code == 200
+        sent = {"Access-Control-Request-Headers": "authorization, x-stainless-lang"}
+        found = server.http.options("/v1/chat/completions", headers=asked | sent)
+        assert found.status_code == 200
+        assert "x-stainless-lang" in found.headers["access-control-allow-headers"]
         other = {"Origin": "https://example.com"}
         assert server.http.get("/v1/models", headers=other).status_code == 403
 

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+import specgen
 from specgen.session.engine import generate
 from tests.helpers.server import Running, session_of, tiny_server
 from tests.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
@@ -240,6 +241,45 @@ def test_paths_that_there_are_not(server: Running) -> None:
     assert (error["type"], error["message"]) == ("not_found_error", "GET /v2/models: not found")
     wrong = server.http.get("/v1/chat/completions")
     assert wrong.headers["Allow"] == "POST"
+
+
+def test_paths_without_a_version_and_with_a_slash(server: Running) -> None:
+    def said(path: str, **body: Any) -> Any:
+        found = server.post(path, **body, max_tokens=4)
+        assert found.status_code == 200, path
+        return found.json()
+
+    text: Any = {"prompt": PROMPT}
+    named: list[tuple[str, dict[str, Any]]] = [
+        ("/chat/completions", {"messages": MESSAGES}),
+        ("/responses", {"input": PROMPT}),
+        ("/infill", {"input_prefix": PROMPT}),
+        ("/completions", text),
+    ]
+    for path, body in named:
+        usages = [said(each, **body)["usage"] for each in (path, f"/v1{path}", f"/v1{path}/")]
+        assert len({str(each) for each in usages[1:]}) == 1
+    whole, own = said("/v1/completions", **text), said("/completion", **text)
+    assert own["content"] == own["choices"][0]["text"] == whole["choices"][0]["text"]
+    assert own["tokens_evaluated"] == whole["usage"]["prompt_tokens"]
+    assert list(said("/completion", **text, response_fields=["content"])) == ["content"]
+    assert len(said("/completion", **text, n=2)["choices"]) == 2
+    get = server.http.get
+    assert get("/models/").json() == get("/v1/models").json()
+    assert get("/models/target").json()["id"] == "target"
+    assert get("/version").json() == {"version": specgen.__version__}
+    assert get("/page/").status_code == get("/page").status_code == 404
+    assert "no embeddings" in server.post("/embeddings", input="x").json()["error"]["message"]
+
+
+def test_a_stream_has_usage_only_if_asked(client: openai.OpenAI) -> None:
+    for options in (None, {"include_usage": False}):
+        chunks: Any = client.chat.completions.create(
+            model="any", messages=MESSAGES, stream=True, extra_body={"stream_options": options}
+        )
+        *_, last = chunks
+        assert last.usage is None
+        assert last.timings["predicted_n"] > 0
 
 
 def test_variables_and_earlier_reasoning_reach_the_template(

@@ -18,7 +18,7 @@ from pydantic import AliasChoices, AliasPath, Field
 from specgen.errors import PromptError
 from specgen.events import CommittedEvent, Piece
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json
+from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
 from specgen.serve.formats.request import (
     AnswerBody,
     AnswerFormat,
@@ -240,6 +240,17 @@ def read_completion(
     return tuple(found)
 
 
+def read_llama_cpp_completion(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body of llama.cpp's own path for the continuation of a text. What only OpenAI's clients ask for is
+    answered in their form. Raise `BodyError`."""
+    found = read_completion(body, sampling, generation)
+    if len(found) > 1 or found[0].n > 1 or found[0].has_usage_alone:
+        return found
+    return (parse(_TextBody, body).llama_cpp(found[0]),)
+
+
 def _inputs(field: str, value: Any) -> dict[str, str | list[int]]:
     """Return the texts, or lists of tokens, in a field, each by its place. Raise `BodyError`."""
     is_several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
@@ -332,9 +343,12 @@ class ChatWriter(AnswerWriter):
     def _end(self, number: int) -> list[Json]:
         chunks = [self._chunk(number, {}, self._ending(number))]
         if all(each.finished is not None for each in self._answers):
+            found = self._figures()
             if self._first.has_usage_alone:
                 chunks.append({**chunks[-1], "choices": []})
-            chunks[-1] |= self._figures()
+            else:  # clients that did not ask for it would count it twice
+                found = own_figures(found)
+            chunks[-1] |= found
         return chunks
 
     def _ending(self, number: int) -> Json:
@@ -422,13 +436,13 @@ class LlamaCppWriter(ChatWriter):
         reason = choice["finish_reason"]
         body |= {"index": 0, "content": choice["text"], "stop": reason is not None}
         if reason is not None:
-            usage = body["usage"]
+            timings = body["timings"]
             body |= {
                 "stop_type": "eos" if reason == "stop" else "limit",
                 "truncated": False,
-                "tokens_predicted": usage["completion_tokens"],
-                "tokens_evaluated": usage["prompt_tokens"],
-                "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+                "tokens_predicted": timings["predicted_n"],
+                "tokens_evaluated": timings["cache_n"] + timings["prompt_n"],
+                "tokens_cached": timings["cache_n"],
             }
         return body
 

@@ -40,6 +40,7 @@ from specgen.serve.formats.openai import (
     read_completion,
     read_embedding_request,
     read_infill,
+    read_llama_cpp_completion,
 )
 from specgen.serve.formats.request import (
     BodyError,
@@ -80,23 +81,18 @@ _PAGE_HEADERS = {
     "X-DNS-Prefetch-Control": "off",
     "Cache-Control": "no-cache",
 }
-#: Headers that Anthropic's clients send from web pages.
-_CLIENT_HEADERS = (
-    "Anthropic-Beta",
-    "Anthropic-Dangerous-Direct-Browser-Access",
-    "Anthropic-Version",
-)
 #: Reads a body; the command line gives the defaults of samplers and of ends.
 Reader: TypeAlias = Callable[
     [Mapping[str, Any], SamplerOptions, GenerationOptions], tuple[Request, ...]
 ]
-#: The first three are OpenAI's; messages are Anthropic's; infill is llama.cpp's, for a text with a gap.
+#: Some clients leave out ``/v1``. There llama.cpp's server answers completions in a form of its own.
 _READERS: Mapping[str, Reader] = {
-    "/v1/chat/completions": read_chat,
-    "/v1/completions": read_completion,
-    "/v1/responses": read_response_request,
     "/v1/messages": read_messages,
-    "/infill": read_infill,
+    "/v1/completions": read_completion,
+    **dict.fromkeys(["/completion", "/completions"], read_llama_cpp_completion),
+    **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
+    **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
+    **dict.fromkeys(["/infill", "/v1/infill"], read_infill),
 }
 _log = logging.getLogger("specgen.serve.server")
 
@@ -141,8 +137,9 @@ class Server:
         routes = [
             Route("/health", self._health),
             Route("/v1/health", self._health),
-            Route("/v1/models", self._models),
-            Route("/v1/models/{model:path}", self._models),
+            Route("/version", _version),
+            *(Route(f"{start}/models", self._models) for start in ("", "/v1")),
+            *(Route(f"{start}/models/{{model:path}}", self._models) for start in ("", "/v1")),
             Route("/metrics", self._show_metrics),
             Route("/props", self._props),
             Route("/slots", self._slots),
@@ -150,6 +147,7 @@ class Server:
                 self._post(path, functools.partial(self._complete, read))
                 for path, read in _READERS.items()
             ),
+            self._post("/embeddings", self._embed, embeds=True),
             self._post("/v1/embeddings", self._embed, embeds=True),
             self._work("/v1/messages/count_tokens", self._count_tokens),
             self._work("/tokenize", _tokenize),
@@ -163,11 +161,12 @@ class Server:
             CORSMiddleware,
             allow_origins=options.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Api-Key", *_CLIENT_HEADERS],
+            allow_headers=["*"],  # the clients' packages send many of their own
         )
-        return Starlette(
+        app = Starlette(
             routes=routes,
             middleware=[
+                Middleware(_without_slash),
                 Middleware(_counted, metrics=self._pool.metrics),
                 *([cors] if options.cors_origins else []),
                 Middleware(AccessCheck, options.api_keys, options.host, options.cors_origins),
@@ -176,6 +175,8 @@ class Server:
                 (HTTPException, RequestError, SpecgenError, ClientDisconnect, Exception), _refused
             ),
         )
+        app.router.redirect_slashes = False
+        return app
 
     def _post(
         self,
@@ -398,6 +399,22 @@ class Server:
                 for slot in model.engine.slots
             ]
         )
+
+
+async def _version(_request: HttpRequest) -> Response:
+    return JSONResponse({"version": __version__})
+
+
+def _without_slash(app: ASGIApp) -> ASGIApp:
+    """Return an app that takes a path with a slash at its end for the one without: many clients follow no redirection
+    of a POST."""
+
+    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await app(scope, receive, send)
+
+    return routed
 
 
 def _counted(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:

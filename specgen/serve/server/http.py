@@ -152,8 +152,8 @@ class EventStream(StreamingResponse):
 
 # --- access ---------------------------------------------------------------------------------------
 
-#: Paths that need no key: the health check, and the page, which asks for the key.
-_OPEN = ("/health", "/")
+#: Paths that need no key: the health checks, and the page, which asks for the key.
+_OPEN = ("/health", "/v1/health", "/")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 

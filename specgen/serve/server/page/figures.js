@@ -26,7 +26,8 @@ export class Figures {
 
   // The tokens of the prompt and of the answer, as the server counted them; 0 if it did not.
   get nTotal() {
-    return this.#last.usage?.total_tokens ?? 0;
+    const { timings } = this.#last;
+    return timings ? timings.cache_n + timings.prompt_n + timings.predicted_n : 0;
   }
 
   // While the answer comes: what the page counted itself.
