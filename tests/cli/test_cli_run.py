@@ -533,16 +533,6 @@ def test_a_signal_ends_json_with_a_finished_event(tiny_models: Path) -> None:
     assert events[-1]["finish_reason"] == "interrupted"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_one_clear_line(tiny_models: Path) -> None:
-    with Path("/dev/full").open("wb") as full:
-        process = start(command(tiny_models), stdout=full.fileno())
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 10
-    assert b"could not be written: No space left on device" in err
-    assert b"Traceback" not in err
-
-
 @posix
 @pytest.mark.skipif(importlib.util.find_spec("pyte") is None, reason="needs pyte")
 def test_on_a_terminal_colours_show_what_was_accepted(tiny_models: Path) -> None:

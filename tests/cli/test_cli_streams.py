@@ -69,9 +69,13 @@ def test_other_commands_without_standard_output(tiny_models: Path) -> None:
         assert done.returncode == 10
         assert done.stderr == line + b"standard output is closed\n"
     if Path("/dev/full").exists():
-        done = shell("specgen --version >/dev/full", tiny_models)
-        assert done.returncode == 10
-        assert done.stderr == line + b"No space left on device\n"
+        for command, what in (
+            ("specgen --version", line),
+            (RUN, line.replace(b"output", b"answer")),
+        ):
+            done = shell(f"{command} >/dev/full", tiny_models)
+            assert done.returncode == 10
+            assert done.stderr.splitlines()[0] == what + b"No space left on device"
 
 
 def test_what_is_read_from_a_closed_stream_is_empty(tiny_models: Path) -> None:

@@ -6,25 +6,20 @@ import re
 import shutil
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from specgen.drafters.kinds import find_kind
 from specgen.errors import BackendError, ModelFileError, PairError, UsageError
-from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.draft_contexts import EagleContext
+from specgen.llama import LlamaModel
 from specgen.llama.draft_models import DflashModel, EagleModel
 from specgen.llama.mtp_layers import mtp_of, why_no_mtp
 from specgen.measure.trial import measure_target, try_draft
-from specgen.method.backend import Batch
 from specgen.options import DraftSource, SamplerOptions, SessionOptions, TreeShape
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen
-from tests.helpers.common import EXACT
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.mtp import split_mtp_model, write_mtp_model
 from tests.helpers.states_drafts import (
@@ -256,37 +251,7 @@ def test_the_command_line_takes_and_finds_drafts(
     assert drafted.out == plain.out
 
 
-# --- contexts
-
-
-def test_rows_are_the_same_in_batches_of_every_shape(folder: Path) -> None:
-    """Also if only some of more rows than llama.cpp computes logits of at once want them."""
-    n, rng = 100, np.random.default_rng(0)
-    target = LlamaModel(folder / "llama.gguf")
-    model = EagleModel(folder / "letters.gguf", target)
-    tokens = rng.integers(40, 200, n).tolist()
-    hidden = list(rng.normal(0.0, 1.0, (n, 64)).astype(np.float32))
-    rows, states = {}, {}
-    for n_together, wanted in product((1, 7, n), ({99}, {3, 60, 99})):
-        backend = LlamaBackend(target, EXACT, n_ctx=256, clock=time.perf_counter)
-        context = EagleContext(model, backend, EXACT, n_ctx=256, clock=time.perf_counter)
-        found = []
-        for start in range(0, n, n_together):
-            batch = Batch()
-            for place in range(start, min(n, start + n_together)):
-                batch.add(tokens[place], place, (0,), place in wanted)
-                batch.hidden.append(hidden[place])
-            found += [row.copy() for row in context.decode(batch)]
-        assert len(found) == len(wanted)
-        rows[n_together, len(wanted)], states[n_together, len(wanted)] = found, context.state(0)
-        context.close()
-        backend.close()
-    for key, found in rows.items():
-        np.testing.assert_array_equal(found[-1], rows[1, 1][-1], err_msg=str(key))
-        np.testing.assert_array_equal(found, rows[1, key[1]], err_msg=str(key))
-        np.testing.assert_array_equal(states[key], states[1, 1])
-    model.close()
-    target.close()
+# --- blocks
 
 
 def test_a_block_drafts_chains_whatever_the_shape(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -11,7 +12,7 @@ from specgen.errors import ModelFileError
 from specgen.llama import LlamaModel, gguf_file
 from specgen.llama.gguf_file import FILE_NAME
 from tests.helpers.tiny import with_a_token_twice
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 
 @pytest.fixture
@@ -50,54 +51,46 @@ def test_a_token_that_is_there_twice_is_refused(tmp_path: Path, folder: Path) ->
     assert not folder.exists()
 
 
+Metadata: TypeAlias = dict[str, int | float | str]
+
+
 @pytest.mark.parametrize(
-    ("metadata", "wrong"),
+    ("architecture", "metadata", "wrong"),
     [
-        ({"llama.block_count": 0}, "llama.block_count is 0"),
-        ({"llama.block_count": 513}, "llama.block_count is 513"),
-        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1"),
-        ({"llama.rope.freq_base": float("inf")}, "freq_base is inf"),
+        ("llama", {"llama.block_count": 0}, "llama.block_count is 0"),
+        ("llama", {"llama.block_count": 513}, "llama.block_count is 513"),
+        ("llama", {"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1"),
+        ("llama", {"llama.rope.freq_base": float("inf")}, "freq_base is inf"),
+        # It would never finish its first batch.
+        ("lfm2", {"lfm2.rope.dimension_count": 0}, "lfm2.rope.dimension_count is 0"),
     ],
 )
 def test_metadata_that_llama_cpp_does_not_survive_are_refused(
-    tmp_path: Path, metadata: dict[str, int | float | str], wrong: str
+    tmp_path: Path, architecture: Architecture, metadata: Metadata, wrong: str
 ) -> None:
-    path = write_tiny_model(tmp_path / "wrong.gguf", TinyConfig(), metadata=metadata)
+    config = TinyConfig(architecture)
+    path = write_tiny_model(tmp_path / "wrong.gguf", config, metadata=metadata)
     with pytest.raises(ModelFileError, match=wrong):
         LlamaModel(path)
 
 
-def test_a_model_that_rotates_no_dimension_would_never_finish_its_first_batch(
-    tmp_path: Path,
-) -> None:
-    metadata: dict[str, int | float | str] = {"lfm2.rope.dimension_count": 0}
-    path = write_tiny_model(tmp_path / "lfm2.gguf", TinyConfig("lfm2"), metadata=metadata)
-    with pytest.raises(ModelFileError, match=r"lfm2\.rope\.dimension_count is 0"):
-        LlamaModel(path)
-
-
-def test_a_model_may_rotate_nothing(tmp_path: Path) -> None:
-    metadata: dict[str, int | float | str] = {"jamba.rope.dimension_count": 0}
-    path = write_tiny_model(tmp_path / "jamba.gguf", TinyConfig("jamba"), metadata=metadata)
-    LlamaModel(path).close()
-
-
 @pytest.mark.parametrize(
-    "metadata",
+    ("architecture", "metadata"),
     [
         # Keys for parts and architectures that this model is not.
-        {"llama.posnet.block_count": 0, "llama.convnext.block_count": 0},
-        {"bert.block_count": 0, "bert.attention.layer_norm_epsilon": -1.0},
+        ("llama", {"llama.posnet.block_count": 0, "llama.convnext.block_count": 0}),
+        ("llama", {"bert.block_count": 0, "bert.attention.layer_norm_epsilon": -1.0}),
         # llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, and none.
-        {"llama.pooling_type": 0xFFFFFFFF},
-        {"llama.pooling_type": 0},
+        ("llama", {"llama.pooling_type": 0xFFFFFFFF}),
+        ("llama", {"llama.pooling_type": 0}),
+        ("jamba", {"jamba.rope.dimension_count": 0}),
     ],
 )
 def test_metadata_that_look_wrong_and_are_right_are_taken(
-    tmp_path: Path, metadata: dict[str, int | float | str]
+    tmp_path: Path, architecture: Architecture, metadata: Metadata
 ) -> None:
-    path = write_tiny_model(tmp_path / "right.gguf", TinyConfig(), metadata=metadata)
-    LlamaModel(path).close()
+    config = TinyConfig(architecture)
+    LlamaModel(write_tiny_model(tmp_path / "right.gguf", config, metadata=metadata)).close()
 
 
 @pytest.mark.parametrize(

@@ -154,15 +154,6 @@ def test_a_model_is_tried_once(tried: Tried) -> None:
     assert len(tried.runs) == 6
 
 
-def test_a_cache_that_cannot_be_written_costs_a_trial_in_each_process(tried: Tried) -> None:
-    tried.cache.write_text("no folder")
-    for n_runs in (1, 2):
-        trials = tried.trials
-        for _ in range(2):
-            assert trials.problem_of(tried.model) == ""
-        assert len(tried.runs) == n_runs
-
-
 # --- skeletons ------------------------------------------------------------------------------
 
 

@@ -136,6 +136,37 @@ def test_an_empty_schema_is_an_object(vocabulary: LlamaVocabulary) -> None:
         assert isinstance(json.loads(followed(vocabulary, schema_grammar("{}"), seed)), dict)
 
 
+@pytest.mark.parametrize(
+    ("schema", "least", "most"),
+    [
+        ({}, -(2**53) + 1, 2**53 - 1),
+        ({"minimum": 0}, 0, 2**53 - 1),
+        ({"exclusiveMaximum": 7}, -(2**53) + 1, 6),
+        ({"multipleOf": 7}, 7, 9007199254740988),
+        ({"type": ["null", "integer"]}, -(2**53) + 1, 2**53 - 1),
+        ({"minimum": 10**17}, 10**17, None),
+    ],
+)
+def test_an_integer_without_bounds_ends(
+    vocabulary: LlamaVocabulary, schema: dict[str, Any], least: int, most: int | None
+) -> None:
+    """Models wrote digits until the answer reached its limit."""
+    grammar = schema_grammar(json.dumps({"type": "integer"} | schema))
+
+    def conforms(number: int) -> bool:
+        state = LlguidanceGrammar(vocabulary, grammar).start
+        for token in [*vocabulary.tokenize_inside(str(number)), *vocabulary.end_tokens()[:1]]:
+            if not state.allows(np.array([token]))[0]:
+                return False
+            state = state.after(token)
+        return True
+
+    assert conforms(least)
+    assert most is None or conforms(most)
+    assert conforms(10**29) == (most is None)
+    assert not conforms(-(10**29))
+
+
 def test_properties_are_those_that_are_named_in_their_order(vocabulary: LlamaVocabulary) -> None:
     for seed in range(20):
         value = json.loads(followed(vocabulary, schema_grammar(json.dumps(PERSON)), seed))

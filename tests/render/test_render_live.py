@@ -308,16 +308,6 @@ def test_a_thought_that_is_broken_off_leaves_its_line_and_so_does_one_of_the_tem
     assert terminal.rows == [FOLDED.format("0.1", 2), "So."]
 
 
-@pytest.mark.parametrize("text", ["<", "<thin", "<thinker>", "<p>", "a <think>b</think>", ""])
-def test_what_only_looks_like_a_thought_is_the_answer(text: str) -> None:
-    terminal = Terminal()
-    script = Script().prompt()
-    for character in text:
-        script.plain(character)
-    play(terminal, script.finish().events, folds=True)
-    assert terminal.rows == ([text] if text else [])
-
-
 @given(
     pieces=st.lists(st.sampled_from(["a b", "\n", "word ", "<", "</think", ">", "é" * 9])),
     columns=st.lists(st.integers(8, 60), min_size=1, max_size=4),

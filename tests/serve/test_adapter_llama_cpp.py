@@ -203,21 +203,6 @@ def opened_rounds(models: Path, notes: list[str] | None = None) -> SpecgenDraft:
     return SpecgenDraft(target, good, n_ctx=N_CTX, drafting=FIXED, note=told.append)
 
 
-@pytest.mark.parametrize("n_more", [2, 3, 8])
-def test_a_text_that_goes_on_otherwise_is_a_new_one(
-    models: Path, texts: list[list[int]], n_more: int
-) -> None:
-    """As the next turn of a conversation does: nothing was verified."""
-    first = texts[0][:20]
-    with opened_rounds(models) as rounds:
-        draft = draft_after(rounds, first)
-        longer = [*first, (draft[0] + 1) % 300, *texts[1][:n_more]]
-        found = draft_after(rounds, longer)
-        assert rounds.tally.n_rounds == rounds.tally.n_drafted == 0
-    with opened_rounds(models) as rounds:
-        assert found == draft_after(rounds, longer)
-
-
 def test_nothing_that_the_draft_model_holds_is_decoded_again(
     models: Path, texts: list[list[int]]
 ) -> None:

@@ -44,6 +44,7 @@ def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
     assert read("completion", prompt="a b") == Request("completion", *DEFAULTS, text="a b")
     assert read("prompt", prompt="a b") == Request("prompt", *DEFAULTS, text="a b")
     assert chat(temperature=None, max_tokens=None, stop=None, model="gpt-9") == chat()
+    assert chat(stream_options={"include_usage": None}) == chat()
 
 
 def test_every_field_of_a_sampler_is_read() -> None:
@@ -193,6 +194,24 @@ def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> N
         assert error.value.field == field
 
 
+def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+    def asked(**more: Any) -> Request:
+        form = {"name": "x", "schema": schema, **more}
+        return chat(response_format={"type": "json_schema", "json_schema": form})
+
+    for request in (asked(), asked(strict=False), asked(strict=None)):
+        assert request.warnings == ("response_format: no grammar can enforce uniqueItems",)
+        assert request.generation.grammar is not None
+        assert '"array"' in request.generation.grammar.text
+    with pytest.raises(BodyError, match="uniqueItems") as error:
+        asked(strict=True)
+    assert error.value.field == "response_format"
+    with pytest.raises(BodyError, match="uniqueItems"):
+        chat(json_schema=schema)
+
+
 PIECES = [
     Piece(
         1, "é", "accepted", "model", -0.5, (TokenLogprob(1, "é", -0.5), TokenLogprob(3, "e", -1))
@@ -340,8 +359,7 @@ def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
 @pytest.mark.parametrize(
     ("written", "read"),
     [
-        ("", {}),
-        ("{}", {}),
+        *((nothing, {}) for nothing in ("", None, "{}")),
         ({"x": 1}, {"x": 1}),
         *((broken, broken) for broken in ("[1]", "{", '{"x": "\\ud800"}', '{"x":' * 5000)),
     ],

@@ -12,17 +12,11 @@ from anthropic.types import Message
 
 from specgen.serve.server.options import Limits, ServerOptions
 from tests.helpers.server import Running, tiny_server
-from tests.serve.test_server_tools import LARGE, TEMPLATE
+from tests.serve.test_server_tools import LARGE, TEMPLATE, tool
 
-PARAMETERS: Any = {
-    "type": "object",
-    "properties": {"unit": {"type": "string", "enum": ["m", "ft"]}},
-    "required": ["unit"],
-    "additionalProperties": False,
-}
 TOOLS: Any = [
-    {"name": name, "description": f"a {name}", "input_schema": PARAMETERS}
-    for name in ("weather", "length")
+    {"name": each["name"], "description": "x", "input_schema": each["parameters"]}
+    for each in (tool(name, "m", "ft")["function"] for name in ("weather", "length"))
 ]
 TURNS: Any = [{"role": "user", "content": "the cat is in the"}]
 #: What the template writes when it may think.

@@ -111,17 +111,7 @@ def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
 # --- the path of the Responses API
 
 TEXT = "the cat is in the"
-TOOL: Any = {
-    "type": "function",
-    "name": "weather",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"unit": {"type": "string", "enum": ["C", "F"]}},
-        "required": ["unit"],
-        "additionalProperties": False,
-    },
-}
+TOOL: Any = {"type": "function", "strict": True, **tool("weather", "C", "F")["function"]}
 
 
 def test_a_text_whole_and_streamed_is_the_one_of_a_chat(client: openai.OpenAI) -> None:

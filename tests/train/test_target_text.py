@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.errors import ModelFileError, OutputError, UsageError
+from specgen.errors import ModelFileError, OutputError
 from specgen.method.backend import Batch
 from specgen.method.tables import CostTable
 from specgen.session.engine import generate
@@ -16,7 +16,7 @@ from specgen.session.session import Session
 from specgen.system.files import locked
 from specgen.train.draft_builder import plan_time
 from specgen.train.target_text import N_TOP, TargetText, is_held_back
-from tests.helpers.heads import N_ANSWER, opened, prompts, trained, written
+from tests.helpers.heads import N_ANSWER, opened, prompts, written
 from tests.tiny import TinyConfig, write_tiny_model
 
 
@@ -113,11 +113,6 @@ def test_one_process_writes_at_a_time(target: Path, tmp_path: Path) -> None:
         pytest.raises(OutputError, match="another process is writing there"),
     ):
         written(loaded, tmp_path, prompts(1))
-
-
-def test_too_little_text_is_refused(target: Path, folder: Path) -> None:
-    with opened(target) as loaded, pytest.raises(UsageError, match="too few"):
-        trained(loaded, folder, folder / "heads.gguf")
 
 
 @pytest.mark.parametrize(("minutes", "n_judged"), [(1.0, 2), (3.0, 4), (30.0, 8)])

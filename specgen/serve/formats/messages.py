@@ -57,7 +57,7 @@ class _Message(Fields):
 class _Body(ChatBody):
     system: _Blocks = []
     messages: Annotated[list[_Message], Field(min_length=1)]
-    thinking: str = Field("", validation_alias=AliasPath("thinking", "type"))
+    thinking: str | None = Field(None, validation_alias=AliasPath("thinking", "type"))
     effort: str | None = Field(None, validation_alias=AliasPath("output_config", "effort"))
     format: AnswerFormat | None = Field(
         None, validation_alias=AliasChoices(AliasPath("output_config", "format"), "output_format")
@@ -82,7 +82,7 @@ def read_messages(
         form=asked.format,
         effort=asked.effort,
         # With other types, ``adaptive`` for example, the model decides.
-        thinks={"enabled": True, "disabled": False}.get(asked.thinking),
+        thinks={"enabled": True, "disabled": False}.get(asked.thinking or ""),
         continues=is_begun(messages),
         splits_reasoning=True,
         writer=MessageWriter,

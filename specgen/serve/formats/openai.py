@@ -55,7 +55,9 @@ class _Call(Fields):
     id: Annotated[str, Field(min_length=1)]
     name: str = Field(validation_alias=AliasPath("function", "name"), min_length=1)
     #: Some clients send the object.
-    arguments: str | dict[str, Any] = Field("", validation_alias=AliasPath("function", "arguments"))
+    arguments: str | dict[str, Any] | None = Field(
+        None, validation_alias=AliasPath("function", "arguments")
+    )
 
 
 class _Function(Fields):
@@ -83,8 +85,8 @@ class _Body(AnswerBody):
     logprobs: bool | Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = 0
     n: Annotated[int, Field(ge=1, lt=2**31)] = 1
-    has_usage_alone: bool = Field(
-        False, validation_alias=AliasPath("stream_options", "include_usage")
+    has_usage_alone: bool | None = Field(
+        None, validation_alias=AliasPath("stream_options", "include_usage")
     )
 
     def common(self, generation: GenerationOptions) -> dict[str, Any]:
@@ -96,7 +98,7 @@ class _Body(AnswerBody):
             "generation": replace(generation, logprobs=n_top),
             "form": self.response_format,
             "n": self.n,
-            "has_usage_alone": self.has_usage_alone,
+            "has_usage_alone": bool(self.has_usage_alone),
         }
 
 

@@ -34,7 +34,7 @@ from specgen.session.prompts import Prompt, Prompts
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
-from specgen.text.grammar.json_schema import schema_grammar
+from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 
 #: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as `specgen run` does.
 Kind: TypeAlias = Literal["chat", "completion", "prompt"]
@@ -170,6 +170,9 @@ class AnswerFormat(Fields):
     schema_: Schema | None = Field(
         None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
     )
+    strict: bool | None = Field(
+        None, validation_alias=AliasChoices("strict", AliasPath("json_schema", "strict"))
+    )
 
     def schema_of(self, where: str) -> Schema | None:
         """Return the schema; None for a free text."""
@@ -269,20 +272,23 @@ class AnswerBody(_Samplers):
         if "logit_bias" in samplers:
             samplers["logit_bias"] = tuple(samplers["logit_bias"].items())
         ends = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set
-        grammar = self._grammar(form) or generation.grammar
+        told = [*warnings]
+        grammar = self._grammar(form, told) or generation.grammar
         if self.ignore_eos and grammar is not None:
             raise BodyError("ignore_eos", "a text that follows a grammar has an end")
         return Request(
             kind,
             replace(sampling, **samplers),
             replace(generation, **self.model_dump(include=ends), grammar=grammar),
-            warnings=(*self.warnings(), *warnings),
+            warnings=(*self.warnings(), *told),
             streams=self.stream,
             speculative=self.speculative,
             **more,
         )
 
-    def _grammar(self, form: AnswerFormat | None) -> Grammar | None:
+    def _grammar(self, form: AnswerFormat | None, warnings: list[str]) -> Grammar | None:
+        """Return what the answer has to follow. Of the schema in a format that is not strict, what no grammar can
+        enforce is left out, with a warning, as at OpenAI. Raise `BodyError`."""
         schema = None if form is None else form.schema_of(self.format_field)
         asked = {
             "grammar": self.grammar,
@@ -296,10 +302,16 @@ class AnswerBody(_Samplers):
             raise BodyError(names[1], f"{names[0]} is given as well")
         if self.grammar is not None:
             return Grammar("gbnf", self.grammar)
+        text = json.dumps(asked[names[0]])
         try:
-            return schema_grammar(json.dumps(asked[names[0]]))
+            if form is None or form.strict or schema is None:
+                return schema_grammar(text)
+            grammar, left_out = lenient_schema_grammar(text)
         except UsageError as error:
             raise BodyError(names[0], error.message) from None
+        if left_out:
+            warnings.append(f"{names[0]}: no grammar can enforce {', '.join(left_out)}")
+        return grammar
 
 
 class ChatBody(AnswerBody):
@@ -563,12 +575,13 @@ def _joined(before: str, text: str) -> str:
     return f"{before}\n\n{text}" if before else text
 
 
-def arguments_of(text: str | dict[str, Any]) -> Mapping[str, Any] | str:
+def arguments_of(text: str | dict[str, Any] | None) -> Mapping[str, Any] | str:
     """Return the arguments as an object, or as the text that the model wrote instead."""
     if isinstance(text, dict):
         return text
+    text = text or "{}"
     try:
-        value = from_json(text or "{}")
+        value = from_json(text)
     except ValueError:
         return text
     return value if isinstance(value, dict) else text
