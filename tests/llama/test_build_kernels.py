@@ -148,6 +148,8 @@ def test_without_a_compiler_there_are_no_kernels(
     assert "nothing" in lines[1]
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
         build(source, {build_kernels.VARIABLE: "required"})
+    with pytest.raises(BuildError, match="it can be auto, off, required"):
+        build(source, {build_kernels.VARIABLE: "perhaps"})
 
 
 # --- the wheel ------------------------------------------------------------------------------
