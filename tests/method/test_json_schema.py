@@ -22,17 +22,15 @@ from specgen.errors import BackendError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel, LlamaVocabulary
 from specgen.options import (
-    DraftOptions,
     GenerationOptions,
     Grammar,
     SamplerOptions,
-    SessionOptions,
 )
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
-from tests.helpers.common import EXACT
+from tests.helpers.sessions import options_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 PERSON: dict[str, Any] = {
@@ -335,15 +333,12 @@ def test_what_can_be_followed_no_further_is_an_error(
 def test_drafts_change_nothing(model: Path, tmp_path: Path, temperature: float) -> None:
     config = TinyConfig(logit_scale=1.0, control_scale=1.0, n_ctx_train=2048)
     draft = write_tiny_model(tmp_path / "draft.gguf", config.draft(0.05))
-    options = SessionOptions(
-        target=model,
+    grammar = schema_grammar(json.dumps(SCHEMAS["person"]))
+    options = options_of(
+        model,
         sampler=SamplerOptions(temperature=temperature, seed=3),
-        drafting=DraftOptions(policy="fixed", max_tokens=4, ngram_min=1, verifier="match"),
-        generation=GenerationOptions(
-            max_tokens=300, grammar=schema_grammar(json.dumps(SCHEMAS["person"]))
-        ),
-        target_context=EXACT,
-        draft_context=EXACT,
+        drafting={"ngram_min": 1, "verifier": "match", "p_min": None},
+        generation=GenerationOptions(max_tokens=300, grammar=grammar),
     )
     answers: list[FinishedEvent] = []
     for source in ("none", "ngram", draft):
