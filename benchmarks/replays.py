@@ -184,7 +184,7 @@ class Entrant:
         n_known = max(self._loaded.n_rows_max, MIN_SIZES)
         for table, known in zip(tables, costs, strict=False):
             for n_rows in range(1, n_known + 1):
-                table.start(n_rows, known.seconds(n_rows))
+                table.set_seconds(n_rows, known.seconds(n_rows))
         if drafting.is_by_cost:
             with self._loaded.contexts(256) as (context, drafts):
                 measure_if_new(self._loaded, context, drafts)

@@ -62,7 +62,7 @@ SHAPES = {
 def free(table: CostTable, n_max: int, row_s: float) -> None:
     """Let all batches cost the same, but for a little, whatever is measured."""
     for n_rows in range(1, n_max + 2):
-        table.start(n_rows, 1.0 + row_s * n_rows)
+        table.set_seconds(n_rows, 1.0 + row_s * n_rows)
     setattr(table, "observe", lambda *_: None)  # noqa: B010 - a method
 
 
@@ -99,7 +99,7 @@ def main() -> None:
                 table = loaded.costs.table(asked.draft)
                 free(table, drafting.n_max, 0.0)
                 for n_rows in table.known:
-                    table.start(n_rows, 1e-6)
+                    table.set_seconds(n_rows, 1e-6)
             for prompt in prompts[: asked.count]:
                 finished = answer(loaded, prompt.text)
                 if finished.mean_accepted_length is not None:

@@ -36,16 +36,16 @@ class DflashDrafter(StatesDrafter):
         self._mask, self._n_block = draft.mask, draft.n_most
         self._predicts_from_last = draft.predicts_from_last
         self._n_most = self._n_block
-        self._caches = [StatesCache(backend, request, self.states)]
+        self._caches = [StatesCache(backend, request, self.trail)]
         #: What filling the cache costs; it is not learnt with the blocks.
         self._fill_costs = CostTable()
 
     def price(self, n_context: int) -> Price:
         # All rows of a block are one decode; filling the cache costs less than its row of a token does.
-        block_s = self._costs.share_s(self._n_block + (not self._predicts_from_last))
-        n_new = self._n_read(n_context) - max(self._caches[0].n_held, self.states.first)
+        block_s = self._costs.seconds_each(self._n_block + (not self._predicts_from_last))
+        n_new = self._n_read(n_context) - max(self._caches[0].n_held, self.trail.first)
         n_behind = max(0, n_new - self._n_block - 1)
-        prefill_s = self._costs.share_s(n_behind) if n_behind else 0.0
+        prefill_s = self._costs.seconds_each(n_behind) if n_behind else 0.0
         return Price(block_s, 0.0, prefill_s)
 
     def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
@@ -54,7 +54,7 @@ class DflashDrafter(StatesDrafter):
             batch = Batch()
             for index in range(cache.n_held, n_read)[: self._backend.n_batch]:
                 batch.add(context[index], index - cache.n_skipped, (self._slot.first,), False)
-                batch.hidden.append(self.states.after(index))
+                batch.hidden.append(self.trail.after(index))
             yield Ask(self._backend, batch, self._fill_costs)
             cache.n_held += len(batch)
         n, batch = made.n_deepest, Batch()

@@ -245,7 +245,7 @@ class Worthwhile(Tree):
                 for chance in (0.0, chances[node])
             )
             gain_s += look_s - idle_s
-            decode_s = self.request.costs.share_s(n + 1)
+            decode_s = self.request.costs.seconds_each(n + 1)
             if gain_s - decode_s > best_s:
                 n_best, best_s = n + 1, gain_s - decode_s
         return nodes[:n_best]
@@ -304,8 +304,8 @@ class Walks(Tree):
 def price_after(costs: CostTable, n_new: int, n_usual: int, n_more: int = 0) -> Price:
     """Return the price of a draft that begins with a decode of `n_new` rows, of which more than `n_usual` are prefill,
     and `n_more` decodes of a row each."""
-    first_s, next_s = costs.share_s(min(n_new, n_usual)), costs.share_s(1)
-    return Price(first_s + n_more * next_s, next_s, max(0.0, costs.share_s(n_new) - first_s))
+    first_s, next_s = costs.seconds_each(min(n_new, n_usual)), costs.seconds_each(1)
+    return Price(first_s + n_more * next_s, next_s, max(0.0, costs.seconds_each(n_new) - first_s))
 
 
 def expansion(

@@ -23,7 +23,7 @@ class AssistantDrafter(StatesDrafter):
     name = "gemma4-assistant"
 
     def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
-        state = self.states.after(n_read - 1)
+        state = self.trail.after(n_read - 1)
         if state is None:
             return NO_DRAFT
         for token in context[n_read:-1]:

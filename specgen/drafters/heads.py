@@ -47,16 +47,16 @@ class HeadsDrafter(Drafter):
         self._request = request
         self._costs = request.costs
         self._vocabulary = vocabulary
-        self.states: LastHidden = LastHidden()
+        self.trail: LastHidden = LastHidden()
         #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
         self._row = np.full(heads.n_vocab, -np.inf, np.float32)
 
     def price(self, n_context: int) -> Price:
-        look_s = self._costs.share_s(1)
+        look_s = self._costs.seconds_each(1)
         return Price(look_s, look_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        n_read, state = self.states.last or (len(context), self._row)
+        n_read, state = self.trail.last or (len(context), self._row)
         unread, before = context[n_read:], context[len(context) - n_drafted :]
         if not 0 < len(unread) <= _MOST_UNREAD:
             return ready(NO_DRAFT)

@@ -38,14 +38,14 @@ class MtpChainDrafter(StatesDrafter):
 
     def __init__(self, backend: MtpContext, request: DraftRequest) -> None:
         super().__init__(backend, request)
-        self._caches = [StatesCache(each, request, self.states) for each in backend.layers]
+        self._caches = [StatesCache(each, request, self.trail) for each in backend.layers]
         self._n_most = len(self._caches)
 
     def price(self, n_context: int) -> Price:
         n_read = self._n_read(n_context)
         n_new = self._caches[0].n_missing(n_read)
         each = price_after(self._costs, n_new, N_USUAL)
-        next_s = self._costs.share_s(min(n_new, N_USUAL) + 1)
+        next_s = self._costs.seconds_each(min(n_new, N_USUAL) + 1)
         first_s = each.first_s + (n_context - 1 - n_read) * next_s
         return Price(first_s, next_s, len(self._caches) * each.prefill_s)
 

@@ -55,8 +55,8 @@ class ParallelDrafter(ModelDrafter):
         n_behind = max(1, n_context - self.n_skipped - self._backend.length(self._sequence))
         # After a full acceptance, all drafted tokens and the target's own are new to the model.
         n_usual = min(n_behind, self._n_most + 1)
-        at_once_s = tuple(self._costs.share_s(n_usual + n) for n in range(self._n_most))
-        prefill_s = max(0.0, self._costs.share_s(n_behind) - at_once_s[0])
+        at_once_s = tuple(self._costs.seconds_each(n_usual + n) for n in range(self._n_most))
+        prefill_s = max(0.0, self._costs.seconds_each(n_behind) - at_once_s[0])
         return Price(at_once_s[0], 0.0, prefill_s, at_once_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:

@@ -124,8 +124,8 @@ class StatesDrafter(Drafter):
         self._costs = request.costs
         self._slot = request.slot.branches(backend)
         #: The target's hidden states along the text.
-        self.states: HiddenTrail = backend.trails[request.slot.number]
-        self.states.begin(request.prompt, backend.trails)
+        self.trail: HiddenTrail = backend.trails[request.slot.number]
+        self.trail.begin(request.prompt, backend.trails)
         #: What it holds of the text; and the most tokens that it can draft behind those that the target has read.
         self._caches: list[StatesCache] = []
         self._n_most: int | None = None
@@ -150,7 +150,7 @@ class StatesDrafter(Drafter):
             return (yield from self._grow(made, context, n_read))
         finally:
             self._drop_drafted()
-            self.states.forget(min((each.n_held - 1 for each in self._caches), default=n_read))
+            self.trail.forget(min((each.n_held - 1 for each in self._caches), default=n_read))
 
     @abstractmethod
     def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
@@ -162,7 +162,7 @@ class StatesDrafter(Drafter):
 
     def _n_read(self, n_context: int) -> int:
         """Return the number of tokens of a text that the target has read, at most all but the last."""
-        return min(self.states.n_read, n_context - 1)
+        return min(self.trail.n_read, n_context - 1)
 
     def _row_after(
         self, token: int, position: int, state: Hidden
@@ -192,7 +192,7 @@ class LayerDrafter(StatesDrafter):
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
         super().__init__(backend, request)
         self._nodes = NodeBranches(backend, self._slot)
-        self._cache = StatesCache(backend, request, self.states, self.n_left_out)
+        self._cache = StatesCache(backend, request, self.trail, self.n_left_out)
         self._caches = [self._cache]
 
     def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:

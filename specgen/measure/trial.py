@@ -146,7 +146,7 @@ def measure_target(
         )
     batch_s = {size: statistics.median(samples[size]) for size in sizes}
     for size, seconds in batch_s.items():
-        session.costs.table().start(size, seconds)
+        session.costs.table().set_seconds(size, seconds)
     return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
 
 
@@ -176,9 +176,9 @@ def try_draft(
                 draft.remove(0)
             generation = DrafterFactory(session).sequence(prompt, baseline.n_ctx, drafts, 0)
             tokens, states = (*prompt.tokens, *answer.tokens), None
-            if generation.hidden is not None and generation.hidden.all_rows:
-                read_states(target, tokens, generation.hidden)
-            elif generation.hidden is not None:
+            if generation.trail is not None and generation.trail.all_rows:
+                read_states(target, tokens, generation.trail)
+            elif generation.trail is not None:
                 states = _states_of_answer(target, tokens, len(prompt.tokens))
             replays.append(replay(generation, answer, baseline, session.clock, states))
     return summarise(replays)
@@ -194,24 +194,24 @@ def replay(
     """Replay the rounds of a known answer with the drafter of `generation`, which is at the end of its prompt, and
     then at the end of the answer. `clock` is read around each proposal. For drafts from the target's last state,
     `states` are those from which it chose each token of the answer, float32[n_tokens, n_embd]."""
-    drafters, policy, hidden = generation.drafters, generation.policy, generation.hidden
+    cascade, policy, trail = generation.cascade, generation.policy, generation.trail
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0
-    if drafters is not None:
+    if cascade is not None:
         # The draft model decodes the prompt for a proposal that is not used: so the rounds have only costs that grow
         # with the answer.
         started = clock()
-        draft_alone(drafters.propose(generation.tokens, draft_up_to(1)))
+        draft_alone(cascade.propose(generation.tokens, draft_up_to(1)))
         start_s = clock() - started
     generation.commit(tokens[0])
     while (done := len(generation.tokens) - generation.n_prompt) < len(tokens):
         plan, draft, seconds = RoundPlan(Reason("off")), NO_DRAFT, 0.0
         whole: tuple[Draft, ...] = ()
-        if drafters is not None:
+        if cascade is not None:
             started = clock()
             offer = generation.offer(policy.n_max)
             plan = policy.plan(offer)
-            proposed = draft_alone(drafters.propose(generation.tokens, plan))
+            proposed = draft_alone(cascade.propose(generation.tokens, plan))
             whole, draft = (offer.found, proposed), plan.stop.cut(proposed)
             seconds = clock() - started
         path = agreeing_path(draft, tokens[done:])
@@ -219,15 +219,15 @@ def replay(
         committed = tuple(tokens[done : last + 1])
         for token in committed:
             generation.commit(token)
-        if hidden is not None and states is not None and last < len(states):
+        if trail is not None and states is not None and last < len(states):
             n_read = generation.n_prompt + last
-            hidden.take_rows(states[last : last + 1], generation.tokens, n_read)
+            trail.keep_states(states[last : last + 1], generation.tokens, n_read)
         n_rows = 1 + len(draft)
         target_s = costs.rows_s(n_rows)
         result = RoundResult(plan, draft, path, seconds, target_s, n_rows, committed, whole)
         policy.observe(result)
-        if drafters is not None:
-            drafters.observe(result)
+        if cascade is not None:
+            cascade.observe(result)
         tally.add_round(result, model_s=seconds)
     return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
 
@@ -311,6 +311,6 @@ def read_states(target: Backend, tokens: abc.Sequence[int], trail: TargetStates)
                 batch.add(tokens[position], position, (0,), False)
             batch.wants_logits[-1] = True
             _, hidden = target.decode_hidden(batch, all_rows=True)
-            trail.take_rows(hidden, tokens, start + len(batch))
+            trail.keep_states(hidden, tokens, start + len(batch))
     finally:
         target.remove(0)

@@ -35,10 +35,10 @@ Drafting: TypeAlias = Generator[Ask, Logits, Draft]
 
 class Drafter(Protocol):
     """Proposes drafts for one sequence. If it fails, the loop goes on without it. It never changes the text, only how
-    soon that comes. The code that opened its context also closes it. `name` is the origin of its tokens; `states`
+    soon that comes. The code that opened its context also closes it. `name` is the origin of its tokens; `trail`
     takes the target's hidden states from the loop, if it reads any."""
 
-    states: TargetStates | None = None
+    trail: TargetStates | None = None
 
     @property
     def name(self) -> str: ...

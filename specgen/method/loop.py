@@ -108,7 +108,9 @@ class Loop:
             except BackendError as error:  # the grammar allows no token, or a logit is not a number
                 sequence.failure = error
             else:
-                events += sequence.take(turn.draft, verdict, rows, self.now_s, turn.plan.reason)
+                events += sequence.commit_verdict(
+                    turn.draft, verdict, rows, self.now_s, turn.plan.reason
+                )
                 kept = verdict.path[: len(sequence.tokens) - n_before]
                 keep_path(target, sequence.slot, turn.draft, kept)
                 if hidden is not None:
@@ -137,7 +139,7 @@ class Loop:
         self, sequence: Sequence, active: abc.Sequence[Sequence], events: list[Event]
     ) -> _Turn:
         """Plan the sequence's draft, and note what its free drafter finds."""
-        if sequence.drafters is None:
+        if sequence.cascade is None:
             return _Turn(sequence, RoundPlan(Reason(sequence.why_undrafted)))
         started = self.clock()
         # How much the others will draft is not known yet: about as much as in the last round.
@@ -153,15 +155,15 @@ class Loop:
     def _propose(self, turns: abc.Sequence[_Turn], events: list[Event]) -> None:
         drafting = [turn for turn in turns if len(turn.plan.found) + turn.plan.n_max]
         draftings = [
-            turn.sequence.drafters.propose(turn.sequence.tokens, turn.plan)
+            turn.sequence.cascade.propose(turn.sequence.tokens, turn.plan)
             for turn in drafting
-            if turn.sequence.drafters is not None
+            if turn.sequence.cascade is not None
         ]
         proposals = propose_together(draftings, self.clock, self._interrupted)
         for turn, proposal in zip(drafting, proposals, strict=True):
-            self._take(turn, proposal, events)
+            self._cut_to_plan(turn, proposal, events)
 
-    def _take(self, turn: _Turn, proposal: Proposal, events: list[Event]) -> None:
+    def _cut_to_plan(self, turn: _Turn, proposal: Proposal, events: list[Event]) -> None:
         started, sequence, plan = self.clock(), turn.sequence, turn.plan
         if proposal.error is None:
             refuse_nonsense(proposal, len(plan.found) + plan.n_max, self.target.n_vocab)
@@ -179,7 +181,7 @@ class Loop:
             self._end_drafting(sequence, proposal.error, events)
         seconds = proposal.seconds + self.clock() - started
         # Decoder heads, which read the last hidden state alone, ask for no decode: all their drafting counts as one.
-        asks = sequence.hidden is None or sequence.hidden.all_rows
+        asks = sequence.trail is None or sequence.trail.all_rows
         turn.model_s = proposal.model_s if asks else seconds
         turn.seconds += seconds
 
@@ -202,11 +204,11 @@ class Loop:
 
     def decode_text(self, sequence: Sequence, batch: Batch) -> Logits:
         """Decode rows of a text, and keep their hidden states for drafters that read those of all rows."""
-        states = sequence.hidden
+        states = sequence.trail
         if states is None or not states.all_rows:
             return self.target.decode(batch)
         logits, hidden = self.target.decode_hidden(batch, all_rows=True)
-        states.take_rows(hidden, sequence.tokens, batch.positions[-1] + 1)
+        states.keep_states(hidden, sequence.tokens, batch.positions[-1] + 1)
         return logits
 
     def decode(
@@ -215,7 +217,7 @@ class Loop:
         """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of rows
         that were added for others."""
         # The same draft serves all sequences.
-        states = next((each.hidden for each in active if each.hidden is not None), None)
+        states = next((each.trail for each in active if each.trail is not None), None)
         if states is None or not (states.all_rows or len(batch) <= self.target.n_outputs):
             return self.target.decode(batch), None, 0.0
         return *self.target.decode_hidden(batch, all_rows=states.all_rows), 0.0
@@ -245,14 +247,14 @@ class Loop:
 
     def _learn(self, sequence: Sequence, result: RoundResult, events: list[Event]) -> None:
         sequence.policy.observe(result)
-        if sequence.drafters is not None:
+        if sequence.cascade is not None:
             try:
-                sequence.drafters.observe(result)
+                sequence.cascade.observe(result)
             except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
                 self._end_drafting(sequence, error, events)
 
     def _end_drafting(self, sequence: Sequence, error: Exception, events: list[Event]) -> None:
-        sequence.drafters, sequence.why_undrafted = None, "failed"
+        sequence.cascade, sequence.why_undrafted = None, "failed"
         what = error.message if isinstance(error, SpecgenError) else repr(error)
         message = f"drafting failed, going on without a draft: {what}"
         detail = "".join(traceback.format_exception(error))
@@ -264,8 +266,8 @@ def _keep_states(
 ) -> None:
     """Let a sequence keep the states of the pending tokens and the accepted nodes; `first` is the root's row of the
     logits."""
-    states = turn.sequence.hidden
+    states = turn.sequence.trail
     if states is not None:
         pending = turn.pending if states.all_rows else range(first, first + 1)
         rows = [*pending, *(pending[-1] + 1 + node for node in kept)]
-        states.take_rows(hidden[rows], turn.sequence.tokens, n_read)
+        states.keep_states(hidden[rows], turn.sequence.tokens, n_read)

@@ -249,10 +249,10 @@ class StoppingRule:
         index = min(int(place), len(values) - 2)
         return values[index] + (place - index) * (values[index + 1] - values[index])
 
-    def takes(self, n_drafted: int, chance: float) -> float:
-        """Return the expected gain of taking one more token, with which the draft's probability is `chance`."""
-        gain_s = chance * self._token_s - self._rows_s[n_drafted]
-        return gain_s + max(0.0, self.value(n_drafted + 1, chance))
+    def is_worth(self, n_drafted: int, whole: float) -> bool:
+        """Return whether to add a token to n others; `whole` is the probability that it and they are accepted."""
+        gain_s = whole * self._token_s - self._rows_s[n_drafted]
+        return gain_s + max(0.0, self.value(n_drafted + 1, whole)) > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,12 +275,12 @@ class WhilePaying(Stop):
     def wants_token(self, confidences: Sequence[float]) -> bool:
         if confidences[-1] < self.p_min or self.rule is None:
             return False
-        return self.rule.takes(len(confidences) - 1, self._whole_chance(confidences)) > 0.0
+        return self.rule.is_worth(len(confidences) - 1, self._whole(confidences))
 
     def wants_decode(self, confidences: Sequence[float]) -> bool:
         if self.rule is None:
             return False
-        return self.rule.value(len(confidences), self._whole_chance(confidences)) > 0.0
+        return self.rule.value(len(confidences), self._whole(confidences)) > 0.0
 
     def cut(self, draft: Draft) -> Draft:
         n, chances = draft.n_fixed, self.path_probabilities(draft)
@@ -313,7 +313,7 @@ class WhilePaying(Stop):
                 probabilities[node] *= self.ngram_trust
         return probabilities
 
-    def _whole_chance(self, confidences: Sequence[float]) -> float:
+    def _whole(self, confidences: Sequence[float]) -> float:
         rates = self.rates(self.origin)
         return math.prod(rates.chance(each) for each in confidences)
 
@@ -443,7 +443,9 @@ class CostAwarePolicy:
             return
         plain_s = self._costs.seconds(n_sequences) / n_sequences
         n_tokens = max(1, len(result.committed), len(result.path) + 1)
-        target_s = result.target_s * self._costs.share(1 + n_drafted, result.n_rows, n_sequences)
+        target_s = result.target_s * self._costs.share_of_batch(
+            1 + n_drafted, result.n_rows, n_sequences
+        )
         # Prefill is an investment in later rounds, and is not charged to this one.
         round_s = max(0.0, result.draft_s - plan.prefill_s) + target_s
         round_s = min(round_s, (n_tokens + _MOST_LOST) * plain_s)

@@ -98,13 +98,13 @@ class CostTable:
         share = (n_rows - below) / (above - below) if above > below else 1.0
         return self._slowness * (known[below] * (1.0 - share) + known[above] * share)
 
-    def share_s(self, n_rows: int) -> float:
+    def seconds_each(self, n_rows: int) -> float:
         """Return the seconds of `n_rows` rows of one sequence, if as many sequences as in the last decodes add as
         many each; 0 while nothing is known."""
         n = self._n_sharing
         return self.seconds(n_rows * n) / n if self._sizes else 0.0
 
-    def share(self, n_rows: int, n_batch_rows: int, n_sequences: int) -> float:
+    def share_of_batch(self, n_rows: int, n_batch_rows: int, n_sequences: int) -> float:
         """Return the share, in [0, 1], that one of N sequences pays of a batch in which it has `n_rows` rows: an
         equal part of v(N), and of the rest as much as its drafted rows are of all."""
         if n_sequences == 1:
@@ -114,7 +114,7 @@ class CostTable:
         drafted = (n_rows - 1) / max(1, n_batch_rows - n_sequences)
         return (plain_s / n_sequences + drafted * (batch_s - plain_s)) / batch_s
 
-    def start(self, n_rows: int, seconds: float) -> None:
+    def set_seconds(self, n_rows: int, seconds: float) -> None:
         """Set the measured seconds of a size; they replace earlier ones."""
         if n_rows > 0 and seconds > 0.0:
             if n_rows not in self._seconds:
@@ -133,7 +133,7 @@ class CostTable:
         is_known = n_rows in self._seconds
         # The other sizes say what to expect of a new one only roughly.
         own = _OWN_SHARE if is_known and n_seen >= _N_NEW else 0.5
-        self.start(n_rows, expected_s * deviation**own)
+        self.set_seconds(n_rows, expected_s * deviation**own)
         if is_known:
             self._slowness *= deviation**_SPEED_SHARE
 
@@ -143,9 +143,9 @@ BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 N_BINS = len(BIN_EDGES) + 1
 _MIDDLES = [(low + high) / 2 for low, high in zip((0, *BIN_EDGES), (*BIN_EDGES, 1), strict=True)]
 #: The prior count of confidences in each bin: a small model of a good family is sure of most tokens.
-_START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
+_PRIOR_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
 #: The prior probability of a bin counts as so many observations; of all, about 1500 are remembered, older ones fade.
-_N_START, _FADING = 6.0, 1.0 - 1.0 / 1500.0
+_N_PRIOR, _FADING = 6.0, 1.0 - 1.0 / 1500.0
 #: How fast the present text's deviation is learnt, in log-odds an observation, and its largest size.
 _TEXT_RATE, _MOST_OF_TEXT = 0.12, 2.5
 #: The frequencies of confidences in all texts count as this many looks in the present text.
@@ -163,7 +163,7 @@ def origin_of_rank(origin: str, rank: int) -> str:
     return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
 
 
-def start_of(origin: str, confidence: float) -> float:
+def prior_of(origin: str, confidence: float) -> float:
     """Return the prior acceptance probability of a drafter's token."""
     if ":" in origin:  # behind a better sibling
         return 0.8 * confidence
@@ -192,7 +192,7 @@ class AcceptanceRates:
     def __init__(self, origin: str = "model", counts: AcceptanceCounts | None = None) -> None:
         self.origin = origin
         self.counts = counts if counts is not None else AcceptanceCounts()
-        self._start = [start_of(origin, middle) for middle in _MIDDLES]
+        self._prior = [prior_of(origin, middle) for middle in _MIDDLES]
         self._deviation = 0.0
         self._seen_here = np.zeros(N_BINS)
         #: Counts the looks and judgements: each may change the probabilities, or how often each comes.
@@ -209,14 +209,14 @@ class AcceptanceRates:
         return self._curve
 
     def _of_bin(self, index: int) -> float:
-        n_accepted = _N_START * self._start[index] + self.counts.n_accepted.item(index)
-        chance = n_accepted / (_N_START + self.counts.n_judged.item(index))
+        n_accepted = _N_PRIOR * self._prior[index] + self.counts.n_accepted.item(index)
+        chance = n_accepted / (_N_PRIOR + self.counts.n_judged.item(index))
         odds = chance / (1.0 - chance) * math.exp(self._deviation)
         return min(1.0 - _LEAST, max(_LEAST, odds / (1.0 + odds)))
 
     def frequencies(self) -> ProbArray:
         """Return the frequency of each bin of confidence in this text, summing to 1: float64[N_BINS]."""
-        seen = self.counts.n_seen + _START_SEEN
+        seen = self.counts.n_seen + _PRIOR_SEEN
         seen = seen * (_N_HERE / seen.sum()) + self._seen_here
         return np.asarray(seen / seen.sum(), np.float64)
 

@@ -126,7 +126,7 @@ class AnswerLoop(Loop):
         events: list[Event] = []
         if logits is not None:
             verdict = self.verify(sequence, NO_DRAFT, logits)
-            events += sequence.take(NO_DRAFT, verdict, logits, self.now_s)
+            events += sequence.commit_verdict(NO_DRAFT, verdict, logits, self.now_s)
             sequence.is_started = True
         now = self.clock()
         tally.add_prompt(target_s, now - started, len(sequence.tokens) - sequence.n_prompt)

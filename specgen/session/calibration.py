@@ -261,9 +261,9 @@ def complete(
     is_new = not is_measured(table)
     missing = [size for size in sizes if is_new or size == 1 or not table.knows(size)]
     for size, seconds in measure_sizes(backend, missing, _BUDGET_S, interrupted).items():
-        table.start(size, seconds)
+        table.set_seconds(size, seconds)
     if table and max(table.known) < n_rows:
-        table.start(n_rows, table.seconds(n_rows))
+        table.set_seconds(n_rows, table.seconds(n_rows))
 
 
 def measure_sizes(

@@ -68,13 +68,13 @@ class DrafterFactory:
         target_seed, draft_seed = rng.spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
         cascade: Cascade | None = None
-        hidden: TargetStates | None = None
+        trail: TargetStates | None = None
         draft = None if plain else session.draft
         if draft is not None and (caches or draft.timed is None):
             request = self._request(draft, prompt, state, settings, draft_seed)
             request = replace(request, caches=caches, slot=slot)
             drafter, free = draft.drafter(request), None
-            hidden = drafter.states
+            trail = drafter.trail
             if settings.drafting.adds_ngrams and not draft.is_free:
                 free = session.ngrams.drafter(replace(request, branches=session.n_branches_max > 1))
             cascade = Cascade(free, drafter, state=state)
@@ -84,7 +84,7 @@ class DrafterFactory:
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
             n_ctx=n_ctx,
-            drafters=cascade,
+            cascade=cascade,
             policy=self._policy(len(prompt.tokens), settings),
             verifier=VERIFIERS[settings.verifier],
             shaper=Shaper(settings.sampler, state),
@@ -92,7 +92,7 @@ class DrafterFactory:
             rng=np.random.default_rng(target_seed),
             slot=Branches(slot.number * session.n_branches_max, session.n_branches_max),
             index=index,
-            hidden=hidden,
+            trail=trail,
             ends=frozenset() if settings.generation.ignore_eos else prompt.ends,
         )
 

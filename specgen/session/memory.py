@@ -160,7 +160,7 @@ class Memory:
             pace = table.seconds(1) / kept.seconds(1) if table.knows(1) and kept.knows(1) else 1.0
             for size, seconds in kept.known.items():
                 if not table.knows(size):
-                    table.start(size, seconds * pace)
+                    table.set_seconds(size, seconds * pace)
             return
 
     def _cost_keys(self, model: Path, context: ContextOptions) -> list[str]:

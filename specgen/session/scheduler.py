@@ -123,7 +123,7 @@ class Scheduler:
             and self._target.model.has_equal_rows
             and self._target.rollback == "cells"
             and not reading.is_cancelled
-            and all(request.running.hidden is None for request in (*decoding, reading))
+            and all(request.running.trail is None for request in (*decoding, reading))
         )
 
     def n_piece(self) -> int | None:

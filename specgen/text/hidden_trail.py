@@ -26,7 +26,7 @@ class TargetStates(Protocol):
 
     all_rows: ClassVar[bool]
 
-    def take_rows(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
+    def keep_states(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
         """Add copies of the last rows, float32[n, n_embd], of the first `n_read` tokens of `text`."""
         ...
 
@@ -63,7 +63,7 @@ class HiddenTrail:
         self.tokens, self.states, self.first = best.tokens[:], best.states[:], best.first
         self.rewind(lengths[best])
 
-    def take_rows(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
+    def keep_states(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
         start = n_read - len(rows)
         if start > len(self.tokens):  # the target has read some tokens unseen
             self.states.clear()
@@ -116,5 +116,5 @@ class LastHidden:
         #: The number of tokens that it has read, and the state, float32[n_embd].
         self.last: tuple[int, Hidden] | None = None
 
-    def take_rows(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
+    def keep_states(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
         self.last = (n_read, rows[-1].copy())

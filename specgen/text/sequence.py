@@ -47,7 +47,7 @@ class Sequence:
     """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded, prompt and answer
     together. `state` starts with the prompt; the drafter may share it. `shaper` has the target's samplers over it.
 
-    `drafters` is None for plain decoding, and becomes None when drafting fails (`why_undrafted`). `hidden` takes the
+    `cascade` is None for plain decoding, and becomes None when drafting fails (`why_undrafted`). `trail` takes the
     target's hidden states, if a drafter needs them. `index` is the answer's number in events, and `ends` are tokens
     that end it besides the vocabulary's. `failure` is the error that ended it early; it then has no `finish_reason`.
     """
@@ -55,7 +55,7 @@ class Sequence:
     vocabulary: Vocabulary
     options: GenerationOptions
     n_ctx: int
-    drafters: Cascade | None
+    cascade: Cascade | None
     policy: Policy
     verifier: Verifier
     shaper: Shaper
@@ -64,7 +64,7 @@ class Sequence:
     slot: Branches = field(default_factory=Branches)
     index: int = 0
     ends: frozenset[int] = frozenset()
-    hidden: TargetStates | None = None
+    trail: TargetStates | None = None
     why_undrafted: Literal["off", "failed"] = "off"
     #: All committed tokens, prompt and answer: those of `state`.
     tokens: list[int] = field(init=False)
@@ -123,15 +123,15 @@ class Sequence:
 
     def offer(self, n_most: int, others: Others = ALONE) -> Offer:
         """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes now.
-        There must be `drafters`."""
-        drafters, n_draftable = self.drafters, self.n_draftable
-        assert drafters is not None, "something drafts"
+        There must be a `cascade`."""
+        cascade, n_draftable = self.cascade, self.n_draftable
+        assert cascade is not None, "something drafts"
         # The answer is expected to get as many tokens again: long answers tend to go on for longer.
         n_left = min(max(_N_EXPECTED, self.n_answer), n_draftable + 1)
         n_most = min(n_most, self.policy.n_max, n_draftable)
-        found = drafters.look_up(self.tokens, n_most)
-        price = drafters.price(len(self.tokens))
-        return Offer(n_left, n_most, found, drafters.model_name, price, others)
+        found = cascade.look_up(self.tokens, n_most)
+        price = cascade.price(len(self.tokens))
+        return Offer(n_left, n_most, found, cascade.model_name, price, others)
 
     def commit(self, token: int) -> str:
         """Add the target's next token, and return the text that may now be shown.
@@ -153,7 +153,7 @@ class Sequence:
             self.finish("context")
         return shown + self.text.flush() if self.finish_reason is not None else shown
 
-    def take(
+    def commit_verdict(
         self,
         draft: Draft,
         verdict: Verdict,

@@ -35,9 +35,9 @@ class Bug:
         """Build the bug into a generation."""
         if self.verifier is not None:
             sequence.verifier = self.verifier(sequence.verifier)
-        drafters = sequence.drafters
-        if self.drafter is not None and drafters is not None and drafters.model is not None:
-            drafters.model = self.drafter(drafters.model)
+        cascade = sequence.cascade
+        if self.drafter is not None and cascade is not None and cascade.model is not None:
+            cascade.model = self.drafter(cascade.model)
 
 
 class _TopToken(WrappedDrafter):
@@ -178,7 +178,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
     def sequence(factory: DrafterFactory, *arguments: Any, **more: Any) -> Sequence:
         made = make(factory, *arguments, **more)
-        if made.drafters is not None:
+        if made.cascade is not None:
             BUGS[name].plant(made)
         return made
 

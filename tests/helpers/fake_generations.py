@@ -117,7 +117,7 @@ class WrappedDrafter(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.states = inner.states
+        self.trail = inner.trail
 
     @property
     def name(self) -> str:
@@ -220,7 +220,7 @@ class Setup:
             vocabulary=self.vocabulary,
             options=self.options,
             n_ctx=self.n_ctx,
-            drafters=drafters_of(self.drafter(state) if callable(self.drafter) else self.drafter),
+            cascade=drafters_of(self.drafter(state) if callable(self.drafter) else self.drafter),
             policy=(self.policy or FixedPolicy)(self.drafting),
             verifier=self.verifier or AutoVerifier(),
             shaper=Shaper(Sampler(self.sampler), state),

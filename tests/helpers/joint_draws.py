@@ -170,8 +170,8 @@ class _Mark:
 
     def __init__(self, sequence: TextSequence) -> None:
         self.n_tokens, self._grammar = len(sequence.state.tokens), sequence.state.grammar()
-        self._drafter = sequence.drafters.model if sequence.drafters is not None else None
-        self._hidden = sequence.hidden.last if isinstance(sequence.hidden, LastHidden) else None
+        self._drafter = sequence.cascade.model if sequence.cascade is not None else None
+        self._hidden = sequence.trail.last if isinstance(sequence.trail, LastHidden) else None
         if isinstance(self._drafter, TranslatedDrafter):
             self._spelled = _copied(self._drafter.text)
 
@@ -179,10 +179,10 @@ class _Mark:
         del sequence.state.tokens[self.n_tokens :]
         sequence.state._grammar = self._grammar  # noqa: SLF001
         drafter = self._drafter
-        if sequence.drafters is not None and sequence.drafters.free is not None:
-            sequence.drafters.free.rewind(self.n_tokens)
-        if isinstance(sequence.hidden, LastHidden):
-            sequence.hidden.last = self._hidden
+        if sequence.cascade is not None and sequence.cascade.free is not None:
+            sequence.cascade.free.rewind(self.n_tokens)
+        if isinstance(sequence.trail, LastHidden):
+            sequence.trail.last = self._hidden
         elif isinstance(drafter, TranslatedDrafter):
             drafter.text, drafter.drafted = _copied(self._spelled), NO_DRAFT
             # The last few tokens may be spelled otherwise in its cache.

@@ -179,7 +179,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(
             loop = AnswerLoop(target, time.perf_counter)
             generation = DrafterFactory(speculative).sequence(prompt, 512, (), 0)
             loop.start(generation)
-            last = generation.hidden
+            last = generation.trail
             assert isinstance(last, LastHidden)
             n_seen = set()
             while not generation.is_finished:

@@ -332,7 +332,7 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     known = open_memory()
     known.keep_threads(model, context, Threads(2, 3))
-    known.costs(model, context, 0).start(1, 0.5)
+    known.costs(model, context, 0).set_seconds(1, 0.5)
     known.save()
     again = open_memory()
     assert again.threads(model, context) == Threads(2, 3)

@@ -97,10 +97,10 @@ def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None
     draft, memory = tiny_models / "draft.gguf", Memory()
     with loaded(tiny_models, memory=memory) as opened:
         for size in (1, 2, 3, 4, 5):
-            opened.costs.table().start(size, 1e6)
-            opened.costs.table(draft).start(size, 1e6)
+            opened.costs.table().set_seconds(size, 1e6)
+            opened.costs.table(draft).set_seconds(size, 1e6)
         # In a context that is fuller than any prompt of ours makes it.
-        opened.costs.table(n_past=5000).start(3, 1e6)
+        opened.costs.table(n_past=5000).set_seconds(3, 1e6)
         assert search_drafts(opened, [draft], (), PROMPTS) is not None
         assert max(opened.costs.table().known.values()) < 1e5
         assert max(opened.costs.table(n_past=5000).known.values()) < 1e5

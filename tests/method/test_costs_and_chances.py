@@ -67,7 +67,7 @@ def test_nothing_costs_nothing_and_nothing_known_is_no_guess() -> None:
 def test_what_makes_no_sense_is_not_known(sense: dict[int, float]) -> None:
     table = CostTable(sense)
     for size, seconds in sense.items():
-        table.start(size, seconds)
+        table.set_seconds(size, seconds)
         table.observe(size, seconds)
     assert not table
 
@@ -239,7 +239,7 @@ def test_the_value_is_that_of_the_best_answers_to_all_questions(
     n_max, token_s = len(world[0]) - 1, world[2]
     for n in range(n_max + 1):
         expected = searched(*world, n, chance)
-        # Values lie on a grid; what is near zero anyway is not decided by that. AcceptanceRates below
+        # Values lie on a grid; what is near zero anyway is not decided by that. Probabilities below
         # the grid's first one are worth a little more than they should be.
         assert found.value(n, chance) == pytest.approx(expected, abs=0.1 * token_s)
 
@@ -253,11 +253,11 @@ def test_a_dear_row_is_taken_for_the_cheap_ones_behind_it() -> None:
     """A second row costs as much as a plain decode, three more nothing."""
     step = [1.0, 2.0, 2.0, 2.0, 2.0]
     likely, unlikely = rule(step, 0.0, 1.0, [1.0], [0.8]), rule(step, 0.0, 1.0, [1.0], [0.4])
-    assert likely.takes(0, 0.8) == pytest.approx(0.8 - 1.0 + 0.64 + 0.512 + 0.4096, abs=0.02)
-    assert likely.takes(0, 0.8) > 0.0
-    assert unlikely.takes(0, 0.4) < 0.0
+    assert likely.value(1, 0.8) == pytest.approx(0.64 + 0.512 + 0.4096, abs=0.02)
+    assert likely.is_worth(0, 0.8)
+    assert not unlikely.is_worth(0, 0.4)
     # By itself it would not be.
-    assert rule(step[:2], 0.0, 1.0, [1.0], [0.8]).takes(0, 0.8) < 0.0
+    assert not rule(step[:2], 0.0, 1.0, [1.0], [0.8]).is_worth(0, 0.8)
 
 
 # --- the figures of an answer

@@ -231,7 +231,7 @@ class Scripted:
     name: str
     drafts: list[Sequence[int]]
     told: list[object] = field(default_factory=list)
-    states: TargetStates | None = None
+    trail: TargetStates | None = None
 
     def price(self, n_context: int) -> Price:
         return FREE

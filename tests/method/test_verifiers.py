@@ -111,7 +111,7 @@ def draw(
         loop.start(generation)
         while len(generation.answer) < 1 + N_TOKENS:
             loop.round([generation])
-        assert generation.drafters is not None, "drafting failed"
+        assert generation.cascade is not None, "drafting failed"
         counts[tuple(generation.answer[1 : 1 + N_TOKENS])] += 1
     return counts
 

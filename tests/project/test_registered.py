@@ -92,7 +92,7 @@ def test_a_drafter_is_what_its_entry_says(name: str, sampler: SamplerOptions) ->
     assert isinstance(made[0], case.kind)
     drafts = [event.nodes for event in events if isinstance(event, DraftedEvent) and event.nodes]
     assert bool(drafts) == (name != "nothing")
-    assert generation.drafters is not None
+    assert generation.cascade is not None
     has_branches = any(len({node.parent for node in nodes}) < len(nodes) for nodes in drafts)
     # The most likely walks are all the same one.
     assert has_branches == (case.trees and (sampler is UNFILTERED or not case.draws))

@@ -75,10 +75,10 @@ def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> Non
     options = SessionOptions(tiny_models / "target.gguf", "none")
     with Session(options, time.perf_counter, memory) as loaded:
         before = loaded.costs.table()
-        before.start(1, 0.5)
+        before.set_seconds(1, 0.5)
         memory.keep_threads(options.target, options.target_context, Threads(77, 78))
         assert not loaded.costs.table()
-        loaded.costs.table().start(1, 0.25)
+        loaded.costs.table().set_seconds(1, 0.25)
         named = ContextOptions(n_threads=77, n_threads_batch=78)
         assert memory.costs(options.target, named).known == {1: 0.25}
         loaded.costs.forget()

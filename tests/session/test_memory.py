@@ -32,8 +32,8 @@ def opened(file: Path | None, **machine: object) -> Memory:
 def learn(memory: Memory, model: Path = TARGET, seconds: float = 1.0, n_past: int = 0) -> None:
     """Let a memory know what 1 and 2 rows cost."""
     table = memory.costs(model, CONTEXT, n_past)
-    table.start(1, seconds)
-    table.start(2, 1.5 * seconds)
+    table.set_seconds(1, seconds)
+    table.set_seconds(2, 1.5 * seconds)
 
 
 def known(memory: Memory, model: Path = TARGET, n_past: int = 0) -> dict[int, float]:
@@ -146,7 +146,7 @@ def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
         memory = opened(file)
     held = memory.costs(TARGET, CONTEXT, 2000)
     learn(memory)
-    memory.costs(TARGET, CONTEXT, 0).start(17, 3.0)
+    memory.costs(TARGET, CONTEXT, 0).set_seconds(17, 3.0)
     assert memory.costs(TARGET, CONTEXT, 2000) is held
     assert held.known == pytest.approx({1: 2.0, 2: 3.0, 17: 6.0})
     # What it sees itself stays, and the empty context's table is its own.

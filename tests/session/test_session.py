@@ -76,7 +76,7 @@ def test_a_short_answer_is_not_compared_with_plain_decoding(models: Path) -> Non
     for n_tokens in (29, 30):
         with session_on(models, "perfect", n_tokens=n_tokens) as loaded:
             for n_rows in (1, 5):
-                loaded.costs.table().start(n_rows, 0.001 * n_rows)
+                loaded.costs.table().set_seconds(n_rows, 0.001 * n_rows)
             fast = answered(loaded, PROMPT)
         assert fast.n_accepted > 0
         known = (fast.plain_tokens_per_s, fast.estimated_speedup, fast.estimated_whole_speedup)

@@ -70,7 +70,7 @@ def test_the_shares_of_a_batch_are_all_of_it(
 ) -> None:
     table = CostTable({n: own_s + row_s * n for n in range(1, 60)})
     n_rows = len(n_drafted) + sum(n_drafted)
-    parts = [table.share(1 + n, n_rows, len(n_drafted)) for n in n_drafted]
+    parts = [table.share_of_batch(1 + n, n_rows, len(n_drafted)) for n in n_drafted]
     assert sum(parts) == pytest.approx(1.0)
     assert min(parts) > 0.0
     # Who drafts more pays more.
@@ -200,7 +200,7 @@ def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None
     assert {notice.sequence for notice in notices} == {0, 1}
     assert all("no room in the cache" in notice.message for notice in notices)
     assert all("Traceback" in str(notice.detail) for notice in notices)
-    assert [generation.drafters is None for generation in generations] == [True, True, False]
+    assert [generation.cascade is None for generation in generations] == [True, True, False]
     for generation, setup in zip(generations, setups, strict=True):
         assert generation.tokens == Setup(prompt=setup.prompt).run()[0].tokens
 
@@ -227,7 +227,7 @@ def test_every_drafter_drafts_for_its_own_text(name: str, place: int) -> None:
     finish(loop, generations)
     for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
         assert generation.tokens == Setup(prompt=setup.prompt).run()[0].tokens
-        assert (generation.drafters is not None) == (number < 2), "none of them has failed"
+        assert (generation.cascade is not None) == (number < 2), "none of them has failed"
     assert (generations[place].tally.n_drafted > 0) == (name != "nothing")
 
 
@@ -275,4 +275,4 @@ def test_what_one_drafter_says_wrongly_costs_no_other_answer() -> None:
     finish(loop, generations)
     plain, _ = Setup().run()
     assert [generation.tokens for generation in generations] == [plain.tokens] * 3
-    assert [generation.drafters is None for generation in generations] == [False, True, True]
+    assert [generation.cascade is None for generation in generations] == [False, True, True]

@@ -169,22 +169,22 @@ class SpecgenDraft(LlamaDraftModel):
         path, target_s = tuple(range(len(committed) - 1)), time.perf_counter() - self._handed_s
         result = replace(known, path=path, target_s=target_s, committed=tuple(committed))
         sequence.policy.observe(result)
-        if sequence.drafters is not None:
-            sequence.drafters.observe(result)
+        if sequence.cascade is not None:
+            sequence.cascade.observe(result)
         self.tally.add_round(result, model_s=known.draft_s)
 
     def _propose(self, sequence: Sequence) -> Draft:
         """Begin a round: plan, and draft, unless drafting has failed in this text."""
-        drafters, started_s = sequence.drafters, time.perf_counter()
+        cascade, started_s = sequence.cascade, time.perf_counter()
         plan, draft, proposed = RoundPlan(Reason("failed")), NO_DRAFT, tuple[Draft, ...]()
-        if drafters is not None:
+        if cascade is not None:
             offer = sequence.offer(sequence.policy.n_max)
             plan = sequence.policy.plan(offer)
-            drafting = drafters.propose(sequence.tokens, plan)
+            drafting = cascade.propose(sequence.tokens, plan)
             (proposal,) = propose_together([drafting], time.perf_counter)
             draft, proposed = plan.stop.cut(proposal.draft), (offer.found, proposal.draft)
             if (error := proposal.error) is not None:
-                sequence.drafters = None
+                sequence.cascade = None
                 what = error.message if isinstance(error, SpecgenError) else repr(error)
                 self._note(f"drafting failed, going on without a draft: {what}")
         self._handed_s = time.perf_counter()
