@@ -107,7 +107,11 @@ def test_the_beginning_of_an_answer_is_behind_the_prompt(tmp_path: Path) -> None
     """Where the template opens a thinking block, the beginning closes it, or goes on in it."""
     begun = Message("assistant", "So it is", reasoning="I see")
     found = {}
-    for name, begins in (("plain", ""), ("thinks", "<think>")):
+    for name, begins in (
+        ("plain", ""),
+        ("thinks", "<think>"),
+        ("gpt-oss", "<|start|>assistant"),
+    ):
         target = tmp_path / f"{name}.gguf"
         write_tiny_model(target, TinyConfig(chat_template=CHATML_TEMPLATE + begins))
         with opened(target) as loaded:
@@ -122,6 +126,8 @@ def test_the_beginning_of_an_answer_is_behind_the_prompt(tmp_path: Path) -> None
     assert found == {
         ("plain", True): "So it is",
         ("plain", False): "",
+        ("gpt-oss", True): "<|channel|>final<|message|>So it is",
+        ("gpt-oss", False): "<|channel|>final<|message|>",
         ("thinks", True): "I see</think>\n\nSo it is",
         ("thinks", False): "I see",
     }
