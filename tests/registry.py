@@ -100,6 +100,14 @@ def twice(text: Text) -> ModelDrafter:
     return model(text, guesses(text, Cascade(model=by_ngrams(text, 0.5))))
 
 
+def both(make: Callable[[Text], ModelDrafter]) -> Make:
+    return lambda text: Cascade(SuffixDrafter(1, 8), make(text), state=text.state)
+
+
+def random_tree(n_branches: int, right: float, seed: int) -> Make:
+    return lambda t: TreeDrafter(t.language, n_branches, right, np.random.default_rng(seed))
+
+
 def tree_model(text: Text, shape: str = "2,2", *, draws: bool = False) -> ModelDrafter:
     backend = FakeBackend(text.vocabulary, text.language, n_ctx=256, n_batch=64, n_sequences=8)
     request = tree_request(shape, text.sampler, text.state, draws=draws, seed=text.seed)
@@ -169,21 +177,11 @@ class DrafterCase:
 DRAFTERS: dict[str, DrafterCase] = {
     "model": DrafterCase(ModelDrafter, model, "draft", draws=True, watched=True),
     "ngram": DrafterCase(SuffixDrafter, lambda _text: ngram_drafter(), "ngram", grammar=False),
-    "ngram and model": DrafterCase(
-        Cascade,
-        lambda text: Cascade(SuffixDrafter(1, 8), model(text), state=text.state),
-        draws=True,
-        watched=True,
-    ),
+    "ngram and model": DrafterCase(Cascade, both(model), draws=True, watched=True),
     "staged by n-grams": DrafterCase(ModelDrafter, by_ngrams, draws=True, watched=True),
     "staged by a model": DrafterCase(ModelDrafter, by_a_model, draws=True, watched=True),
     "staged twice": DrafterCase(ModelDrafter, twice, draws=True, watched=True),
-    "all at once": DrafterCase(
-        Cascade,
-        lambda text: Cascade(SuffixDrafter(1, 8), twice(text), state=text.state),
-        draws=True,
-        watched=True,
-    ),
+    "all at once": DrafterCase(Cascade, both(twice), draws=True, watched=True),
     "tree of guesses": DrafterCase(ModelDrafter, tree_model, trees=True),
     "drawn tree": DrafterCase(ModelDrafter, drawn_tree_model, draws=True, trees=True),
     "parallel": DrafterCase(ParallelDrafter, parallel, "parallel", draws=True),
@@ -201,18 +199,8 @@ DRAFTERS: dict[str, DrafterCase] = {
     "Gemma 4 assistant": DrafterCase(AssistantDrafter, None, draws=True, heads=True),
     "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),
     # Cascade that only tests need: trees of any form, and nothing at all.
-    "random tree": DrafterCase(
-        TreeDrafter,
-        lambda text: TreeDrafter(text.language, 3, 0.7, np.random.default_rng(5)),
-        trees=True,
-        grammar=False,
-    ),
-    "wide random tree": DrafterCase(
-        TreeDrafter,
-        lambda text: TreeDrafter(text.language, 8, 0.4, np.random.default_rng(6)),
-        trees=True,
-        grammar=False,
-    ),
+    "random tree": DrafterCase(TreeDrafter, random_tree(3, 0.7, 5), trees=True, grammar=False),
+    "wide random tree": DrafterCase(TreeDrafter, random_tree(8, 0.4, 6), trees=True, grammar=False),
     "nothing": DrafterCase(NoDrafter, lambda _text: NoDrafter()),
 }
 #: The cases that test each kind of draft, by its name in `specgen/drafters/kinds.py`.
@@ -267,14 +255,10 @@ class ArchitectureCase:
 
 
 ARCHITECTURES: dict[Architecture, ArchitectureCase] = {
-    "llama": ArchitectureCase("attention"),
-    "qwen2": ArchitectureCase("attention"),
-    "qwen3": ArchitectureCase("attention"),
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), ArchitectureCase("attention")),
     "gemma3": ArchitectureCase("sliding window"),
-    "mamba": ArchitectureCase("recurrent", has_state=True),
-    "mamba2": ArchitectureCase("recurrent", has_state=True),
-    "lfm2": ArchitectureCase("hybrid, snapshots", has_state=True),
-    "qwen35": ArchitectureCase("hybrid, snapshots", has_state=True),
+    **dict.fromkeys(("mamba", "mamba2"), ArchitectureCase("recurrent", has_state=True)),
+    **dict.fromkeys(("lfm2", "qwen35"), ArchitectureCase("hybrid, snapshots", has_state=True)),
     "jamba": ArchitectureCase("hybrid, copies", has_state=True),
     "bert": ArchitectureCase("none", generates=False),
 }

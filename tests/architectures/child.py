@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ def main() -> None:
         if kernels is not None:
             kernels.enable(products=subject.kernels, attention=subject.kernels)
         _tell(kind, who, check)
-        started = time.perf_counter()
         facts: dict[str, Any] = {}
         try:
             found = CHECKS[check](subject)
@@ -52,15 +50,11 @@ def main() -> None:
                 facts["can_branch"] = can_branch(subject)
             facts |= {"ok": True, "detail": found}
         except (CheckFailedError, SpecgenError) as error:
-            facts |= {"ok": False, "detail": _shown(error, folder)}
+            message = error.message if isinstance(error, SpecgenError) else str(error)
+            facts |= {"ok": False, "detail": message.replace(f"{folder}{os.sep}", "")}
             if check == "load":
                 not_loaded.add((kind, who))
-        _tell(kind, who, check, seconds=round(time.perf_counter() - started, 2), **facts)
-
-
-def _shown(error: Exception, folder: Path) -> str:
-    message = error.message if isinstance(error, SpecgenError) else str(error)
-    return message.replace(f"{folder}{os.sep}", "")
+        _tell(kind, who, check, **facts)
 
 
 def _tell(kind: str, who: str, check: str, **facts: Any) -> None:

@@ -66,19 +66,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"there is no {', '.join(unknown)} in {arguments.folder}")
     results: list[Result] = []
-    for name in wanted:
-        reason = manifest["models"][name]
-        for kind, who in itertools.product(KINDS, WHO) if reason else ():
+    for name, (kind, who) in itertools.product(wanted, itertools.product(KINDS, WHO)):
+        if reason := manifest["models"][name]:
             results.append(Result(name, kind, who, "make", False, reason))
     made = [name for name in wanted if not manifest["models"][name]]
-    with (
-        tempfile.TemporaryDirectory() as cache,
-        ThreadPoolExecutor(arguments.jobs) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(arguments.jobs) as pool:
         found = pool.map(lambda name: list(results_of(name, arguments.folder, Path(cache))), made)
         for name, each in zip(made, found, strict=True):
             results += each
-            _say(f"{name}: {_summary(each)}")
+            failed = ", ".join(sorted({result.check for result in each if not result.ok}))
+            said = f"{name}: {len(each)} checks" + (f", failed: {failed}" if failed else "")
+            print(said, file=sys.stderr, flush=True)
     failures = [*unexpected(results), *unnecessary(results)]
     for failure in failures:
         print(failure)
@@ -93,17 +91,14 @@ def results_of(name: str, folder: Path, cache: Path) -> Iterator[Result]:
     """Make all checks of an architecture; after a crash those that are left."""
     todo = list(itertools.product(KINDS, WHO, CHECKS))
     while todo:
-        begun, error = None, ""
-        for line in lines_of_child(name, folder, cache, todo):
-            if isinstance(line, str):
-                error = line
-                continue
+        lines, error = said_by_child(name, folder, cache, todo)
+        begun = None
+        for line in lines:
             begun = (line["type"], line["by"], line["check"])
             if "ok" in line:
                 # The checks that were passed over are those of a model that cannot be loaded.
                 del todo[: todo.index(begun) + 1]
-                can_branch = line.get("can_branch")
-                yield Result(name, *begun, line["ok"], line["detail"], can_branch)
+                yield Result(name, *begun, line["ok"], line["detail"], line.get("can_branch"))
                 begun = None
         if not error:
             return
@@ -115,61 +110,39 @@ def results_of(name: str, folder: Path, cache: Path) -> Iterator[Result]:
         yield Result(name, *begun, False, error)
 
 
-def lines_of_child(
+def said_by_child(
     name: str, folder: Path, cache: Path, todo: Sequence[tuple[str, str, str]]
-) -> Iterator[dict[str, Any] | str]:
-    """What a child process says; in the end, why it died, if it did."""
-    job = {
-        "name": name,
-        "folder": str(folder),
-        "wrong": str(folder / "other-seed" / "llama-f32.gguf"),
-        "cache": str(cache),
-        "todo": todo,
-    }
+) -> tuple[list[dict[str, Any]], str]:
+    """What a child process says, and why it died, if it did."""
+    wrong = str(folder / "other-seed" / "llama-f32.gguf")
+    job = {"name": name, "folder": str(folder), "wrong": wrong, "cache": str(cache), "todo": todo}
     command = [sys.executable, "-m", "tests.architectures.child", json.dumps(job)]
-    environment = os.environ | {
-        "GGML_NO_BACKTRACE": "1",
-        "OMP_WAIT_POLICY": "passive",
-        "SPECGEN_CACHE": str(cache),
-    }
+    own = {"GGML_NO_BACKTRACE": "1", "OMP_WAIT_POLICY": "passive", "SPECGEN_CACHE": str(cache)}
     try:
         ended = subprocess.run(
-            command,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=TIMEOUT_S,
-            env=environment,
-            check=False,
+            command, capture_output=True, timeout=TIMEOUT_S, env=os.environ | own, check=False
         )
-        stdout, code, said = ended.stdout, ended.returncode, ended.stderr
-    except subprocess.TimeoutExpired as error:
-        stdout, code, said = _text(error.stdout), -1, f"it hung for {TIMEOUT_S:.0f} seconds"
-    yield from (json.loads(line) for line in stdout.splitlines() if line.endswith("}"))
-    if code:
-        yield _cause(code, said)
-
-
-def _text(output: bytes | str | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+        said, code, error = ended.stdout, ended.returncode, ended.stderr.decode(errors="replace")
+    except subprocess.TimeoutExpired as hung:
+        said, code, error = hung.stdout or b"", -1, f"it hung for {TIMEOUT_S:.0f} seconds"
+    lines = said.decode(errors="replace").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")], _cause(code, error)
 
 
 def _cause(code: int, said: str) -> str:
-    """Why a process ended, in a line."""
+    """Why a process ended, in a line; nothing if it ended well."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     asserted = next((line for line in lines if "GGML_ASSERT" in line or "binary_op" in line), "")
     last = asserted or (lines[-1] if lines else "")
-    return f"ended with {code}: {last.rpartition('/')[2][:160]}"
+    return f"ended with {code}: {last.rpartition('/')[2][:160]}" if code else ""
 
 
 def unexpected(results: Iterable[Result]) -> Iterator[str]:
     """The checks that failed and are no known exceptions."""
     for result in results:
         if not result.ok and not exception_for(result.name, result.by, result.check):
-            yield (
-                f"{result.name}, {result.kind}, computed by {result.by}: {result.check} fails: "
-                f"{result.detail}"
-            )
+            where = f"{result.name}, {result.kind}, computed by {result.by}"
+            yield f"{where}: {result.check} fails: {result.detail}"
 
 
 def unnecessary(results: Sequence[Result]) -> Iterator[str]:
@@ -182,11 +155,6 @@ def unnecessary(results: Sequence[Result]) -> Iterator[str]:
             for check in each.checks if where & checked else ():
                 if not any((*place, check) in failed for place in where):
                     yield f"{name}: {check} works: take it from the known exceptions"
-
-
-def _summary(results: Sequence[Result]) -> str:
-    failed = sorted({result.check for result in results if not result.ok})
-    return f"{len(results)} checks" + (f", failed: {', '.join(failed)}" if failed else "")
 
 
 def keep(path: Path, version: str, results: Sequence[Result]) -> None:
@@ -204,10 +172,6 @@ def keep(path: Path, version: str, results: Sequence[Result]) -> None:
         }
         lines.append(json.dumps(line))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

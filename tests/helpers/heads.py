@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from specgen.options import ContextOptions, GenerationOptions, SessionOptions
+from specgen.options import ContextOptions
 from specgen.session.session import Session
 from specgen.train.heads import TrainedHeads, train_heads
 from specgen.train.target_text import TargetText, write_text
 from specgen.train.training_loop import Budget, TextOptions
+from tests.helpers import sessions
 
 #: Tokens of the text that the heads are made from, and of an answer.
 N_TOKENS, N_ANSWER = 3600, 60
@@ -31,14 +32,7 @@ def counting() -> Callable[[], float]:
 def opened(target: Path) -> Session:
     """A target without a draft."""
     context = ContextOptions(n_threads=1, n_gpu_layers=0)  # quicker for tiny models
-    options = SessionOptions(
-        target=target,
-        draft="none",
-        generation=GenerationOptions(max_tokens=N_ANSWER, ignore_eos=True),
-        target_context=context,
-        draft_context=context,
-    )
-    return Session(options, time.perf_counter)
+    return sessions.opened(target, context=context, n_tokens=N_ANSWER, ignore_eos=True)
 
 
 def written(session: Session, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:

@@ -17,9 +17,7 @@ import openai
 from specgen.options import (
     DraftOptions,
     DraftSource,
-    GenerationOptions,
     SamplerOptions,
-    SessionOptions,
 )
 from specgen.serve.server.app import Server
 from specgen.serve.server.http import DrainingServer
@@ -30,7 +28,7 @@ from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.memory import Memory
 from specgen.session.session import Session
-from tests.helpers.common import EXACT
+from tests.helpers.sessions import options_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Drafts in every round: what measured costs say of tiny models is a matter of chance.
@@ -93,15 +91,8 @@ def session_of(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Session:
     """A session whose rows are exact."""
-    options = SessionOptions(
-        target=target,
-        draft=draft,
-        sampler=sampler or SamplerOptions(),
-        drafting=drafting,
-        generation=GenerationOptions(max_tokens=max_tokens),
-        target_context=EXACT,
-        draft_context=EXACT,
-    )
+    own = sampler or SamplerOptions()
+    options = options_of(target, draft, sampler=own, drafting=drafting, n_tokens=max_tokens)
     return Session(options, clock, Memory())
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +19,12 @@ from specgen.options import (
     GenerationOptions,
     Grammar,
     SamplerOptions,
-    SessionOptions,
     TreeShape,
 )
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
+from tests.helpers.sessions import finished, opened
 from tests.tiny import Architecture, TinyConfig, tiny_vocabulary, write_tiny_model
 from tests.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 
@@ -88,25 +87,22 @@ def loaded(
     """A target with its draft: by default chains of three, without n-grams, or trees of six."""
     fixed = {"policy": "fixed", "max_tokens": 6 if tree.is_fixed else 3, "p_min": 0.0}
     asked: dict[str, Any] = {"ngrams": False, **({} if "policy" in drafting else fixed), **drafting}
-    options = SessionOptions(
-        target=folder / f"{target}.gguf",
-        draft=draft if draft in ("mtp", "none") else folder / f"{draft}.gguf",
+    return opened(
+        folder / f"{target}.gguf",
+        draft,
         drafting=DraftOptions(tree=tree, **asked),
         sampler=sampler,
         generation=GenerationOptions(max_tokens=n_tokens, ignore_eos=ignore_eos, grammar=grammar),
         target_context=replace(EXACT, n_ctx=n_ctx),
-        draft_context=EXACT,
     )
-    return Session(options, time.perf_counter)
 
 
-def answered(opened: Session, prompt: str = PROMPT) -> tuple[list[Event], FinishedEvent]:
+def answered(session: Session, prompt: str = PROMPT) -> tuple[list[Event], FinishedEvent]:
     """The events of an answer in which drafting did not fail."""
-    events = list(generate(opened, opened.prompts.of_text(prompt, chat=False)))
+    events = list(generate(session, session.prompts.of_text(prompt, chat=False)))
     failed = [event for event in events if isinstance(event, NoticeEvent) and event.detail]
     assert not failed, failed[0].detail
-    assert isinstance(events[-1], FinishedEvent)
-    return events, events[-1]
+    return events, finished(events)
 
 
 def drafts(events: Sequence[Event]) -> Iterator[tuple[int, list[int]]]:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from specgen.train.gguf_weights import initial_changes, read_weights, write_weights
 from tests.tiny import TinyConfig, TinyVocabulary, tiny_vocabulary, write_tiny_model
+from tests.tiny.vocabulary import byte_characters
 
 
 def write_respelled_model(path: Path, config: TinyConfig) -> Path:
@@ -68,14 +69,7 @@ def _bytes(vocabulary: TinyVocabulary, token: int) -> bytes:
     return bytes(_BYTES[character] for character in text)
 
 
-def _byte_level() -> dict[str, int]:
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    codes = {chr(byte): byte for byte in visible}
-    return codes | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_level()
+_BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def write_with_other_scales(model: Path, path: Path, size: float, seed: int = 0) -> Path:

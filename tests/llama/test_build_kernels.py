@@ -148,17 +148,6 @@ def test_without_a_compiler_there_are_no_kernels(
     assert "nothing" in lines[1]
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
         build(source, {build_kernels.VARIABLE: "required"})
-
-
-def test_the_build_can_be_skipped(
-    source: Path, compiler: Compiler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    build(source, compiler.environment)
-    compiler.commands()
-    assert build(source, {**compiler.environment, build_kernels.VARIABLE: "off"}) is None
-    assert compiler.commands() == []
-    assert (source / LIBRARY).exists()
-    assert "SPECGEN_KERNELS_BUILD is off" in capsys.readouterr().err
     with pytest.raises(BuildError, match="it can be auto, off, required"):
         build(source, {build_kernels.VARIABLE: "perhaps"})
 

@@ -10,21 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels import frequent_rows
 from specgen.llama.kernels.attached import Kernels
 from specgen.options import (
     ContextOptions,
-    DraftOptions,
-    GenerationOptions,
     SamplerOptions,
-    SessionOptions,
 )
-from specgen.session.engine import generate
-from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers import rows
+from tests.helpers.sessions import answered
+from tests.helpers.sessions import opened as open_session
 from tests.tiny import TinyConfig, write_tiny_model
 
 N_FREQUENT = 64
@@ -125,18 +121,17 @@ def test_a_draft_never_says_what_it_does_not_compute(model_file: Path, temperatu
     """The target, which is the same model, says rare tokens too; the texts at temperature 0 are the same."""
     texts = {}
     for draft in ("none", model_file):
-        options = SessionOptions(
-            target=model_file,
-            draft=draft,
+        with open_session(
+            model_file,
+            draft,
+            context=ContextOptions(n_threads=2),
             sampler=SamplerOptions(temperature=temperature, seed=3),
-            drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
-            generation=GenerationOptions(max_tokens=60, ignore_eos=True),
-            target_context=ContextOptions(n_threads=2),
-        )
-        with Session(options, time.perf_counter) as models:
-            prompt = models.prompts.of_text("a prompt", chat=False)
-            finished = list(generate(models, prompt))[-1]
-        assert isinstance(finished, FinishedEvent)
+            drafting={"ngrams": False},
+            n_draft=3,
+            n_tokens=60,
+            ignore_eos=True,
+        ) as models:
+            finished = answered(models, "a prompt")
         texts[draft] = finished.token_ids
         if draft != "none":
             assert 0 < finished.n_accepted < finished.n_drafted

@@ -26,14 +26,3 @@ def test_arm_has_the_bits_of_avx2(tools: Tools, tmp_path: Path) -> None:
     assert different == []
     assert set(TYPES) <= set(expected)
     assert sum(name.startswith("attention-") for name in expected) > 100
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MissingToolError, match=r"ARM: nothing|AVX2"):
-        arm_kernels.find_tools({"ARM_CXX": "nothing"})
-    monkeypatch.setattr(arm_kernels, "find_tools", _nothing)
-    arm_kernels.main()
-
-
-def _nothing(_environment: object) -> Tools:
-    raise MissingToolError("there is nothing")

@@ -65,10 +65,7 @@ def run_forked(
 
 
 def _be(
-    arguments: Sequence[str],
-    folder: Path,
-    environment: Mapping[str, str],
-    streams: Sequence[Path],
+    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], streams: Sequence[Path]
 ) -> NoReturn:
     """Be the command, in the child."""
     code = 1
@@ -79,12 +76,9 @@ def _be(
             os.dup2(os.open(path, flags), number)
         os.chdir(folder)
         os.environ.update(environment)
-        for limit, value in (
-            (resource.RLIMIT_AS, _MEMORY_BYTES),
-            (resource.RLIMIT_FSIZE, _FILE_BYTES),
-            (resource.RLIMIT_CORE, 0),
-        ):
-            resource.setrlimit(limit, (value, value))
+        limits = {"AS": _MEMORY_BYTES, "FSIZE": _FILE_BYTES, "CORE": 0}
+        for name, value in limits.items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
         sys.argv = ["specgen", *arguments]
         from specgen.__main__ import main
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.long_runs.forked import Outcome, run_forked
 from tests.long_runs.fuzz_cases import MAKERS, Base, Case, make_base, make_case, repeated, variables
@@ -52,9 +53,8 @@ def verdict(case: Case, outcome: Outcome, base: Base, folder: Path) -> str | Non
     if case.same_as is not None:
         plain = run_forked(case.same_as, folder, variables(folder), stdin=case.stdin)
         if (plain.code, plain.out) != (code, outcome.out):
-            return (
-                f"{outcome.out!r} is not {plain.out!r} ({plain.code}), which it is without drafts"
-            )
+            said = f"{plain.out!r} ({plain.code})"
+            return f"{outcome.out!r} is not {said}, which it is without drafts"
     return None
 
 
@@ -70,13 +70,8 @@ def run_cases(
             folder = scratch / str(number)
             folder.mkdir()
             name, case = make_case(number, seed, base, folder, kinds)
-            outcome = run_forked(
-                case.arguments,
-                folder,
-                variables(folder),
-                stdin=case.stdin,
-                limit_s=case.limit_s,
-            )
+            choices: Any = {"stdin": case.stdin, "limit_s": case.limit_s}
+            outcome = run_forked(case.arguments, folder, variables(folder), **choices)
             found = verdict(case, outcome, base, folder)
             if found is not None and keep is not None:
                 kept = keep / f"{seed}-{number}-{name}"
@@ -114,11 +109,8 @@ def main() -> int:
                 findings.append(f"{number} {name}: {found}")
                 print(f"finding: {findings[-1][:600]}", file=sys.stderr, flush=True)
             if (number + 1) % 100 == 0:
-                print(
-                    f"{number + 1} done; go on with --first {number + 1}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                done = f"{number + 1} done; go on with --first {number + 1}"
+                print(done, file=sys.stderr, flush=True)
     print(json.dumps({"seed": asked.seed, "codes": codes, "findings": findings}, indent=1))
     return 1 if findings else 0
 

@@ -46,7 +46,7 @@ class Kills:
         self._results = folder / "out.jsonl"
         models = ["-m", str(target), "-md"]
         drafted, by_ngrams = [*models, str(draft_file)], [*models, "ngram"]
-        find = ["draft", "find", *models[:2], str(folder), "--save", "-q"]
+        find = ["draft", "find", *models[:2], str(draft_file), "--save", "-q"]
         commands: Mapping[str, list[str]] = {
             "run": ["run", *drafted, *_EXACT, "the cat"],
             "lookup store": ["run", *by_ngrams, "--lookup-store", *_EXACT, "a cat"],

@@ -74,11 +74,8 @@ class Soak:
     def __init__(
         self, url: str, process: psutil.Process, seed: int, until: float, least: int
     ) -> None:
-        self._url = url
-        self._process = process
-        self._seed = seed
-        self._until = until
-        self._least = least
+        self._url, self._process, self._seed = url, process, seed
+        self._until, self._least = until, least
         self._lock = threading.Lock()
         self._known: dict[str, str] = {}
         self.counts: collections.Counter[str] = collections.Counter()
@@ -110,7 +107,8 @@ class Soak:
                 except (httpx.HTTPError, OSError) as error:
                     self._find(f"{act.__name__}: {type(error).__name__}: {error}")
                     kind = "no response"
-                self._count(f"{act.__name__.lstrip('_')}: {kind}")
+                with self._lock:
+                    self.counts[f"{act.__name__.lstrip('_')}: {kind}"] += 1
                 time.sleep(chance.random() * 0.2)
 
     def _has_time_passed(self) -> bool:
@@ -129,14 +127,11 @@ class Soak:
         body: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 8, 24, 64])}
         body["model"] = self._model(chance)
         kind = chance.random()
-        path = "/v1/chat/completions"
+        path = "/v1/chat/completions" if kind < 0.6 else "/v1/completions"
         if kind < 0.6:
-            turns = [{"role": "user", "content": prompt}]
-            if chance.random() < 0.5:
-                turns.insert(0, {"role": "system", "content": _SYSTEM})
-            body["messages"] = turns
+            system = [{"role": "system", "content": _SYSTEM}] * (chance.random() < 0.5)
+            body["messages"] = [*system, {"role": "user", "content": prompt}]
         else:
-            path = "/v1/completions"
             body["prompt"] = prompt
         if chance.random() < 0.4:
             # Draws of a draft model give other draws than the target alone, unless they have to match.
@@ -206,7 +201,7 @@ class Soak:
         turn = "messages" if path == "/v1/messages" else "input"
         body["max_tokens" if turn == "messages" else "max_output_tokens"] = chance.choice([4, 24])
         if chance.random() < 0.5:  # some templates take no tools
-            del body["tools"], body["tool_choice"]
+            body = _without_tools(body)
             body[turn] = [{"role": "user", "content": chance.choice(_PROMPTS)}]
         n_lines = chance.choice([None, None, chance.randrange(20)])
         text = ""
@@ -237,39 +232,33 @@ class Soak:
         if response.status_code != _OK:
             return self._refused(f"embeddings of {texts}", response)
         for text, each in zip(texts, response.json()["data"], strict=True):
-            self._compare(
-                "embedding", {"model": body["model"], "text": text}, 0, str(each["embedding"])
-            )
+            asked = {"model": body["model"], "text": text}
+            self._compare("embedding", asked, 0, str(each["embedding"]))
         return "answered"
 
     def _any_request(self, chance: random.Random) -> tuple[str, dict[str, Any]]:
         """A path, and a right body, of all that there are."""
         path, body = self._request(chance)
-        kind = chance.random()
-        if chance.random() < 0.4:
-            path, body = "/v1/chat/completions", CHAT
-        elif kind < 0.15:
-            path, body = "/infill", {"input_prefix": "a", "input_suffix": "b", "max_tokens": 3}
-        elif kind < 0.25:
-            path, body = "/tokenize", {"content": "a b", "with_pieces": True}
-        elif kind < 0.35:
-            path, body = "/detokenize", {"tokens": [1, 2, 3]}
-        elif kind < 0.45:
-            path, body = "/apply-template", {"messages": [{"role": "user", "content": "x"}]}
-        elif kind < 0.6:
-            path = chance.choice(["/v1/messages", "/v1/messages/count_tokens"])
-            body = {**MESSAGES, "stream": chance.random() < 0.5}
-            if chance.random() < 0.5:  # most templates of tests take no tools
-                del body["tools"], body["tool_choice"]
-                body["messages"] = MESSAGES["messages"][:2]
-        elif kind < 0.75:
-            path, body = "/v1/responses", {**RESPONSES, "stream": chance.random() < 0.5}
-            if chance.random() < 0.5:  # most templates of tests take no tools
-                del body["tools"], body["tool_choice"]
-                body["input"] = [item for item in body["input"] if "call_id" not in item]
-        elif self._embeddings and kind < 0.85:
-            path = "/v1/embeddings"
-            body = {"input": ["a", [1, 2]], "encoding_format": "float", "dimensions": 3}
+        messages, responses = MESSAGES, RESPONSES
+        if chance.random() < 0.5:  # most templates of tests take no tools
+            messages = {**_without_tools(MESSAGES), "messages": MESSAGES["messages"][:2]}
+            items = [item for item in RESPONSES["input"] if "call_id" not in item]
+            responses = {**_without_tools(RESPONSES), "input": items}
+        streams = {"stream": chance.random() < 0.5}
+        embedding = {"input": ["a", [1, 2]], "encoding_format": "float", "dimensions": 3}
+        others: list[tuple[float, str, dict[str, Any]]] = [
+            (40, "/v1/chat/completions", CHAT),
+            (9, "/infill", {"input_prefix": "a", "input_suffix": "b", "max_tokens": 3}),
+            (6, "/tokenize", {"content": "a b", "with_pieces": True}),
+            (6, "/detokenize", {"tokens": [1, 2, 3]}),
+            (6, "/apply-template", {"messages": [{"role": "user", "content": "x"}]}),
+            (5, "/v1/messages", {**messages, **streams}),
+            (4, "/v1/messages/count_tokens", {**messages, **streams}),
+            (9, "/v1/responses", {**responses, **streams}),
+            (6 if self._embeddings else 0, "/v1/embeddings", embedding),
+            (9, path, body),
+        ]
+        ((_, path, body),) = chance.choices(others, [weight for weight, *_ in others])
         body = {**body, "max_tokens": 4} if "max_tokens" in body else body
         names = self._embeddings if path == "/v1/embeddings" else [self._model(chance)]
         return path, {**body, "model": chance.choice(names)}
@@ -310,10 +299,6 @@ class Soak:
         with self._lock:
             self.findings.append(what)
         print(f"finding: {what}", file=sys.stderr, flush=True)
-
-    def _count(self, what: str) -> None:
-        with self._lock:
-            self.counts[what] += 1
 
     def sample(self) -> dict[str, Any]:
         """What the server holds now: megabytes of memory of its own, descriptors, threads."""
@@ -357,6 +342,10 @@ class Soak:
                     self._find(f"{name} with {loaded}: {max(before)} became {max(after)}")
 
 
+def _without_tools(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name not in ("tools", "tool_choice")}
+
+
 def _delta_of(event: dict[str, Any]) -> str:
     """What an event of an agent's stream adds to the answer."""
     delta = event.get("delta") if "delta" in event["type"] else None
@@ -382,12 +371,8 @@ def main() -> int:
     """Run a server and its users."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument(
-        "--least",
-        type=int,
-        default=0,
-        help="go on until so many texts were compared, and so many wrong requests refused",
-    )
+    least = "go on until so many texts were compared, and so many wrong requests refused"
+    parser.add_argument("--least", type=int, default=0, help=least)
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("options", nargs="*", metavar="OPTION", help="of specgen serve, behind --")
@@ -396,16 +381,9 @@ def main() -> int:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip().rpartition(" ")[2]
-        soak = Soak(
-            url,
-            psutil.Process(process.pid),
-            options.seed,
-            time.monotonic() + 60.0 * options.minutes,
-            options.least,
-        )
-        users = [
-            threading.Thread(target=soak.use, args=(number,)) for number in range(options.users)
-        ]
+        until = time.monotonic() + 60.0 * options.minutes
+        soak = Soak(url, psutil.Process(process.pid), options.seed, until, options.least)
+        users = [threading.Thread(target=soak.use, args=(n,)) for n in range(options.users)]
         for user in users:
             user.start()
         pause_s = max(1.0, 60.0 * options.minutes / 120)
@@ -423,11 +401,12 @@ def main() -> int:
             code = process.wait(_PATIENCE_S)
             if code:
                 soak.findings.append(f"the server ended with {code}")
-    figures = {
-        "counts": dict(sorted(soak.counts.items())),
-        "samples": soak.samples[:: len(soak.samples) // 8 or 1],
-    }
-    print(json.dumps({**figures, "findings": soak.findings}, indent=1))
+    counts, samples = (
+        dict(sorted(soak.counts.items())),
+        soak.samples[:: len(soak.samples) // 8 or 1],
+    )
+    figures = {"counts": counts, "samples": samples, "findings": soak.findings}
+    print(json.dumps(figures, indent=1))
     return 1 if soak.findings else 0
 
 

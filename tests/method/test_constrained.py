@@ -24,7 +24,6 @@ from specgen.options import (
     GenerationOptions,
     Grammar,
     SamplerOptions,
-    SessionOptions,
     VerifierName,
 )
 from specgen.session.answer_loop import AnswerLoop
@@ -43,6 +42,7 @@ from tests.helpers.fake_generations import (
     ngram_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.helpers.sessions import options_of
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
@@ -541,15 +541,12 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
     write_tiny_model(tmp_path / "draft.gguf", config.draft(0.1))
     context = replace(EXACT, n_batch=16)
     gbnf = 'root ::= "{{" ([a-e] [a-e ] [a-e] "(0123456789)(0123456789)" | [x-z] [x-z] "#~#~# ")+'
-    options = SessionOptions(
-        target=tmp_path / "target.gguf",
-        draft=tmp_path / "draft.gguf",
-        drafting=DraftOptions(
-            policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1, verifier="match"
-        ),
+    options = options_of(
+        tmp_path / "target.gguf",
+        "draft",
+        context=context,
+        drafting={"ngram_min": 1, "verifier": "match"},
         generation=GenerationOptions(max_tokens=150, grammar=Grammar("gbnf", gbnf)),
-        target_context=context,
-        draft_context=context,
     )
     texts: dict[str, FinishedEvent] = {}
     for temperature in (0.0, 1.0):

@@ -22,17 +22,15 @@ from specgen.errors import BackendError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel, LlamaVocabulary
 from specgen.options import (
-    DraftOptions,
     GenerationOptions,
     Grammar,
     SamplerOptions,
-    SessionOptions,
 )
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
-from tests.helpers.common import EXACT
+from tests.helpers.sessions import options_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 PERSON: dict[str, Any] = {
@@ -136,6 +134,37 @@ def test_every_text_conforms(vocabulary: LlamaVocabulary, name: str) -> None:
 def test_an_empty_schema_is_an_object(vocabulary: LlamaVocabulary) -> None:
     for seed in range(5):
         assert isinstance(json.loads(followed(vocabulary, schema_grammar("{}"), seed)), dict)
+
+
+@pytest.mark.parametrize(
+    ("schema", "least", "most"),
+    [
+        ({}, -(2**53) + 1, 2**53 - 1),
+        ({"minimum": 0}, 0, 2**53 - 1),
+        ({"exclusiveMaximum": 7}, -(2**53) + 1, 6),
+        ({"multipleOf": 7}, 7, 9007199254740988),
+        ({"type": ["null", "integer"]}, -(2**53) + 1, 2**53 - 1),
+        ({"minimum": 10**17}, 10**17, None),
+    ],
+)
+def test_an_integer_without_bounds_ends(
+    vocabulary: LlamaVocabulary, schema: dict[str, Any], least: int, most: int | None
+) -> None:
+    """Models wrote digits until the answer reached its limit."""
+    grammar = schema_grammar(json.dumps({"type": "integer"} | schema))
+
+    def conforms(number: int) -> bool:
+        state = LlguidanceGrammar(vocabulary, grammar).start
+        for token in [*vocabulary.tokenize_inside(str(number)), *vocabulary.end_tokens()[:1]]:
+            if not state.allows(np.array([token]))[0]:
+                return False
+            state = state.after(token)
+        return True
+
+    assert conforms(least)
+    assert most is None or conforms(most)
+    assert conforms(10**29) == (most is None)
+    assert not conforms(-(10**29))
 
 
 def test_properties_are_those_that_are_named_in_their_order(vocabulary: LlamaVocabulary) -> None:
@@ -304,15 +333,12 @@ def test_what_can_be_followed_no_further_is_an_error(
 def test_drafts_change_nothing(model: Path, tmp_path: Path, temperature: float) -> None:
     config = TinyConfig(logit_scale=1.0, control_scale=1.0, n_ctx_train=2048)
     draft = write_tiny_model(tmp_path / "draft.gguf", config.draft(0.05))
-    options = SessionOptions(
-        target=model,
+    grammar = schema_grammar(json.dumps(SCHEMAS["person"]))
+    options = options_of(
+        model,
         sampler=SamplerOptions(temperature=temperature, seed=3),
-        drafting=DraftOptions(policy="fixed", max_tokens=4, ngram_min=1, verifier="match"),
-        generation=GenerationOptions(
-            max_tokens=300, grammar=schema_grammar(json.dumps(SCHEMAS["person"]))
-        ),
-        target_context=EXACT,
-        draft_context=EXACT,
+        drafting={"ngram_min": 1, "verifier": "match", "p_min": None},
+        generation=GenerationOptions(max_tokens=300, grammar=grammar),
     )
     answers: list[FinishedEvent] = []
     for source in ("none", "ngram", draft):

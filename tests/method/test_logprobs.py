@@ -18,17 +18,15 @@ from specgen.method.backend import Batch
 from specgen.method.verify import Verifier
 from specgen.options import (
     DraftOptions,
-    DraftSource,
     GenerationOptions,
     Grammar,
     SamplerOptions,
-    SessionOptions,
 )
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
-from tests.helpers.common import EXACT, UNFILTERED
+from tests.helpers.common import UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,
@@ -39,6 +37,7 @@ from tests.helpers.fake_generations import (
     ngram_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.helpers.sessions import options_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
@@ -163,17 +162,13 @@ def answer(
     models: Path, draft: str, sampler: SamplerOptions, **generation: object
 ) -> tuple[list[Piece], list[npt.NDArray[np.float64]]]:
     """The pieces of an answer, and the target's log-probabilities before each, decoded anew."""
-    sources: dict[str, DraftSource] = {"model": models / "draft.gguf", "ngram": "ngram"}
-    options = SessionOptions(
-        target=models / "target.gguf",
-        draft=sources.get(draft, "none"),
+    source = {"model": "draft"}.get(draft, draft)
+    options = options_of(
+        models / "target.gguf",
+        source,
         sampler=sampler,
-        drafting=DraftOptions(
-            policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1, verifier="match"
-        ),
+        drafting={"ngram_min": 1, "verifier": "match"},
         generation=GenerationOptions(**{"max_tokens": 30, "logprobs": 5, **generation}),  # type: ignore[arg-type]
-        target_context=EXACT,
-        draft_context=EXACT,
     )
     with Session(options, time.perf_counter) as loaded:
         events = list(generate(loaded, loaded.prompts.of_text(TEXT, chat=False)))

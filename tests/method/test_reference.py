@@ -17,15 +17,12 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from specgen.options import (
-    DraftOptions,
-    GenerationOptions,
     SamplerOptions,
-    SessionOptions,
 )
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.session import Session
-from tests.helpers.common import EXACT
+from tests.helpers.sessions import options_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Probability that a correct specgen fails, of each test, were its seeds drawn anew.
@@ -120,7 +117,7 @@ def expected(llama: Llama, prompt: tuple[int, ...]) -> dict[tuple[int, ...], flo
 
 @pytest.mark.parametrize(
     ("draft", "policy"),
-    [("none", "cost"), ("ngram", "fixed"), ("draft.gguf", "fixed"), ("draft.gguf", "cost")],
+    [("none", "cost"), ("ngram", "fixed"), ("draft", "fixed"), ("draft", "cost")],
 )
 def test_draws_fit_the_reference(
     models: Path,
@@ -129,14 +126,12 @@ def test_draws_fit_the_reference(
     draft: str,
     policy: str,
 ) -> None:
-    options = SessionOptions(
-        target=models / "target.gguf",
-        draft=models / draft if draft.endswith("gguf") else draft,
+    options = options_of(
+        models / "target.gguf",
+        draft,
+        n_tokens=N_TOKENS,
         sampler=SamplerOptions(temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, min_p=MIN_P),
-        drafting=DraftOptions(policy=policy, ngram_min=1, p_min=0.0),  # type: ignore[arg-type]
-        generation=GenerationOptions(max_tokens=N_TOKENS, ignore_eos=False),
-        target_context=EXACT,
-        draft_context=EXACT,
+        drafting={"policy": policy, "max_tokens": None, "ngram_min": 1},
     )
     counted: collections.Counter[tuple[int, ...]] = collections.Counter()
     n_accepted = 0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from scripts.make_picture import main, read_events
 from specgen.errors import OutputError
-from specgen.events import EVENT_TYPES, Event, to_json_object
+from specgen.events import EVENT_TYPES, Event
 from specgen.render.live import make_renderer
 from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
 from specgen.system.files import to_line
@@ -185,14 +185,6 @@ def test_numbers_that_json_lacks_become_null(number: float) -> None:
     expected = number if abs(number) < float("inf") else None
     value = json.loads(line, parse_constant=pytest.fail)
     assert value == {"a": expected, "b": [expected, {"c": [expected]}]}
-
-
-def test_a_line_that_holds_no_event_is_named() -> None:
-    lines = [to_line(to_json_object(whole_run()[0])).decode(), "", "{}"]
-    with pytest.raises(ValueError, match="line 3: not an event"):
-        list(read_events(lines))
-    with pytest.raises(ValueError, match="line 1: "):
-        list(read_events(["no json"]))
 
 
 def recorded(events: list[Event]) -> bytes:

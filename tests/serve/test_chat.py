@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.errors import PromptError
-from specgen.options import DraftOptions, GenerationOptions, SessionOptions
 from specgen.serve.chat import Chat, Conversation, Turn, read_conversation, save_conversation
 from specgen.session.engine import Engine
 from specgen.session.prompts.thoughts import ThoughtReader, thought_of
-from specgen.session.session import Session
 from tests.helpers.common import NOW
+from tests.helpers.sessions import opened
 
 
 def test_a_conversation_goes_on_and_is_private(tmp_path: Path) -> None:
@@ -94,13 +92,8 @@ class TestThoughts:
 
 @pytest.mark.parametrize("draft", ["draft", "respelled"])
 def test_neither_target_nor_draft_reads_again_what_was_said(chat_models: Path, draft: str) -> None:
-    options = SessionOptions(
-        chat_models / "target.gguf",
-        chat_models / f"{draft}.gguf",
-        generation=GenerationOptions(max_tokens=40),
-        drafting=DraftOptions(policy="fixed", max_tokens=4, ngram_min=1),
-    )
-    with Session(options, time.perf_counter) as loaded, Engine(loaded, n_ctx=2048) as engine:
+    asked = opened(chat_models / "target.gguf", draft, drafting={"ngram_min": 1})
+    with asked as loaded, Engine(loaded, n_ctx=2048) as engine:
         talk = Chat(loaded, engine, Conversation(), now=NOW)
         (backend,) = engine.drafts
         for turn in range(6):

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from specgen.events import FinishedEvent
-from specgen.options import GenerationOptions, SamplerOptions, SessionOptions
+from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.call_forms import CallForm, form_of
 from specgen.serve.formats.openai import read_request
 from specgen.serve.formats.request import Request, with_call_form
 from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser
-from specgen.session.engine import generate
-from specgen.session.session import Session
 from tests.helpers.formats import written
+from tests.helpers.sessions import answered, opened
 from tests.helpers.templates import FAMILIES, UNKNOWN
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -311,13 +310,8 @@ def answers(
     found: list[FinishedEvent] = []
     for seed in range(n):
         sampler = SamplerOptions(temperature=1.0, seed=seed)
-        options = SessionOptions(
-            target=target, draft="ngram", sampler=sampler, generation=asked.generation
-        )
-        with Session(options, lambda: 0.0) as loaded:
-            *_, last = generate(loaded, loaded.prompts.of_text("the cat"))
-        assert isinstance(last, FinishedEvent)
-        found.append(last)
+        with opened(target, "ngram", sampler=sampler, generation=asked.generation) as loaded:
+            found.append(answered(loaded, "the cat"))
     return found
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specgen.llama import LlamaModel
-from specgen.options import ContextOptions, SessionOptions
 from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import ThoughtReader
-from specgen.session.session import Session
 from tests.helpers.common import NOW
+from tests.helpers.sessions import opened
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -67,15 +66,10 @@ def test_ids_of_calls_are_as_the_template_takes_them() -> None:
     assert rendered(own, [Message("tool", "x", tool_call_id="abcDEF123")]).startswith("abcDEF123 ")
 
 
-def options(target: Path, draft: Path | Literal["none"]) -> SessionOptions:
-    context = ContextOptions(n_threads=1, flash_attention="off")
-    return SessionOptions(target=target, draft=draft, target_context=context, draft_context=context)
-
-
 def test_a_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
     config = TinyConfig(chat_template=CHATML_TEMPLATE, tool_template=TEMPLATE)
     target = write_tiny_model(tmp_path / "target.gguf", config)
-    with Session(options(target, "none"), lambda: 0.0) as loaded:
+    with opened(target) as loaded:
         asked = TURNS[:2]
         with_tools = loaded.prompts.of_messages(asked, now=NOW, tools=TOOLS).text
         assert with_tools == rendered(TEMPLATE, asked, TOOLS)
@@ -88,7 +82,7 @@ def test_a_draft_with_another_vocabulary_reads_the_tools_too(tmp_path: Path) -> 
     target = write_tiny_model(tmp_path / "target.gguf", config)
     other = replace(config.draft(0.02), tokenizer="spm", n_vocab=None)
     draft = write_tiny_model(tmp_path / "draft.gguf", other)
-    with Session(options(target, draft), lambda: 0.0) as loaded:
+    with opened(target, draft) as loaded:
         prompt = loaded.prompts.of_messages(TURNS[1:2], now=NOW, tools=TOOLS)
         assert prompt.draft_tokens is not None
         assert loaded.draft is not None
@@ -113,10 +107,14 @@ def test_the_beginning_of_an_answer_is_behind_the_prompt(tmp_path: Path) -> None
     """Where the template opens a thinking block, the beginning closes it, or goes on in it."""
     begun = Message("assistant", "So it is", reasoning="I see")
     found = {}
-    for name, opened in (("plain", ""), ("thinks", "<think>")):
+    for name, begins in (
+        ("plain", ""),
+        ("thinks", "<think>"),
+        ("gpt-oss", "<|start|>assistant"),
+    ):
         target = tmp_path / f"{name}.gguf"
-        write_tiny_model(target, TinyConfig(chat_template=CHATML_TEMPLATE + opened))
-        with Session(options(target, "none"), lambda: 0.0) as loaded:
+        write_tiny_model(target, TinyConfig(chat_template=CHATML_TEMPLATE + begins))
+        with opened(target) as loaded:
             prompt = loaded.prompts.of_messages(TURNS[:2], now=NOW)
             for each in (begun, replace(begun, content="")):
                 made = loaded.prompts.continued(prompt, each)
@@ -128,6 +126,8 @@ def test_the_beginning_of_an_answer_is_behind_the_prompt(tmp_path: Path) -> None
     assert found == {
         ("plain", True): "So it is",
         ("plain", False): "",
+        ("gpt-oss", True): "<|channel|>final<|message|>So it is",
+        ("gpt-oss", False): "<|channel|>final<|message|>",
         ("thinks", True): "I see</think>\n\nSo it is",
         ("thinks", False): "I see",
     }

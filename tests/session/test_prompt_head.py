@@ -10,11 +10,10 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.engine import generate
 from specgen.session.prompts import Prompts
-from specgen.session.session import Session
 from tests.helpers.common import NOW
+from tests.helpers.sessions import finished, opened, write_models
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: ChatML with a system message of the template's own, where there is none.
@@ -60,26 +59,13 @@ def test_the_templates_own_turn_is_the_head(
 
 
 def test_a_draft_does_not_read_it_and_the_text_is_the_same(tmp_path: Path) -> None:
-    files = {
-        name: write_tiny_model(tmp_path / f"{name}.gguf", config)
-        for name, config in (("target", TARGET), ("draft", TARGET.draft(0.02)))
-    }
-    context = ContextOptions(n_threads=1, flash_attention="off")
+    write_models(tmp_path, {"target": TARGET, "draft": TARGET.draft(0.02)})
     found: list[FinishedEvent] = []
-    for draft in ("none", files["draft"]):
-        options = SessionOptions(
-            target=files["target"],
-            draft=draft,
-            drafting=DraftOptions(policy="fixed", max_tokens=4, p_min=0.0, ngrams=False),
-            generation=GenerationOptions(max_tokens=40, ignore_eos=True),
-            target_context=context,
-            draft_context=context,
-        )
-        with Session(options, lambda: 0.0) as session:
+    for draft in ("none", "draft"):
+        choices: dict[str, Any] = {"drafting": {"ngrams": False}, "ignore_eos": True}
+        with opened(tmp_path / "target.gguf", draft, **choices) as session:
             prompt = session.prompts.of_text("Hi", now=NOW)
             assert prompt.head
-            *_, last = generate(session, prompt)
-            assert isinstance(last, FinishedEvent)
-            found.append(last)
+            found.append(finished(list(generate(session, prompt))))
     assert found[0].text == found[1].text
     assert found[1].n_accepted > 10

@@ -57,6 +57,14 @@ def finish(loop: AnswerLoop, generations: abc.Sequence[Sequence]) -> None:
         loop.round(generations)
 
 
+def finished(setups: abc.Sequence[Setup]) -> list[Sequence]:
+    """Answers that were made at once."""
+    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
+    generations = started(loop, setups)
+    finish(loop, generations)
+    return generations
+
+
 # --- what a batch costs each of them
 
 
@@ -153,10 +161,8 @@ def test_drafts_of_several_texts_are_decoded_side_by_side(n_sequences: int, n_ou
     prompts = [(3, 1, 4), (1, 5, 9, 2), (6,), (5, 3, 5), (8, 9)][:n_sequences]
     cache = Counted(LETTERS, noisy(LANGUAGE, 0.7), n_ctx=600, n_sequences=n_sequences)
     cache.n_rows, cache.n_outputs = [], n_outputs
-    setups = [
-        Setup(prompt=prompt, drafter=drafter, n_batch=100)
-        for prompt, drafter in zip(prompts, chain_drafters(cache, n_sequences), strict=True)
-    ]
+    pairs = zip(prompts, chain_drafters(cache, n_sequences), strict=True)
+    setups = [Setup(prompt=prompt, drafter=drafter, n_batch=100) for prompt, drafter in pairs]
     loop = AnswerLoop(setups[0].backend(n_sequences), Clock())
     generations = started(loop, setups)
     loop.round(generations)  # in which they read the prompts
@@ -187,11 +193,8 @@ def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None
     failing.n_left = 9
     sound = FakeBackend(LETTERS, noisy(LANGUAGE, 0.7), n_ctx=600, n_sequences=1)
     drafters = [*chain_drafters(failing, 2), *chain_drafters(sound, 1)]
-    prompts = [(3, 1, 4), (1, 5, 9, 2), (6,)]
-    setups = [
-        Setup(prompt=prompt, drafter=drafter, n_batch=100)
-        for prompt, drafter in zip(prompts, drafters, strict=True)
-    ]
+    pairs = zip([(3, 1, 4), (1, 5, 9, 2), (6,)], drafters, strict=True)
+    setups = [Setup(prompt=prompt, drafter=drafter, n_batch=100) for prompt, drafter in pairs]
     loop = AnswerLoop(setups[0].backend(3), Clock())
     generations = started(loop, setups)
     notices = []
@@ -222,9 +225,7 @@ def test_every_drafter_drafts_for_its_own_text(name: str, place: int) -> None:
         Setup(prompt=prompt, drafter=drafters.get(number), n_batch=100)
         for number, prompt in enumerate(prompts)
     ]
-    loop = AnswerLoop(setups[0].backend(3), Clock())
-    generations = started(loop, setups)
-    finish(loop, generations)
+    generations = finished(setups)
     for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
         assert generation.tokens == Setup(prompt=setup.prompt).run()[0].tokens
         assert (generation.cascade is not None) == (number < 2), "none of them has failed"
@@ -247,9 +248,7 @@ def test_a_dead_end_of_one_grammar_ends_that_text_alone(place: int, depth: int) 
         )
         for number, prompt in enumerate([(3, 1, 4), (1, 5, 9, 2), (6,)])
     ]
-    loop = AnswerLoop(setups[0].backend(3), Clock())
-    generations = started(loop, setups)
-    finish(loop, generations)
+    generations = finished(setups)
     for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
         alone = Setup(prompt=setup.prompt, options=setup.options).run()[0]
         if number == place:
@@ -270,9 +269,7 @@ def test_what_one_drafter_says_wrongly_costs_no_other_answer() -> None:
     loud = NonsenseDrafter(other, 1, lambda _draft, _n: Draft.chain([99], "a"))
     drafters: list[Drafter] = [good, loud, DeafDrafter(third)]
     setups = [Setup(drafter=each) for each in drafters]
-    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
-    generations = started(loop, setups)
-    finish(loop, generations)
+    generations = finished(setups)
     plain, _ = Setup().run()
     assert [generation.tokens for generation in generations] == [plain.tokens] * 3
     assert [generation.cascade is None for generation in generations] == [False, True, True]

@@ -10,13 +10,7 @@ to write and is the same for the same `TinyConfig`.
 >>> path = write_tiny_model("target.gguf", target)  # doctest: +SKIP
 """
 
-from tests.tiny.config import (
-    CHATML_TEMPLATE,
-    Architecture,
-    TensorType,
-    TinyConfig,
-    TokenizerKind,
-)
+from tests.tiny.config import CHATML_TEMPLATE, Architecture, TensorType, TinyConfig, TokenizerKind
 from tests.tiny.file import write_tiny_model
 from tests.tiny.vocabulary import TinyVocabulary, tiny_vocabulary
 

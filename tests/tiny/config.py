@@ -25,12 +25,8 @@ CHATML_TEMPLATE = (
 
 #: Qwen2.5-Coder's control tokens for texts with a gap, and for the files of a repository.
 INFILL_TOKENS = (
-    "<|fim_prefix|>",
-    "<|fim_suffix|>",
-    "<|fim_middle|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
+    *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"),
+    *("<|repo_name|>", "<|file_sep|>"),
 )
 
 
@@ -94,12 +90,9 @@ class TinyConfig:
     name: str = "tiny"
 
     def draft(self, noise: float, noise_seed: int = 1, *, n_layer: int | None = None) -> TinyConfig:
-        """Return a model with the same vocabulary that agrees with this one the less, the more noise.
-
-        With 0.01 the two have the same likeliest token nine times in ten, with 0.1 every other
-        time, with 0.3 every seventh, and from 1 on by chance only. A draft of fewer layers
-        without noise hits it every fifth time.
-        """
+        """A model with the same vocabulary that agrees with this one the less, the more noise: with 0.01 the two
+        have the same likeliest token nine times in ten, with 0.1 every other time, with 0.3 every seventh, and from 1
+        on by chance only; with fewer layers and without noise every fifth time."""
         return dataclasses.replace(
             self,
             noise=noise,

@@ -82,7 +82,7 @@ def write_tiny_eagle(
         found["enc.output_norm.weight"] = np.ones(n_read, np.float32)
     found |= _layer(target, eagle, 0, 2 * eagle.n_embd)
     found["blk.0.attn_norm_2.weight"] = np.ones(eagle.n_embd, np.float32)
-    return _finished(writer, path, target, eagle, found)
+    return _finished(writer, path, target, eagle.drafted, found)
 
 
 def write_tiny_dflash(
@@ -102,10 +102,8 @@ def write_tiny_dflash(
         writer.add_rope_dimension_sections([n_head // 2, 0, 0, 0])
     if dflash.sliding_window:
         writer.add_sliding_window(dflash.sliding_window)
-        writer.add_array(
-            "dflash.attention.sliding_window_pattern",
-            [layer % 2 == 0 for layer in range(dflash.n_layer)],
-        )
+        windows = [layer % 2 == 0 for layer in range(dflash.n_layer)]
+        writer.add_array("dflash.attention.sliding_window_pattern", windows)
     found = _shared_tensors(target, dflash, len(dflash.layers) * dflash.n_embd)
     found["enc.output_norm.weight"] = np.ones(dflash.n_embd, np.float32)
     for layer in range(dflash.n_layer):
@@ -116,7 +114,7 @@ def write_tiny_dflash(
         random, n_drafted = _random(target, dflash.seed), len(dflash.drafted or range(n_vocab))
         for name, n_rows in (("markov_w1", n_vocab), ("markov_w2", n_drafted)):
             found[f"{name}.weight"] = random(name, (n_rows, dflash.rank), 1.0)
-    return _finished(writer, path, target, dflash, found)
+    return _finished(writer, path, target, dflash.drafted, found)
 
 
 def _writer(
@@ -144,16 +142,15 @@ def _finished(
     writer: GGUFWriter,
     path: str | os.PathLike[str],
     target: TinyConfig,
-    draft: TinyEagle | TinyDflash,
+    drafted: Sequence[int] | None,
     found: dict[str, TinyWeights],
 ) -> Path:
-    from gguf import GGMLQuantizationType
+    from gguf import GGMLQuantizationType as Type
 
     for name, weights in found.items():
         add_tensor(writer, target, name, weights)
-    if draft.drafted is not None:
-        numbers = np.array(draft.drafted, np.int64)
-        writer.add_tensor("d2t", numbers, raw_dtype=GGMLQuantizationType.I64)
+    if drafted is not None:
+        writer.add_tensor("d2t", np.array(drafted, np.int64), raw_dtype=Type.I64)
     write_and_close(writer)
     return Path(path)
 
@@ -165,11 +162,8 @@ def _random(target: TinyConfig, seed: int) -> Random:
 def _shared_tensors(
     target: TinyConfig, draft: TinyEagle | TinyDflash, n_read: int
 ) -> dict[str, TinyWeights]:
-    random, n_embd, n_vocab = (
-        _random(target, draft.seed),
-        draft.n_embd,
-        len(tiny_vocabulary(target)),
-    )
+    random, n_embd = _random(target, draft.seed), draft.n_embd
+    n_vocab = len(tiny_vocabulary(target))
     n_drafted = n_vocab if draft.drafted is None else len(draft.drafted)
     found = {
         "fc.weight": random("fc", (n_embd, n_read), 1.0 / math.sqrt(n_read)),
@@ -187,18 +181,12 @@ def _layer(
     target: TinyConfig, draft: TinyEagle | TinyDflash, layer: int, n_attended: int
 ) -> dict[str, TinyWeights]:
     n_embd, prefix = draft.n_embd, f"blk.{layer}"
+    shapes = {f"attn_{part}": (n_embd, n_attended) for part in "qkv"}
+    shapes |= {"attn_output": (n_embd, n_embd), "ffn_gate": (2 * n_embd, n_embd)}
+    shapes |= {"ffn_up": (2 * n_embd, n_embd), "ffn_down": (n_embd, 2 * n_embd)}
     unit = 1.0 / math.sqrt(n_embd)
     found = _random(target, draft.seed).matrices(
-        prefix,
-        {
-            "attn_q": ((n_embd, n_attended), unit),
-            "attn_k": ((n_embd, n_attended), unit),
-            "attn_v": ((n_embd, n_attended), unit),
-            "attn_output": ((n_embd, n_embd), unit),
-            "ffn_gate": ((2 * n_embd, n_embd), unit),
-            "ffn_up": ((2 * n_embd, n_embd), unit),
-            "ffn_down": ((n_embd, 2 * n_embd), unit),
-        },
+        prefix, {name: (shape, unit) for name, shape in shapes.items()}
     )
     for name in ("attn_norm", "ffn_norm"):
         found[f"{prefix}.{name}.weight"] = np.ones(n_embd, np.float32)

@@ -29,15 +29,8 @@ if TYPE_CHECKING:
 
 #: Matrices that llama.cpp wants in f32: small, or read element by element.
 _ALWAYS_F32 = (
-    "ssm_conv1d",
-    "ssm_x",
-    "ssm_dt",
-    "ssm_a",
-    "ssm_d",
-    "ssm_norm",
-    "shortconv.conv",
-    "position_embd",
-    "token_types",
+    *("ssm_conv1d", "ssm_x", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm", "shortconv.conv"),
+    *("position_embd", "token_types"),
 )
 #: Architectures that turn queries and keys by their positions.
 _ROTATING = ("llama", "qwen2", "qwen3", "gemma3", "lfm2", "qwen35")
@@ -50,18 +43,12 @@ def write_tiny_model(
     keep_fraction: float = 1.0,
     metadata: Mapping[str, int | float | str] | None = None,
 ) -> Path:
-    """Write the model to `path` and return it; a file of that name is replaced.
+    """Write the model to `path` and return it; a file of that name is replaced. `metadata` is written in addition,
+    as u32, f32 or text. Only `keep_fraction` of the file is left, as by a broken download."""
+    from gguf import GGUFValueType as Type
+    from gguf import GGUFWriter
 
-    `metadata` is written in addition, as u32, f32 or text. With `keep_fraction` under 1 only that share of
-    the file is left, as by a broken download.
-    """
-    from gguf import GGUFValueType, GGUFWriter
-
-    value_types = {
-        int: GGUFValueType.UINT32,
-        float: GGUFValueType.FLOAT32,
-        str: GGUFValueType.STRING,
-    }
+    value_types = {int: Type.UINT32, float: Type.FLOAT32, str: Type.STRING}
     target = Path(path)
     vocabulary = tiny_vocabulary(config)
     writer = GGUFWriter(target, config.architecture)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.tiny.config import TinyConfig
@@ -43,37 +44,32 @@ class TinyVocabulary:
 
 
 def tiny_vocabulary(config: TinyConfig) -> TinyVocabulary:
-    """Return the vocabulary of the model that `config` describes.
-
-    Raise ValueError if `n_vocab` leaves no room for what the tokenizer needs.
-    """
+    """Raise ValueError if `n_vocab` leaves no room for what the tokenizer needs."""
     if config.architecture == "bert":
         vocabulary = _wordpiece()
     elif config.tokenizer == "bpe":
         vocabulary = _byte_level_bpe()
     else:
         vocabulary = _sentencepiece()
-    n_more = len(config.control_tokens)
-    vocabulary = dataclasses.replace(
-        vocabulary,
-        tokens=vocabulary.tokens + config.control_tokens,
-        types=vocabulary.types + (CONTROL,) * n_more,
-        scores=vocabulary.scores + (0.0,) * n_more,
-        n_used=vocabulary.n_used + n_more,
-    )
+    vocabulary = _extended(vocabulary, config.control_tokens, CONTROL)
+    vocabulary = dataclasses.replace(vocabulary, n_used=len(vocabulary))
     n_padding = 0 if config.n_vocab is None else config.n_vocab - len(vocabulary)
     if n_padding < 0:
         raise ValueError(f"n_vocab is {config.n_vocab}, the tokenizer needs {len(vocabulary)}")
+    return _extended(vocabulary, [f"[PAD{index}]" for index in range(n_padding)], UNUSED)
+
+
+def _extended(vocabulary: TinyVocabulary, tokens: Sequence[str], kind: int) -> TinyVocabulary:
     return dataclasses.replace(
         vocabulary,
-        tokens=vocabulary.tokens + tuple(f"[PAD{index}]" for index in range(n_padding)),
-        types=vocabulary.types + (UNUSED,) * n_padding,
-        scores=vocabulary.scores + (0.0,) * n_padding,
+        tokens=(*vocabulary.tokens, *tokens),
+        types=(*vocabulary.types, *[kind] * len(tokens)),
+        scores=(*vocabulary.scores, *[0.0] * len(tokens)),
     )
 
 
-def _byte_characters() -> list[str]:
-    """Return the character that byte-level BPE writes for each byte: itself if it is visible."""
+def byte_characters() -> list[str]:
+    """The character that byte-level BPE writes for each byte: itself if it is visible."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in visible)
     codes = {byte: byte for byte in visible}
@@ -82,7 +78,7 @@ def _byte_characters() -> list[str]:
 
 
 def _byte_level_bpe() -> TinyVocabulary:
-    characters = _byte_characters()
+    characters = byte_characters()
     tokens = list(characters)
     merges: list[str] = []
     for word in _WORDS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -76,13 +77,8 @@ def _layer(config: TinyConfig, index: int, random: Random) -> dict[str, TinyWeig
     if has_attention(config, index):
         found |= _attention(config, prefix, random)
     else:
-        recurrent = {
-            "mamba": _mamba,
-            "jamba": _mamba,
-            "mamba2": _mamba2,
-            "lfm2": _short_convolution,
-            "qwen35": _delta_net,
-        }
+        recurrent = {"mamba": _mamba, "jamba": _mamba, "mamba2": _mamba2}
+        recurrent |= {"lfm2": _short_convolution, "qwen35": _delta_net}
         found |= recurrent[config.architecture](config, prefix, random)
     if config.architecture not in {"mamba", "mamba2"}:
         found |= _feed_forward(config, prefix, random)
@@ -104,7 +100,7 @@ class Random:
         return weights * np.float32(deviation)
 
     def matrices(
-        self, prefix: str, shapes: dict[str, tuple[tuple[int, ...], float]]
+        self, prefix: str, shapes: Mapping[str, tuple[tuple[int, ...], float]]
     ) -> dict[str, TinyWeights]:
         return {
             f"{prefix}.{name}.weight": self(f"{prefix}.{name}", shape, deviation)
@@ -177,15 +173,9 @@ def _attention(config: TinyConfig, prefix: str, random: Random) -> dict[str, Tin
 
 def _feed_forward(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWeights]:
     n_embd, n_ff = config.n_embd, config.n_ff
-    unit = 1.0 / math.sqrt(n_embd)
-    return random.matrices(
-        prefix,
-        {
-            "ffn_gate": ((n_ff, n_embd), unit),
-            "ffn_up": ((n_ff, n_embd), unit),
-            "ffn_down": ((n_embd, n_ff), 1.5 / math.sqrt(n_ff)),
-        },
-    )
+    inner = (n_ff, n_embd), 1.0 / math.sqrt(n_embd)
+    outer = (n_embd, n_ff), 1.5 / math.sqrt(n_ff)
+    return random.matrices(prefix, {"ffn_gate": inner, "ffn_up": inner, "ffn_down": outer})
 
 
 def _mamba(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWeights]:
@@ -238,16 +228,13 @@ def _mamba2(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWe
 
 
 def _short_convolution(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWeights]:
-    n_embd = config.n_embd
-    unit = 1.0 / math.sqrt(n_embd)
-    return random.matrices(
-        prefix,
-        {
-            "shortconv.conv": ((n_embd, SHORT_CONVOLUTION), 0.7),
-            "shortconv.in_proj": ((3 * n_embd, n_embd), unit),
-            "shortconv.out_proj": ((n_embd, n_embd), 1.5 * unit),
-        },
-    )
+    n_embd, unit = config.n_embd, 1.0 / math.sqrt(config.n_embd)
+    shapes = {
+        "shortconv.conv": ((n_embd, SHORT_CONVOLUTION), 0.7),
+        "shortconv.in_proj": ((3 * n_embd, n_embd), unit),
+        "shortconv.out_proj": ((n_embd, n_embd), 1.5 * unit),
+    }
+    return random.matrices(prefix, shapes)
 
 
 def _delta_net(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWeights]:

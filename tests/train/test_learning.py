@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +25,6 @@ from specgen.errors import UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.models.files import identify, learning_folder
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.engine import Engine, generate
 from specgen.session.kept_answers import (
     ANSWERS,
@@ -41,6 +41,7 @@ from specgen.train import online_learning
 from specgen.train.online_learning import NEW_ANSWERS, Learner, Lesson, learn
 from specgen.train.target_text import N_COLUMNS, kept_texts
 from specgen.train.training_loop import Budget
+from tests.helpers import sessions
 from tests.helpers.cli import Specgen
 from tests.helpers.common import ROOT
 from tests.helpers.heads import counting, prompts
@@ -61,17 +62,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Session:
-    context = ContextOptions(n_threads=1)
-    options = SessionOptions(
-        models / "target.gguf",
-        models / "draft.gguf",
-        drafting=DraftOptions(policy="fixed", p_min=0.0),
-        generation=GenerationOptions(max_tokens=n_tokens, ignore_eos=True),
-        target_context=context,
-        draft_context=context,
-        learning=learning,
-    )
-    return Session(options, time.perf_counter)
+    choices: dict[str, Any] = {"n_tokens": n_tokens, "ignore_eos": True, "learning": learning}
+    return sessions.opened(models / "target.gguf", "draft", n_draft=3, **choices)
 
 
 @pytest.fixture(scope="module")
@@ -503,17 +495,9 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
     pytest.importorskip("starlette")
     from concurrent.futures import ThreadPoolExecutor
 
-    from tests.helpers.common import EXACT
     from tests.helpers.server import FIXED, running
 
-    options = SessionOptions(
-        models / "target.gguf",
-        models / "draft.gguf",
-        drafting=FIXED,
-        generation=GenerationOptions(max_tokens=24),
-        target_context=EXACT,
-        draft_context=EXACT,
-    )
+    options = sessions.options_of(models / "target.gguf", "draft", drafting=FIXED, n_tokens=24)
     with Session(options, time.perf_counter) as loaded, Engine(loaded) as engine:
         plain = engine.answers(prompts(4))
     told: list[bool] = []

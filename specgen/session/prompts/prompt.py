@@ -13,7 +13,7 @@ from specgen.errors import PromptError, PromptLengthError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.template import Message, render, unmarked
-from specgen.session.prompts.thoughts import begun_in
+from specgen.session.prompts.thoughts import begun_in, mark_before_answer
 
 #: The tools that a model may call, in the form of OpenAI's API.
 _Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -120,7 +120,9 @@ class Prompts:
         inside, marks = self.target.vocabulary.tokenize_inside, begun_in(prompt.text)
         _check_length(self.target.vocabulary, begun.content, self.n_ctx)
         if marks is None:
-            answer, text = inside(begun.content), begun.content
+            mark = mark_before_answer(prompt.text)
+            answer, text = inside(mark, parse_special=True), mark + begun.content
+            answer += inside(begun.content)
         else:
             answer, text = inside(begun.reasoning or ""), ""
             if begun.content:

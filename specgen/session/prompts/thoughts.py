@@ -68,6 +68,12 @@ def begun_in(prompt: str) -> ThoughtMarks | None:
     return next((family for family in _FAMILIES if end.endswith(family.begin)), None)
 
 
+def mark_before_answer(prompt: str) -> str:
+    """Return what a model of gpt-oss's family writes between a prompt and the text of its answer."""
+    is_harmony = prompt.endswith("<|start|>assistant")
+    return "<|channel|>final<|message|>" if is_harmony else ""
+
+
 class ThoughtReader:
     """Separates the thinking block at the beginning of an answer to a prompt from the rest, in text that comes in
     pieces. `is_open` says that the block is open, as some templates leave it, `is_past` that it is over or there is

@@ -50,6 +50,9 @@ _N_SHOWN = 300
 _MOST_PARTS = 10_000
 #: The most optional properties of an object, any of which may come next; llguidance ends the text above.
 _MOST_OPTIONAL = 500
+#: The largest whole number that every reader of JSON reads as it is. Like llama.cpp, integers have 16 digits at most: a
+#: model may write digits for ever.
+_LARGEST = 2**53 - 1
 _PATTERN_ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 #: Tells llguidance to ignore what it cannot enforce.
 _LENIENT = {"x-guidance": {"lenient": True}}
@@ -183,11 +186,13 @@ def _plain(problem: str) -> str:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with ``additionalProperties: false`` in objects that name properties and do not
+    """Return the schema with limits of integers, and with ``additionalProperties: false`` in objects that name properties and do not
     mention others. Objects that are combined with others, for example by ``allOf``, stay unchanged: a
     property that one of them names is additional for another."""
     closed: dict[str, Any] = json.loads(json.dumps(schema))
     parts = list(_parts(closed))
+    for part in parts:
+        _limit_integer(part)
     if any(
         "allOf" in part or ("$ref" in part and part.keys() - _IGNORED - {"$ref"}) for part in parts
     ):
@@ -205,6 +210,23 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
         elif _names_all(part):
             part["additionalProperties"] = False
     return closed
+
+
+def _limit_integer(part: dict[str, Any]) -> None:
+    """Limit an integer on the sides where the schema does not."""
+    kind = part.get("type")
+    kinds = kind if isinstance(kind, list) else [kind]
+    if "integer" not in kinds or "number" in kinds or part.keys() & {"const", "enum"}:
+        return
+    for name, other, sign in (("maximum", "minimum", 1), ("minimum", "maximum", -1)):
+        given = [part[each] for each in _bounds(other) if each in part]
+        numbers = all(type(each) in (int, float) and sign * each < _LARGEST for each in given)
+        if numbers and not part.keys() & {*_bounds(name)}:
+            part[name] = sign * _LARGEST
+
+
+def _bounds(name: str) -> tuple[str, str]:
+    return name, f"exclusive{name.capitalize()}"
 
 
 def _names_all(part: dict[str, Any]) -> bool:
