@@ -43,6 +43,7 @@ REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(
         "acceptance": "too few drafted tokens are expected to be accepted",
         "put aside": "the drafter lost time in this answer and waits",
         "unsure": "the drafter was too unsure of its first token",
+        "not ready": "the drafter had no room, had not read enough of the text, or found nothing",
         "grammar": "the grammar allows none of the drafted tokens",
         "failed": "the drafter failed",
     }

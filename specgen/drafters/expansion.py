@@ -14,7 +14,8 @@ from specgen.drafters.kind import DraftRequest
 from specgen.method.backend import Backend, Vocabulary
 from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan, WhilePaying, best_nodes
+from specgen.method.policy import RoundPlan
+from specgen.method.stopping import WhilePaying, best_nodes
 from specgen.method.tables import CostTable, Price
 from specgen.method.tree_in_cache import Branches
 from specgen.options import TreeShape

@@ -162,7 +162,9 @@ class Loop:
                 allowed = sequence.state.within_grammar(draft)
             turn.draft = plan.stop.cut(allowed)
             if not len(turn.draft):
-                name: ReasonName = "grammar" if len(draft) and not len(allowed) else "unsure"
+                name: ReasonName = "unsure" if len(draft) or draft.looks else "not ready"
+                if len(draft) and not len(allowed):
+                    name = "grammar"
                 turn.plan = replace(plan, reason=Reason(name))
         else:
             turn.plan = replace(plan, reason=Reason("failed"))

@@ -1,6 +1,7 @@
 """How much is drafted: a policy makes a plan once a round, as a value, and drafters follow it without asking back.
 
-`CostAwarePolicy` decides by costs and acceptance (`tables.py`); the others know none. The words:
+`CostAwarePolicy` decides by costs and acceptance (`tables.py`), and lets a draft end by a `StoppingRule`
+(`stopping.py`); the others know no costs. Their words:
 
     look          one reading of a drafter's distribution for the next position
     confidence    the largest probability there: what the drafter says
@@ -13,15 +14,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from specgen.events import REASONS, ReasonName
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.stopping import Stop, StoppingRule, WhilePaying
 from specgen.method.tables import (
     ALONE,
     FREE,
@@ -32,22 +31,17 @@ from specgen.method.tables import (
     Price,
     judge_drafts,
     judge_draws,
-    origin_of_rank,
 )
 
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
 
 # --- stopping rules
-_LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)  # the logarithms of `whole` with known values
-_LOG_STEP = float(_LOG_GRID[1] - _LOG_GRID[0])
 _NEWS = 0.05  # one is computed again when a price has changed by this share of a plain decode,
 _N_NEWS = 24  # or after this many looks and judged tokens
 _N_RULES = 64  # the most that are kept
 # --- what is expected
-_MARGIN = (
-    1.1  # a draft's expected gain over its cost, at least: a cost is certain and a gain is not
-)
+_MARGIN = 1.1  # a draft's expected gain over its cost, at least: only the cost is certain
 _NGRAM_MARGIN = 1.5  # the same for n-grams, whose confidence can be trusted less
 _MAX_STALE = 64  # rounds until a plain decode is made: its cost is what everything is compared with
 _RATE = 0.06  # a round's weight in averages; at first all count equally, a plain decode as four
@@ -91,40 +85,6 @@ class Offer:
     drafter: str | None = None
     price: Price = FREE
     others: Others = ALONE
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all
-    its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
-
-    `confidences` has one number for each look so far; the last one belongs to the token that is about to be drafted.
-    So whether a token is drafted never depends on the token. `needs_confidence` says whether `wants_token` uses them,
-    each of which costs a pass over the logits."""
-
-    p_min: float = 0.0
-    n_min: int = 0
-    bound: float = 0.0
-    needs_confidence: bool = False
-
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        """Return whether to draft the token at the last look."""
-        return confidences[-1] >= self.p_min and math.prod(confidences) >= self.bound
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        """Return whether another look, after all these tokens, is worth a decode of the drafter."""
-        return True
-
-    def cut(self, draft: Draft) -> Draft:
-        """Return the nodes of a finished draft that are worth verifying: the first tokens of a chain, or nodes of a
-        tree, likeliest first. No token that was drawn at random is dropped, since that would bias the text."""
-        if draft.is_drawn:
-            return draft
-        if draft.is_chain and self.bound > 0.0:
-            known = (1.0 if each is None else each for each in draft.probabilities)
-            products = itertools.accumulate(known, operator.mul)
-            draft = draft.first(sum(product >= self.bound for product in products))
-        return draft if len(draft) >= self.n_min else NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,125 +203,6 @@ class ThresholdPolicy(FixedPolicy):
             difference = 1.0 - len(result.path) / n_drafted - 0.25
         bound = self.bound * math.exp(0.4 * difference)
         self._stop = replace(self._stop, bound=min(0.9, max(0.01, bound)))
-
-
-class StoppingRule:
-    """Optimal stopping: the value, in seconds saved, of going on with a draft of n tokens.
-
-    `extra_s[n]` are the seconds that n drafted tokens add to the target's batch, `next_s` those of a look at the next
-    token, and `token_s` the worth of an accepted token. `rates` say how often the next token falls in a bin of
-    confidence, and how often a token of that bin is accepted.
-
-    With W the whole of the draft so far, look, then add the token or not, then look again or not:
-    V(n, W) = -next_s + the mean over bins b of max(0, W acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
-    + max(0, V(n + 1, W acceptance[b]))), and V(n_max, W) = 0.
-    """
-
-    def __init__(
-        self, extra_s: Sequence[float], next_s: float, token_s: float, rates: AcceptanceRates
-    ) -> None:
-        self._token_s = token_s
-        self._rows_s: list[float] = np.diff(extra_s).tolist()
-        frequencies = rates.frequencies()
-        # Axes: W on the grid, bin b. The token that is looked at turns W into W acceptance[b].
-        log_wholes = np.add.outer(_LOG_GRID, np.log(rates.curve()))
-        gains_s = token_s * np.exp(log_wholes)  # W acceptance[b] token_s
-        #: V, by n and by W on the grid; computed from the longest draft back.
-        self._values: list[list[float]] = [[0.0] * len(_LOG_GRID)]
-        for row_s in reversed(self._rows_s):  # extra_s[n + 1] - extra_s[n]
-            # max(0, V(n + 1, W acceptance[b])), between the grid's places
-            after_s = np.interp(log_wholes, _LOG_GRID, np.maximum(self._values[0], 0.0))
-            values = np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s
-            self._values.insert(0, values.tolist())
-
-    def value(self, n_drafted: int, whole: float) -> float:
-        """Return V, the expected gain of a look at the next token; below 0 the look does not pay."""
-        values, least = self._values[n_drafted], float(_LOG_GRID[0])
-        place = (max(math.log(whole), least) - least) / _LOG_STEP if whole > 0.0 else 0.0
-        index = min(int(place), len(values) - 2)
-        return values[index] + (place - index) * (values[index + 1] - values[index])
-
-    def is_worth(self, n_drafted: int, whole: float) -> bool:
-        """Return whether to add a token to n others; `whole` is the probability that it and they are accepted."""
-        gain_s = whole * self._token_s - self._rows_s[n_drafted]
-        return gain_s + max(0.0, self.value(n_drafted + 1, whole)) > 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhilePaying(Stop):
-    """Drafts as long as another token is expected to save time. `rates` returns the acceptance rates of an origin. An
-    accepted token is worth `token_s` seconds, one from n-grams `ngram_trust` times as much; n drafted tokens add
-    `extra_s[n]` to the target's batch. A look of the drafter `origin` takes `next_s`; without a `rule` it drafts
-    nothing.
-    """
-
-    origin: str
-    rates: Callable[[str], AcceptanceRates]
-    token_s: float
-    extra_s: Sequence[float]
-    rule: StoppingRule | None = None
-    next_s: float = 0.0
-    ngram_trust: float = 1.0
-    needs_confidence: bool = True
-
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        if confidences[-1] < self.p_min or self.rule is None:
-            return False
-        return self.rule.is_worth(len(confidences) - 1, self._whole(confidences))
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        if self.rule is None:
-            return False
-        return self.rule.value(len(confidences), self._whole(confidences)) > 0.0
-
-    def cut(self, draft: Draft) -> Draft:
-        n, wholes = draft.n_fixed, self.wholes(draft)
-        if draft.is_chain:
-            return draft.first(max(n, _best_number(wholes, self.token_s, self.extra_s)))
-        extra_s = [seconds - self.extra_s[n] for seconds in self.extra_s[n:]]
-        behind = best_nodes(wholes[n:], self.token_s, extra_s)
-        return draft.only([*range(n), *(n + node for node in behind)])
-
-    def worth_of(self, draft: Draft) -> float:
-        """Return the seconds that verifying a draft is expected to save."""
-        wholes = self.wholes(draft)[: len(self.extra_s) - 1]
-        return sum(wholes) * self.token_s - self.extra_s[len(wholes)]
-
-    def acceptance(self, origin: str, confidence: float | None, rank: int = 0) -> float:
-        """Return the acceptance of a token; `rank` siblings are better."""
-        rates = self.rates(origin_of_rank(origin, rank))
-        return rates.acceptance(1.0 if confidence is None else confidence)
-
-    def wholes(self, draft: Draft) -> list[float]:
-        """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
-        wholes: list[float] = []
-        for parent, origin, rank, confidence in zip(
-            draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
-        ):
-            acceptance = self.acceptance(origin, confidence, rank)
-            wholes.append(acceptance if parent == ROOT else acceptance * wholes[parent])
-        for node, origin in enumerate(draft.origins):
-            if origin in NGRAM_ORIGINS:
-                wholes[node] *= self.ngram_trust
-        return wholes
-
-    def _whole(self, confidences: Sequence[float]) -> float:
-        rates = self.rates(self.origin)
-        return math.prod(rates.acceptance(each) for each in confidences)
-
-
-def best_nodes(wholes: Sequence[float], token_s: float, extra_s: Sequence[float]) -> list[int]:
-    """Return the nodes of a tree that are worth most together, likeliest first. The probability that a path is
-    accepted does not grow along it: the n likeliest nodes form a tree, the best one (Sequoia, arXiv:2402.12374)."""
-    order = sorted(range(len(wholes)), key=wholes.__getitem__, reverse=True)
-    return order[: _best_number([wholes[node] for node in order], token_s, extra_s)]
-
-
-def _best_number(wholes: Sequence[float], token_s: float, extra_s: Sequence[float]) -> int:
-    """Return how many of the first nodes save most time together."""
-    n_accepted = itertools.accumulate(wholes[: len(extra_s) - 1], initial=0.0)
-    values_s = [n * token_s - cost_s for n, cost_s in zip(n_accepted, extra_s, strict=False)]
-    return max(range(len(values_s)), key=values_s.__getitem__)
 
 
 class CostAwarePolicy:

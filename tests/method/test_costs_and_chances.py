@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.method.draft import NO_DRAFT
-from specgen.method.policy import Reason, RoundPlan, RoundResult, StoppingRule
+from specgen.method.policy import Reason, RoundPlan, RoundResult
+from specgen.method.stopping import StoppingRule
 from specgen.method.tables import (
     FREE,
     N_BINS,

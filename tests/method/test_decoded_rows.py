@@ -10,7 +10,8 @@ import pytest
 from specgen.drafters.cascade import Cascade
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
-from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, Stop
+from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan
+from specgen.method.stopping import Stop
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState

@@ -15,7 +15,8 @@ from specgen.drafters.cascade import Cascade, Guesses
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.method.drafter import Drafting, draft_alone, propose_together, ready
-from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, Stop, draft_up_to
+from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
+from specgen.method.stopping import Stop
 from specgen.method.tables import FREE, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits

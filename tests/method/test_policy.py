@@ -25,9 +25,9 @@ from specgen.method.policy import (
     RoundPlan,
     RoundResult,
     ThresholdPolicy,
-    WhilePaying,
     draft_up_to,
 )
+from specgen.method.stopping import WhilePaying
 from specgen.method.tables import FREE, AcceptanceRates, CostTable, Price
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
 from tests.helpers.exact_distributions import distribution

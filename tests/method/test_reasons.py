@@ -116,7 +116,10 @@ def test_reasons_have_their_numbers() -> None:
 
 
 class Unsure(NoDrafter):
-    """Drafts nothing, whatever is planned."""
+    """Looks at the next token, and drafts nothing."""
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(replace(NO_DRAFT, looks=(0.1,)))
 
 
 class Forbidden(NoDrafter):
@@ -150,6 +153,7 @@ BASE = Setup(options=GenerationOptions(max_tokens=12))
 ROUNDS: dict[ReasonName, Callable[[], Setup]] = {
     "off": lambda: replace(BASE),
     "unsure": lambda: replace(BASE, drafter=Unsure()),
+    "not ready": lambda: replace(BASE, drafter=NoDrafter()),
     "grammar": lambda: replace(BASE, drafter=Forbidden(), grammar=OnlyOnes()),
     "failed": lambda: replace(BASE, drafter=FailingDrafter(Unsure(), 2, RuntimeError("broken"))),
 }

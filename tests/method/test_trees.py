@@ -24,9 +24,9 @@ from specgen.method.policy import (
     CostAwarePolicy,
     Offer,
     RoundResult,
-    best_nodes,
     draft_up_to,
 )
+from specgen.method.stopping import best_nodes
 from specgen.method.tables import CostTable
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
