@@ -43,8 +43,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one GET in place of a proper answer: another status; the end of the connection after so many
-    bytes of the body; or a stop there until it is `released`."""
+    """What happens to one GET: another status, or an end or (until `released`) a stop after so many bytes."""
 
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -313,13 +312,10 @@ def python(
     """Start a process of its own, as a user would, with pipes for what it prints."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     own = {"PYTHONPATH": str(ROOT), **environment(folder, server), **variables}
+    command, pipe = [sys.executable, "-W", "error", "-c", script, *arguments], subprocess.PIPE
+    both = inherited | own
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", script, *arguments],
-        env=inherited | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
+        command, env=both, stdout=pipe, stderr=pipe, text=True, encoding="utf-8"
     )
 
 

