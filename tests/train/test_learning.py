@@ -9,9 +9,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +46,7 @@ from tests.helpers.cli import Specgen
 from tests.helpers.common import ROOT
 from tests.helpers.heads import counting, prompts
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
+from tests.helpers.workers import wait_for
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 CONFIG = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE)
@@ -180,24 +183,6 @@ def test_what_is_worse_is_dropped(
     assert text in found.text
 
 
-def test_an_interrupted_lesson_changes_nothing(models: Path, folder: Path) -> None:
-    looks = iter([False] * 3)
-    assert lesson(models, folder, is_interrupted=lambda: next(looks, True)) is None
-    assert names(folder) == []
-    assert read_learnt(folder, models / "draft.gguf") == Learnt()
-
-
-def test_what_is_forgotten_while_it_is_learnt_is_not_kept(models: Path, folder: Path) -> None:
-    def forget() -> bool:
-        (folder / ANSWERS).unlink(missing_ok=True)
-        KeptAnswers(folder).add(KeptAnswer((1, 2), tuple(range(20))))
-        return False
-
-    with pytest.raises(UsageError, match="deleted while the draft learnt"):
-        lesson(models, folder, is_interrupted=forget)
-    assert names(folder) == []
-
-
 def test_damaged_weights_and_what_a_killed_lesson_left_end_no_lesson(
     models: Path, folder: Path
 ) -> None:
@@ -212,7 +197,12 @@ def test_damaged_weights_and_what_a_killed_lesson_left_end_no_lesson(
     assert names(folder) == sorted([in_the_making, learnt])
 
 
-def test_a_lesson_needs_answers_and_is_alone(models: Path, folder: Path) -> None:
+def test_a_lesson_that_does_not_come_to_its_end_changes_nothing(models: Path, folder: Path) -> None:
+    def forget() -> bool:
+        (folder / ANSWERS).unlink(missing_ok=True)
+        KeptAnswers(folder).add(KeptAnswer((1, 2), tuple(range(20))))
+        return False
+
     with pytest.raises(UsageError, match="0 answers are kept for target.gguf: too few"):
         lesson(models, folder.with_name("none"))
     with (
@@ -220,6 +210,12 @@ def test_a_lesson_needs_answers_and_is_alone(models: Path, folder: Path) -> None
         pytest.raises(UsageError, match="another process learns"),
     ):
         lesson(models, folder)
+    looks = iter([False] * 3)
+    assert lesson(models, folder, is_interrupted=lambda: next(looks, True)) is None
+    with pytest.raises(UsageError, match="deleted while the draft learnt"):
+        lesson(models, folder, is_interrupted=forget)
+    assert names(folder) == []
+    assert read_learnt(folder, models / "draft.gguf") == Learnt()
 
 
 # --- beside answers
@@ -252,46 +248,46 @@ while said := sys.stdin.buffer.read(1):
     with (folder / "said").open("ab") as file:
         file.write(said)
 """
-_WAITS = "sys.stdin.buffer.read()"
 
 
-@contextlib.contextmanager
-def learning(
-    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, does: str
-) -> Iterator[tuple[Engine, Learner, list[str], Session]]:
-    monkeypatch.setattr(online_learning, "check_library", lambda: None)
-    code = _CHILD.format(root=str(ROOT), does=does)
-    monkeypatch.setattr(online_learning, "COMMAND", (sys.executable, "-c", code))
-    said: list[str] = []
-    with (
-        opened(models, folder) as loaded,
-        Engine(loaded) as engine,
-        Learner(loaded, engine, said.append) as learner,
-    ):
-        yield engine, learner, said, loaded
+Learning = Callable[[str], AbstractContextManager[tuple[Engine, Learner, list[str], Session]]]
 
 
-def until(happened: Callable[[], bool], look: Callable[[], None] = lambda: None) -> None:
-    for _ in range(3000):
-        look()
-        if happened():
-            return
-        time.sleep(0.01)
-    pytest.fail("it did not happen")
+@pytest.fixture
+def learning(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Learning:
+    @contextlib.contextmanager
+    def begun(does: str) -> Iterator[tuple[Engine, Learner, list[str], Session]]:
+        code = _CHILD.format(root=str(ROOT), does=does)
+        monkeypatch.setattr(online_learning, "COMMAND", (sys.executable, "-c", code))
+        monkeypatch.setattr(online_learning, "check_library", lambda: None)
+        said: list[str] = []
+        with (
+            opened(models, tmp_path / "learning") as loaded,
+            Engine(loaded) as engine,
+            Learner(loaded, engine, said.append) as learner,
+        ):
+            yield engine, learner, said, loaded
+
+    return begun
+
+
+def is_told(learner: Learner, said: list[str]) -> bool:
+    learner.between_answers()
+    return bool(said)
 
 
 def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learning: Learning, tmp_path: Path
 ) -> None:
-    with learning(models, tmp_path, monkeypatch, _SAYS) as (engine, learner, said, loaded):
+    with learning(_SAYS) as (engine, learner, said, loaded):
         for text in prompts(NEW_ANSWERS):
             learner.between_answers(begins=True)
             assert not learner.is_learning
             engine.answers([text])
         learner.between_answers()
         assert learner.is_learning
-        until(lambda: bool(said), learner.between_answers)
-        assert in_use(loaded) == tmp_path / "w.gguf"
+        wait_for(lambda: is_told(learner, said))
+        assert in_use(loaded) == tmp_path / "learning" / "w.gguf"
         assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
         answer = engine.insert("abc")
         finished = sessions.finished(list(engine.stream(answer)))
@@ -300,14 +296,12 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         assert not learner.is_learning
 
 
-def test_a_lesson_waits_while_an_answer_is_in_the_making(
-    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with learning(models, folder, monkeypatch, _NOTES) as (_, learner, _, _):
+def test_a_lesson_waits_while_an_answer_is_in_the_making(learning: Learning, folder: Path) -> None:
+    with learning(_NOTES) as (_, learner, _, _):
         for begins in (True, True, False, False) * 2:
             learner.between_answers(begins=begins)
         said = folder / "said"
-        until(lambda: said.exists() and said.read_bytes() == b"-+-+")
+        wait_for(lambda: said.exists() and said.read_bytes() == b"-+-+")
 
 
 def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +313,7 @@ def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch
         found = now_s
         if pauses.is_paused:
             now_s = 15.0
-            os.write(writer, online_learning.GO)
+            threading.Timer(0.1, os.write, (writer, online_learning.GO)).start()
         return found
 
     with os.fdopen(reader, "rb", buffering=0) as stdin:
@@ -332,20 +326,18 @@ def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch
         assert not pauses.wait()
         assert pauses.clock() == 10.0
         os.write(writer, online_learning.PAUSE)
-        until(lambda: pauses.is_paused)
+        wait_for(lambda: pauses.is_paused)
         assert not pauses.wait()
         assert not pauses.is_paused
         assert pauses.clock() == 10.0
         os.close(writer)
-        until(lambda: bool(ended))
+        wait_for(lambda: bool(ended))
 
 
-def test_a_lesson_that_fails_ends_learning_and_nothing_else(
-    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    does = "sys.exit('no memory')"
-    with learning(models, folder, monkeypatch, does) as (engine, learner, said, _):
-        until(lambda: bool(said), learner.between_answers)
+@pytest.mark.usefixtures("folder")
+def test_a_lesson_that_fails_ends_learning_and_nothing_else(learning: Learning) -> None:
+    with learning("sys.exit('no memory')") as (engine, learner, said, _):
+        wait_for(lambda: is_told(learner, said))
         assert said == ["learning has ended: no memory"]
         learner.between_answers()
         assert not learner.is_learning
@@ -353,21 +345,23 @@ def test_a_lesson_that_fails_ends_learning_and_nothing_else(
 
 
 def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learning: Learning, models: Path, tmp_path: Path
 ) -> None:
-    with learning(models, tmp_path, monkeypatch, _WAITS) as (engine, learner, said, loaded):
+    folder, draft = tmp_path / "learning", models / "draft.gguf"
+    with learning(_NOTES) as (engine, learner, said, loaded):
         learner.between_answers()
         assert said == []
+        folder.mkdir()
         engine.insert("abc")
         engine.step()
-        write_tiny_model(tmp_path / "w.gguf", CONFIG)
-        write_learnt(tmp_path, models / "draft.gguf", Learnt("w.gguf"))
+        write_tiny_model(folder / "w.gguf", CONFIG)
+        write_learnt(folder, draft, Learnt("w.gguf"))
         assert not engine.reload_draft()  # not while an answer is in the making
         assert in_use(loaded) is None
         list(engine.run())
         learner.between_answers(begins=True)
-        assert in_use(loaded) == tmp_path / "w.gguf"
-        shutil.rmtree(tmp_path)
+        assert in_use(loaded) == folder / "w.gguf"
+        shutil.rmtree(folder)
         learner.between_answers(begins=True)
         learner.between_answers()
         assert in_use(loaded) is None
@@ -444,10 +438,8 @@ def data_of(target: Path) -> Path:
 
 
 def test_commands_keep_learn_and_forget(specgen: Specgen, models: Path, folder: Path) -> None:
-    target, both = (
-        models / "target.gguf",
-        ("-m", models / "target.gguf", "-md", models / "draft.gguf"),
-    )
+    target = models / "target.gguf"
+    both = ("-m", target, "-md", models / "draft.gguf")
 
     def answer(*learn: str) -> str:
         found = specgen("run", *both, "-t", "1", "-n", "40", "--ignore-eos", *learn, "abc")
@@ -484,20 +476,12 @@ def test_commands_keep_learn_and_forget(specgen: Specgen, models: Path, folder: 
 def test_everything_is_forgotten_unless_a_target_is_named(
     specgen: Specgen, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = write_tiny_model(tmp_path / "other.gguf", CONFIG.draft(0.3))
-    ngram = ("-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos")
-    for target in (models / "target.gguf", other):
-        assert specgen("run", "-m", target, *ngram, "--learn", "abc").code == 0
     monkeypatch.setenv("SPECGEN_LEARN", "1")
-    for options in ([], ["--no-learn"]):
-        assert specgen("run", "-m", other, *ngram, *options, "abc").code == 0
-    assert len(read_answers(data_of(other))) == 2
+    other = write_tiny_model(tmp_path / "other.gguf", CONFIG.draft(0.3))
+    for target, *options in ((models / "target.gguf",), (other,), (other, "--no-learn")):
+        own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos", *options)
+        assert specgen("run", *own, "abc").code == 0
+    assert len(read_answers(data_of(other))) == 1
     gone = specgen("draft", "forget")
-    assert "kept answers: 3; weights learnt from them: 0; lookup texts: 2;" in gone.out
+    assert "kept answers: 2; weights learnt from them: 0; lookup texts: 2;" in gone.out
     assert not list(Path(os.environ["SPECGEN_DATA"]).glob("learning/*"))
-
-
-def test_a_server_learns_across_requests_or_not_at_all(specgen: Specgen, models: Path) -> None:
-    refused = specgen("serve", "-m", models / "target.gguf", "--learn")
-    assert refused.code == 2
-    assert "add --learn-across-requests" in refused.err
