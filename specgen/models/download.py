@@ -391,7 +391,7 @@ def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
         with _lock(locks / f"{blob.name}.lock", label, progress):  # huggingface_hub takes it, too
             if not blob.exists():
                 blob.parent.mkdir(parents=True, exist_ok=True)
-                report(size_of(file.partial), 0, False)
+                report(min(size_of(file.partial), file.size_bytes), 0, False)
                 token = get_token()  # the client sends it to no other host
                 download(url, file.partial, file.sha256, report, file.size_bytes, token)
                 file.partial.replace(blob)
