@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
@@ -29,7 +27,7 @@ from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter
 from tests.helpers.fake_grammar import FakeGrammar
-from tests.helpers.sessions import answered, finished, options_of, write_models
+from tests.helpers.sessions import answered, finished, opened, write_models
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
 from tests.tiny import Architecture, TinyConfig
 
@@ -478,20 +476,17 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
     config = TinyConfig(architecture=architecture, logit_scale=3.0, unprintable_scale=0.0)
     write_models(tmp_path, {"target": config, "draft": config.draft(0.1)})
     gbnf = 'root ::= "{{" ([a-e] [a-e ] [a-e] "(0123456789)(0123456789)" | [x-z] [x-z] "#~#~# ")+'
-    options = options_of(
-        tmp_path / "target.gguf",
-        "draft",
-        context=replace(EXACT, n_batch=16),
-        drafting={"ngram_min": 1, "verifier": "match"},
-        generation=GenerationOptions(max_tokens=150, grammar=Grammar("gbnf", gbnf)),
-    )
+    options: dict[str, Any] = {
+        "context": replace(EXACT, n_batch=16),
+        "drafting": {"ngram_min": 1, "verifier": "match"},
+        "generation": GenerationOptions(max_tokens=150, grammar=Grammar("gbnf", gbnf)),
+    }
     texts: dict[str, FinishedEvent] = {}
     for temperature in (0.0, 1.0):
         sampler = SamplerOptions(temperature=temperature, top_p=1.0, min_p=0.0, seed=4)
-        for draft in ("none", "ngram", tmp_path / "draft.gguf"):
-            changed = replace(options, sampler=sampler, draft=draft)
-            with Session(changed, time.perf_counter) as loaded:
-                texts[str(draft)] = answered(loaded, "a")
+        for draft in ("none", "ngram", "draft"):
+            with opened(tmp_path / "target.gguf", draft, sampler=sampler, **options) as loaded:
+                texts[draft] = answered(loaded, "a")
         for other in texts.values():
             assert other.token_ids == texts["none"].token_ids
         assert texts["none"].n_forced > 40
