@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specgen.errors import BackendError, SpecgenError
-from specgen.events import Event, NoticeEvent, ReasonName
+from specgen.events import Event, NoticeEvent
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Proposal, propose_together, refuse_nonsense
@@ -55,8 +55,8 @@ class _Decoded:
 
 
 class Loop:
-    """Generates with one target. `clock` returns seconds. `interrupted` is called between decodes; once it returns
-    True, sequences finish with the text that they have."""
+    """Generates with one target. Once `interrupted`, called between decodes, returns True, sequences finish with the
+    text that they have."""
 
     def __init__(
         self,
@@ -162,10 +162,9 @@ class Loop:
                 allowed = sequence.state.within_grammar(draft)
             turn.draft = plan.stop.cut(allowed)
             if not len(turn.draft):
-                name: ReasonName = "unsure" if len(draft) or draft.looks else "not ready"
-                if len(draft) and not len(allowed):
-                    name = "grammar"
-                turn.plan = replace(plan, reason=Reason(name))
+                why = "unsure" if len(draft) or draft.looks else "not ready"
+                is_forbidden = len(draft) and not len(allowed)
+                turn.plan = replace(plan, reason=Reason("grammar" if is_forbidden else why))
         else:
             turn.plan = replace(plan, reason=Reason("failed"))
             self._end_drafting(sequence, proposal.error, events)
@@ -212,8 +211,7 @@ class Loop:
         return *self.target.decode_hidden(batch, all_rows=trail.all_rows), 0.0
 
     def _finish(self, turn: _Turn, first: int, decoded: _Decoded, events: list[Event]) -> None:
-        """Verify a turn's draft, commit what is accepted, and learn from it. `first` is the root's row of the
-        logits."""
+        """Verify, commit and learn. `first` is the root's row of the logits."""
         sequence, draft, n_before = turn.sequence, turn.draft, len(turn.sequence.tokens)
         sequence.n_rows = 1 + len(draft)
         logits = decoded.logits[first : first + sequence.n_rows]
@@ -262,14 +260,12 @@ class Loop:
     def _commit(
         self, turn: _Turn, verdict: Verdict, logits: Logits, hidden: Hidden | None, first: int
     ) -> list[Event]:
-        """Add the accepted tokens and the target's own to the text, and let the cache and a draft's trail keep what
-        belongs to it."""
-        sequence, trail, n_before = turn.sequence, turn.sequence.trail, len(turn.sequence.tokens)
-        reason = turn.plan.reason
+        """Extend the text; the cache and a draft's trail keep what belongs to it."""
+        sequence, reason, n_before = turn.sequence, turn.plan.reason, len(turn.sequence.tokens)
         events = sequence.commit_verdict(turn.draft, verdict, logits, self.now_s, reason)
         kept = verdict.path[: len(sequence.tokens) - n_before]  # the text may end on the path
         keep_path(self.target, sequence.slot, turn.draft, kept)
-        if hidden is not None and trail is not None:
+        if hidden is not None and (trail := sequence.trail) is not None:
             pending = turn.pending if trail.all_rows else range(first, first + 1)
             rows = [*pending, *(pending[-1] + 1 + node for node in kept)]
             trail.keep_states(hidden[rows], sequence.tokens, n_before + len(kept))

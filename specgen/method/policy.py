@@ -316,20 +316,19 @@ class CostAwarePolicy:
         self._ngram_trust = min(plain_s / _NGRAM_MARGIN, recent_s) / self._token_s
 
     def _plan_found(self, offer: Offer, stop: WhilePaying) -> RoundPlan:
-        """Return the plan to verify the best part of what was found, or why that is nothing."""
+        """Plan to verify the best part of what was found; if there is none, say why."""
         found = stop.cut(offer.found)
         if len(found) and not self._waits(found.origins[0]):
             return RoundPlan(Reason("found"), found=found, stop=stop, drafter=offer.drafter)
         reason = Reason("nothing found")
         if len(offer.found):
             origin = offer.found.origins[0]
-            is_waiting = self._waits(origin)
-            reason = Reason("put aside") if is_waiting else self._too_rarely(origin)
+            waits = self._waits(origin)
+            reason = Reason("put aside") if waits else self._too_rarely(origin)
         return RoundPlan(reason, stop=stop)
 
     def _plan_model(self, offer: Offer, drafter: str, stop: WhilePaying) -> tuple[RoundPlan, float]:
-        """Return the plan for the drafter that decodes, and the seconds that this is expected to save: -inf if the
-        drafter should not start."""
+        """Return the plan for the drafter that decodes, and its expected gain in seconds; -inf for a trial or none."""
         rule, value_s, n_at_once = self._expect(drafter, offer.price, offer.n_left)
         why_not = self._why_not(drafter, offer.price, value_s)
         if why_not is not None:
@@ -453,8 +452,7 @@ class CostAwarePolicy:
         return rates
 
     def _rule(self, origin: str, price: Price, n_most: int) -> StoppingRule:
-        """Return the stopping rule of a drafter for drafts of at most `n_most` tokens, perhaps computed before for
-        about these prices and acceptance rates."""
+        """Return a drafter's rule for drafts of at most `n_most` tokens, or one that still fits about."""
         rates, unit_s = self.acceptance_of(origin), _NEWS * self._plain_s
         prices = [round(s / unit_s) for s in (price.next_s, self._token_s, self._extra_s[1])]
         key = (origin, n_most, rates.version // _N_NEWS, *prices)

@@ -62,8 +62,7 @@ class Price:
         return self.first_s + (n_drafted - 1) * self.next_s
 
 
-#: The price of drafts that cost nothing worth counting.
-FREE = Price(0.0, 0.0)
+FREE = Price(0.0, 0.0)  # nothing worth counting
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +85,8 @@ class CostTable:
         self._seconds = {n: s for n, s in sorted((seconds or {}).items()) if n > 0 and s > 0.0}
         self._sizes = list(self._seconds)
         self._n_observed: dict[int, int] = {}
-        #: The machine's present seconds over those of the table.
-        self._slowness = 1.0
-        #: The sequences that the last decodes served at once.
-        self._n_sharing = 1
+        self._slowness = 1.0  # the machine's present seconds over those of the table
+        self._n_sharing = 1  # the sequences that the last decodes served at once
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -119,8 +116,8 @@ class CostTable:
         return self._slowness * (known[below] * (1.0 - place) + known[above] * place)
 
     def seconds_each(self, n_rows: int) -> float:
-        """Return the seconds of `n_rows` rows of one sequence, if as many sequences as in the last decodes add as
-        many each; 0 while nothing is known."""
+        """Return one sequence's part of a decode in which it and the others of the last decodes have `n_rows` rows
+        each; 0 while nothing is known."""
         n = self._n_sharing
         return self.seconds(n_rows * n) / n if self._sizes else 0.0
 
@@ -197,8 +194,7 @@ class AcceptanceRates:
         self._prior = [prior_of(origin, middle) for middle in _MIDDLES]
         self._deviation = 0.0
         self._seen_here = np.zeros(N_BINS)
-        #: Counts the looks and judgements: each may change the probabilities, or how often each comes.
-        self.version = 0
+        self.version = 0  # the number of looks and judgements: each may change the rates
         self._curve: tuple[float, ...] | None = None
 
     def acceptance(self, confidence: float) -> float:

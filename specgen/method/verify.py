@@ -19,8 +19,9 @@ from specgen.system.arrays import ProbArray
 if TYPE_CHECKING:
     from specgen.options import VerifierName
 
-#: Steps of the bisection for SpecTr's rho: as many as a float's precision allows.
-_N_HALVINGS = 50
+_N_HALVINGS = (
+    50  # the steps of the bisection for SpecTr's rho: as many as a float's precision allows
+)
 
 #: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the samplers.
 TargetAt: TypeAlias = Callable[[int], Distribution]

@@ -14,8 +14,8 @@ import sys
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -43,8 +43,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one GET in place of a proper answer: another status; the end of the connection after so many
-    bytes of the body; or a stop there until it is `released`."""
+    """What happens to one GET: another status, or an end or (until `released`) a stop after so many bytes."""
 
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -75,9 +74,6 @@ class WebServer:
         web = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                self.do_GET()
-
             def do_GET(self) -> None:
                 # A client that was killed, or hung up on us, is part of the game.
                 with suppress(OSError):
@@ -85,17 +81,16 @@ class WebServer:
                     return
                 self.close_connection = True
 
+            do_HEAD = do_GET  # noqa: N815 - the name is the library's
+
             def log_message(self, *arguments: object) -> None:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def close(self) -> None:
         for fault in itertools.chain(*self.faults.values()):
@@ -127,13 +122,11 @@ def _serve(web: WebServer, handler: BaseHTTPRequestHandler) -> None:
         if handler.command == "GET":
             handler.wfile.write(content[: fault.cut_after])
 
-    path = handler.path.partition("?")[0]
+    path, given = handler.path.partition("?")[0], handler.headers.get("Authorization")
     match = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
     start = int(match[1]) if match else None
-    given = handler.headers.get("Authorization")
-    fault = Fault()
-    if handler.command == "GET" and web.faults.get(path):
-        fault = web.faults[path].pop(0)
+    faults = web.faults.get(path) if handler.command == "GET" else None
+    fault = faults.pop(0) if faults else Fault()
     with web.changed:
         web.asked.append(Asked(handler.command, path, start, given))
         web.changed.notify_all()
@@ -148,8 +141,6 @@ def _serve(web: WebServer, handler: BaseHTTPRequestHandler) -> None:
         size = len(resource.content)
         if start is None or not web.knows_ranges:
             send(200, resource.headers, resource.content)
-        elif start >= size > 0:
-            send(416, {"Content-Range": f"bytes */{size}"})
         else:
             place = {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
             send(206, place | dict(resource.headers), resource.content[start:])
@@ -157,11 +148,8 @@ def _serve(web: WebServer, handler: BaseHTTPRequestHandler) -> None:
 
 @contextmanager
 def web_server() -> Iterator[WebServer]:
-    server = WebServer()
-    try:
+    with closing(WebServer()) as server:
         yield server
-    finally:
-        server.close()
 
 
 def store(model: CatalogueModel, content: bytes) -> Path:
@@ -196,26 +184,22 @@ def small_model(
     package = "Tiny.Model-part{part}" if n_parts > 1 else "Tiny.Model"
     member, part_bytes = "tiny_model/part{index:02d}.bin", -(-len(content) // n_parts)
     pypi = PypiSource(package, "1.0", member, n_parts, part_bytes)
-    about = ("MIT", "0", "F32", "random bytes")
-    return CatalogueModel(
-        "tiny", "tiny.gguf", len(content), sha256(content), *about, hub=hub, pypi=pypi
-    )
+    about = (len(content), sha256(content), "MIT", "0", "F32", "random bytes")
+    return CatalogueModel("tiny", "tiny.gguf", *about, hub=hub, pypi=pypi)
 
 
 def write_registry(folder: Path, model: CatalogueModel) -> None:
     """Make the model, and a pair of it, the user's models.toml."""
-
-    def table(heading: str, value: object, names: str) -> list[str]:
-        given = {name: getattr(value, name) for name in names.split()}
-        return [heading, *(f"{k} = {json.dumps(v)}" for k, v in given.items() if v is not None)]
-
-    names = "name file size_bytes sha256 licence parameters quantisation description"
-    lines = table("[[models]]", model, names)
-    if model.hub is not None:
-        lines += table("[models.hub]", model.hub, "repo file revision")
-    lines += table("[models.pypi]", model.pypi, "package version member parts part_bytes")
-    lines += ["[[pairs]]", 'name = "tiny-pair"', f'target = "{model.name}"', 'draft = "ngram"']
-    lines += ['description = "no draft model"']
+    pair = {"name": "tiny-pair", "target": model.name, "draft": "ngram"}
+    lines: list[str] = []
+    for heading, table in {
+        "[[models]]": asdict(model),
+        "[models.hub]": asdict(model.hub) if model.hub else {},
+        "[models.pypi]": asdict(model.pypi) if model.pypi else {},
+        "[[pairs]]": pair | {"description": "no draft model"},
+    }.items():
+        given = {k: v for k, v in table.items() if isinstance(v, str | int)}
+        lines += [heading, *(f"{k} = {json.dumps(v)}" for k, v in given.items())] if given else []
     (folder / "config").mkdir(exist_ok=True)
     (folder / "config" / "models.toml").write_text("\n".join(lines), encoding="utf-8")
 
@@ -244,20 +228,16 @@ def publish(server: WebServer, model: CatalogueModel, content: bytes) -> None:
 
 
 def publish_wheel(server: WebServer, model: CatalogueModel, index: int, wheel: bytes) -> None:
+    """Put the wheel of a part on the index, after one of another version."""
     path = wheel_path(model, index)
     server.resources[path] = Resource(wheel)
-    files = {f"../..{path.replace('-1.0-', '-0.9-')}": "0" * 64, f"../..{path}": sha256(wheel)}
-    server.resources[page_path(model, index)] = index_page(files)
-
-
-def index_page(files: Mapping[str, str | None]) -> Resource:
-    """A page of an index with files: the address and the SHA-256 of each."""
-    entries = [
-        {"filename": Path(url).name, "url": url, "hashes": {"sha256": digest} if digest else {}}
-        for url, digest in files.items()
+    versions = {path.replace("-1.0-", "-0.9-"): "0" * 64, path: sha256(wheel)}
+    files = [
+        {"filename": Path(each).name, "url": f"../..{each}", "hashes": {"sha256": digest}}
+        for each, digest in versions.items()
     ]
-    document = {"meta": {"api-version": "1.1"}, "name": "tiny", "files": entries}
-    return Resource(json.dumps(document).encode())
+    document = {"meta": {"api-version": "1.1"}, "name": "tiny", "files": files}
+    server.resources[page_path(model, index)] = Resource(json.dumps(document).encode())
 
 
 def publish_on_hub(
@@ -285,35 +265,33 @@ def publish_repository(
         digest, size = sha256(content), len(content)
         lfs = {"sha256": digest, "size": size, "pointerSize": 130}
         siblings.append({"rfilename": name, "size": size, "blobId": digest[:40], "lfs": lfs})
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"'}
-        resource = Resource(content, headers=headers, token=token)
+        headers, location = {"X-Repo-Commit": commit, "ETag": f'"{digest}"'}, None
         if storage is not None:
             storage.resources[f"/blobs/{digest}"] = Resource(content)
-            resource.headers = {
-                **headers,
-                "X-Linked-ETag": f'"{digest}"',
-                "X-Linked-Size": str(size),
-            }
-            resource.location = f"{storage.url}/blobs/{digest}?signature=1"
+            headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(size)}
+            location = f"{storage.url}/blobs/{digest}?signature=1"
+        resource = Resource(content, headers, token, location)
         server.resources[f"/{repo}/resolve/main/{name}"] = resource
     info = {"id": repo, "sha": commit, "tags": ["gguf", "license:mit"], "siblings": siblings}
     server.resources[f"/api/models/{repo}"] = Resource(json.dumps(info).encode())
 
 
+def point_hub_at(patch: pytest.MonkeyPatch, url: str) -> None:
+    """Let huggingface_hub, which may be imported already, ask there."""
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    patch.setattr("huggingface_hub.constants.ENDPOINT", url)
+    patch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
 def use_hub(patch: pytest.MonkeyPatch, folder: Path, server: WebServer) -> None:
-    """Let this process use the hub of `server`, with a cache below `folder`: huggingface_hub has read its
-    variables if another test has imported it."""
+    """Let this process use the hub of `server`, with a cache below `folder`."""
     for name, value in environment(folder, server).items():
         patch.setenv(name, value)
     patch.delenv("HF_TOKEN", raising=False)
-    for name, constant in {
-        "HF_HUB_CACHE": str(folder / "hub" / "hub"),
-        "HF_TOKEN_PATH": str(folder / "hub" / "token"),
-        "ENDPOINT": server.url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
-        "DOWNLOAD_CHUNK_SIZE": 65_536,
-    }.items():
-        patch.setattr(f"huggingface_hub.constants.{name}", constant)
+    point_hub_at(patch, server.url)
+    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub" / "hub"))
+    patch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folder / "hub" / "token"))
+    patch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 65_536)
 
 
 def environment(folder: Path, server: WebServer) -> dict[str, str]:
@@ -334,13 +312,10 @@ def python(
     """Start a process of its own, as a user would, with pipes for what it prints."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     own = {"PYTHONPATH": str(ROOT), **environment(folder, server), **variables}
+    command, pipe = [sys.executable, "-W", "error", "-c", script, *arguments], subprocess.PIPE
+    both = inherited | own
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", script, *arguments],
-        env=inherited | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
+        command, env=both, stdout=pipe, stderr=pipe, text=True, encoding="utf-8"
     )
 
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,24 +44,17 @@ from tests.helpers.rows import decoded
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
-N_CONTEXT = 64
-NOW = datetime.datetime(2026, 1, 1)
+CONFIG = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE)
 
 
-def llama_logits(path: Path, tokens: list[int], n_ctx: int = N_CONTEXT) -> np.ndarray:
+def llama_logits(path: Path, tokens: list[int]) -> np.ndarray:
     """What llama.cpp says behind each token of a text: float32[n, n_vocab]."""
-    model = LlamaModel(path)
-    backend = LlamaBackend(
-        model,
-        ContextOptions(n_threads=1),
-        n_ctx=n_ctx,
-        clock=time.monotonic,
-        n_outputs=len(tokens),
-    )
-    found = decoded(backend, tokens)
-    backend.close()
-    model.close()
-    return found
+    choices: dict[str, Any] = {"n_ctx": 128, "clock": time.monotonic, "n_outputs": len(tokens)}
+    with (
+        contextlib.closing(LlamaModel(path)) as model,
+        contextlib.closing(LlamaBackend(model, ContextOptions(n_threads=1), **choices)) as backend,
+    ):
+        return decoded(backend, tokens)
 
 
 def own_logits(path: Path, *texts: list[int]) -> list[np.ndarray]:
@@ -126,14 +119,11 @@ def test_blocks_are_multiplied_in_every_type(type_name: str) -> None:
     assert np.array_equal(dequantize(new)[1], before[1])
 
 
-def test_blocks_of_two_types_share_a_factor() -> None:
+def test_blocks_of_two_types_share_a_factor_and_a_scale_stays_a_number() -> None:
     assert gguf_weights.block_size(["q4_0", "q4_k"], 512) == 256
     assert gguf_weights.block_size(["f16", "q8_0"], 64) == 32
     assert gguf_weights.block_size(["f32"], 40) == 40
     assert gguf_weights.block_size(["q4_0", "mxfp4"], 64) is None
-
-
-def test_a_scale_stays_a_number() -> None:
     stored = quantize(np.full((1, 32), 5e5, np.float32), "q4_0")
     new = gguf_weights.scaled_bytes(stored, np.array([[3.0]], np.float32))
     assert np.isfinite(dequantize(replace(stored, data=new))).all()
@@ -142,12 +132,10 @@ def test_a_scale_stays_a_number() -> None:
 @pytest.mark.parametrize("tensor_type", ["f32", "f16", "q8_0", "q4_0", "q4_1"])
 def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_type: Any) -> None:
     original = write_tiny_model(tmp_path / "a.gguf", TinyConfig(tensor_type=tensor_type))
-    before = read_weights(original)
-    none = pack([])
-    start = Trainer(original, none, none).copied()
-    name = "ffn_up.factors"
+    before, none, name = read_weights(original), pack([]), "ffn_up.factors"
+    shape = Trainer(original, none, none).copied()[name].shape
     rng = np.random.default_rng(0)
-    changes = {name: rng.uniform(-0.01, 0.01, start[name].shape).astype(np.float32)}
+    changes = {name: rng.uniform(-0.01, 0.01, shape).astype(np.float32)}
     write_weights(original, changes, tmp_path / "b.gguf")
     after = read_weights(tmp_path / "b.gguf")
     for layer, of_layer in enumerate(changes[name]):
@@ -161,14 +149,15 @@ def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_typ
 
 
 def test_what_cannot_be_trained_is_one_error(tmp_path: Path) -> None:
-    state_space = write_tiny_model(tmp_path / "a.gguf", TinyConfig(architecture="mamba"))
-    with pytest.raises(ModelFileError, match="cannot train a model of the architecture 'mamba'"):
-        read_weights(state_space)
-    cut = write_tiny_model(tmp_path / "b.gguf", TinyConfig(), keep_fraction=0.5)
-    with pytest.raises(ModelFileError, match="no whole GGUF file"):
-        read_weights(cut)
-    with pytest.raises(ModelFileError, match="cannot be read"):
-        read_weights(tmp_path / "c.gguf")
+    write_tiny_model(tmp_path / "a.gguf", TinyConfig(architecture="mamba"))
+    write_tiny_model(tmp_path / "b.gguf", TinyConfig(), keep_fraction=0.5)
+    for name, message in (
+        ("a.gguf", "cannot train a model of the architecture 'mamba'"),
+        ("b.gguf", "no whole GGUF file"),
+        ("c.gguf", "cannot be read"),
+    ):
+        with pytest.raises(ModelFileError, match=message):
+            read_weights(tmp_path / name)
 
 
 # --- texts ----------------------------------------------------------------------------------
@@ -182,20 +171,16 @@ def test_every_token_of_an_answer_is_predicted_once(
     lengths: list[tuple[int, int]], n_columns: int
 ) -> None:
     counter = itertools.count(1)
-    texts = [
-        TrainingText(
-            tuple(next(counter) for _ in range(n_prompt)),
-            tuple(next(counter) for _ in range(n_answer)),
-            is_held_back=False,
-        )
-        for n_prompt, n_answer in lengths
-    ]
+
+    def tokens(n: int) -> tuple[int, ...]:
+        return tuple(itertools.islice(counter, n))
+
+    texts = [TrainingText(tokens(i), tokens(n), is_held_back=False) for i, n in lengths]
     rows = pack(texts, n_columns)
     wanted = {
         token
         for text in texts
-        for place, token in enumerate(text.answer_tokens, len(text.prompt_tokens))
-        if place < n_columns
+        for token in text.answer_tokens[: max(0, n_columns - len(text.prompt_tokens))]
     }
     is_label = rows.labels >= 0
     assert sorted(rows.labels[is_label]) == sorted(wanted)
@@ -203,19 +188,16 @@ def test_every_token_of_an_answer_is_predicted_once(
     # All tokens are different numbers in order, so that the one before is the one that predicts.
     assert np.array_equal(rows.tokens[is_label] + 1, rows.labels[is_label])
     for text in texts:
-        row, column = np.nonzero(rows.tokens == text.prompt_tokens[0])
-        for r, c in zip(row, column, strict=True):
+        for r, c in np.argwhere(rows.tokens == text.prompt_tokens[0]):
             assert rows.positions[r, c] == 0
             same = rows.texts[r] == rows.texts[r, c]
             n = min(n_columns, len(text.prompt_tokens) + len(text.answer_tokens))
-            assert same.sum() == n
             assert np.array_equal(rows.positions[r, same], np.arange(n))
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE)
-    return write_tiny_model(tmp_path_factory.mktemp("target") / "t.gguf", config)
+    return write_tiny_model(tmp_path_factory.mktemp("target") / "t.gguf", CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -226,24 +208,24 @@ def text(target: Path, tmp_path_factory: pytest.TempPathFactory) -> TargetText:
     return TargetText(folder)
 
 
-@contextlib.contextmanager
-def both(target: Path, draft: Path) -> Iterator[tuple[LlamaModel, LlamaModel]]:
-    """Two models, loaded."""
-    first, second = LlamaModel(target), LlamaModel(draft)
-    with contextlib.closing(first), contextlib.closing(second):
-        yield first, second
-
-
 def texts_for(text: TargetText, target: Path, draft: Path) -> list[TrainingText]:
-    with both(target, draft) as (model, draft_model):
-        return training_texts(text, model, draft_model, NOW)
+    with (
+        contextlib.closing(LlamaModel(target)) as model,
+        contextlib.closing(LlamaModel(draft)) as small,
+    ):
+        return training_texts(text, model, small, datetime.datetime(2026, 1, 1))
+
+
+def said(model: Path, answers: Iterable[tuple[int, ...]]) -> list[bytes]:
+    with contextlib.closing(LlamaModel(model, vocabulary_only=True)) as loaded:
+        return [b"".join(map(loaded.vocabulary.token_bytes, tokens)) for tokens in answers]
 
 
 def test_a_sibling_reads_the_targets_tokens(text: TargetText, target: Path) -> None:
     found = texts_for(text, target, target)
-    assert [each.prompt_tokens for each in found] == [each.prompt_tokens for each in text.answers]
-    assert [each.answer_tokens for each in found] == [each.tokens for each in text.answers]
-    assert [each.is_held_back for each in found] == [each.is_held_back for each in text.answers]
+    assert [(each.prompt_tokens, each.answer_tokens, each.is_held_back) for each in found] == [
+        (each.prompt_tokens, each.tokens, each.is_held_back) for each in text.answers
+    ]
     rows = pack(found, N_COLUMNS)
     is_label = rows.labels >= 0
     # The target chose its likeliest tokens.
@@ -254,16 +236,12 @@ def test_a_sibling_reads_the_targets_tokens(text: TargetText, target: Path) -> N
 def test_another_draft_reads_the_same_text_in_its_own_tokens(
     text: TargetText, target: Path, tmp_path: Path
 ) -> None:
-    config = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE)
-    draft = write_respelled_model(tmp_path / "d.gguf", config)
+    draft = write_respelled_model(tmp_path / "d.gguf", CONFIG)
     found = texts_for(text, target, draft)
-    assert len(found) == len(text.answers)
-    with both(target, draft) as (model, draft_model):
-        for each, answer in zip(found, text.answers, strict=True):
-            own = map(draft_model.vocabulary.token_bytes, each.answer_tokens)
-            said = map(model.vocabulary.token_bytes, answer.tokens)
-            assert b"".join(own) == b"".join(said)
-            assert each.prompt_tokens != answer.prompt_tokens
+    own = said(draft, (each.answer_tokens for each in found))
+    assert own == said(target, (answer.tokens for answer in text.answers))
+    for each, answer in zip(found, text.answers, strict=True):
+        assert each.prompt_tokens != answer.prompt_tokens
     rows = pack(found, N_COLUMNS)
     assert rows.n_labels > 0
     assert rows.top_tokens.shape == (*rows.labels.shape, 0)
@@ -274,24 +252,18 @@ def test_another_draft_reads_the_same_text_in_its_own_tokens(
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE, tensor_type="q8_0")
     folder = tmp_path_factory.mktemp("draft")
-    right = write_tiny_model(folder / "right.gguf", config)
+    right = write_tiny_model(folder / "right.gguf", replace(CONFIG, tensor_type="q8_0"))
     return write_with_other_scales(right, folder / "d.gguf", 0.5)
 
 
 def fitted(
-    draft: Path,
-    texts: list[TrainingText],
-    output: Path,
-    *,
-    stop_after: int = 10**9,
-) -> tuple[Distilled | None, list[tuple[int, int]]]:
+    draft: Path, texts: list[TrainingText], output: Path, *, stop_after: int = 10**9
+) -> tuple[Distilled | None, list[int]]:
     """Train a draft; interrupted after so many steps. Also what progress was told."""
-    told: list[tuple[int, int]] = []
-    budget = Budget(
-        counting(), math.inf, lambda: len(told) >= stop_after, lambda *steps: told.append(steps)
-    )
+    told: list[int] = []
+    interrupted, progress = lambda: len(told) >= stop_after, lambda done, _: told.append(done)
+    budget = Budget(counting(), math.inf, interrupted, progress)
     return distil(draft, texts, output, budget, rate=0.01), told
 
 
@@ -301,7 +273,7 @@ def agreement_of(draft: Path, texts: list[TrainingText]) -> float:
     for text in texts:
         if text.is_held_back:
             tokens = [*text.prompt_tokens, *text.answer_tokens]
-            likeliest = llama_logits(draft, tokens[:-1], 128).argmax(axis=1)
+            likeliest = llama_logits(draft, tokens[:-1]).argmax(axis=1)
             n_right += int((likeliest[len(text.prompt_tokens) - 1 :] == text.answer_tokens).sum())
             n += len(text.answer_tokens)
     return n_right / n
@@ -317,47 +289,40 @@ def test_a_trained_draft_agrees_more_often(
     assert found.agreement_before == pytest.approx(agreement_of(draft, texts), abs=0.02)
     assert found.agreement_after == pytest.approx(agreement_of(output, texts), abs=0.02)
     assert found.agreement_after > found.agreement_before + 0.05
-    assert [done for done, _ in told] == list(range(1, found.n_steps + 1))
+    assert told == list(range(1, found.n_steps + 1))
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
 @pytest.mark.parametrize(
     ("losses", "until_s", "stop_after", "best", "n_steps"),
     [
-        ([3.0, 1.0, 2.0], math.inf, 99, 1, 12),  # the lowest loss counts, not the last
-        ([9.0, 9.0, 9.0, 9.0], math.inf, 99, None, 8),  # patience
-        ([1.0] * 9, 5.0, 99, 0, 3),  # the time is over: judged once more
-        ([1.0] * 9, math.inf, 5, 0, 5),  # interrupted
+        ([3.0, 1.0, 2.0], math.inf, 99, (1.0, 8), 12),  # the lowest loss counts, not the last
+        ([9.0, 9.0, 9.0, 9.0], math.inf, 99, (8.0, None), 8),  # patience
+        ([1.0] * 9, 5.0, 99, (1.0, 3), 3),  # the time is over: judged once more
+        ([1.0] * 9, math.inf, 5, (1.0, 4), 5),  # interrupted
     ],
 )
 def test_training_ends_with_the_parameters_of_the_lowest_loss(
-    losses: list[float], until_s: float, stop_after: int, best: int | None, n_steps: int
+    losses: list[float], until_s: float, stop_after: int, best: tuple[float, Any], n_steps: int
 ) -> None:
+    """`best` is the lowest loss, and the steps before it."""
     schedule = Schedule(16, 4, 3, 0.01, n_rising=2, last_share=0.1, judged_every=4, patience=2)
     state, rates, judged = TrainingState(8.0), list[float](), itertools.count()
     budget = Budget(counting(), until_s, lambda: len(rates) >= stop_after)
     trainee = types.SimpleNamespace(
         step=lambda rows, rate: rates.append(rate * len(rows)),
         loss=lambda: losses[next(judged)],
-        copied=lambda: {"judgement": np.array(len(rates))},
+        copied=lambda: {"n_steps": len(rates)},
     )
     is_whole = train(trainee, state, schedule, budget)
     assert is_whole == (stop_after == 99)
     assert state.n_steps == len(rates) == n_steps
     assert rates[0] < rates[1]
-    if best is None:
-        assert state.best == {}
-    else:
-        assert state.best_loss == losses[best]
-        assert state.best["judgement"] == min(4 * (best + 1), n_steps)
+    assert (state.best_loss, state.best.get("n_steps")) == best
 
 
 def test_errors_before_training(
-    text: TargetText,
-    target: Path,
-    draft: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    text: TargetText, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = texts_for(text, target, draft)
     with pytest.raises(UsageError, match="to learn from and .* too few"):
@@ -365,10 +330,10 @@ def test_errors_before_training(
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="file"):
         fitted(draft, texts, tmp_path / "file" / "d.gguf")
-    little = types.SimpleNamespace(available=1000)
     assert fitted(draft, texts, tmp_path / "d.gguf", stop_after=2)[0] is None
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     with monkeypatch.context() as patch:
+        little = types.SimpleNamespace(available=1000)
         patch.setattr("psutil.virtual_memory", lambda: little)
         with pytest.raises(MemoryLimitError, match=r"training it needs about .* GiB are free"):
             fitted(draft, texts, tmp_path / "d.gguf")
