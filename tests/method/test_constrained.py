@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import pytest
@@ -18,40 +17,26 @@ from specgen.drafters.cascade import Cascade
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.method.draft import ROOT, NoTokenAllowedError
 from specgen.method.drafter import Drafter
-from specgen.method.verify import MatchVerifier, Verifier
-from specgen.options import (
-    DraftOptions,
-    GenerationOptions,
-    Grammar,
-    SamplerOptions,
-    VerifierName,
-)
+from specgen.method.verify import MatchVerifier
+from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.engine import generate
-from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
-from tests.helpers.fake_generations import (
-    PROMPT,
-    Clock,
-    Setup,
-    model_drafter,
-    ngram_drafter,
-)
+from tests.helpers.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter
 from tests.helpers.fake_grammar import FakeGrammar
-from tests.helpers.sessions import options_of
+from tests.helpers.sessions import answered, finished, opened, write_models
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
-from tests.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.tiny import Architecture, TinyConfig
 
 N_VOCAB = 12
 #: Token 10 and 11 end a text.
 ENDS = (10, 11)
 LETTERS = FakeVocabulary.letters(N_VOCAB, ends=ENDS)
 LANGUAGE = random_language(N_VOCAB, seed=7)
-AGAINST_REPETITION = {
+AGAINST_REPETITION: dict[str, Any] = {
     "repeat_penalty": 1.6,
     "frequency_penalty": 0.4,
     "presence_penalty": 0.3,
@@ -76,13 +61,18 @@ def grammar(rules: Rules, *may_end: int) -> FakeGrammar:
     return FakeGrammar(rules, may_end=frozenset(may_end), end_tokens=ENDS)
 
 
+def words(first: int, n: int) -> Rules:
+    """Any tokens but 9 to 11, from one state to the one that is `n` further on."""
+    return {state: dict.fromkeys(range(9), state + 1) for state in range(first, first + n)}
+
+
 def digits(n: int) -> list[int]:
     return [i * i % 9 for i in range(n)]
 
 
 #: A choice, a run that is forced, and so on: the shape of JSON with long keys.
 def rounds_of(n_forced: int) -> FakeGrammar:
-    choice: Rules = {0: dict.fromkeys(range(6), 1), 1: dict.fromkeys(range(3, 9), 2)}
+    choice = {0: dict.fromkeys(range(6), 1), 1: dict.fromkeys(range(3, 9), 2)}
     return grammar({**choice, **run_of(digits(n_forced), 2, 0)})
 
 
@@ -92,21 +82,12 @@ GRAMMARS: dict[str, Callable[[], FakeGrammar]] = {
     "short runs": lambda: rounds_of(3),
     "runs longer than what rides along": lambda: rounds_of(18),
     "runs longer than a batch": lambda: rounds_of(21),
-    "forced at the start": lambda: grammar(
-        {**run_of(digits(5), 0, 5), 5: dict.fromkeys(range(9), 6), 6: dict.fromkeys(range(9), 5)}
-    ),
     "long run at the start": lambda: grammar(
         {**run_of(digits(30), 0, 5), 5: dict.fromkeys(range(9), 5)}
     ),
-    "may end": lambda: grammar({0: dict.fromkeys(range(9), 1), 1: dict.fromkeys(range(5), 0)}, 0),
-    "forced end": lambda: grammar(
-        {
-            **{i: dict.fromkeys(range(9), i + 1) for i in range(6)},
-            **run_of(digits(4), 6, 7),
-        },
-        7,
-    ),
-    "one choice and the end": lambda: grammar({0: dict.fromkeys(range(9), 1)}, 1),
+    "may end": lambda: grammar({**words(0, 1), 1: dict.fromkeys(range(5), 0)}, 0),
+    "forced end": lambda: grammar({**words(0, 6), **run_of(digits(4), 6, 7)}, 7),
+    "one choice and the end": lambda: grammar(words(0, 1), 1),
 }
 
 
@@ -128,18 +109,13 @@ def registered(name: str) -> DrafterOf:
 DRAFTERS: dict[str, DrafterOf] = {
     "perfect": model(LANGUAGE),
     "good": model(noisy(LANGUAGE, 1.5)),
-    "greedy": lambda state, own: model_drafter(
-        noisy(LANGUAGE, 1.5), LETTERS, replace(own, temperature=0.0), state=state
-    )[0],
+    "greedy": model(noisy(LANGUAGE, 1.5), SamplerOptions()),
     "bad": model(random_language(N_VOCAB, seed=8)),
     "ngram": lambda state, own: ngram_drafter(),
-    "ngram or good": lambda state, own: Cascade(
-        ngram_drafter(),
-        model_drafter(noisy(LANGUAGE, 1.5), LETTERS, own, state=state)[0],
-        state=state,
-    ),
+    "ngram or good": registered("ngram and model"),
     "tree": registered("random tree"),
-    **{name: registered(name) for name in ("staged by a model", "tree of guesses")},
+    "staged by a model": registered("staged by a model"),
+    "tree of guesses": registered("tree of guesses"),
 }
 
 
@@ -151,8 +127,23 @@ class Run:
 
     @property
     def summary(self) -> FinishedEvent:
-        assert isinstance(self.events[-1], FinishedEvent)
-        return self.events[-1]
+        return finished(self.events)
+
+
+def setup_of(
+    rules: FakeGrammar | None,
+    drafter: str | DrafterOf | None,
+    sampler: SamplerOptions,
+    **changes: Any,
+) -> Setup:
+    make = DRAFTERS[drafter] if isinstance(drafter, str) else drafter
+    return Setup(
+        vocabulary=LETTERS,
+        drafter=None if make is None else lambda state: make(state, sampler),
+        sampler=sampler,
+        grammar=None if rules is None else rules.start,
+        **changes,
+    )
 
 
 def run(
@@ -162,28 +153,17 @@ def run(
     *,
     n_draft: int = 5,
     max_tokens: int = 60,
-    stop: abc.Sequence[str] = (),
-    n_ctx: int = 256,
-    n_batch: int = 20,
-    seed: int = 0,
-    language: Language = LANGUAGE,
-    verifier: Verifier | None = None,
+    stop: tuple[str, ...] = (),
     interrupted: Callable[[], bool] = lambda: False,
+    **changes: Any,
 ) -> Run:
-    sampler = sampler or SamplerOptions()
-    make = DRAFTERS[drafter] if isinstance(drafter, str) else drafter
-    setup = Setup(
-        language=language,
-        vocabulary=LETTERS,
-        drafter=None if make is None else lambda state: make(state, sampler),
-        sampler=sampler,
-        grammar=None if rules is None else rules.start,
+    setup = setup_of(
+        rules,
+        drafter,
+        sampler or SamplerOptions(),
         drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0),
-        options=GenerationOptions(max_tokens=max_tokens, stop=tuple(stop)),
-        n_ctx=n_ctx,
-        n_batch=n_batch,
-        seed=seed,
-        verifier=verifier,
+        options=GenerationOptions(max_tokens=max_tokens, stop=stop),
+        **{"n_batch": 20, **changes},
     )
     done = Run(setup, *setup.run(interrupted))
     check(done)
@@ -203,17 +183,15 @@ def check(done: Run) -> None:
     assert not any(isinstance(event, NoticeEvent) for event in done.events)
     # The grammar allows the text, and whatever is told of a draft.
     state = TextState(done.setup.prompt, done.setup.grammar)
-    n_told = 0
     for event in done.events:
         if isinstance(event, DraftedEvent):
-            assert n_told == len(state.tokens) - generation.n_prompt
             texts: dict[int, tuple[int, ...]] = {ROOT: ()}
             for index, node in enumerate(event.nodes):
                 texts[index] = (*texts[node.parent], node.token_id)
                 state.grammar(texts[index])  # raises ValueError if not
         elif isinstance(event, CommittedEvent):
             for piece in event.pieces:
-                if n_told == len(answer):
+                if len(state.tokens) == len(generation.tokens):
                     break
                 forced = state.forced()
                 if piece.kind == "forced":
@@ -224,7 +202,6 @@ def check(done: Run) -> None:
                     assert piece.token_id == forced
                     assert piece.kind != "plain"
                 state.commit(piece.token_id)
-                n_told += 1
     kinds = [piece.kind for piece in pieces]
     assert summary.n_forced == generation.tally.n_forced == kinds.count("forced")
     assert summary.n_accepted == kinds.count("accepted")
@@ -256,30 +233,30 @@ def oracle(rules: FakeGrammar, *, max_tokens: int = 60) -> list[int]:
     return answer
 
 
+def told(done: Run) -> tuple[object, ...]:
+    ends = (done.summary.finish_reason, done.summary.stopped_by)
+    return done.generation.tokens, done.summary.text, ends
+
+
 # --- the same text
 
 
-@pytest.mark.parametrize("n_draft", [1, 5])
+@pytest.mark.parametrize(
+    ("sampler", "n_draft"), [(SamplerOptions(), 1), (SamplerOptions(), 5), (UNFILTERED, 5)]
+)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_greedy_text_is_the_constrained_plain_text(name: str, kind: str, n_draft: int) -> None:
-    plain = run(GRAMMARS[name]())
-    fast = run(GRAMMARS[name](), kind, n_draft=n_draft)
-    assert plain.generation.answer == oracle(GRAMMARS[name]())
-    assert fast.generation.tokens == plain.generation.tokens
-    assert fast.summary.text == plain.summary.text
-    assert fast.summary.finish_reason == plain.summary.finish_reason
-    assert fast.summary.stopped_by == plain.summary.stopped_by
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_matching_keeps_a_seeds_constrained_text(name: str, kind: str, seed: int) -> None:
-    plain = run(GRAMMARS[name](), None, UNFILTERED, seed=seed)
-    fast = run(GRAMMARS[name](), kind, UNFILTERED, seed=seed, verifier=MatchVerifier())
-    assert fast.generation.tokens == plain.generation.tokens
-    assert fast.summary.finish_reason == plain.summary.finish_reason
+def test_a_seeds_text_is_the_constrained_plain_text(
+    name: str, kind: str, sampler: SamplerOptions, n_draft: int
+) -> None:
+    rules, is_greedy = GRAMMARS[name](), sampler.temperature == 0.0
+    for seed in range(1 if is_greedy else 2):
+        plain = run(rules, None, sampler, seed=seed)
+        verifier = None if is_greedy else MatchVerifier()
+        fast = run(rules, kind, sampler, n_draft=n_draft, seed=seed, verifier=verifier)
+        assert told(fast) == told(plain)
+        if is_greedy:
+            assert plain.generation.answer == oracle(rules)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -318,37 +295,28 @@ def automata(draw: st.DrawFn) -> FakeGrammar:
     rules=automata(),
     kind=st.sampled_from(sorted(DRAFTERS)),
     n_draft=st.integers(1, 9),
-    max_tokens=st.integers(0, 40),
+    n=st.integers(0, 40),
     n_batch=st.integers(1, 30),
     n_ctx=st.integers(len(PROMPT), 60),
-    against_repetition=st.booleans(),
+    penalties=st.sampled_from([{}, AGAINST_REPETITION]),
 )
 def test_any_automaton(
     rules: FakeGrammar,
     kind: str,
     n_draft: int,
-    max_tokens: int,
+    n: int,
     n_batch: int,
     n_ctx: int,
-    against_repetition: bool,
+    penalties: dict[str, Any],
 ) -> None:
-    changes = AGAINST_REPETITION if against_repetition else {}
+    limits: dict[str, Any] = {"max_tokens": n, "n_batch": n_batch, "n_ctx": n_ctx}
     for sampler in (SamplerOptions(), UNFILTERED):
-        options = replace(sampler, **changes)  # type: ignore[arg-type]
-        limits = {"max_tokens": max_tokens, "n_ctx": n_ctx, "n_batch": n_batch}
-        plain = run(rules, None, options, **limits)  # type: ignore[arg-type]
-        fast = run(
-            rules,
-            kind,
-            options,
-            n_draft=n_draft,
-            verifier=MatchVerifier(),
-            **limits,  # type: ignore[arg-type]
-        )
-        assert fast.generation.tokens == plain.generation.tokens
-        assert fast.summary.finish_reason == plain.summary.finish_reason
-        if max_tokens and not against_repetition and sampler is not UNFILTERED and n_ctx == 60:
-            assert plain.generation.answer == oracle(rules, max_tokens=max_tokens)
+        options = replace(sampler, **penalties)
+        plain = run(rules, None, options, **limits)
+        fast = run(rules, kind, options, n_draft=n_draft, verifier=MatchVerifier(), **limits)
+        assert told(fast) == told(plain)
+        if n and not penalties and sampler is not UNFILTERED and n_ctx == 60:
+            assert plain.generation.answer == oracle(rules, max_tokens=n)
 
 
 # --- what is forced
@@ -399,7 +367,7 @@ def test_an_interruption_keeps_what_was_forced(kind: str | None, after: int) -> 
         whole = run(rules)
         calls = iter(range(1000))
         held = whole.summary.text[27:30] + "?"
-        done = run(rules, kind, stop=[held], interrupted=lambda: next(calls) >= after)  # noqa: B023
+        done = run(rules, kind, stop=(held,), interrupted=lambda: next(calls) >= after)  # noqa: B023
         assert done.summary.finish_reason == "interrupted"
         n = len(done.generation.answer)
         assert whole.generation.answer[:n] == done.generation.answer
@@ -421,29 +389,16 @@ def test_the_speed_does_not_count_what_was_forced_before_the_prompt_was_decoded(
 # --- dead ends
 
 
-def dead_end(depth: int) -> FakeGrammar:
-    """After some choices nothing is allowed any more."""
-    return grammar({i: dict.fromkeys(range(9), i + 1) for i in range(depth)} | {depth: {}})
-
-
 @pytest.mark.parametrize("depth", range(9))
 @pytest.mark.parametrize("kind", [None, *DRAFTERS])
 def test_a_dead_end_is_an_error_and_tells_nothing_wrong(kind: str | None, depth: int) -> None:
-    whole = run(grammar({i: dict.fromkeys(range(9), i + 1) for i in range(depth)}, depth))
-    rules = dead_end(depth)
-    setup = Setup(
-        vocabulary=LETTERS,
-        grammar=rules.start,
-        drafter=None if kind is None else lambda state: DRAFTERS[kind](state, SamplerOptions()),
-    )
+    """After some choices nothing is allowed any more."""
+    whole = run(grammar(words(0, depth), depth))
+    setup = setup_of(grammar({**words(0, depth), depth: {}}), kind, SamplerOptions())
     loop = AnswerLoop(setup.backend(), Clock())
     generation = setup.generation()
-
-    def to_the_end() -> None:
-        assert not any(isinstance(event, NoticeEvent) for event in loop.run(generation))
-
     with pytest.raises(NoTokenAllowedError, match="the grammar allows no token here"):
-        to_the_end()
+        assert not any(isinstance(event, NoticeEvent) for event in loop.run(generation))
     n = len(generation.answer)
     assert generation.answer == whole.generation.answer[:n]
     assert generation.text.text == whole.summary.text[:n]
@@ -455,24 +410,14 @@ def test_a_dead_end_is_an_error_and_tells_nothing_wrong(kind: str | None, depth:
 def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(verifier: VerifierName) -> None:
     """The draft loves token 8, after which nothing may come; the target never says it."""
 
-    def loves(token: int, by: float) -> Language:
-        def logits(text: tuple[int, ...]) -> Logits:
-            row = LANGUAGE(text).copy()
-            row[token] += by
-            return row
-
-        return logits
+    def loves(by: float) -> Language:
+        return lambda text: LANGUAGE(text) + by * np.eye(N_VOCAB, dtype=np.float32)[8]
 
     rules = grammar({0: {**dict.fromkeys(range(8), 0), 8: 1}, 1: {}})
     for sampler in (SamplerOptions(), UNFILTERED):
-        for drafter in (model(loves(8, 6.0)), DRAFTERS["tree"]):
-            done = run(
-                rules,
-                drafter,
-                sampler,
-                language=loves(8, -60.0),
-                verifier=VERIFIERS[verifier].make(),
-            )
+        for drafter in (model(loves(6.0)), DRAFTERS["tree"]):
+            own = VERIFIERS[verifier].make()
+            done = run(rules, drafter, sampler, language=loves(-60.0), verifier=own)
             assert 8 not in done.generation.answer
             assert done.summary.n_drafted > 20
 
@@ -488,7 +433,7 @@ def babbling(text: tuple[int, ...]) -> Logits:
     return row
 
 
-PENALISED = {
+PENALISED: dict[str, dict[str, Any]] = {
     "repeat": {"repeat_penalty": 3.0},
     "frequency": {"frequency_penalty": 0.35},
     "presence in a window": {"presence_penalty": 2.5, "repeat_last_n": 5},
@@ -510,23 +455,15 @@ CHATTERERS: dict[str, DrafterOf] = {
 def test_penalties_hold_within_drafts(
     name: str, kind: str, temperature: float, constrained: bool
 ) -> None:
-    sampler = replace(UNFILTERED, temperature=temperature, **PENALISED[name])  # type: ignore[arg-type]
-    words: Rules = {i: dict.fromkeys(range(9), i + 1) for i in range(4)}
-    rules = grammar({**words, 4: {9: 0}}) if constrained else None
+    free = replace(UNFILTERED, temperature=temperature)
+    sampler = replace(free, **PENALISED[name])
+    rules = grammar({**words(0, 4), 4: {9: 0}}) if constrained else None
     for seed in range(3):
-        plain = run(rules, None, sampler, language=babbling, seed=seed)
-        without = run(rules, None, replace(UNFILTERED, temperature=temperature), language=babbling)
-        assert plain.generation.tokens != without.generation.tokens
-        fast = run(
-            rules,
-            CHATTERERS[kind],
-            sampler,
-            language=babbling,
-            seed=seed,
-            n_draft=8,
-            verifier=MatchVerifier(),
-        )
-        assert fast.generation.tokens == plain.generation.tokens
+        said: dict[str, Any] = {"language": babbling, "seed": seed}
+        plain = run(rules, None, sampler, **said)
+        assert told(plain) != told(run(rules, None, free, **said))
+        fast = run(rules, CHATTERERS[kind], sampler, n_draft=8, verifier=MatchVerifier(), **said)
+        assert told(fast) == told(plain)
 
 
 # --- on tiny models of every kind of cache
@@ -537,26 +474,19 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
     """Forced text longer than what rides along with a draft, and than a batch; the cache drops
     what was refused, in each of its ways, right behind it."""
     config = TinyConfig(architecture=architecture, logit_scale=3.0, unprintable_scale=0.0)
-    write_tiny_model(tmp_path / "target.gguf", config)
-    write_tiny_model(tmp_path / "draft.gguf", config.draft(0.1))
-    context = replace(EXACT, n_batch=16)
+    write_models(tmp_path, {"target": config, "draft": config.draft(0.1)})
     gbnf = 'root ::= "{{" ([a-e] [a-e ] [a-e] "(0123456789)(0123456789)" | [x-z] [x-z] "#~#~# ")+'
-    options = options_of(
-        tmp_path / "target.gguf",
-        "draft",
-        context=context,
-        drafting={"ngram_min": 1, "verifier": "match"},
-        generation=GenerationOptions(max_tokens=150, grammar=Grammar("gbnf", gbnf)),
-    )
+    options: dict[str, Any] = {
+        "context": replace(EXACT, n_batch=16),
+        "drafting": {"ngram_min": 1, "verifier": "match"},
+        "generation": GenerationOptions(max_tokens=150, grammar=Grammar("gbnf", gbnf)),
+    }
     texts: dict[str, FinishedEvent] = {}
     for temperature in (0.0, 1.0):
         sampler = SamplerOptions(temperature=temperature, top_p=1.0, min_p=0.0, seed=4)
-        for draft in ("none", "ngram", tmp_path / "draft.gguf"):
-            changed = replace(options, sampler=sampler, draft=draft)
-            with Session(changed, time.perf_counter) as loaded:
-                texts[str(draft)] = list(generate(loaded, loaded.prompts.of_text("a", chat=False)))[
-                    -1
-                ]  # type: ignore[assignment]
+        for draft in ("none", "ngram", "draft"):
+            with opened(tmp_path / "target.gguf", draft, sampler=sampler, **options) as loaded:
+                texts[draft] = answered(loaded, "a")
         for other in texts.values():
             assert other.token_ids == texts["none"].token_ids
         assert texts["none"].n_forced > 40
