@@ -33,8 +33,9 @@ class TextState:
 
     def commit(self, token: int) -> None:
         """Add a token to the text. Raise ValueError if the grammar does not allow it."""
-        if self._grammar is not None:
-            self._grammar = self._grammar.after(token)
+        if (before := self._grammar) is not None:
+            self._grammar = before.after(token)
+            before.forget()
         self._reserve(1)
         self._history[len(self.tokens)] = token
         self.tokens.append(token)

@@ -61,6 +61,9 @@ class FakeState:
             self._children[token_id] = FakeState(self.grammar, self._allowed()[token_id])
         return self._children[token_id]
 
+    def forget(self) -> None:
+        self._children = {}
+
     def forced(self) -> int | None:
         allowed = self._allowed()
         if len(allowed) == 1:

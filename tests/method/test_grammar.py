@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import string
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from specgen.options import Grammar
 from specgen.system.arrays import BoolArray
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
+from specgen.text.text_state import TextState
 from tests.tiny import TinyConfig, write_tiny_model
 
 JSON = r"""
@@ -298,6 +301,21 @@ def test_threads_may_share_a_grammar(vocabulary: LlamaVocabulary) -> None:
     for thread in threads:
         thread.join()
     assert found == alone
+
+
+def test_a_text_does_not_keep_the_states_behind_it(vocabulary: LlamaVocabulary) -> None:
+    """Each holds a parser: those of a long text would fill the memory."""
+    start, a = gbnf_grammar(vocabulary, 'root ::= "a"*').start, token_of(vocabulary, b"a")
+    text = TextState((), start)
+    passed = []
+    for _ in range(20):
+        state = text.grammar()
+        assert state is not None
+        passed.append(weakref.ref(state))
+        del state
+        text.commit(a)
+    gc.collect()
+    assert sum(ref() is not None for ref in passed) == 1  # the start, which the request holds
 
 
 # --- bad grammars ---------------------------------------------------------------------------

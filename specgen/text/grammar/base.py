@@ -6,8 +6,8 @@ so that the work is done once.
 
 A state keeps its children, and a child does not know its parent. The loop holds only the state at the end of
 the text. When it moves on, states of the past and of rejected branches are freed, and those of the accepted
-branch stay. (Weak references to children would lose the drafter's results before the verifier asks.) Whoever
-holds an old state holds every state reached from it.
+branch stay. (Weak references to children would lose the drafter's results before the verifier asks.) A text that
+moves on lets its old state `forget` the next one, since the request holds the first.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class GrammarState(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """Drop the states that follow, as the text moves on: whoever holds the start of a long text would hold them
+        all."""
+        return
+
     def forced(self) -> int | None:
         """Return the only token that may come next, if there is exactly one; if only end-of-text tokens
         may, the first of them. This is much cheaper than a model's decode."""
@@ -58,6 +63,9 @@ class _Ended:
 
     def after(self, token_id: int) -> GrammarState:
         raise ValueError(f"the text has ended: the grammar does not allow token {token_id}")
+
+    def forget(self) -> None:
+        pass
 
     def forced(self) -> int | None:
         return None

@@ -91,7 +91,7 @@ class LlguidanceGrammar:
 class _State:
     """The state of a grammar after a text. Its matcher never advances: children have copies."""
 
-    __slots__ = ("_children", "_forced", "_grammar", "_known", "_matcher")
+    __slots__ = ("__weakref__", "_children", "_forced", "_grammar", "_known", "_matcher")
 
     def __init__(
         self, grammar: LlguidanceGrammar, matcher: LLMatcher, known: BoolArray | None = None
@@ -139,6 +139,9 @@ class _State:
                 raise _failure(matcher)
             self._children[token_id] = _State(self._grammar, matcher)
         return self._children[token_id]
+
+    def forget(self) -> None:
+        self._children = {}
 
     def forced(self) -> int | None:
         if self._forced == -1:

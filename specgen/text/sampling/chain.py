@@ -292,10 +292,15 @@ def _step(name: SamplerName, options: SamplerOptions, breakers: DryBreakers) -> 
     return None
 
 
+#: A larger bias says no more, and a logit of 32 bits would be infinite with it.
+_MOST_BIAS = 1e30
+
+
 def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
     biases: dict[int, float] = {}
     for token_id, bias in pairs:
         biases[token_id] = biases.get(token_id, 0.0) + bias
     token_ids = np.array(sorted(biases), np.int64)
     amounts = np.array([biases[token_id] for token_id in sorted(biases)], np.float64)
+    amounts = np.minimum(amounts, _MOST_BIAS)
     return Edit(lambda _: (token_ids, amounts), samplers.logit_bias)
