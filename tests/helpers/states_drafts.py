@@ -89,7 +89,7 @@ def loaded(
     asked: dict[str, Any] = {"ngrams": False, **({} if "policy" in drafting else fixed), **drafting}
     return opened(
         folder / f"{target}.gguf",
-        draft,
+        draft if draft in ("none", "ngram", "mtp") else folder / f"{draft}.gguf",
         drafting=DraftOptions(tree=tree, **asked),
         sampler=sampler,
         generation=GenerationOptions(max_tokens=n_tokens, ignore_eos=ignore_eos, grammar=grammar),
