@@ -116,6 +116,7 @@ def load(
         note=output.note,
         check=check or (lambda _session: None),
         loading=loading,
+        load_ahead=not output.verbose,  # lines of the log of two models at once would be mixed
     )
 
 

@@ -42,6 +42,8 @@ class _Key(NamedTuple):
 
 
 _loaded: dict[_Key, LoadedWeights] = {}
+#: The threads of `load_ahead`.
+_ahead: dict[_Key, threading.Thread] = {}
 
 
 class LoadedWeights:
@@ -105,14 +107,18 @@ def lease_weights(
     vocabulary_only: bool = False,
     workers: Workers | None = None,
     mtp: bool = False,
+    goes_on: Callable[[], bool] | None = None,
 ) -> LoadedWeights:
     """Return the weights of a file, or its vocabulary only, and count the caller as a user. They are loaded if nothing in
-    this process uses them already, onto `workers` if given, with MTP layers if `mtp`. Raise `ModelFileError` if
-    llama.cpp cannot load the file, `MemoryLimitError`, `OSError` if the file is gone, `WorkerLostError` if a worker does
-    not answer."""
+    this process uses them already, onto `workers` if given, with MTP layers if `mtp`. `goes_on` is asked between tensors
+    whether to load on. Raise `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError`, `OSError` if the
+    file is gone, `WorkerLostError` if a worker does not answer."""
     problem = "" if vocabulary_only else kernel_problem(file)
     kernels = LLAMA_CPP if problem else computing()
     key = _Key(_version(file), n_gpu_layers, kernels, vocabulary_only, mtp, workers)
+    others = [each for each in _ahead.values() if each is not threading.current_thread()]
+    if _ahead.get(key) in others:
+        _ahead[key].join()
     if (known := _loaded.get(key)) is not None:
         known.share()
         return known
@@ -130,8 +136,14 @@ def lease_weights(
                 packed = packed_weights_of(file, n_gpu_layers=n_gpu_layers, mtp=mtp)
             if packed is not None:
                 loading.enter_context(packed.loading())
-            loading.enter_context(_interrupt_between_tensors(params))
+            loading.enter_context(_interrupt_between_tensors(params, goes_on))
             handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
+            if not handle and others and threading.current_thread() is threading.main_thread():
+                # The log has lines of the others too. A second attempt, alone, finds the reason.
+                for thread in others:
+                    thread.join()
+                forget_log()
+                handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     else:
         from specgen.llama.rpc import check_workers, load_onto
 
@@ -164,9 +176,41 @@ def _version(file: Path) -> tuple[int, int, int, int]:
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
+def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
+    """Load the weights of a file, which passed `check_file`, in a thread: llama.cpp uses one core for the vocabulary.
+    `lease_weights` waits for the thread, and raises what it could not load. Return a function that ends the thread and
+    its use of the weights; it may be called twice. Raise what `kernel_problem` raises."""
+    if kernel_problem(file):  # kernels are switched off for the whole process while it is loaded
+        return lambda: None
+    key = _Key(_version(file), n_gpu_layers, computing())
+    if key in _ahead or key in _loaded:
+        return lambda: None
+    held = ExitStack()
+    is_wanted = True
+
+    def load() -> None:
+        with contextlib.suppress(SpecgenError, OSError):
+            held.callback(lease_weights(file, n_gpu_layers, goes_on=lambda: is_wanted).release)
+
+    def end() -> None:
+        nonlocal is_wanted
+        is_wanted = False
+        thread.join()
+        if _ahead.get(key) is thread:
+            del _ahead[key]
+        held.close()
+
+    thread = _ahead[key] = threading.Thread(target=load, name="load ahead", daemon=True)
+    thread.start()
+    return end
+
+
 @contextlib.contextmanager
-def _interrupt_between_tensors(params: Any) -> Iterator[None]:
-    """Let Ctrl-C stop the loading of a model. The signal handler only makes llama.cpp's progress callback ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the
+def _interrupt_between_tensors(
+    params: Any, goes_on: Callable[[], bool] | None = None
+) -> Iterator[None]:
+    """Let Ctrl-C stop the loading of a model, or in another thread `goes_on`. The signal handler only makes
+    llama.cpp's progress callback ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the
     callback, ctypes would print it and lose it."""
     is_stopped = False
 
@@ -175,7 +219,7 @@ def _interrupt_between_tensors(params: Any) -> Iterator[None]:
         is_stopped = True
 
     def go_on(_share: float, _data: object) -> bool:
-        return not is_stopped
+        return not is_stopped and (goes_on is None or goes_on())
 
     # Keep the callback until llama.cpp is done, which would call freed memory otherwise.
     callback = llama_cpp.llama_progress_callback(go_on)

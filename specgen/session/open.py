@@ -109,13 +109,15 @@ def open_session(
     note: Callable[[str], None] = lambda _text: None,
     check: Check = lambda _session: None,
     loading: Loading = lambda _name: contextlib.nullcontext(),
+    load_ahead: bool = True,
 ) -> Session:
     """Load a target, and the first of `drafts` that fits it and is expected to be faster on this machine. Without
     `drafts`, that of the options is loaded.
 
     Only a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
     used, and `note` gets the reason. `check` is called before a draft is chosen. `clock` returns seconds. `memory` is
-    by default `open_memory`. Raise `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises.
+    by default `open_memory`. With `load_ahead`, the weights of the likely draft are read beside those of the target.
+    Raise `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises.
     """
     if drafts:
         options = replace(options, draft=drafts[0].draft)
@@ -128,6 +130,7 @@ def open_session(
                 replace(options, draft="none") if is_chosen else options,
                 clock,
                 memory if memory is not None else open_memory(),
+                draft_ahead=options.draft if load_ahead else "none",
             )
         )
         check(session)

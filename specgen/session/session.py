@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from specgen.drafters.kind import DraftSetup, LoadedDraft, Room
-from specgen.drafters.kinds import open_draft, refuse_draft
+from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
 from specgen.drafters.lookup_texts import EarlierTexts, SuffixArray, load_corpus
 from specgen.drafters.ngram import LoadedNgrams
-from specgen.errors import PromptError
+from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
+from specgen.llama.gguf_file import check_file
+from specgen.llama.library import has_gpu
+from specgen.llama.weights import load_ahead
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
 from specgen.session.memory import Memory, ModelCosts
@@ -21,6 +24,7 @@ from specgen.session.prompts import Prompts
 from specgen.session.request import RequestSettings
 
 MAX_SEQUENCES = 256  # llama.cpp's limit for a context
+LEAST_AHEAD = 32 << 20  # smaller drafts are loaded in a moment
 CONTEXT_STEP = 256  # llama.cpp rounds sizes up to a multiple of it
 _ROOM = (
     4096  # tokens where no size is given: for an unlimited answer, or for a prompt with its answer
@@ -39,7 +43,8 @@ class Session:
     """A target and the models that draft for it, loaded once. Use it as a context manager.
 
     Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it and the last
-    context that uses them are closed. `memory` is updated; the caller saves it. With `vocabulary_only` the target decodes
+    context that uses them are closed. `memory` is updated; the caller saves it. The weights of `draft_ahead`, a draft
+    that is likely to be opened, are loaded while those of the target are. With `vocabulary_only` the target decodes
     elsewhere: only the models that draft for it have contexts (`draft_contexts`).
     """
 
@@ -49,6 +54,7 @@ class Session:
         clock: Callable[[], float],
         memory: Memory | None = None,
         *,
+        draft_ahead: DraftSource = "none",
         vocabulary_only: bool = False,
     ) -> None:
         self.options = options
@@ -60,9 +66,13 @@ class Session:
         self.draft: LoadedDraft | None = None
         self.draft_source: DraftSource = "none"
         self._resources = contextlib.ExitStack()
+        #: Ends the use of weights that were loaded ahead.
+        self._ahead = self._resources.enter_context(contextlib.ExitStack())
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             refuse_draft(options.target)
+            if isinstance(draft_ahead, Path):
+                self._load_ahead(draft_ahead)
             self.target = LlamaModel(
                 options.target,
                 n_gpu_layers=options.target_context.n_gpu_layers,
@@ -94,6 +104,18 @@ class Session:
     def prompts(self) -> Prompts:
         """Makes the prompts of the target and of its present draft."""
         return Prompts(self.target, self.own_vocabulary)
+
+    def _load_ahead(self, draft: Path) -> None:
+        """Begin to load the weights of a draft model, unless that may take memory from the target, or the file is
+        small. Errors are those of opening it."""
+        with contextlib.suppress(SpecgenError, OSError):
+            is_small = draft.stat().st_size < LEAST_AHEAD
+            if is_small or has_gpu() or self.options.learning is not None:
+                return
+            kind = find_kind(draft)
+            if kind is not None and kind.name == ANY_FILE:
+                check_file(draft)
+                self._ahead.callback(load_ahead(draft, self.options.draft_context.n_gpu_layers))
 
     def _load_lookups(self) -> None:
         """Load the files and the earlier answers in which n-grams are looked up. Raise `UsageError`."""
@@ -130,6 +152,8 @@ class Session:
         )
         self.draft = open_draft(source, setup)
         self.draft_source = source
+        if source != "none":
+            self._ahead.close()
 
     def _close_draft(self) -> None:
         if self.draft is not None:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specgen.errors import BackendError, MemoryLimitError, PromptError
+from specgen.errors import (
+    BackendError,
+    MemoryLimitError,
+    ModelFileError,
+    PromptError,
+)
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama.library import llama_cpp
 from specgen.options import SamplerOptions
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
-from tests.helpers.sessions import answered, finished, opened, write_models
+from tests.helpers.sessions import answered, finished, opened, options_of, write_models
 from tests.tiny import TinyConfig
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -202,3 +209,61 @@ def test_an_answer_goes_on_when_its_draft_is_replaced(
         assert finished([*before, *stream]).token_ids == plain_answer(models).token_ids
         assert len(freed.models) == 1
     assert len(freed.models) == 2
+
+
+# --- drafts that are loaded ahead
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that llama.cpp loads, each after the name of the thread."""
+    monkeypatch.setattr("specgen.session.session.LEAST_AHEAD", 0)
+    found: list[str] = []
+    load = llama_cpp.llama_model_load_from_file
+
+    def counted(path: bytes, *arguments: object) -> object:
+        found.append(f"{threading.current_thread().name}: {Path(path.decode()).name}")
+        return load(path, *arguments)
+
+    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", counted)
+    return found
+
+
+def test_a_draft_that_is_loaded_ahead_is_loaded_once(models: Path, loads: list[str]) -> None:
+    chosen = options_of(models / "target.gguf", "good")
+    with Session(chosen, time.perf_counter, draft_ahead=chosen.draft) as loaded:
+        assert loaded.draft is not None
+        assert loaded.draft.models[0].path == models / "good.gguf"
+    assert sorted(loads) == ["MainThread: target.gguf", "load ahead: good.gguf"]
+    with Session(chosen, time.perf_counter):  # nothing holds the weights
+        pass
+    assert sorted(loads[2:]) == ["MainThread: good.gguf", "MainThread: target.gguf"]
+
+
+def test_a_draft_that_was_loaded_ahead_for_nothing_is_freed(models: Path, loads: list[str]) -> None:
+    with Session(
+        options_of(models / "target.gguf"), time.perf_counter, draft_ahead=models / "good.gguf"
+    ) as loaded:
+        assert loaded.draft is None
+    with Session(options_of(models / "target.gguf", "good"), time.perf_counter):
+        pass
+    assert loads.count("MainThread: good.gguf") == 1
+
+
+@pytest.mark.parametrize("broken", ["target", "draft"])
+def test_errors_are_those_of_loading_one_after_the_other(
+    models: Path, tmp_path: Path, loads: list[str], broken: str
+) -> None:
+    """A file that is cut off is noticed by llama.cpp only, whose log names the reason."""
+    whole = (models / "good.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole[:-64])
+    chosen = options_of(models / "target.gguf", "good")
+    chosen = replace(chosen, target=cut) if broken == "target" else replace(chosen, draft=cut)
+    messages = []
+    for ahead in (chosen.draft, "none"):
+        with pytest.raises(ModelFileError) as caught:
+            Session(chosen, time.perf_counter, draft_ahead=ahead)
+        messages.append(caught.value.message)
+    assert messages[0] == messages[1]
+    assert "cut.gguf" in messages[0]
