@@ -1,4 +1,4 @@
-"""Stop strings, which end an answer, in text that arrives in pieces."""
+"""Stop strings, which end an answer, and the beginnings of other marks, in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StopScanner:
             index, self.found = min(hits)
             self._held = ""
             return text[:index]
-        n_held = max(_overlap(text, stop) for stop in self._stops)
+        n_held = max(n_begun(text, stop) for stop in self._stops)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]
 
@@ -36,9 +36,7 @@ class StopScanner:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest ending of `text` that is a prefix of `stop`, but not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def n_begun(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a mark that is not there as a whole."""
+    most = min(len(text), len(mark) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(mark[:n])), 0)

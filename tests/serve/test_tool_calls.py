@@ -352,3 +352,14 @@ def test_an_answer_is_a_call_or_follows_its_own_grammar(tmp_path: Path) -> None:
     for answer in answers(tmp_path, asked, controls):
         message = said(asked, answer.text)
         assert message.get("tool_calls") or message["content"] in ('"yes"', '"no"')
+
+
+def test_what_follows_a_mended_text_is_whole() -> None:
+    call = '{"name": "weather", "arguments": {"city": "a\\\\p and C:\\p"}}'
+    for before in ("", "See C:\\q. "):
+        for pieces in cuts(f"{before}<tool_call>{call}</tool_call> Done"):
+            content, calls, _ = parsed(HERMES, pieces)
+            assert (content, calls) == (
+                f"{before.rstrip()} Done",
+                [("weather", {"city": "a\\p and C:\\p"})],
+            )

@@ -24,6 +24,7 @@ from specgen.serve.formats.call_values import (
     typed,
 )
 from specgen.session.prompts.template import Message, ToolCall, render
+from specgen.text.prefix import n_common
 
 #: Stands in a form for what differs from call to call: an id, or the number of the call.
 ANY: Final = "\ufffc"
@@ -336,10 +337,10 @@ def _written(template: str, calls: list[tuple[str, Arguments]]) -> str:
             if len(without) > 1:
                 raise
             continue
-        start = _whole_tags(called_text[: _n_common(called_text, plain_text)])
+        start = _whole_tags(called_text[: n_common(called_text, plain_text)])
         if called_text.find(_NAME, start) < 0:
             continue
-        n_same = _n_common(called_text[start:][::-1], plain_text[start:][::-1])
+        n_same = n_common(called_text[start:][::-1], plain_text[start:][::-1])
         end = len(called_text) - n_same
         if _is_open(called_text[start:end]):
             end = called_text.find(">", end) + 1
@@ -352,12 +353,6 @@ def _written(template: str, calls: list[tuple[str, Arguments]]) -> str:
             )
         return _AROUND.sub("", called_text[start:end])
     return ""
-
-
-def _n_common(one: str, other: str) -> int:
-    """Return how many characters two texts have in common at their beginnings."""
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _is_open(text: str) -> bool:

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 #: The values of arguments by their keys.
 Arguments = dict[str, Any]
 _DECODER = json.JSONDecoder()
+_ESCAPE, _ESCAPED = re.compile(r"\\(.?)", re.DOTALL), '"\\/bfnrtu'
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -23,10 +24,16 @@ def raw_json(text: str, start: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         if not error.msg.startswith("Invalid \\escape"):
             raise
-    mended = re.sub(r'\\(\\|["/bfnrtu])?', lambda found: found[0] if found[1] else "\\\\", text)
-    value, end = _DECODER.raw_decode(mended, start + len(mended[:start]) - len(text[:start]))
-    n_added = len(re.findall(r'\\(?!["\\/bfnrtu])', text[start:end]))
-    return value, end - n_added
+    added: list[int] = []  # places of added backslashes in the mended text
+
+    def mend(found: re.Match[str]) -> str:
+        if found[1] and found[1] in _ESCAPED:
+            return found[0]
+        added.append(found.start() + len(added))
+        return "\\" + found[0]
+
+    value, end = _DECODER.raw_decode(_ESCAPE.sub(mend, text[start:]))
+    return value, start + end - sum(place < end for place in added)
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:

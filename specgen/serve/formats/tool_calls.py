@@ -24,6 +24,7 @@ from specgen.serve.formats.call_forms import (
 from specgen.serve.formats.call_values import raw_json
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import JSON_FORM
+from specgen.text.stop_strings import n_begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +321,9 @@ class ToolCallParser:
         if self._calls_only:
             return ""
         content = content[:begun]
-        return content[: len(content) - self._n_begun(content)] if self.n_calls else content
+        return (
+            content[: len(content) - n_begun(content, self._form.mark)] if self.n_calls else content
+        )
 
     def _behind_call(self, *, is_last: bool) -> int | None:
         """Skip the text that ends a call. Return where the next one begins if it follows at once (its name, or its
@@ -424,14 +427,9 @@ class ToolCallParser:
         ):
             return 0
         text = self._rest
-        n_certain = len(text[: len(text) - self._n_begun(text)].rstrip())
+        n_certain = len(text[: len(text) - n_begun(text, self._form.mark)].rstrip())
         self._is_beginning = self._is_beginning and n_certain == 0
         return n_certain
-
-    def _n_begun(self, text: str) -> int:
-        """Return how many characters at the end of a text may be the beginning of the mark of calls."""
-        mark = self._form.mark
-        return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
     def _delta(self, name: str, arguments: str) -> Delta:
         number, self.n_calls = self.n_calls, self.n_calls + 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from specgen.text.stop_strings import n_begun
+
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
@@ -105,7 +107,7 @@ class ThoughtReader:
         if end:
             self.is_open, self.is_past = False, True
             return thought, self._answer(answer)
-        n_held = _n_begun(text, self._marks.end)
+        n_held = n_begun(text, self._marks.end)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held], ""
 
@@ -119,7 +121,7 @@ class ThoughtReader:
         around = self._marks.around if self._marks is not None else ()
         for mark in around:
             text = text.replace(mark, "")
-        n_held = max((_n_begun(text, mark) for mark in around), default=0)
+        n_held = max((n_begun(text, mark) for mark in around), default=0)
         self._held = text[len(text) - n_held :]
         text = text[: len(text) - n_held]
         if self._is_beginning:
@@ -130,11 +132,6 @@ class ThoughtReader:
 
 def _is_begun(text: str, marks: tuple[str, ...]) -> bool:
     return any(len(text) < len(mark) and mark.startswith(text) for mark in marks)
-
-
-def _n_begun(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a mark."""
-    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def thought_of(prompt: str, text: str) -> str:

@@ -66,12 +66,12 @@ class LlguidanceGrammar:
         if self.checks_few:
             text = _GBNF_OPTIONS + to_lark(grammar.text, vocabulary)
             grammar = Grammar("lark", text)
-            self._limits = LLParserLimits(step_max_items=_MOST_ITEMS, max_items_in_row=_MOST_ITEMS)
+            limits = LLParserLimits(step_max_items=_MOST_ITEMS, max_items_in_row=_MOST_ITEMS)
         else:
-            self._limits = LLParserLimits()
+            limits = LLParserLimits()
         with _panics(UsageError, "the grammar cannot be followed: "):
             tokenizer, self.ascii_tokens = _tokenizer(vocabulary)
-            matcher = LLMatcher(tokenizer, _compiled(grammar), log_level=0, limits=self._limits)
+            matcher = LLMatcher(tokenizer, _compiled(grammar), log_level=0, limits=limits)
         if matcher.is_error():
             raise UsageError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
         self._matcher = matcher
