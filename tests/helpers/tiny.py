@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from specgen.llama import LlamaModel, LlamaVocabulary
 from specgen.train.gguf_weights import initial_changes, read_weights, write_weights
 from tests.tiny import TinyConfig, TinyVocabulary, tiny_vocabulary, write_tiny_model
 from tests.tiny.vocabulary import byte_characters
+
+
+@contextlib.contextmanager
+def vocabulary_of(folder: Path, **config: Any) -> Iterator[LlamaVocabulary]:
+    """The vocabulary of a tiny model with these values of its `TinyConfig`."""
+    path = write_tiny_model(folder / "tiny.gguf", TinyConfig(n_embd=32, n_layer=1, **config))
+    model = LlamaModel(path, n_gpu_layers=0)
+    yield model.vocabulary
+    model.close()
 
 
 def write_respelled_model(path: Path, config: TinyConfig) -> Path:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from specgen.errors import UsageError
-from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LONGEST_RUN, LlamaVocabulary
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.tiny import vocabulary_of
 
 #: Names of rules that llama.cpp reads as regular expressions; in qwen2's it has its own code.
 _RULES = [
@@ -47,11 +46,8 @@ _UNITS = [
 def vocabulary(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LlamaVocabulary]:
-    path = tmp_path_factory.mktemp("rules") / "tiny.gguf"
-    write_tiny_model(path, TinyConfig(pre_tokenizer=request.param, n_embd=32, n_layer=1))
-    model = LlamaModel(path, n_gpu_layers=0)
-    yield model.vocabulary
-    model.close()
+    with vocabulary_of(tmp_path_factory.mktemp("model"), pre_tokenizer=request.param) as found:
+        yield found
 
 
 def read(vocabulary: LlamaVocabulary, text: str) -> str:

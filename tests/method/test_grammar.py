@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.errors import UsageError
-from specgen.llama import LlamaModel, LlamaVocabulary
+from specgen.llama import LlamaVocabulary
 from specgen.llama.library import llama_cpp
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
 from specgen.text.text_state import TextState
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.tiny import vocabulary_of
 
 JSON = r"""
 root   ::= object
@@ -55,11 +55,8 @@ CHAIN = "".join(f'"{letter}"? ' for letter in string.ascii_lowercase * 200) + '"
 def vocabulary(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LlamaVocabulary]:
-    path = tmp_path_factory.mktemp("grammar") / "tiny.gguf"
-    write_tiny_model(path, TinyConfig(tokenizer=request.param, n_embd=32, n_layer=1))
-    model = LlamaModel(path, n_gpu_layers=0)
-    yield model.vocabulary
-    model.close()
+    with vocabulary_of(tmp_path_factory.mktemp("model"), tokenizer=request.param) as found:
+        yield found
 
 
 def gbnf_grammar(vocabulary: LlamaVocabulary, gbnf: str) -> LlguidanceGrammar:
