@@ -11,7 +11,7 @@ import numpy as np
 
 from specgen.drafters.cascade import Cascade, Guesses
 from specgen.drafters.expansion import WIDEST
-from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Room
+from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import refuse_draft
 from specgen.drafters.model_drafter import HeadlessDrafter, ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter

@@ -15,7 +15,7 @@ from specgen.drafters.expansion import (
     expansion,
     price_after,
 )
-from specgen.drafters.kind import DraftRequest
+from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from specgen.drafters.kind import Key
+from specgen.drafters.interface import Key
 from specgen.method.backend import Backend, Batch
 from specgen.method.tables import CostTable
 from specgen.session.session import MAX_SEQUENCES, Session
