@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -125,7 +125,7 @@ def alone(session: Session, prompts: Sequence[str] = PROMPTS, **changes: Any) ->
 def check_texts(
     asked: Iterable[tuple[int, Request]],
     expected: Sequence[str],
-    broken: frozenset[int] = frozenset(),
+    broken: Collection[int] = (),
 ) -> None:
     """Each answer, to a prompt of this number, is whole unless it was cancelled or has failed."""
     for number, answer in asked:
