@@ -19,7 +19,7 @@ from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import draft_alone
+from specgen.method.drafter import TargetStates, draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
@@ -32,7 +32,6 @@ from specgen.session.calibration import (
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
 from specgen.text.answer_state import AnswerState
-from specgen.text.hidden_trail import TargetStates
 from specgen.text.tally import Tally
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import numpy as np
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.interface import DraftRequest, Key, LoadedDraft
 from specgen.method.backend import Backend
+from specgen.method.drafter import TargetStates
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.method.tables import AcceptanceRates, CostTable
 from specgen.method.tree_in_cache import Branches
@@ -27,7 +28,6 @@ from specgen.session.prompts import Prompt
 from specgen.session.request import RequestSettings, Slot
 from specgen.session.session import Session
 from specgen.text.answer_state import AnswerState
-from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
 

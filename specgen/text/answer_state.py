@@ -25,13 +25,13 @@ from specgen.events import (
 )
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Draft
+from specgen.method.drafter import TargetStates
 from specgen.method.policy import Offer, Policy, Reason
 from specgen.method.tables import ALONE, Others
 from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
-from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling.rows import log_probabilities, most_likely
 from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState, TextStream
