@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import Cascade, Guesses
-from specgen.drafters.model_drafter import ModelDrafter
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
-from specgen.method.drafter import Drafting, draft_alone, propose_together, ready
+from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
 from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.method.stopping import Stop
 from specgen.method.tables import FREE, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
-from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.exact_distributions import distribution

@@ -31,7 +31,7 @@ from specgen.method.tables import CostTable
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import Fate, all_fates
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
@@ -304,7 +304,7 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
 
 def grown(
     drafter: Drafter, language: Language, batch_s: dict[int, float]
-) -> tuple[Sequence, list[bool]]:
+) -> tuple[AnswerState, list[bool]]:
     """An answer with drafts by these costs of the target's batches, and which drafts have branches."""
     setup = Setup(
         language=language,
