@@ -15,8 +15,10 @@ from pydantic_core import from_json
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.call_forms import CallForm, form_of
-from specgen.serve.formats.openai import read_request
+from specgen.serve.formats.messages import read_messages
+from specgen.serve.formats.openai import read_chat, read_request
 from specgen.serve.formats.request import Request, with_call_form
+from specgen.serve.formats.responses import read_response_request
 from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser
 from tests.helpers.formats import written
 from tests.helpers.sessions import answered, opened
@@ -413,6 +415,62 @@ def test_an_id_may_be_left_out() -> None:
     for between in ("[CALL_ID]abc12[ARGS]", "[ARGS]"):
         for pieces in cuts(f'[TOOL_CALLS]weather{between}{{"city": "K"}}'):
             assert parsed(found, pieces)[1] == [("weather", {"city": "K"})]
+
+
+# --- streams
+
+PIECES = (
+    '<tool_call>{"name": "a", "arguments": {"input": "',
+    "one",
+    "\\ntwo",
+    '"}',
+    "}</tool_call>",
+)
+USER = {"role": "user", "content": "x"}
+
+
+def sent(chunk: dict[str, Any]) -> tuple[str, str]:
+    """What a chunk of any API says of a call: its name, and a piece of its arguments."""
+    if "choices" in chunk:
+        calls = chunk["choices"][0]["delta"].get("tool_calls", [{"function": {}}])
+        found = calls[0]["function"]
+        return found.get("name", ""), found.get("arguments", "")
+    if chunk["type"] in ("content_block_start", "response.output_item.added"):
+        return chunk.get("content_block", chunk.get("item"))["name"], ""
+    if chunk["type"] == "content_block_delta":
+        return "", chunk["delta"]["partial_json"]
+    return "", chunk["delta"] if chunk["type"].endswith(("arguments.delta", "input.delta")) else ""
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize(
+    ("read", "asked", "is_custom"),
+    [
+        (read_chat, {"messages": [USER], "tools": [{"type": "function", "function": {"name": "a"}}]}, False),
+        (read_messages, {"messages": [USER], "tools": [{"name": "a"}]}, False),
+        (read_response_request, {"input": "x", "tools": [{"type": "function", "name": "a"}]}, False),
+        (read_response_request, {"input": "x", "tools": [{"type": "custom", "name": "a"}]}, True),
+    ],
+)  # fmt: skip
+def test_calls_stream_on_all_apis(read: Any, asked: Any, is_custom: bool, is_cut: bool) -> None:
+    """A call that was cut is never whole: nobody can run it by mistake."""
+    (request,) = read(asked, SamplerOptions(), GenerationOptions())
+    request = with_call_form(request, FAMILIES["Hermes"])
+    tokens, reason = (PIECES[:3], "length") if is_cut else (PIECES, "stop")
+    chunks, whole = written(request, *tokens, finish_reason=reason)
+    told = [each for each in map(sent, chunks) if any(each)]
+    pieces = (
+        ["one", "\ntwo"]
+        if is_custom
+        else ['{"input": "', "one", "\\ntwo", *([] if is_cut else ['"}'])]
+    )
+    assert told == [("a", ""), *(("", piece) for piece in pieces)]
+    text = json.dumps(whole)
+    if is_cut:
+        assert '"length"' in text or '"max_tokens"' in text or '"max_output_tokens"' in text
+        assert '"a"' not in text or '"status": "incomplete"' in text
+    else:
+        assert "one\\\\ntwo" in text or "one\\ntwo" in text
 
 
 # --- grammars of calls: tiny models write at random what these allow
