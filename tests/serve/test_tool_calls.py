@@ -436,7 +436,7 @@ def sent(chunk: dict[str, Any]) -> tuple[str, str]:
         found = calls[0]["function"]
         return found.get("name", ""), found.get("arguments", "")
     if chunk["type"] in ("content_block_start", "response.output_item.added"):
-        return chunk.get("content_block", chunk.get("item"))["name"], ""
+        return (chunk.get("content_block") or chunk["item"])["name"], ""
     if chunk["type"] == "content_block_delta":
         return "", chunk["delta"]["partial_json"]
     return "", chunk["delta"] if chunk["type"].endswith(("arguments.delta", "input.delta")) else ""
