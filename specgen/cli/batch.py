@@ -202,7 +202,7 @@ def _answer(
     output: Output,
 ) -> int:
     """Get the lines answered; return the exit code."""
-    from specgen.render.summary import batch_summary
+    from specgen.render.tables import batch_summary
 
     stream = None if output.quiet or output.verbose > 0 else sys.stderr
     started_s = time.perf_counter()

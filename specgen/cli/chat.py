@@ -268,7 +268,8 @@ class _Dialogue:
 
     def stats(self, _argument: str) -> None:
         from specgen.render.streams import make_console
-        from specgen.render.summary import print_summary, totals
+        from specgen.render.summary import print_summary
+        from specgen.render.tables import totals
 
         if self._chat.last is None:
             raise UsageError("there is no answer yet")

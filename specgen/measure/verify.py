@@ -8,7 +8,7 @@ a batch: where two tokens are almost equally likely, that can turn the choice (a
 from __future__ import annotations
 
 import math
-from collections import Counter, abc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -28,8 +28,8 @@ from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Logits, ProbArray
 from specgen.system.files import as_json
+from specgen.text.answer_state import AnswerState
 from specgen.text.sampling import Sampler
-from specgen.text.sequence import Sequence as TextSequence
 from specgen.text.text_state import Shaper, TextState
 
 #: How many answers are made at once. The third may get the cells that the first left, while the second goes on.
@@ -333,7 +333,7 @@ def check_sampled(
     prompt, (*before, first) = prompts[place.prompt], place.answer
     begun = session.prompts.followed_by(prompt, before)
 
-    def force_first(_request: Request, sequence: TextSequence) -> None:
+    def force_first(_request: Request, sequence: AnswerState) -> None:
         # The first token of an answer is chosen without a draft: the one that was said before.
         sequence.shaper = _FirstForced(session.settings.sampler, sequence.state, first)
 
@@ -390,7 +390,7 @@ class _FirstForced(Shaper):
         self._n_prompt = len(state.tokens)
         self._first = first
 
-    def distribution(self, logits: Logits, path: abc.Sequence[int] = ()) -> Distribution:
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
         if len(self._state.tokens) == self._n_prompt and not path:
             return Distribution.certain(self._first)
         return super().distribution(logits, path)

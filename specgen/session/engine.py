@@ -6,8 +6,8 @@ import contextlib
 import functools
 import secrets
 import threading
-from collections import abc, deque
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from specgen.session.scheduler import Scheduler
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 
 
 class Engine:
@@ -61,7 +61,7 @@ class Engine:
         n_ctx: int | None = None,
         interrupted: Callable[[], bool] = lambda: False,
         learn_alone: bool = False,
-        prepare: Callable[[Request, Sequence], None] = lambda _request, _generation: None,
+        prepare: Callable[[Request, AnswerState], None] = lambda _request, _generation: None,
     ) -> None:
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
@@ -304,7 +304,7 @@ class Engine:
         if request.failure is not None:
             raise request.failure
 
-    def answers(self, prompts: abc.Sequence[str | Prompt]) -> list[str]:
+    def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """Return the answers to prompts, in their order. Raise the first failure."""
         requests = [self.insert(prompt) for prompt in prompts]
         for _ in self.run():
@@ -385,7 +385,7 @@ class Engine:
         return events
 
     @contextlib.contextmanager
-    def _failing(self, requests: abc.Sequence[Request], *, raises: bool = False) -> Iterator[None]:
+    def _failing(self, requests: Sequence[Request], *, raises: bool = False) -> Iterator[None]:
         """End the requests with what the block raises, which an error of ours does not leave unless it `raises`."""
         try:
             yield
@@ -446,7 +446,7 @@ class Engine:
         request.events.extend(events)
         return list(events)
 
-    def _keep(self, prompt: Prompt, tokens: abc.Sequence[int]) -> None:
+    def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
         """Store a finished text for lookups of later answers and for drafts to learn from, if the options ask for
         that. Raise `OutputError` if it cannot be written for learning; it is then written with the next one."""
         self._session.keep_text(tokens)

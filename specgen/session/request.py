@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from specgen.drafters.kind import CacheSlot
+from specgen.drafters.interface import CacheSlot
 from specgen.errors import SpecgenError, UsageError
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
@@ -15,10 +15,10 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, Ver
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
 from specgen.system.machine import LoadOfOthers
+from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.free_text import ThoughtMarks, grammar_start
 from specgen.text.sampling import DryBreakers, Sampler
-from specgen.text.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Slot(CacheSlot):
     used_last: int = -1
 
     @property
-    def sequence(self) -> Sequence | None:
+    def sequence(self) -> AnswerState | None:
         """The state of the answer that is made there."""
         request = self.request
         return None if request is None else request.sequence
@@ -135,7 +135,7 @@ class Request:
     drafts: bool = True
     #: Its place in the caches, and the state of its answer, while it is served.
     slot: Slot | None = None
-    sequence: Sequence | None = None
+    sequence: AnswerState | None = None
     #: The summary, once it is finished; the error that ended it early.
     finished: FinishedEvent | None = None
     failure: SpecgenError | None = None
@@ -159,7 +159,7 @@ class Request:
         return self.state == "done"
 
     @property
-    def running(self) -> Sequence:
+    def running(self) -> AnswerState:
         """The state of its answer, while it is served."""
         assert self.sequence is not None, "it is served"
         return self.sequence

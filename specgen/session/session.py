@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from specgen.drafters.kind import DraftSetup, LoadedDraft, Room
+from specgen.drafters.interface import DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
 from specgen.drafters.lookup_texts import EarlierTexts, SuffixArray, load_corpus
 from specgen.drafters.ngram import LoadedNgrams

@@ -256,9 +256,9 @@ class _Conversation:
         return range(int(head[0] == vocabulary.special_tokens()["bos"]), stop)
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
-        """Return the conversation for a draft model with another vocabulary. If its template accepts no system
-        message, that goes to the start of the first turn. A model without a template that works gets the turns as
-        paragraphs."""
+        """Return the conversation for a draft model with another vocabulary, without its template's `head`. If
+        that accepts no system message, it goes to the start of the first turn. A model without a template that
+        works gets the turns as paragraphs."""
         attempts = [self]
         system, *others = self.messages
         if system.role == "system" and others:
@@ -270,7 +270,8 @@ class _Conversation:
             except PromptError:
                 continue
             if found is not None:
-                return tuple(found[1])
+                tokens, head = found[1], attempt.head(model.vocabulary, *found)
+                return (*tokens[: head.start], *tokens[head.stop :])
         paragraphs = "".join(f"{message.content}\n\n" for message in self.messages)
         return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -25,13 +25,13 @@ from specgen.events import (
 )
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Draft
+from specgen.method.drafter import TargetStates
 from specgen.method.policy import Offer, Policy, Reason
 from specgen.method.tables import ALONE, Others
 from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
-from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling.rows import log_probabilities, most_likely
 from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState, TextStream
@@ -43,7 +43,7 @@ _HOW_ESTIMATED = "from the measured costs of the target's batches"
 
 
 @dataclass(slots=True)
-class Sequence:
+class AnswerState:
     """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded, prompt and answer
     together. `state` starts with the prompt; the drafter may share it. `shaper` has the target's samplers over it.
 
@@ -213,7 +213,7 @@ class Sequence:
 
     def _committed(
         self,
-        pieces: abc.Sequence[Piece],
+        pieces: Sequence[Piece],
         now_s: float,
         number: int = 0,
         reason: Reason | None = None,
