@@ -67,6 +67,12 @@ class CallForm:
         return found[0] if found is not None else ""
 
     @property
+    def trigger(self) -> str:
+        """What only calls begin with: the mark, or all of the opening if other texts may have the mark too."""
+        own = re.search(r"(?i)(?:tool|call|func|action).*[>\]=]$", self.mark)
+        return self.mark if own else self.opening.strip().partition(ANY)[0]
+
+    @property
     def ends(self) -> tuple[str, str]:
         """What stands between two calls up to the next one's name, and behind the last one; of objects of JSON, what
         stands between the objects."""
