@@ -172,7 +172,12 @@ class Engine:
                 hint=f"use a context of {len(prompt.tokens) + 1} tokens or more",
             )
         settings = session.settings.changed(
-            session.target, sampling, generation, n_drafted_max=n_drafted_max, verifier=verifier
+            session.target,
+            sampling,
+            generation,
+            n_drafted_max=n_drafted_max,
+            verifier=verifier,
+            thoughts=prompt.thoughts,
         )
         seed = settings.sampling.seed
         seed = seed if seed >= 0 else secrets.randbits(32)
