@@ -258,8 +258,8 @@ abort_listeners: list[Callable[[str], None]] = []
 _before_end: list[Callable[[], None]] = []
 _callbacks: list[Any] = []
 _ending = threading.Lock()
-_IN_SOURCE = re.compile(r"(?P<path>\S+?):(?P<line>\d+): (?P<what>.*)", re.DOTALL)
-_ASSERTED = "a damaged model file does this; fetch or convert it again, or report what led to it"
+_IN_SOURCE = re.compile(r"(?:\S*[/\\])?(\S+?:\d+): ")
+_ASSERTED = "a damaged model file does this: fetch or convert it again; -v shows what failed"
 #: Part of the assertion with which GGML checks that memory was allocated.
 _NO_MEMORY = "mem_buffer != NULL"
 _SMALLER = "close other programs, or take a smaller model or --ctx-size"
@@ -289,13 +289,10 @@ def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
         ctypes.CDLL(None).signal(signal.SIGBUS, _callbacks[-1])
 
 
-def asserted(message: str) -> str:
-    """Return the error message for GGML's own `message` of a failed assertion."""
-    found = _IN_SOURCE.fullmatch(message.strip())
-    if found is None:
-        return f"llama.cpp ended the process: {' '.join(message.split())}"
-    place = f"{os.path.basename(found['path'])}:{found['line']}"  # noqa: PTH119 - of another machine
-    return f"llama.cpp ended the process: {' '.join(found['what'].split())} ({place})"
+def gave_up(message: str) -> str:
+    """Return where llama.cpp gave up, by GGML's own `message` of a failed assertion, which tells users nothing."""
+    found = _IN_SOURCE.match(message.strip())
+    return f"llama.cpp gave up at {found[1]}" if found else "llama.cpp gave up"
 
 
 def _on_abort(message: bytes | None) -> None:
@@ -305,9 +302,11 @@ def _on_abort(message: bytes | None) -> None:
     if not _before_end:
         os.write(2, f"{reason}\n".encode())
     elif _NO_MEMORY in reason:
-        _end(f"there is not enough memory; {asserted(reason)}", _SMALLER, MemoryLimitError)
+        _end(f"there is not enough memory: {gave_up(reason)}", _SMALLER, MemoryLimitError)
     else:
-        _end(asserted(reason), _ASSERTED)
+        if _log_sinks:
+            _log_sinks[-1](f"{reason.rstrip()}\n")
+        _end(gave_up(reason), _ASSERTED)
 
 
 def _on_bus_error(_number: int) -> None:
