@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -88,41 +88,6 @@ def ggml(name: str, result: Any, *arguments: Any) -> Any:
             function.restype, function.argtypes = result, arguments
             return function
     raise BackendError(f"this build of llama.cpp has no function {name}", hint=REBUILD)
-
-
-#: The most tensors in one computation; a tensor without data is small.
-N_TENSORS = 16
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = (
-        ("mem_size", ctypes.c_size_t),
-        ("mem_buffer", ctypes.c_void_p),
-        ("no_alloc", ctypes.c_bool),
-    )
-
-
-@contextlib.contextmanager
-def no_data() -> Iterator[Any]:
-    """Open a GGML context for up to `N_TENSORS` tensors and a graph, without memory for their data."""
-    overhead = ggml("ggml_graph_overhead_custom", *2 * (ctypes.c_size_t,), ctypes.c_bool)
-    a_tensor = ggml("ggml_tensor_overhead", ctypes.c_size_t)()
-    size = N_TENSORS * a_tensor + overhead(N_TENSORS, False)
-    context = ggml("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(size, None, True))
-    if not context:
-        raise BackendError("GGML could not make a context")
-    try:
-        yield context
-    finally:
-        ggml("ggml_free", None, ctypes.c_void_p)(context)
-
-
-def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
-    """Return a tensor without data. The last dimension of `shape` is GGML's first."""
-    types = (ctypes.c_void_p, *2 * (ctypes.c_int,), ctypes.POINTER(ctypes.c_int64))
-    make = ggml("ggml_new_tensor", ctypes.c_void_p, *types)
-    dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
-    return make(context, type_, len(shape), dimensions)
 
 
 def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
