@@ -21,12 +21,14 @@ _FAMILIES = (
     ThoughtMarks(
         "<|START_THINKING|>",
         "<|END_THINKING|>",
-        ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        ("<|START_RESPONSE|>", "<|START_TEXT|>"),
+        ("<|END_RESPONSE|>", "<|END_TEXT|>"),
     ),  # Command
     ThoughtMarks(
         "<|open|>think<|sep|>",
         "<|close|>think<|sep|>",
-        ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        ("<|open|>response<|sep|>",),
+        ("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),  # Kimi K3
     ThoughtMarks(
         "<|channel|>analysis<|message|>",
@@ -36,7 +38,7 @@ _FAMILIES = (
             "<|channel|>final<|message|>",
             "<|start|>assistant",
         ),
-        "<|channel|>final<|message|>",
+        final="<|channel|>final<|message|>",
     ),  # gpt-oss
 )
 _FIRST = tuple(mark for family in _FAMILIES for mark in family.first)
