@@ -87,8 +87,7 @@ class Answer:
         self._request = request
         self._thoughts: ThoughtReader | None = None
         self._calls: ToolCallParser | None = None
-        # An answer that follows a grammar has no thoughts.
-        if request.splits_reasoning and request.generation.grammar is None:
+        if request.splits_reasoning:
             self._thoughts = ThoughtReader(prompt)
         if (tools := request.tools) is not None and request.call_form is not None:
             self._calls = ToolCallParser(

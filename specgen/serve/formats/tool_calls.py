@@ -24,7 +24,7 @@ from specgen.serve.formats.call_forms import (
 )
 from specgen.serve.formats.call_values import ArgumentsReader
 from specgen.text.grammar.json_schema import lenient_schema_grammar
-from specgen.text.grammar.llguidance_grammar import JSON_FORM
+from specgen.text.grammar.llguidance_grammar import in_lark, literal
 from specgen.text.stop_strings import n_begun
 
 
@@ -91,10 +91,10 @@ class _Rules:
             if left_out:
                 names = ", ".join(left_out)
                 self.warnings.append(f"no grammar can enforce {names} of {function.name}")
-            arguments = self._new(_json(schema))
+            arguments = self._new(in_lark(schema))
         else:
             arguments = self._arguments(function)
-        name = _literal(function.name)
+        name = literal(function.name)
         self.lines.append(f"{rule}: {name} {_form_text(self.form.after_name)} {arguments}")
         return rule
 
@@ -126,26 +126,26 @@ class _Rules:
         kind = schema.get("type")
         if self.form.style == "gemma":
             return self._new(
-                f"{_literal(key + ':')} {'gemma_text' if kind == 'string' else 'gemma'}"
+                f"{literal(key + ':')} {'gemma_text' if kind == 'string' else 'gemma'}"
             )
         if self.form.style == "python":
-            return self._new(f"{_literal(key + '=')} {self._value(schema, function, key)}")
+            return self._new(f"{literal(key + '=')} {self._value(schema, function, key)}")
         pair = self.form.pair
         assert pair is not None
         middle = pair.middles.get(
             kind if isinstance(kind, str) else "string", pair.middles["string"]
         )
-        before = f"{_form_text(pair.opening)} {_literal(key)} {_form_text(middle)}"
+        before = f"{_form_text(pair.opening)} {literal(key)} {_form_text(middle)}"
         choices = schema.get("enum", ())
         if kind != "string":
             return self._new(
                 f"{before} {self._value(schema, function, key)} {_form_text(pair.closing)}"
             )
         if choices:
-            texts = " | ".join(_literal(str(each)) for each in choices)
+            texts = " | ".join(literal(str(each)) for each in choices)
             return self._new(f"{before} ({texts}) {_form_text(pair.closing)}")
         text = f"rule_{len(self.lines)}"
-        self.lines.append(f"{text}[suffix={_literal(pair.closing)}]: /(?s:.*)/")
+        self.lines.append(f"{text}[suffix={literal(pair.closing)}]: /(?s:.*)/")
         return self._new(f"{before} {text}")
 
     def _value(self, schema: Mapping[str, Any], function: Function, key: str) -> str:
@@ -162,7 +162,7 @@ class _Rules:
             raise UsageError(f"{function.name}: {key}: {error.message}") from None
         if left_out:
             self.warnings.append(f"no grammar can enforce {', '.join(left_out)} of {function.name}")
-        return self._new(_json(grammar))
+        return self._new(in_lark(grammar))
 
 
 def calls_grammar(
@@ -170,38 +170,32 @@ def calls_grammar(
     functions: Sequence[Function],
     *,
     is_parallel: bool,
+    must_call: bool = True,
     other: Grammar | None = None,
 ) -> tuple[Grammar, list[str]]:
     """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`,
     or else for text that conforms to the JSON schema `other`; and warnings that name what it cannot enforce
-    of the parameters' schemas. Raise `UsageError` if no arguments conform to a function's parameters."""
-    rules = _Rules(form)
+    of the parameters' schemas. Unless the model `must_call`, it holds from a call's mark on, in a text that is free.
+    Raise `UsageError` if no arguments conform to a function's parameters."""
+    rules, is_lazy = _Rules(form), not must_call and other is None
     calls = rules._new(" | ".join(map(rules.call, functions)))  # noqa: SLF001
     more = f" ({_form_text(form.between)} {calls})*" if is_parallel and form.between else ""
+    opening, mark = form.opening.lstrip(), form.trigger if is_lazy else ""
     lines = [
         f"start: calls{' | other' if other is not None else ''}",
-        f"calls: {_form_text(form.opening.lstrip())} {calls}{more} {_form_text(form.closing.rstrip())}",
+        f"calls: {_form_text(opening.removeprefix(mark))} {calls}{more} {_form_text(form.closing.rstrip())}",
     ]
     if other is not None:
-        lines.append(f"other: {_json(other)}")
-    return Grammar("lark", "\n".join([*lines, *rules.lines])), rules.warnings
+        lines.append(f"other: {in_lark(other)}")
+    text = "\n".join([*lines, *rules.lines])
+    is_first = is_lazy and not form.mark
+    return Grammar("lark", text, other is None, mark, is_first), rules.warnings
 
 
 def _form_text(text: str) -> str:
     """Return a part of a form as Lark literals."""
-    parts = [_literal(part) for part in text.split(ANY)]
+    parts = [literal(part) for part in text.split(ANY)]
     return " ANY ".join(parts)
-
-
-def _literal(text: str) -> str:
-    """Return a text as a Lark literal, which has JSON's form."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _json(schema: Grammar) -> str:
-    parsed = json.loads(schema.text)
-    form = {**JSON_FORM, "lenient": parsed.get("x-guidance") == {"lenient": True}}
-    return f"%json {json.dumps({**parsed, 'x-guidance': form})}"
 
 
 # --- reading --------------------------------------------------------------------------------------
