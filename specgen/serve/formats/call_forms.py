@@ -279,7 +279,16 @@ _PLAIN: Arguments = {
 _PROBES = tuple(
     {**_PLAIN, "text": text} for text in ("q\"<&\\\n'z {} </x>", 'a "quoted" <b> & {c}', "plain qz")
 )
-_SCHEMA = {"type": "object", "properties": {key: {"type": kind} for key, kind in _TYPES.items()}}
+#: What Command R+ wants of each argument.
+_WANTED = {
+    "description": "It.",
+    "items": {"type": "string"},
+    "additionalProperties": {"type": "string"},
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {key: {"type": kind, **_WANTED} for key, kind in _TYPES.items()},
+}
 _CONTENT = "@@plain@@"
 _TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 #: Marks of an empty thought before calls, and of the end of a turn or the beginning of a result behind them.
@@ -318,7 +327,7 @@ def form_of(
 ) -> CallForm | None:
     """Return the form of a template's calls; None if the template takes no tools, or writes calls in a form that
     specgen cannot read. `has_token` says whether the model has a control token of this name."""
-    if not re.search(r"\btools\b", template):
+    if not re.search(r"\b(?:tools|functions)\b", template):
         return None
     if "<|channel|>" in template and "functions." in template:
         return _HARMONY

@@ -124,7 +124,7 @@ class _State:
         return found
 
     def _checked(self, token_ids: TokenArray) -> BoolArray:
-        matcher, ends = self._matcher.deep_copy(), self._grammar.ends
+        matcher, ends = self._matcher.deep_copy(), set(self._grammar.ends.tolist())
         with _panics(BackendError, _NO_FURTHER):
             may_end = matcher.is_accepting()
             return np.array(
