@@ -20,12 +20,14 @@ FAMILIES = (
     ThoughtMarks(
         "<|START_THINKING|>",
         "<|END_THINKING|>",
-        ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        ("<|START_RESPONSE|>", "<|START_TEXT|>"),
+        ("<|END_RESPONSE|>", "<|END_TEXT|>"),
     ),  # Command
     ThoughtMarks(
         "<|open|>think<|sep|>",
         "<|close|>think<|sep|>",
-        ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        ("<|open|>response<|sep|>",),
+        ("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),  # Kimi K3
     ThoughtMarks(
         "<|channel|>analysis<|message|>",
@@ -35,7 +37,7 @@ FAMILIES = (
             "<|channel|>final<|message|>",
             "<|start|>assistant",
         ),
-        "<|channel|>final<|message|>",
+        final="<|channel|>final<|message|>",
     ),  # gpt-oss
 )
 #: Names of control tokens among the marks: a reader sees them only if the text shows them.
