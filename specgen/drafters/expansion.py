@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from specgen.drafters.interface import DraftRequest
+from specgen.errors import NoTokenAllowedError
 from specgen.method.backend import Backend, Vocabulary
-from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
+from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.draft_length import WhilePaying, best_nodes
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
@@ -271,7 +272,7 @@ class Levels(Tree):
                 break
             token = left.draw(self.request.rng)
             self._add(node, token, left.probability(token), left)
-            left = left.without(token)
+            left = left.minus(Distribution.certain(token))
 
     def _n_children(self, node: int) -> int:
         depth = 0 if node == ROOT else self.depths[node] + 1

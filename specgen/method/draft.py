@@ -10,22 +10,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from specgen.errors import BackendError
 from specgen.system.arrays import ProbArray, TokenArray
 
 #: Parent of the nodes that follow the last committed token. The logits of node i are row i + 1, those of the root row
 #: 0.
 ROOT = -1
-
-
-class NoTokenAllowedError(BackendError):
-    """A grammar that allows no token at all."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the grammar allows no token here",
-            hint="a rule of the grammar cannot be completed with this model's tokens; change the grammar",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +26,16 @@ class Distribution:
     probs: ProbArray
 
     @staticmethod
+    @lru_cache(maxsize=4096)  # greedy decoding takes one for each token
     def certain(token_id: int) -> Distribution:
-        return _certain(token_id)
+        found = Distribution(np.array((token_id,), np.int64), np.ones(1))
+        found.token_ids.flags.writeable = found.probs.flags.writeable = False
+        return found
 
     def probability(self, token_id: int) -> float:
         index = int(self.token_ids.searchsorted(token_id))
-        if index < len(self.token_ids) and self.token_ids[index] == token_id:
-            return float(self.probs[index])
-        return 0.0
+        is_there = index < len(self.token_ids) and self.token_ids[index] == token_id
+        return float(self.probs[index]) if is_there else 0.0
 
     def probabilities(self, token_ids: TokenArray) -> ProbArray:
         position = self.token_ids.searchsorted(token_ids)
@@ -57,20 +48,16 @@ class Distribution:
 
     def draw(self, rng: np.random.Generator) -> int:
         """Draw a token with one uniform number; a certain token takes none. So plain and speculative decoding draw
-        equal tokens from equal distributions if their generators are in equal states."""
+        equal tokens in equal states of their generators."""
         if len(self.token_ids) == 1:
             return int(self.token_ids[0])
         cumulative = self.probs.cumsum()
         index = int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
         return int(self.token_ids[min(index, len(self.token_ids) - 1)])
 
-    def without(self, token_id: int) -> Distribution | None:
-        """Return what the next sibling is drawn from without replacement; None if nothing is left."""
-        return self.reweighted(np.where(self.token_ids == token_id, 0.0, self.probs))
-
     def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
-        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if nothing is
-        left."""
+        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if nothing is left. Less
+        a certain token, it is what the next sibling is drawn from without replacement."""
         return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
 
     def excess(self, other: Distribution, scale: float = 1.0) -> float:
@@ -86,29 +73,20 @@ class Distribution:
         return Distribution(self.token_ids[kept], weights / weights.sum())
 
 
-@lru_cache(maxsize=4096)
-def _certain(token_id: int) -> Distribution:
-    """Return a shared distribution: greedy decoding takes one for each token."""
-    found = Distribution(np.array((token_id,), np.int64), np.ones(1))
-    found.token_ids.flags.writeable = found.probs.flags.writeable = False
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Draft:
     """n proposed tokens as a tree. Node i's parent, `parents[i] < i`, is `ROOT` behind the last committed token;
-    `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if it has one:
-    policies and the display use it, verifiers do not.
+    `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if known: policies
+    and the display use it, verifiers do not.
 
-    `distributions[i]` is the one that the token was *drawn from at random*; among siblings, given the earlier ones.
-    It is None for a token chosen deterministically (an argmax, an n-gram match): testing a token against a
-    distribution that it was not drawn from would bias the text, and so would leaving out a drawn token because of
-    what it is.
+    `distributions[i]` is the one that the token was *drawn from at random*, among siblings given the earlier ones;
+    None for a token chosen deterministically (an argmax, an n-gram match). To test a token against a distribution
+    that it was not drawn from would bias the text, and so would leaving out a drawn token because of what it is.
 
     `walks` are the nodes of chains that were drawn independently of each other, from a child of the root down, in the
-    order of the draws. Walks with a common prefix share nodes: a token that was drawn twice is decoded once and
-    judged twice. `looks` are the largest probabilities that the drafter gave to any token, in the order in which it
-    looked: in a chain, look i comes before its token i; one more look ended the draft.
+    order of the draws. They share the nodes of a common prefix: a token that was drawn twice is decoded once and judged
+    twice. `looks` are the largest probabilities that the drafter gave to any token: in a chain, look i comes before
+    its token i; one more look ended the draft.
 
     Raises `ValueError` if the lengths differ, a parent does not come before its child, or a walk is no path.
     """

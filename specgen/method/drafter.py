@@ -38,7 +38,6 @@ class TargetStates(Protocol):
 
     def keep_states(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
         """Add copies of the last rows, float32[n, n_embd], of the first `n_read` tokens of `text`."""
-        ...
 
 
 class Drafter(Protocol):
@@ -91,14 +90,11 @@ class Proposal:
     seconds: float = 0.0
     ask: Ask | None = None
 
-    def resume(self, sent: Logits | Exception | None, clock: Callable[[], float]) -> None:
-        """Go on with what was asked for or an error, up to the next decode or the end."""
+    def resume(self, logits: Logits | None, clock: Callable[[], float]) -> None:
+        """Go on with what was asked for, up to the next decode or the end."""
         started, self.ask = clock(), None
         try:
-            if isinstance(sent, Exception):
-                self.ask = self.drafting.throw(sent)
-            else:
-                self.ask = next(self.drafting) if sent is None else self.drafting.send(sent)
+            self.ask = next(self.drafting) if logits is None else self.drafting.send(logits)
         except StopIteration as ended:
             self.draft = ended.value
         except Exception as error:  # noqa: BLE001 - also a bug in a drafter
@@ -113,9 +109,8 @@ def propose_together(
 ) -> list[Proposal]:
     """Make drafts side by side. In each step, the decodes that they need in one cache become one batch.
 
-    A drafting that raises gets an `error`, and the others go on; the error of a decode is raised in all draftings
-    that asked for it. Once `interrupted` returns True between decodes, the draftings that are not done have no draft.
-    """
+    A drafting that raises gets an `error`, and the others go on; the error of a decode is that of all that asked for
+    it. Once `interrupted` returns True between decodes, the draftings that are not done have no draft."""
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
         proposal.resume(None, clock)
@@ -129,54 +124,52 @@ def propose_together(
     return proposals
 
 
-def draft_alone(drafting: Drafting) -> Draft:
-    """Make a draft, or raise its error."""
-    proposal = propose_together([drafting], lambda: 0.0)[0]
-    if proposal.error is not None:
-        raise proposal.error
-    return proposal.draft
-
-
-def refuse_nonsense(proposal: Proposal, n_max: int, n_vocab: int) -> None:
-    """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error: an invalid token in
-    the shared batch would fail all answers."""
-    draft: object = proposal.draft
-    if isinstance(draft, Draft):
-        tokens: Sequence[object] = draft.tokens
-        are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
-        if are_tokens and len(tokens) <= n_max:
-            return
-    what = f"{list(draft.tokens)}, {n_max} at most" if isinstance(draft, Draft) else repr(draft)
-    proposal.draft = NO_DRAFT
-    proposal.error = BackendError(f"the drafter proposed nonsense: {what}")
-
-
 def _decode_next(
     waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Callable[[], float]
 ) -> None:
     """Decode the rows that the first waiting draft needs, and in the same batch those of others in the same cache, as
     many as fit; resume each draft with its logits."""
     backend, costs, batch = waiting[0][1].backend, waiting[0][1].costs, Batch()
-    most, n_wanted = max(backend.n_batch, backend.n_outputs), 0
-    together: list[tuple[Proposal, Ask]] = []
+    most, first = max(backend.n_batch, backend.n_outputs), 0
+    together: list[tuple[Proposal, Ask, int]] = []
     for proposal, ask in waiting:
-        n_more = sum(ask.batch.wants_logits)
-        fits = len(batch) + len(ask.batch) <= most and n_wanted + n_more <= backend.n_outputs
+        end = first + sum(ask.batch.wants_logits)
+        fits = len(batch) + len(ask.batch) <= most and end <= backend.n_outputs
         if ask.backend is backend and (fits or not together):  # the first one always gets its turn
-            together.append((proposal, ask))
+            together.append((proposal, ask, end))
             batch.extend(ask.batch)
-            n_wanted += n_more
-    started, before_s = clock(), backend.decode_s
-    result: Logits | Exception
+            first = end
+    started, before_s, first = clock(), backend.decode_s, 0
     try:
-        result = backend.decode(batch)
+        logits = backend.decode(batch)
         costs.observe(len(batch), backend.decode_s - before_s, n_sharing)
-    except Exception as error:  # noqa: BLE001 - it is raised again in each drafter
-        result = error
-    model_s, seconds, first = backend.decode_s - before_s, clock() - started, 0
-    for proposal, ask in together:
-        share, end = len(ask.batch) / len(batch), first + sum(ask.batch.wants_logits)
+    except Exception as error:  # noqa: BLE001 - drafting ends, and not the answers
+        for proposal, _, _ in together:
+            proposal.ask, proposal.error = None, error
+        return
+    model_s, seconds = backend.decode_s - before_s, clock() - started
+    for proposal, ask, end in together:
+        share = len(ask.batch) / len(batch)
         proposal.model_s += share * model_s
         proposal.seconds += share * seconds
-        proposal.resume(result if isinstance(result, Exception) else result[first:end], clock)
+        proposal.resume(logits[first:end], clock)
         first = end
+
+
+def draft_alone(drafting: Drafting) -> Draft:
+    """Make a draft, or raise its error."""
+    (proposal,) = propose_together([drafting], lambda: 0.0)
+    if proposal.error is not None:
+        raise proposal.error
+    return proposal.draft
+
+
+def nonsense(draft: object, n_max: int, n_vocab: int) -> BackendError | None:
+    """Return the error of a proposal that is not a draft of at most `n_max` tokens below `n_vocab`: an invalid token in
+    the shared batch would fail all answers."""
+    tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else ()
+    are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
+    if isinstance(draft, Draft) and are_tokens and len(tokens) <= n_max:
+        return None
+    what = f"{list(tokens)}, {n_max} at most" if tokens else repr(draft)
+    return BackendError(f"the drafter proposed nonsense: {what}")

@@ -110,8 +110,8 @@ def draft_up_to(n_max: int, *, needs_confidence: bool = False) -> RoundPlan:
 class RoundResult:
     """A round of one sequence; the steps of the round fill it in. The verified draft and its accepted nodes; the
     seconds of all drafting; seconds and rows of the target's batch, which `n_sequences` share; the tokens that the
-    round added to the text; all that was found and drafted, uncut; the seconds of the draft model's decodes; the
-    batch's rows of the committed tokens before the draft."""
+    round added to the text; all that was found and drafted, uncut; the seconds of the draft model's decodes; the rows
+    of the hidden states before the draft; an error of the drafters."""
 
     plan: RoundPlan
     draft: Draft = NO_DRAFT
@@ -124,6 +124,7 @@ class RoundResult:
     n_sequences: int = 1
     model_s: float = 0.0
     rows: range = range(1)
+    error: Exception | None = None
 
 
 class Policy(Protocol):

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
+from specgen.errors import NoTokenAllowedError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
-from specgen.method.draft import ROOT, NoTokenAllowedError
+from specgen.method.draft import ROOT
 from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, VerifierName

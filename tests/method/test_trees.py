@@ -164,7 +164,7 @@ def siblings(source: Distribution, k: int, fate: Fate, *, with_replacement: bool
     while left is not None and len(tokens) < k:
         tokens.append(left.draw(fate))  # type: ignore[arg-type]
         sources.append(left)
-        left = left if with_replacement else left.without(tokens[-1])
+        left = left if with_replacement else left.minus(Distribution.certain(tokens[-1]))
     nodes = tuple(dict.fromkeys(tokens))
     walks = tuple((nodes.index(token),) for token in tokens) if with_replacement else ()
     n = len(nodes)

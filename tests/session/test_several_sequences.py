@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.interface import CacheSlot
 from specgen.drafters.model_drafter import ModelDrafter
-from specgen.errors import BackendError
+from specgen.errors import BackendError, NoTokenAllowedError
 from specgen.events import NoticeEvent
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import Draft, NoTokenAllowedError
+from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import CostAwarePolicy, RoundPlan
 from specgen.method.tables import CostTable
