@@ -14,7 +14,7 @@ from specgen.drafters.interface import DraftRequest
 from specgen.errors import NoTokenAllowedError
 from specgen.method.backend import Backend, Vocabulary
 from specgen.method.draft import ROOT, Distribution, Draft
-from specgen.method.draft_length import WhilePaying, best_nodes
+from specgen.method.draft_length import WhilePaying
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.method.tables import CostTable, Price
@@ -234,7 +234,7 @@ class Worthwhile(Tree):
             if self._ranks[node] > 0 or (self.probabilities[node] or 0.0) >= stop.p_min
         ]
         nodes.sort(key=chances.__getitem__, reverse=True)
-        n_taken = len(best_nodes(chances, stop.token_s, stop.extra_s))
+        n_taken = len(stop.best_nodes(chances))
         n_best, best_s, gain_s = 0, 0.0, 0.0
         for n, node in enumerate(nodes[:n_most]):
             # Tokens behind several nodes compete for the same rows.

@@ -20,8 +20,8 @@ Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 @dataclass(slots=True)
 class Batch:
     """Rows to decode together, one for each token. `sequences[i]` are all that token i belongs to; it sees their
-    cells at smaller positions. `wants_logits[i]` says whether its logits, perhaps a megabyte, will be read. `hidden`
-    is for MTP layers: the state before each token, float32[n_embd], or None for zeros; else it is empty."""
+    cells at smaller positions. `wants_logits[i]` says whether its logits will be read. `hidden` is for MTP layers: the
+    state before each token, float32[n_embd], or None for zeros; else it is empty."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)

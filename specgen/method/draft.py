@@ -139,14 +139,10 @@ class Draft:
 
     def children(self, node: int) -> Sequence[int]:
         """Return the nodes below `node` (or `ROOT`), in the order they were drafted."""
-        if self.is_chain:
-            return (node + 1,) if node + 1 < len(self.tokens) else ()
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def ranks(self) -> list[int]:
         """Return each node's rank, from 0, among its siblings."""
-        if self.is_chain:
-            return [0] * len(self.tokens)
         n_before: Counter[int] = Counter()
         ranks = []
         for parent in self.parents:
@@ -156,8 +152,6 @@ class Draft:
 
     def depths(self) -> list[int]:
         """Return each node's depth; children of the root have depth 0."""
-        if self.is_chain:
-            return list(range(len(self.tokens)))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent == ROOT else depths[parent] + 1)
@@ -165,8 +159,6 @@ class Draft:
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from a child of the root down to `node`, inclusive; none for `ROOT`."""
-        if self.is_chain:
-            return list(range(node + 1))
         nodes = []
         while node != ROOT:
             nodes.append(node)

@@ -24,9 +24,8 @@ class Stop:
     """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all
     its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
 
-    `confidences` has one number for each look so far; the last one belongs to the token that is about to be drafted.
-    So whether a token is drafted never depends on the token. `needs_confidence` says whether `wants_token` uses them,
-    each of which costs a pass over the logits."""
+    `confidences` has a number for each look, up to that of the token that is about to be drafted: so whether it is
+    drafted never depends on the token. Each costs a pass over the logits, if `needs_confidence`."""
 
     p_min: float = 0.0
     n_min: int = 0
@@ -42,8 +41,8 @@ class Stop:
         return True
 
     def cut(self, draft: Draft) -> Draft:
-        """Return the nodes of a finished draft that are worth verifying: the first tokens of a chain, or nodes of a
-        tree, likeliest first. A draft that was drawn at random stays whole, since the text would be biased."""
+        """Return the nodes of a finished draft that are worth verifying, likeliest first. What was drawn at random
+        stays whole, since the text would be biased."""
         if draft.is_drawn:
             return draft
         if draft.is_chain and self.bound > 0.0:
@@ -87,17 +86,24 @@ class WhilePaying(Stop):
         return values[index] + (place - index) * (values[index + 1] - values[index])
 
     def cut(self, draft: Draft) -> Draft:
-        if draft.is_drawn:
-            return draft
-        wholes = self.wholes(draft)
-        if draft.is_chain:
-            return draft.first(_best_number(wholes, self.token_s, self.extra_s))
-        return draft.only(best_nodes(wholes, self.token_s, self.extra_s))
+        return draft if draft.is_drawn else draft.only(self.best_nodes(self.wholes(draft)))
+
+    def best_nodes(self, wholes: Sequence[float]) -> list[int]:
+        """Return the nodes that are worth most together, likeliest first. The probability that a path is accepted falls
+        along it: the n likeliest nodes form a tree, the best one (Sequoia, arXiv:2402.12374)."""
+        order = sorted(range(len(wholes)), key=wholes.__getitem__, reverse=True)
+        worths_s = self._worths([wholes[node] for node in order])
+        return order[: worths_s.index(max(worths_s))]
 
     def worth_of(self, draft: Draft) -> float:
         """Return the seconds that verifying a draft is expected to save."""
-        wholes = self.wholes(draft)[: len(self.extra_s) - 1]
-        return sum(wholes) * self.token_s - self.extra_s[len(wholes)]
+        return self._worths(self.wholes(draft))[-1]
+
+    def _worths(self, wholes: Sequence[float]) -> list[float]:
+        """Return the seconds that verifying none, one, two, ... of the nodes is expected to save."""
+        n_accepted = itertools.accumulate(wholes[: len(self.extra_s) - 1], initial=0.0)
+        costs_s = zip(n_accepted, self.extra_s, strict=False)
+        return [n * self.token_s - cost_s for n, cost_s in costs_s]
 
     def acceptance(self, origin: str, confidence: float | None, rank: int = 0) -> float:
         """Return the acceptance of a token; `rank` siblings are better."""
@@ -141,17 +147,3 @@ def values_of_looks(
         values = np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s
         found.append(values.tolist())
     return found[::-1]
-
-
-def best_nodes(wholes: Sequence[float], token_s: float, extra_s: Sequence[float]) -> list[int]:
-    """Return the nodes of a tree that are worth most together, likeliest first. The probability that a path is
-    accepted does not grow along it: the n likeliest nodes form a tree, the best one (Sequoia, arXiv:2402.12374)."""
-    order = sorted(range(len(wholes)), key=wholes.__getitem__, reverse=True)
-    return order[: _best_number([wholes[node] for node in order], token_s, extra_s)]
-
-
-def _best_number(wholes: Sequence[float], token_s: float, extra_s: Sequence[float]) -> int:
-    """Return how many of the first nodes save most time together."""
-    n_accepted = itertools.accumulate(wholes[: len(extra_s) - 1], initial=0.0)
-    values_s = [n * token_s - cost_s for n, cost_s in zip(n_accepted, extra_s, strict=False)]
-    return values_s.index(max(values_s))

@@ -33,28 +33,23 @@ from specgen.method.tables import (
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
 
-# --- what is expected
 _MARGIN = 1.1  # a draft's expected gain over its cost, at least: only the cost is certain
 _PREFILL_MARGIN = 2.0  # the same for a prefill, since how long the answer gets is a guess
 _RATE = 0.06  # a round's weight in averages; at first all count equally, a plain decode as four
 _MAX_STALE = 64  # rounds until a plain decode is made: its cost is what everything is compared with
 _MAX_AGE = 4  # the rounds for which the values of looks are used
 # --- the gate of a drafter
-_SHARE = 0.014  # the share of the answer's time that it may lose,
-_MOST_LOST = 4.0  # and as many plain decodes beyond that before it waits
-_MOST_SAVED = (
-    16.0  # the most credit, and the most that one round may cost: else the machine stood still
-)
-_MOST_AHEAD = (
-    2.0  # the longest prefill, over the answer's time so far; of a trial, a twentieth of that
-)
+_SHARE = 0.014  # the share of all time that goes to its credit
+_MOST_SAVED = 16.0  # its most credit; the most that a round may cost, else the machine stood still
+_MOST_LOST = 4.0  # the debt with which it waits
+_MOST_AHEAD = 2.0  # the longest prefill, over the answer's time so far; a twentieth in a trial
 _N_TRIED = 3  # the tokens of a trial
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is known when a round is planned: the tokens that the answer is expected to get still, the most that may
-    be drafted now, what was found without a decode, and the name and price of the drafter that decodes."""
+    """What is known before a round: the tokens that the answer is expected to get still, the most that may be drafted
+    now, what was found without a decode, and the name and price of the drafter that decodes."""
 
     n_left: int
     n_most: int
@@ -65,14 +60,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What one sequence drafts in a round, and why; `detail` has the reason's numbers.
+    """What one sequence drafts in a round, and why: either `found`, without a decode, or at most `n_max` tokens of
+    `drafter`, as far as `stop` lets them go, which also cuts the finished draft.
 
-    A round verifies either `found`, which a lookup found without a decode, or a draft of at most `n_max` tokens of
-    `drafter`, as far as `stop` lets it go. `stop` cuts the finished draft. The first `n_given` tokens repeat the end of
-    the text, whatever `stop` says: a drafter with another vocabulary takes back its last tokens and drafts them anew. A
-    parallel draft predicts `n_at_once` tokens in its one decode (None: `n_max`). `prefill_s` are the seconds of the
-    drafter's prefill, an investment in later rounds.
-    """
+    The first `n_given` tokens repeat the end of the text, whatever `stop` says: a drafter with another vocabulary drafts
+    its last tokens anew. A parallel draft predicts `n_at_once` tokens in its one decode (None: `n_max`). `prefill_s` is
+    the drafter's prefill, an investment in later rounds. `detail` is the reason with its numbers."""
 
     reason: ReasonName
     n_max: int = 0
@@ -108,10 +101,10 @@ def draft_up_to(n_max: int, *, needs_confidence: bool = False) -> RoundPlan:
 
 @dataclass(slots=True)
 class RoundResult:
-    """A round of one sequence; the steps of the round fill it in. The verified draft and its accepted nodes; the
-    seconds of all drafting; seconds and rows of the target's batch, which `n_sequences` share; the tokens that the
-    round added to the text; all that was found and drafted, uncut; the seconds of the draft model's decodes; the rows
-    of the hidden states before the draft; an error of the drafters."""
+    """A round of one sequence, which its steps fill in: the verified draft and its accepted nodes; the seconds of all
+    drafting; seconds and rows of the target's batch, which `n_sequences` share; the tokens added to the text; all that
+    was found and drafted, uncut; the seconds of the draft model's decodes; the rows of the hidden states before the
+    draft; an error of the drafters."""
 
     plan: RoundPlan
     draft: Draft = NO_DRAFT
@@ -184,15 +177,14 @@ class CostAwarePolicy:
 
     A token is worth the time that it would take otherwise: that of a plain decode, or less if recent rounds were
     faster. It costs decodes of the drafter and a row of the target's batch. A draft adds the sum, over its tokens, of
-    the probability that the token and all before it are accepted (for a fixed length: Leviathan et al.,
-    arXiv:2211.17192, section 3.4). What is known as a whole is cut where its value is highest; a model drafts
-    `WhilePaying`.
+    their wholes (for a fixed length: Leviathan et al., arXiv:2211.17192, section 3.4). What is known as a whole is cut
+    where its value is highest; a model drafts `WhilePaying`.
 
-    Most learning is free: tokens that were not worth verifying are compared with the text that follows. A model that
-    is not expected to pay is tried on its credit, and a drafter that loses time against expectation waits.
+    Most learning is free: tokens that were not worth verifying are compared with the text that follows. A model that is
+    not expected to pay is tried on its credit, and a drafter with too much debt waits.
 
-    A policy decides for one text. `costs` is the target's table, to which observed times are added. `acceptance` is
-    by origin; its counts cover all texts and may be shared with other policies.
+    A policy decides for one text. The target's `costs` learn from its rounds. The counts of `acceptance`, by origin,
+    cover all texts and may be shared with other policies.
     """
 
     def __init__(
@@ -202,16 +194,16 @@ class CostAwarePolicy:
         acceptance: MutableMapping[str, AcceptanceRates] | None = None,
     ) -> None:
         self.n_max, self._p_min, self._costs = options.n_max, options.stops_below, costs
-        #: The acceptance probabilities from all texts, and those in this text; by origin.
+        #: Acceptance in all texts and in this one, by origin.
         self._known = {} if acceptance is None else acceptance
         self._here: dict[str, AcceptanceRates] = {}
-        #: The values of looks, by drafter and longest draft.
+        #: By drafter and longest draft.
         self._values: dict[tuple[str, int], list[list[float]]] = {}
         self._n_stale = self._n_rounds = 0
-        #: The seconds of all rounds, and averages over recent ones: seconds and tokens of a round.
+        #: The seconds of all rounds; averages over recent ones.
         self._elapsed_s = self._round_s = 0.0
         self._round_tokens = 1.0
-        #: In this round: the seconds of a plain decode, those that n drafted tokens add to it, a token's worth.
+        #: In this round: the seconds of a plain decode, a token's worth, and what n drafted tokens add to a decode.
         self._plain_s = self._token_s = 0.0
         self._extra_s = [0.0]
 

@@ -42,9 +42,8 @@ NGRAM_ORIGINS = ("ngram", "lookup")  # of tokens that need no model
 @dataclass(frozen=True, slots=True)
 class Price:
     """What drafting costs, in seconds: the first drafted token, each further one, and once the prefill of what the
-    drafter has not read yet, beyond the last round. A parallel draft predicts all its tokens in one decode, whose
-    size is chosen before: `at_once_s[n - 1]` are the seconds of a decode that predicts n tokens, and `next_s` is
-    0."""
+    drafter has not read yet, beyond the last round. A parallel draft predicts n tokens in one decode, which takes
+    `at_once_s[n - 1]`, and `next_s` is 0."""
 
     first_s: float
     next_s: float
@@ -62,9 +61,8 @@ FREE = Price(0.0, 0.0)  # nothing worth counting
 
 
 class CostTable:
-    """The seconds that a model's batches take, by their rows; every decode corrects them. Sizes between two known
-    ones are interpolated; fewer rows than any known size cost what that does, and more cost in proportion to their
-    rows."""
+    """The seconds that a model's batches take, by their rows; every decode corrects them. Between known sizes they are
+    interpolated; fewer rows than any of these cost what it does, and more cost in proportion to their rows."""
 
     def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
         self._seconds = {n: s for n, s in sorted((seconds or {}).items()) if n > 0 and s > 0.0}
@@ -150,7 +148,7 @@ def prior_of(origin: str, confidence: float) -> float:
 @dataclass(slots=True)
 class AcceptanceCounts:
     """A drafter's counts in all texts, float64[N_BINS] each, by bin of confidence: judged tokens, accepted ones among
-    these, and confidences that were seen; and the time that it may lose, in plain decodes (see `policy.py`)."""
+    these, and confidences that were seen; and its credit (see `policy.py`)."""
 
     n_judged: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
@@ -160,8 +158,8 @@ class AcceptanceCounts:
 
 class AcceptanceRates:
     """The probabilities, in one text, that a drafted token is accepted if all before it were, by its drafter's
-    confidence in [0, 1]. `counts` cover all texts, which share them. In addition one number is learnt, the deviation
-    of this text: some texts suit a draft better than others."""
+    confidence in [0, 1]. All texts share `counts`. Of this text its deviation is learnt, one number: some texts suit a
+    draft better than others."""
 
     def __init__(self, origin: str = "model", counts: AcceptanceCounts | None = None) -> None:
         self.counts = counts if counts is not None else AcceptanceCounts()

@@ -1,7 +1,7 @@
 """Verifiers: which drafted tokens are accepted, and which token follows them.
 
-All are exact: the text has the distribution of text from the target alone. *Target* is the distribution that the
-target's logits give after a node, with samplers and grammar; *draft* is the one that a drafted token was drawn from.
+All are exact: the text is distributed as from the target alone. *Target* is the distribution that its logits give
+after a node, with samplers and grammar; *draft* is the one that a drafted token was drawn from.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _N_HALVINGS = 50  # of the bisection for SpecTr's rho: as many as a float's prec
 
 #: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the samplers.
 TargetAt: TypeAlias = Callable[[int], Distribution]
+#: The accepted node, if any, and what the next token is drawn from otherwise.
+Choice: TypeAlias = tuple[int | None, Distribution]
+Rng: TypeAlias = np.random.Generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,12 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Judges a draft. `wants_draws` says whether it accepts more of a drawn draft than of the draft model's most likely
-    tokens."""
+    """Judges a draft. With `wants_draws` it accepts more of a drawn draft than of the likeliest tokens."""
 
     @property
     def wants_draws(self) -> bool: ...
 
-    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict: ...
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict: ...
 
 
 class ResidualVerifier:
@@ -54,7 +56,7 @@ class ResidualVerifier:
 
     wants_draws = True
 
-    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         """Go down from the root as long as `choose` accepts one of the nodes that come next."""
         node, walks, path = ROOT, draft.walks, list[int]()
         while True:
@@ -70,11 +72,8 @@ class ResidualVerifier:
             node = accepted
             path.append(node)
 
-    def choose(
-        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-    ) -> tuple[int | None, Distribution]:
-        """Return which of the nodes tried after one place is accepted, if any, and what the next token is drawn from
-        otherwise."""
+    def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
+        """Try the nodes that may come next, after which the target has this distribution."""
         for child in tries:
             token, source = draft.tokens[child], drawn_from(draft, child)
             if rng.random() * source.probability(token) < target.probability(token):
@@ -85,17 +84,13 @@ class ResidualVerifier:
 
 
 class MatchVerifier(ResidualVerifier):
-    """Draw the target's token; go on while it is one of the drafted children. At temperature 0 the target is one
-    certain token, so this compares the draft with the argmax.
-
-    The same seed gives the same text with and without a draft, however that was made. This is the best possible for
-    a draft that was not drawn at random."""
+    """Draw the target's token; go on while it is one of the drafted children: at temperature 0, while the draft is the
+    argmax. A seed gives the same text with and without a draft. Nothing is better for a draft that was not drawn at
+    random."""
 
     wants_draws = False
 
-    def choose(
-        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-    ) -> tuple[int | None, Distribution]:
+    def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
         token = target.draw(rng)
         for child in tries:
             if draft.tokens[child] == token:
@@ -113,9 +108,7 @@ class SpecTrVerifier(ResidualVerifier):
     for which no token is taken too often, 1 - (1 - beta)^k <= rho beta.
     """
 
-    def choose(
-        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-    ) -> tuple[int | None, Distribution]:
+    def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
         if not draft.walks or not tries:
             return super().choose(draft, tries, target, rng)
         k, source = len(tries), drawn_from(draft, tries[0])
@@ -133,8 +126,7 @@ class SpecTrVerifier(ResidualVerifier):
 
 
 def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
-    """Return the least rho, up to rounding and never below it; both distributions are over the same tokens,
-    float64[m]."""
+    """Return the least rho, up to rounding and never below it. Both distributions are float64[m]."""
     # k always suffices, since 1 - (1 - beta)^k <= k beta. The difference has one sign change.
     low, high = 1.0, float(k)
     for _ in range(_N_HALVINGS if k > 1 else 0):
@@ -162,7 +154,7 @@ class BlockVerifier(ResidualVerifier):
     drawn.
     """
 
-    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         if draft.walks:
             return super().verify(draft, target, rng)
         node, path = ROOT, list[int]()
@@ -182,7 +174,7 @@ class BlockVerifier(ResidualVerifier):
 
 
 def _accept_block(
-    draft: Draft, run: Sequence[int], target: TargetAt, before: int, rng: np.random.Generator
+    draft: Draft, run: Sequence[int], target: TargetAt, before: int, rng: Rng
 ) -> tuple[int, Distribution]:
     """Return how many nodes of a run after `before` are kept, and what the token after them is drawn from. (For r, s
     and h see `BlockVerifier`.)"""
@@ -215,12 +207,11 @@ def drawn_from(draft: Draft, node: int) -> Distribution:
 
 
 class AutoVerifier:
-    """Uses the verifier that accepts most, by how a draft was made, never by its tokens, which would bias the
-    text."""
+    """Picks the verifier that accepts most, by how a draft was made: to pick by its tokens would bias the text."""
 
     wants_draws = True
 
-    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         drawn: VerifierName = "spectr" if draft.walks else "block"
         return VERIFIERS[drawn if draft.is_drawn else "match"].verify(draft, target, rng)
 

@@ -19,7 +19,7 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
-from specgen.method.draft_length import best_nodes
+from specgen.method.draft_length import WhilePaying
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
@@ -27,7 +27,7 @@ from specgen.method.policy import (
     RoundResult,
     draft_up_to,
 )
-from specgen.method.tables import CostTable
+from specgen.method.tables import AcceptanceRates, CostTable
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
@@ -134,7 +134,8 @@ def test_the_best_nodes_are_the_best_of_all_subtrees(chances: list[float], seed:
     for parent, chance in zip(parents, chances, strict=True):
         paths.append(chance * (1.0 if parent == ROOT else paths[parent]))
     extra_s = [0.0, *np.cumsum(rng.uniform(0.0, 0.8, len(chances))).tolist()]
-    nodes = best_nodes(paths, 1.0, extra_s)
+    stop = WhilePaying(origin="", rates=AcceptanceRates, token_s=1.0, extra_s=extra_s)
+    nodes = stop.best_nodes(paths)
     best_s = 0.0
     for size in range(len(chances) + 1):
         for subset in itertools.combinations(range(len(chances)), size):
