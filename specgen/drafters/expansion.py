@@ -13,12 +13,10 @@ from typing import TypeAlias
 from specgen.drafters.interface import DraftRequest
 from specgen.errors import NoTokenAllowedError
 from specgen.method.backend import Backend, Vocabulary
-from specgen.method.draft import ROOT, Distribution, Draft
-from specgen.method.draft_length import WhilePaying
+from specgen.method.draft import ROOT, Branches, Distribution, Draft
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.tables import CostTable, Price
-from specgen.method.tree_in_cache import Branches
+from specgen.method.tables import CostTable, Price, WhilePaying
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits, best
 

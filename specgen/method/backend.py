@@ -6,7 +6,7 @@ branches of a tree share the cells of their common tokens. Only the backend know
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, TypeAlias
 
 from specgen.system.arrays import Hidden, Logits
@@ -41,21 +41,11 @@ class Batch:
         self.wants_logits.append(wants_logits)
 
     def part(self, start: int, end: int) -> Batch:
-        rows = slice(start, end)
-        return Batch(
-            self.tokens[rows],
-            self.positions[rows],
-            self.sequences[rows],
-            self.wants_logits[rows],
-            self.hidden[rows],
-        )
+        return Batch(*(getattr(self, each.name)[start:end] for each in fields(self)))
 
     def extend(self, other: Batch) -> None:
-        self.tokens += other.tokens
-        self.positions += other.positions
-        self.sequences += other.sequences
-        self.wants_logits += other.wants_logits
-        self.hidden += other.hidden
+        for each in fields(self):
+            getattr(self, each.name).extend(getattr(other, each.name))
 
 
 class Vocabulary(Protocol):
@@ -68,8 +58,8 @@ class Vocabulary(Protocol):
     def add_bos(self) -> bool: ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokenize. `add_special` adds the beginning-of-text token if the model wants one (`add_bos`);
-        `parse_special` turns the names of control tokens into these tokens."""
+        """Tokenize, with `add_special` behind the beginning-of-text token if the model wants one (`add_bos`), and with
+        `parse_special` names of control tokens as these tokens."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to the text; empty for control tokens."""

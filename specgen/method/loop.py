@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from specgen.errors import BackendError, NoTokenAllowedError, SpecgenError
 from specgen.events import Event, NoticeEvent
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import ROOT, Distribution, Draft
+from specgen.method.draft import ROOT, Distribution, Draft, keep_path, pack
 from specgen.method.drafter import nonsense, propose_together
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.tree_in_cache import keep_path, pack
 from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
 
@@ -85,14 +84,8 @@ class Loop:
         for sequence, result in turns:
             result.target_s, result.n_rows, result.n_sequences = target_s, n_rows, len(turns)
             end = first + 1 + len(result.draft)
-            own, first = logits[first:end], end
-            try:
-                verdict = self.verify(sequence, result.draft, own)
-            except BackendError as error:  # the grammar allows no token, or a logit is not a number
-                sequence.failure = error
-                continue
-            events += self._commit(sequence, result, verdict, own, hidden)
-            events += self._learn(sequence, result)
+            events += self._finish(sequence, result, logits[first:end], hidden)
+            first = end
         wall_s = self.clock() - started - other_s
         for sequence in active:  # they share the batch's time equally
             sequence.tally.wall_s += wall_s / len(active)
@@ -180,6 +173,38 @@ class Loop:
             return self.target.decode(batch), None, 0.0
         return *self.target.decode_hidden(batch, all_rows=trail.all_rows), 0.0
 
+    def _finish(
+        self, sequence: AnswerState, result: RoundResult, logits: Logits, hidden: Hidden | None
+    ) -> list[Event]:
+        """Verify, commit and learn. The cache and a draft's trail keep what belongs to the text."""
+        draft, n_before = result.draft, len(sequence.tokens)
+        try:
+            verdict = self.verify(sequence, draft, logits)
+        except BackendError as error:  # the grammar allows no token, or a logit is not a number
+            sequence.failure = error
+            return []
+        events = sequence.commit_verdict(draft, verdict, logits, self.now_s, result.plan)
+        result.path, result.committed = verdict.path, tuple(sequence.tokens[n_before:])
+        kept = verdict.path[: len(result.committed)]  # the text may end on the path
+        keep_path(self.target, sequence.slot, draft, kept)
+        if hidden is not None and sequence.trail is not None:
+            rows = [*result.rows, *(result.rows[-1] + 1 + node for node in kept)]
+            sequence.trail.keep_states(hidden[rows], sequence.tokens, n_before + len(kept))
+        sequence.tally.add_round(result)
+        sequence.policy.observe(result)
+        try:
+            if result.error is not None:
+                raise result.error
+            if sequence.cascade is not None:
+                sequence.cascade.observe(result)
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+            sequence.cascade, sequence.why_undrafted = None, "failed"
+            what = error.message if isinstance(error, SpecgenError) else repr(error)
+            message = f"drafting failed, going on without a draft: {what}"
+            detail = "".join(traceback.format_exception(error))
+            events.append(NoticeEvent(sequence.index, self.now_s, message, detail))
+        return events
+
     def verify(self, sequence: AnswerState, draft: Draft, logits: Logits) -> Verdict:
         """Return which nodes are accepted, and the target's own token, from the logits at the root and at each node,
         float32[1 + len(draft), n_vocab]. Raise `BackendError` if there is no such token."""
@@ -202,40 +227,3 @@ class Loop:
         if verdict.path and verdict.path[-1] in dead_ends:
             raise NoTokenAllowedError
         return verdict
-
-    def _commit(
-        self,
-        sequence: AnswerState,
-        result: RoundResult,
-        verdict: Verdict,
-        logits: Logits,
-        hidden: Hidden | None,
-    ) -> list[Event]:
-        """Extend the text; the cache and a draft's trail keep what belongs to it."""
-        draft, n_before = result.draft, len(sequence.tokens)
-        events = sequence.commit_verdict(draft, verdict, logits, self.now_s, result.plan)
-        result.path, result.committed = verdict.path, tuple(sequence.tokens[n_before:])
-        kept = verdict.path[: len(result.committed)]  # the text may end on the path
-        keep_path(self.target, sequence.slot, draft, kept)
-        if hidden is not None and sequence.trail is not None:
-            rows = [*result.rows, *(result.rows[-1] + 1 + node for node in kept)]
-            sequence.trail.keep_states(hidden[rows], sequence.tokens, n_before + len(kept))
-        return events
-
-    def _learn(self, sequence: AnswerState, result: RoundResult) -> list[Event]:
-        """Let tally, policy and drafters learn from the round. An error of the drafters, now or before, ends
-        drafting."""
-        sequence.tally.add_round(result)
-        sequence.policy.observe(result)
-        try:
-            if result.error is not None:
-                raise result.error
-            if sequence.cascade is not None:
-                sequence.cascade.observe(result)
-        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
-            sequence.cascade, sequence.why_undrafted = None, "failed"
-            what = error.message if isinstance(error, SpecgenError) else repr(error)
-            message = f"drafting failed, going on without a draft: {what}"
-            detail = "".join(traceback.format_exception(error))
-            return [NoticeEvent(sequence.index, self.now_s, message, detail)]
-        return []

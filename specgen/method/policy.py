@@ -1,7 +1,6 @@
 """How much is drafted: a policy makes a plan once a round, as a value, and drafters follow it without asking back.
 
-`CostAwarePolicy` decides by costs and acceptance (`tables.py`), and lets a draft grow while that pays
-(`draft_length.py`); the others know no costs. Their words:
+`CostAwarePolicy` decides by costs and acceptance (`tables.py`); the others know no costs. Their words:
 
     look          one reading of a drafter's distribution for the next position
     confidence    the largest probability there: what the drafter says
@@ -20,14 +19,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from specgen.events import REASONS, ReasonName
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.draft_length import Stop, WhilePaying, values_of_looks
 from specgen.method.tables import (
     FREE,
     NGRAM_ORIGINS,
     AcceptanceRates,
     CostTable,
     Price,
+    Stop,
+    WhilePaying,
     judge_drafts,
+    values_of_looks,
 )
 
 if TYPE_CHECKING:

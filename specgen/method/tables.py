@@ -1,28 +1,28 @@
-"""What decoding costs, and how often drafted tokens are accepted: tables that are measured, and learn.
+"""What decoding costs, how often drafted tokens are accepted, and how far a draft is worth going by both.
 
-Both are observed rather than derived. Costs are jagged (one more row may double the time, or cost nothing) and differ
-between machines. Acceptance depends on the pair of models, the samplers and the text. (The rule that accepts a token
-is in `verify.py`.)
+Costs and acceptance are observed rather than derived. Costs are jagged (one more row may double the time, or cost
+nothing) and differ between machines. Acceptance depends on the pair of models, the samplers and the text. (For the
+words see `policy.py`; the rule that accepts a token is in `verify.py`.)
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import ProbArray
 
-# --- costs: a decode that takes d times the expected seconds corrects what it says something about by a power of d
-_COST_RATE = (
-    0.1  # the exponent for the machine's present speed, and at least that for the size's entry
-)
+# A decode that takes d times the expected seconds corrects its size's entry, and the machine's speed, by a power of d.
+_COST_RATE = 0.1  # the exponent, larger for the first decodes of a size
 _MAX_DEVIATION = 1.5  # the largest d: a machine that is busy for a moment says nothing of the model
-# --- acceptance
 #: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
 BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 N_BINS = len(BIN_EDGES) + 1
@@ -37,6 +37,9 @@ _N_HERE = 20.0  # the confidences of all texts count as so many looks in the pre
 _LEAST = 0.002  # rates keep at least this far from 0 and from 1
 _N_RANKS = 3  # siblings behind this many others, or more, are counted together
 NGRAM_ORIGINS = ("ngram", "lookup")  # of tokens that need no model
+#: The logarithms of `whole` at which the values of looks are computed.
+_LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)
+_LOG_LEAST, _LOG_STEP = float(_LOG_GRID[0]), float(_LOG_GRID[1] - _LOG_GRID[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +214,12 @@ class AcceptanceRates:
         self._curve = None
 
 
+#: Returns the acceptance rates of an origin.
+Rates: TypeAlias = Callable[[str], AcceptanceRates]
+
+
 def judge_drafts(
-    rates: Callable[[str], AcceptanceRates],
-    drafts: Sequence[Draft],
-    text: Sequence[int],
-    n_accepted: int,
+    rates: Rates, drafts: Sequence[Draft], text: Sequence[int], n_accepted: int
 ) -> None:
     """Learn which tokens of each drafter's first draft are those with which the text goes on, verified or not. A drawn
     token is judged where it was verified, in a chain of which `n_accepted` tokens were accepted, and by the confidence
@@ -237,3 +241,133 @@ def judge_drafts(
             if right is None:
                 break
             node = right
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all
+    its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
+
+    `confidences` has a number for each look, up to that of the token that is about to be drafted: so whether it is
+    drafted never depends on the token. Each costs a pass over the logits, if `needs_confidence`."""
+
+    p_min: float = 0.0
+    n_min: int = 0
+    bound: float = 0.0
+    needs_confidence: bool = False
+
+    def wants_token(self, confidences: Sequence[float]) -> bool:
+        """Return whether to draft the token at the last look."""
+        return confidences[-1] >= self.p_min and math.prod(confidences) >= self.bound
+
+    def wants_decode(self, confidences: Sequence[float]) -> bool:
+        """Return whether another look, after all these tokens, is worth a decode of the drafter."""
+        return True
+
+    def cut(self, draft: Draft) -> Draft:
+        """Return the nodes of a finished draft that are worth verifying, likeliest first. What was drawn at random
+        stays whole, since the text would be biased."""
+        if draft.is_drawn:
+            return draft
+        if draft.is_chain and self.bound > 0.0:
+            known = (1.0 if each is None else each for each in draft.probabilities)
+            products = itertools.accumulate(known, operator.mul)
+            draft = draft.first(sum(product >= self.bound for product in products))
+        return draft if len(draft) >= self.n_min else NO_DRAFT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhilePaying(Stop):
+    """Drafts as long as another token is expected to save time: optimal stopping.
+
+    `rates` returns the acceptance rates of an origin. An accepted token is worth `token_s` seconds; n drafted tokens
+    add `extra_s[n]` to the target's batch. A look of the drafter `origin` takes `next_s`, and has the `values` of
+    `values_of_looks`; without these, nothing is drafted."""
+
+    origin: str
+    rates: Rates
+    token_s: float
+    extra_s: Sequence[float]
+    next_s: float = 0.0
+    values: Sequence[Sequence[float]] = ()
+    needs_confidence: bool = True
+
+    def wants_token(self, confidences: Sequence[float]) -> bool:
+        if confidences[-1] < self.p_min or not self.values:
+            return False
+        n, whole = len(confidences), self._whole(confidences)
+        gain_s = whole * self.token_s - (self.extra_s[n] - self.extra_s[n - 1])
+        return gain_s + max(0.0, self.value(n, whole)) > 0.0
+
+    def wants_decode(self, confidences: Sequence[float]) -> bool:
+        return bool(self.values) and self.value(len(confidences), self._whole(confidences)) > 0.0
+
+    def value(self, n_drafted: int, whole: float) -> float:
+        """Return the seconds that a look at the next token is expected to save; below 0 it does not pay."""
+        values = self.values[n_drafted]
+        place = (max(math.log(whole), _LOG_LEAST) - _LOG_LEAST) / _LOG_STEP if whole > 0.0 else 0.0
+        index = min(int(place), len(values) - 2)
+        return values[index] + (place - index) * (values[index + 1] - values[index])
+
+    def cut(self, draft: Draft) -> Draft:
+        return draft if draft.is_drawn else draft.only(self.best_nodes(self.wholes(draft)))
+
+    def best_nodes(self, wholes: Sequence[float]) -> list[int]:
+        """Return the nodes that are worth most together, likeliest first. The probability that a path is accepted falls
+        along it: the n likeliest nodes form a tree, the best one (Sequoia, arXiv:2402.12374)."""
+        order = sorted(range(len(wholes)), key=wholes.__getitem__, reverse=True)
+        worths_s = self._worths([wholes[node] for node in order])
+        return order[: worths_s.index(max(worths_s))]
+
+    def worth_of(self, draft: Draft) -> float:
+        """Return the seconds that verifying a draft is expected to save."""
+        return self._worths(self.wholes(draft))[-1]
+
+    def _worths(self, wholes: Sequence[float]) -> list[float]:
+        """Return the seconds that verifying none, one, two, ... of the nodes is expected to save."""
+        n_accepted = itertools.accumulate(wholes[: len(self.extra_s) - 1], initial=0.0)
+        costs_s = zip(n_accepted, self.extra_s, strict=False)
+        return [n * self.token_s - cost_s for n, cost_s in costs_s]
+
+    def acceptance(self, origin: str, confidence: float | None, rank: int = 0) -> float:
+        """Return the acceptance of a token; `rank` siblings are better."""
+        rates = self.rates(origin_of_rank(origin, rank))
+        return rates.acceptance(1.0 if confidence is None else confidence)
+
+    def wholes(self, draft: Draft) -> list[float]:
+        """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
+        wholes: list[float] = []
+        for parent, origin, rank, confidence in zip(
+            draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
+        ):
+            acceptance = self.acceptance(origin, confidence, rank)
+            wholes.append(acceptance if parent == ROOT else acceptance * wholes[parent])
+        return wholes
+
+    def _whole(self, confidences: Sequence[float]) -> float:
+        acceptance = self.rates(self.origin).acceptance
+        return math.prod([acceptance(each) for each in confidences])
+
+
+def values_of_looks(
+    extra_s: Sequence[float], next_s: float, token_s: float, rates: AcceptanceRates
+) -> list[list[float]]:
+    """Return V, the value in seconds of a look at the next token: by n, the tokens of the draft so far, and by W,
+    their whole, on the grid.
+
+    V(n, W) = -next_s + the mean over bins b of max(0, W acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
+    + max(0, V(n + 1, W acceptance[b]))), and V(n_max, W) = 0: look, then add the token or not, then look again or not.
+    `rates` say how often the next token falls in a bin of confidence, and how often one of that bin is accepted.
+    """
+    frequencies = rates.frequencies()
+    # Axes: W on the grid, bin b. The token that is looked at turns W into W acceptance[b].
+    log_wholes = np.add.outer(_LOG_GRID, np.log(rates.curve()))
+    gains_s = token_s * np.exp(log_wholes)  # W acceptance[b] token_s
+    values = np.zeros(len(_LOG_GRID))
+    found = [values.tolist()]
+    for row_s in np.diff(extra_s)[::-1]:  # extra_s[n + 1] - extra_s[n], from the longest draft back
+        # max(0, V(n + 1, W acceptance[b])), between the grid's places
+        after_s = np.interp(log_wholes, _LOG_GRID, np.maximum(values, 0.0))
+        values = np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s
+        found.append(values.tolist())
+    return found[::-1]

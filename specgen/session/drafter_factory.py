@@ -12,10 +12,10 @@ import numpy as np
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.interface import DraftRequest, Key, LoadedDraft
 from specgen.method.backend import Backend
+from specgen.method.draft import Branches
 from specgen.method.drafter import TargetStates
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.method.tables import AcceptanceRates, CostTable
-from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import VERIFIERS
 from specgen.options import (
     DRAFT_TEMPERATURE,

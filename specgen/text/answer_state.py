@@ -24,10 +24,9 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.method.backend import Vocabulary
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.drafter import TargetStates
 from specgen.method.policy import Offer, Policy, RoundPlan
-from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits

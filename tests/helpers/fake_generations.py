@@ -16,11 +16,10 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
 from specgen.events import Event
 from specgen.method.backend import Batch
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
 from specgen.method.tables import FREE, CostTable, Price
-from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.session.answer_loop import AnswerLoop

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.draft_length import WhilePaying
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
@@ -27,7 +26,7 @@ from specgen.method.policy import (
     ThresholdPolicy,
     draft_up_to,
 )
-from specgen.method.tables import FREE, AcceptanceRates, CostTable, Price
+from specgen.method.tables import FREE, AcceptanceRates, CostTable, Price, WhilePaying
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language

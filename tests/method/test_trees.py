@@ -19,7 +19,6 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
-from specgen.method.draft_length import WhilePaying
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
@@ -27,7 +26,7 @@ from specgen.method.policy import (
     RoundResult,
     draft_up_to,
 )
-from specgen.method.tables import AcceptanceRates, CostTable
+from specgen.method.tables import AcceptanceRates, CostTable, WhilePaying
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
