@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting, draft_alone
-from specgen.method.policy import RoundPlan, RoundResult, draft_up_to
+from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.tables import FREE, Price
 from specgen.text.text_state import TextState
 
@@ -40,7 +40,7 @@ class Cascade:
         The last `n_drafted` tokens of `context` are drafted too."""
         if self.free is None or n_max < 1:
             return NO_DRAFT
-        found = draft_alone(self.free.propose(context, draft_up_to(n_max), n_drafted))
+        found = draft_alone(self.free.propose(context, RoundPlan("fixed", n_max), n_drafted))
         if self._state is not None:
             found = self._state.within_grammar(found, context[len(context) - n_drafted :])
         return found

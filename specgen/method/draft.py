@@ -229,15 +229,10 @@ def pack(
     last = len(pending) - 1
     for offset, token in enumerate(pending):
         batch.add(token, n_past + offset, branches, offset == last)
-    through = [branches] * len(draft)
-    if len(branches) > 1:
-        paths = [set(draft.path(leaf)) for leaf in leaves]
-        through = [
-            tuple(branch for branch, path in zip(branches, paths, strict=True) if node in path)
-            for node in range(len(draft))
-        ]
-    for token, depth, sequences in zip(draft.tokens, draft.depths(), through, strict=True):
-        batch.add(token, n_past + len(pending) + depth, sequences, True)
+    paths = [set(draft.path(leaf)) for leaf in leaves]
+    for node, (token, depth) in enumerate(zip(draft.tokens, draft.depths(), strict=True)):
+        through = tuple(b for b, path in zip(branches, paths, strict=True) if node in path)
+        batch.add(token, n_past + len(pending) + depth, through, True)
     return range(first_row, first_row + len(pending))
 
 

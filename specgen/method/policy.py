@@ -65,8 +65,8 @@ class RoundPlan:
     `drafter`, as far as `stop` lets them go, which also cuts the finished draft.
 
     The first `n_given` tokens repeat the end of the text, whatever `stop` says: a drafter with another vocabulary drafts
-    its last tokens anew. A parallel draft predicts `n_at_once` tokens in its one decode (None: `n_max`). `prefill_s` is
-    the drafter's prefill, an investment in later rounds. `detail` is the reason with its numbers."""
+    its last tokens anew. `prefill_s` is the drafter's prefill, an investment in later rounds. `detail` is the reason
+    with its numbers."""
 
     reason: ReasonName
     n_max: int = 0
@@ -74,7 +74,6 @@ class RoundPlan:
     stop: Stop = field(default_factory=Stop)
     drafter: str | None = None
     prefill_s: float = 0.0
-    n_at_once: int | None = None
     n_given: int = 0
     detail: str = ""
 
@@ -89,15 +88,6 @@ class RoundPlan:
     def wants_decode(self, confidences: Sequence[float]) -> bool:
         chosen = confidences[self.n_given :]
         return len(confidences) < self.n_max and (not chosen or self.stop.wants_decode(chosen))
-
-    def after(self, n_given: int) -> RoundPlan:
-        """Return the plan for a drafter that repeats the text's last `n_given` tokens first."""
-        return replace(self, n_max=self.n_max + n_given, n_given=n_given)
-
-
-def draft_up_to(n_max: int, *, needs_confidence: bool = False) -> RoundPlan:
-    """Return a plan for a single drafter that drafts `n_max` tokens, however sure it is."""
-    return RoundPlan("fixed", n_max, stop=Stop(needs_confidence=needs_confidence))
 
 
 @dataclass(slots=True)
@@ -198,15 +188,12 @@ class CostAwarePolicy:
         #: Acceptance in all texts and in this one, by origin.
         self._known = {} if acceptance is None else acceptance
         self._here: dict[str, AcceptanceRates] = {}
-        #: By drafter and longest draft.
-        self._values: dict[tuple[str, int], list[list[float]]] = {}
+        #: The values of the model's looks, a few rounds old; empty if they are to be computed.
+        self._values: list[list[float]] = []
         self._n_stale = self._n_rounds = 0
         #: The seconds of all rounds; averages over recent ones.
         self._elapsed_s = self._round_s = 0.0
         self._round_tokens = 1.0
-        #: In this round: the seconds of a plain decode, a token's worth, and what n drafted tokens add to a decode.
-        self._plain_s = self._token_s = 0.0
-        self._extra_s = [0.0]
 
     def plan(self, offer: Offer) -> RoundPlan:
         self._n_stale += 1
@@ -218,15 +205,12 @@ class CostAwarePolicy:
             return RoundPlan("no room")
         # A sequence pays its part of a batch in which all draft as much as it does.
         rows_s = [self._costs.seconds_each(1 + n) for n in range(self.n_max + 1)]
-        self._plain_s = plain_s = rows_s[0]
-        self._extra_s = [seconds - plain_s for seconds in rows_s]
-        recent_s = self._round_s / self._round_tokens if self._n_rounds else plain_s
-        self._token_s = min(plain_s / _MARGIN, recent_s)
+        recent_s = self._round_s / self._round_tokens if self._n_rounds else rows_s[0]
         stop = WhilePaying(
             origin=offer.drafter or NGRAM_ORIGINS[0],
             rates=self.acceptance_of,
-            token_s=self._token_s,
-            extra_s=self._extra_s,
+            token_s=min(rows_s[0] / _MARGIN, recent_s),
+            extra_s=[seconds - rows_s[0] for seconds in rows_s],
             next_s=offer.price.next_s,
             p_min=self._p_min,
         )
@@ -240,92 +224,55 @@ class CostAwarePolicy:
         """Plan to verify the best part of what was found; if there is none, say why."""
         if not len(found):
             return RoundPlan("nothing found", stop=stop)
-        origin, found = found.origins[0], stop.cut(found)
-        if self._waits(origin):
+        rates, found = self.acceptance_of(found.origins[0]), stop.cut(found)
+        if rates.counts.credit < -_MOST_LOST:
             return RoundPlan("put aside", stop=stop)
         if not len(found):
-            return RoundPlan("acceptance", stop=stop, detail=self._too_rarely(origin))
+            return RoundPlan("acceptance", stop=stop, detail=self._too_rarely(rates, stop))
         return RoundPlan("found", found=found, stop=stop)
 
     def _plan_model(self, offer: Offer, drafter: str, stop: WhilePaying) -> tuple[RoundPlan, float]:
         """Return the plan for the drafter that decodes, and its expected gain in seconds; -inf for a trial or none."""
-        price, plain_s = offer.price, self._plain_s
-        stop_paying, value_s, n_at_once = self._expect(drafter, price, offer.n_left, stop)
+        price, extra_s, rates = offer.price, stop.extra_s, self.acceptance_of(drafter)
+        plain_s, credit = self._costs.seconds_each(1), rates.counts.credit
+        if not self._values:
+            self._values = values_of_looks(extra_s, price.next_s, stop.token_s, rates)
         plan = RoundPlan(
             "model",
             min(self.n_max, offer.n_most),
-            stop=stop_paying,
+            stop=replace(stop, values=self._values),
             drafter=drafter,
             prefill_s=price.prefill_s,
-            n_at_once=n_at_once,
         )
+        # Each look takes `next_s`, but the first one `first_s`; the prefill is spread over the rounds to come.
+        n_rounds = max(1.0, offer.n_left / max(1.0, self._round_tokens))
+        value_s = self._values[0][-1] + price.next_s - price.first_s
+        value_s -= _PREFILL_MARGIN * price.prefill_s / n_rounds
         pays = value_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
-        if self._waits(drafter):
-            return RoundPlan("put aside", stop=stop), -math.inf
-        if pays and price.prefill_s <= _MOST_AHEAD * self._elapsed_s:
-            return plan, value_s
-        lengths = range(1, self.n_max + 1)
-        if not pays and all(
-            n * plain_s <= self._extra_s[n] + price.seconds(n) for n in lengths
-        ):  # not even a draft that is accepted whole
-            guess, row = (price.seconds(2) - price.first_s) / plain_s, self._extra_s[1] / plain_s
-            text = f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
-            return RoundPlan("row cost", stop=stop, detail=text), -math.inf
-        if self._may_try(drafter, price):
-            n_max, stop_tried = min(plan.n_max, _N_TRIED), Stop(needs_confidence=True)
-            return replace(plan, reason="trial", n_max=n_max, stop=stop_tried), -math.inf
-        if price.prefill_s > 0.0:
-            text = f"the draft must first read the text, {price.prefill_s:.1f} s"
-            return RoundPlan("prefill", stop=stop, detail=text), -math.inf
-        text = self._too_rarely(drafter)
-        return RoundPlan("acceptance", stop=stop, detail=text), -math.inf
-
-    def _expect(
-        self, drafter: str, price: Price, n_left: int, stop: WhilePaying
-    ) -> tuple[WhilePaying, float, int | None]:
-        """Return how far a model drafts, the seconds that a round with it is expected to save and, for a parallel
-        draft, how many tokens its decode should predict."""
-        stop = replace(stop, values=self._values_of(drafter, price, self.n_max))
-        # Each look takes `next_s`, but the first one `first_s`.
-        value_s, n_at_once = stop.value(0, 1.0) + price.next_s - price.first_s, None
-        if price.at_once_s:
-            # The confidences are known only once all tokens are predicted. So the values are found for each number of
-            # tokens, with free looks, and the decode is subtracted.
-            n_most = min(self.n_max, len(price.at_once_s))
-            values_s = {
-                n: self._values_of(drafter, price, n)[0][-1] - price.seconds(n)
-                for n in {n_most, *(2**i for i in range(n_most.bit_length()))}
-            }
-            n_at_once = max(values_s, key=values_s.__getitem__)
-            value_s = values_s[n_at_once]
-        n_rounds = max(1.0, n_left / max(1.0, self._round_tokens))
-        return stop, value_s - _PREFILL_MARGIN * price.prefill_s / n_rounds, n_at_once
-
-    def _values_of(self, drafter: str, price: Price, n_most: int) -> list[list[float]]:
-        """Return the values of looks in drafts of at most `n_most` tokens, a few rounds old perhaps."""
-        if (drafter, n_most) not in self._values:
-            rates, extra_s = self.acceptance_of(drafter), self._extra_s[: n_most + 1]
-            found = values_of_looks(extra_s, price.next_s, self._token_s, rates)
-            self._values[drafter, n_most] = found
-        return self._values[drafter, n_most]
-
-    def _waits(self, origin: str) -> bool:
-        """Return whether a drafter lost so much time that it waits, whatever is expected of it."""
-        return self.acceptance_of(origin).counts.credit < -_MOST_LOST
-
-    def _may_try(self, drafter: str, price: Price) -> bool:
-        """Return whether to try a model that is not expected to pay, to learn whether that is still so."""
-        n, credit = min(_N_TRIED, self.n_max), self.acceptance_of(drafter).counts.credit
-        most_s = min(credit * self._plain_s, _MOST_AHEAD / 20 * self._elapsed_s)
+        n_tried = min(plan.n_max, _N_TRIED)
         # One trial says little: there is credit for several.
-        return price.prefill_s + 3 * (price.seconds(n) + self._extra_s[n]) <= most_s
-
-    def _too_rarely(self, origin: str) -> str:
-        rate, row = self.acceptance_of(origin).mean(), self._extra_s[1] / self._plain_s
-        return (
-            f"{rate:.0%} of its tokens are expected to be accepted in this text, and checking one costs "
-            f"{row:.2f} of a token"
-        )
+        trials_s = price.prefill_s + 3 * (price.seconds(n_tried) + extra_s[n_tried])
+        if credit < -_MOST_LOST:
+            reason, detail = "put aside", ""
+        elif pays and price.prefill_s <= _MOST_AHEAD * self._elapsed_s:
+            return plan, value_s
+        elif not pays and all(  # not even if all is accepted
+            n * plain_s <= extra_s[n] + price.seconds(n) for n in range(1, self.n_max + 1)
+        ):
+            guess, row = (price.seconds(2) - price.first_s) / plain_s, extra_s[1] / plain_s
+            detail = (
+                f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
+            )
+            reason = "row cost"
+        elif trials_s <= min(credit * plain_s, _MOST_AHEAD / 20 * self._elapsed_s):
+            tried = Stop(needs_confidence=True)
+            return replace(plan, reason="trial", n_max=n_tried, stop=tried), -math.inf
+        elif price.prefill_s > 0.0:
+            detail = f"the draft must first read the text, {price.prefill_s:.1f} s"
+            reason = "prefill"
+        else:
+            reason, detail = "acceptance", self._too_rarely(rates, stop)
+        return RoundPlan(reason, stop=stop, detail=detail), -math.inf
 
     def observe(self, result: RoundResult) -> None:
         costs, plan, n_drafted = self._costs, result.plan, len(result.draft)
@@ -335,8 +282,7 @@ class CostAwarePolicy:
             for confidence in itertools.chain(*(each.looks for each in result.proposed)):
                 seen.see(confidence)
         judge_drafts(self.acceptance_of, result.proposed, result.committed, len(result.path))
-        if not n_drafted:
-            self._n_stale = 0
+        self._n_stale = self._n_stale if n_drafted else 0
         if not costs:
             return
         plain_s = costs.seconds_each(1)
@@ -353,21 +299,26 @@ class CostAwarePolicy:
             credit = rates.counts.credit + gain + _SHARE * n_tokens
             rates.counts.credit = min(_MOST_SAVED, credit)
         # Seconds and tokens are averaged apart: the mean of their ratios would be a different figure.
-        if not self._n_rounds:
-            self._round_s = plain_s
+        self._round_s = self._round_s if self._n_rounds else plain_s
         self._n_rounds += 1
         self._elapsed_s += round_s
         rate = max(_RATE, 1.0 / (self._n_rounds + 4))
         self._round_s += rate * (round_s - self._round_s)
         self._round_tokens += rate * (n_tokens - self._round_tokens)
         if self._n_rounds % _MAX_AGE == 0:
-            self._values.clear()
+            self._values = []
 
     def acceptance_of(self, origin: str) -> AcceptanceRates:
         """Return the acceptance rates of a drafter's tokens in this text."""
-        rates = self._here.get(origin)
-        if rates is None:
-            known = self._known.setdefault(origin, AcceptanceRates(origin))
-            rates = self._here[origin] = AcceptanceRates(origin, known.counts)
-            known.counts.credit = max(0.0, known.counts.credit)  # what it lost in other texts
-        return rates
+        if origin not in self._here:
+            counts = self._known.setdefault(origin, AcceptanceRates(origin)).counts
+            counts.credit = max(0.0, counts.credit)  # debt of other texts is forgiven
+            self._here[origin] = AcceptanceRates(origin, counts)
+        return self._here[origin]
+
+    def _too_rarely(self, rates: AcceptanceRates, stop: WhilePaying) -> str:
+        row = stop.extra_s[1] / self._costs.seconds_each(1)
+        return (
+            f"{rates.mean():.0%} of its tokens are expected to be accepted in this text, and checking one costs "
+            f"{row:.2f} of a token"
+        )

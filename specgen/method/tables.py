@@ -45,18 +45,14 @@ _LOG_LEAST, _LOG_STEP = float(_LOG_GRID[0]), float(_LOG_GRID[1] - _LOG_GRID[0])
 @dataclass(frozen=True, slots=True)
 class Price:
     """What drafting costs, in seconds: the first drafted token, each further one, and once the prefill of what the
-    drafter has not read yet, beyond the last round. A parallel draft predicts n tokens in one decode, which takes
-    `at_once_s[n - 1]`, and `next_s` is 0."""
+    drafter has not read yet, beyond the last round."""
 
     first_s: float
     next_s: float
     prefill_s: float = 0.0
-    at_once_s: tuple[float, ...] = ()
 
     def seconds(self, n_drafted: int) -> float:
         """Return the seconds of drafting n >= 1 tokens, without the prefill."""
-        if self.at_once_s:
-            return self.at_once_s[min(n_drafted, len(self.at_once_s)) - 1]
         return self.first_s + (n_drafted - 1) * self.next_s
 
 
