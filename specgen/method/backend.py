@@ -1,7 +1,5 @@
-"""The interface between specgen and a model that computes logits.
-
-A backend is a model with a KV cache, which holds sequences. A cell belongs to one or more sequences, so that the
-branches of a tree share the cells of their common tokens. Only the backend knows the length of a sequence."""
+"""The interface between specgen and a model that computes logits, and whose KV cache holds sequences. A cell belongs to
+one or more of these, so that the branches of a tree share the cells of their common tokens."""
 
 from __future__ import annotations
 
@@ -32,13 +30,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(
-        self, token: int, position: int, sequences: tuple[int, ...], wants_logits: bool
-    ) -> None:
+    def add(self, token: int, position: int, sequences: tuple[int, ...], wants: bool) -> None:
         self.tokens.append(token)
         self.positions.append(position)
         self.sequences.append(sequences)
-        self.wants_logits.append(wants_logits)
+        self.wants_logits.append(wants)
 
     def part(self, start: int, end: int) -> Batch:
         return Batch(*(getattr(self, each.name)[start:end] for each in fields(self)))
@@ -53,7 +49,6 @@ class Vocabulary(Protocol):
 
     @property
     def n_tokens(self) -> int: ...
-
     @property
     def add_bos(self) -> bool: ...
 
@@ -71,17 +66,14 @@ class Vocabulary(Protocol):
         """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 where there is none."""
 
     def is_end(self, token_id: int) -> bool: ...
-
     def end_tokens(self) -> Sequence[int]: ...
 
 
 class Backend(Protocol):
-    """A model and its KV cache.
-
-    A row of logits has `n_vocab` values, and the cache `n_ctx` cells. At most `n_batch` rows of a prompt are decoded
-    at once; at most `n_outputs` rows of a batch may want logits. The sequences are 0 to `n_sequences` - 1; they may
-    share cells, which trees need, if `rollback` is "cells". `decode_s` are the seconds of all decodes so far, and of
-    rollbacks; `n_decoded_rows` counts rows that a rollback decoded again, too."""
+    """A model and its KV cache. A row of logits has `n_vocab` values, and the cache `n_ctx` cells. At most `n_batch`
+    rows of a prompt are decoded at once; at most `n_outputs` rows of a batch may want logits. The sequences are 0 to
+    `n_sequences` - 1; they may share cells, which trees need, if `rollback` is "cells". `decode_s` are the seconds of
+    all decodes so far, and of rollbacks; `n_decoded_rows` counts rows that a rollback decoded again, too."""
 
     n_vocab: int
     n_ctx: int
@@ -93,7 +85,6 @@ class Backend(Protocol):
 
     @property
     def vocabulary(self) -> Vocabulary: ...
-
     @property
     def decode_s(self) -> float: ...
 
@@ -102,9 +93,9 @@ class Backend(Protocol):
         view, valid and writable until the next decode. Raise `BackendError` if the batch could not be decoded."""
 
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
-        """Decode, and also return hidden states, float32[n, n_embd], valid until the next decode: with
-        `all_rows` those of all rows, as a draft reads them; else the final states of the rows that want
-        logits, in a batch of at most `n_outputs` rows. Raise `BackendError` also if there are none."""
+        """Decode, and also return hidden states, float32[n, n_embd], valid until the next decode: with `all_rows` those
+        of all rows, as a draft reads them; else the final states of the rows that want logits, in a batch of at most
+        `n_outputs` rows. Raise `BackendError` also if there are none."""
 
     def length(self, sequence: int) -> int: ...
 
@@ -112,12 +103,11 @@ class Backend(Protocol):
         """Return the tokens of a sequence, not to be kept; after a failed decode, perhaps only the first ones."""
 
     def checkpoint(self, sequence: int) -> None:
-        """Announce, before a draft is decoded, that tokens from here on may be dropped again: `remove` from this
-        position on must then succeed and be cheap."""
+        """Announce, before a draft is decoded, that tokens from here on may be dropped: `remove` must then be cheap."""
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
-        """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination` too. Raise
-        `BackendError` if sequences cannot share cells."""
+        """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination` too, or raise
+        `BackendError`."""
 
     def remove(self, sequence: int, start: int = 0) -> None:
         """Drop a sequence's cells from position `start` on. Raise `RollbackError` if the cache cannot, perhaps only

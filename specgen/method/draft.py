@@ -1,9 +1,7 @@
-"""A draft: the small tree of tokens that the target is asked to check in one batch, and its rows in the target's cache.
-A chain is a tree with one branch."""
+"""A draft: the small tree of tokens that the target checks in one batch, and its rows in the target's cache."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,15 +11,13 @@ import numpy as np
 from specgen.method.backend import Backend, Batch
 from specgen.system.arrays import ProbArray, TokenArray
 
-#: Parent of the nodes that follow the last committed token. The logits of node i are row i + 1, those of the root row
-#: 0.
+#: Parent of the nodes that follow the last committed token. Its logits are row 0, those of node i are row i + 1.
 ROOT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Probabilities of tokens: `token_ids` is int64[m], strictly increasing; `probs` is float64[m], positive, and
-    sums to 1 up to rounding."""
+    """Probabilities of tokens: `token_ids`, int64[m], increases strictly; `probs`, float64[m], are positive, of sum 1."""
 
     token_ids: TokenArray
     probs: ProbArray
@@ -76,9 +72,9 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """n proposed tokens as a tree. Node i's parent, `parents[i] < i`, is `ROOT` behind the last committed token;
-    `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if known: policies
-    and the display use it, verifiers do not.
+    """n proposed tokens as a tree; a chain has one branch. Node i's parent, `parents[i] < i`, is `ROOT` behind the last
+    committed token; `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if
+    known: policies and the display use it, verifiers do not.
 
     `distributions[i]` is the one that the token was *drawn from at random*, among siblings given the earlier ones;
     None for a token chosen deterministically (an argmax, an n-gram match). To test a token against a distribution
@@ -87,10 +83,7 @@ class Draft:
     `walks` are the nodes of chains that were drawn independently of each other, from a child of the root down, in the
     order of the draws. They share the nodes of a common prefix: a token that was drawn twice is decoded once and judged
     twice. `looks` are the largest probabilities that the drafter gave to any token: in a chain, look i comes before
-    its token i; one more look ended the draft.
-
-    Raises `ValueError` if the lengths differ, a parent does not come before its child, or a walk is no path.
-    """
+    its token i; one more look ended the draft."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -139,17 +132,12 @@ class Draft:
         return len(self.tokens)
 
     def children(self, node: int) -> Sequence[int]:
-        """Return the nodes below `node` (or `ROOT`), in the order they were drafted."""
+        """Return the nodes below a node or `ROOT`, in the order they were drafted."""
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def ranks(self) -> list[int]:
         """Return each node's rank, from 0, among its siblings."""
-        n_before: Counter[int] = Counter()
-        ranks = []
-        for parent in self.parents:
-            ranks.append(n_before[parent])
-            n_before[parent] += 1
-        return ranks
+        return [self.parents[:node].count(parent) for node, parent in enumerate(self.parents)]
 
     def depths(self) -> list[int]:
         """Return each node's depth; children of the root have depth 0."""
@@ -179,8 +167,8 @@ class Draft:
         return self if n >= len(self.tokens) else self.only(range(n))
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """Return a draft of these nodes, in this order; parents must be among them, before their children. Raise
-        `ValueError` if this would drop nodes of independent walks."""
+        """Return a draft of these nodes, in this order: parents come before their children. Of independent walks none
+        may be left out."""
         if self.walks and len(nodes) < len(self.tokens):
             raise ValueError("no node of independent walks may be left out")
         index = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
@@ -207,8 +195,7 @@ class Branches:
     n_branches: int = 1
 
     def of_leaves(self, n: int) -> tuple[int, ...]:
-        """Return the sequences for a tree with n leaves, at least the text's own. Raise `ValueError` if the slot has
-        fewer."""
+        """Return the sequences for a tree with n leaves, at least the text's own."""
         if n > self.n_branches:
             raise ValueError(f"the draft has {n} branches, the slot room for {self.n_branches}")
         return tuple(range(self.first, self.first + max(1, n)))
@@ -217,8 +204,8 @@ class Branches:
 def pack(
     batch: Batch, backend: Backend, slot: Branches, pending: Sequence[int], draft: Draft
 ) -> range:
-    """Add a text's rows to a batch: the committed tokens that the cache does not hold yet, at least one, then its
-    draft. Return the batch's rows of the former. The last of these (the root) and every node want logits."""
+    """Add a text's rows to a batch: the committed tokens that the cache lacks, at least one, then its draft. Return the
+    rows of the former. The last of these (the root) and every node want logits."""
     n_past, first_row = backend.length(slot.first), len(batch)
     if len(draft):
         backend.checkpoint(slot.first)
@@ -237,8 +224,7 @@ def pack(
 
 
 def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
-    """Drop the rejected nodes of a decoded tree from the KV cache: the text and the accepted path stay. Raise
-    `RollbackError` if the cache cannot drop them."""
+    """Drop the rejected nodes of a decoded tree from the cache: the text and the accepted path stay."""
     if len(path) == len(draft):
         return  # a chain, kept whole
     paths = [draft.path(leaf) for leaf in draft.leaves()]

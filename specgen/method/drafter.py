@@ -28,6 +28,7 @@ class Ask:
 #: A draft in progress: a generator that asks for decodes, is sent the logits of the rows that want them, and returns
 #: the draft. The logits are valid until it asks for the next decode.
 Drafting: TypeAlias = Generator[Ask, Logits, Draft]
+Clock: TypeAlias = Callable[[], float]
 
 
 class TargetStates(Protocol):
@@ -41,9 +42,8 @@ class TargetStates(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes drafts for one sequence. If it fails, the loop goes on without it. It never changes the text, only how
-    soon that comes. The code that opened its context also closes it. `name` is the origin of its tokens; `trail`
-    takes the target's hidden states from the loop, if it reads any."""
+    """Proposes drafts for one sequence. It never changes the text, only how soon that comes; if it fails, the loop goes
+    on without it. `name` is the origin of its tokens; `trail` takes the target's hidden states, if it reads any."""
 
     trail: TargetStates | None = None
 
@@ -56,9 +56,8 @@ class Drafter(Protocol):
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.wants_token` and
-        `plan.wants_decode` allow. `context` holds all committed tokens, prompt and answer, followed by `n_drafted`
-        tokens that another drafter proposed. It is the caller's list, not to be kept. It only grows from call to
-        call, unless `rewind` is called."""
+        `plan.wants_decode` allow. `context` holds all committed tokens, followed by `n_drafted` tokens that another
+        drafter proposed. It is the caller's list, and only grows from call to call, unless `rewind` is called."""
         ...
 
     def observe(self, result: RoundResult) -> None:
@@ -66,8 +65,8 @@ class Drafter(Protocol):
         del result
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`; another text follows these. Only n-grams and models, which
-        draft for other drafters, are asked for this."""
+        """Forget all of the text but its first `n_tokens`, which another text follows. Only what drafts for other
+        drafters is asked for this."""
         raise BackendError(f"{self.name} cannot go back to {n_tokens} tokens")
 
 
@@ -79,9 +78,8 @@ def ready(draft: Draft) -> Drafting:
 
 @dataclass
 class Proposal:
-    """The drafting of one sequence, and its result: a draft, or an error. `model_s` and `seconds` are those of the
-    model's decodes and of all drafting, of shared batches this sequence's share. `ask` is the decode that it waits
-    for."""
+    """The drafting of one sequence, the decode that it waits for, and its result: a draft, or an error. `model_s` and
+    `seconds` are those of the model's decodes and of all drafting, of shared batches this sequence's share."""
 
     drafting: Drafting
     draft: Draft = NO_DRAFT
@@ -90,7 +88,7 @@ class Proposal:
     seconds: float = 0.0
     ask: Ask | None = None
 
-    def resume(self, logits: Logits | None, clock: Callable[[], float]) -> None:
+    def resume(self, logits: Logits | None, clock: Clock) -> None:
         """Go on with what was asked for, up to the next decode or the end."""
         started, self.ask = clock(), None
         try:
@@ -103,14 +101,11 @@ class Proposal:
 
 
 def propose_together(
-    draftings: Sequence[Drafting],
-    clock: Callable[[], float],
-    interrupted: Callable[[], bool] = lambda: False,
+    draftings: Sequence[Drafting], clock: Clock, interrupted: Callable[[], bool] = lambda: False
 ) -> list[Proposal]:
-    """Make drafts side by side. In each step, the decodes that they need in one cache become one batch.
-
-    A drafting that raises gets an `error`, and the others go on; the error of a decode is that of all that asked for
-    it. Once `interrupted` returns True between decodes, the draftings that are not done have no draft."""
+    """Make drafts side by side: the decodes that they need in one cache become one batch. A drafting that raises gets an
+    `error`, and the others go on; the error of a decode is that of all that asked for it. Once `interrupted` returns
+    True between decodes, the draftings that are not done have no draft."""
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
         proposal.resume(None, clock)
@@ -124,11 +119,9 @@ def propose_together(
     return proposals
 
 
-def _decode_next(
-    waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Callable[[], float]
-) -> None:
-    """Decode the rows that the first waiting draft needs, and in the same batch those of others in the same cache, as
-    many as fit; resume each draft with its logits."""
+def _decode_next(waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Clock) -> None:
+    """Decode the rows that the first draft waits for, and those of others in the same cache, as many as fit; resume
+    each with its logits."""
     backend, costs, batch = waiting[0][1].backend, waiting[0][1].costs, Batch()
     most, first = max(backend.n_batch, backend.n_outputs), 0
     together: list[tuple[Proposal, Ask, int]] = []
@@ -165,8 +158,7 @@ def draft_alone(drafting: Drafting) -> Draft:
 
 
 def nonsense(draft: object, n_max: int, n_vocab: int) -> BackendError | None:
-    """Return the error of a proposal that is not a draft of at most `n_max` tokens below `n_vocab`: an invalid token in
-    the shared batch would fail all answers."""
+    """Return the error of a proposal that is no draft of at most `n_max` tokens: it would fail all answers of a batch."""
     tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else ()
     are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
     if isinstance(draft, Draft) and are_tokens and len(tokens) <= n_max:

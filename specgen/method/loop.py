@@ -1,5 +1,4 @@
-"""The draft/verify loop. It reads no files or options and prints nothing; it changes `AnswerState`s and returns
-events."""
+"""The draft/verify loop. It reads no options and prints nothing; it changes `AnswerState`s and returns events."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from specgen.errors import BackendError, NoTokenAllowedError, SpecgenError
 from specgen.events import Event, NoticeEvent
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import ROOT, Distribution, Draft, keep_path, pack
-from specgen.method.drafter import nonsense, propose_together
+from specgen.method.drafter import Clock, nonsense, propose_together
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
@@ -20,28 +19,20 @@ from specgen.system.arrays import Hidden, Logits
 if TYPE_CHECKING:
     from specgen.text.answer_state import AnswerState
 
-#: The most committed tokens that are decoded in a round's batch; if there are more, they are decoded before.
-_MAX_PENDING = 16
+_MAX_PENDING = 16  # the most committed tokens in a round's batch; more are decoded before
 
 
 class Loop:
-    """Generates with one target. Once `interrupted`, called between decodes, returns True, sequences finish with the
-    text that they have."""
+    """Generates with one target. Once `interrupted` returns True between decodes, sequences finish with what they have."""
 
     def __init__(
-        self,
-        target: Backend,
-        clock: Callable[[], float],
-        interrupted: Callable[[], bool] = lambda: False,
+        self, target: Backend, clock: Clock, interrupted: Callable[[], bool] = lambda: False
     ) -> None:
-        self.target = target
-        self.clock = clock
-        self._interrupted = interrupted
+        self.target, self.clock, self._interrupted = target, clock, interrupted
         self._started_s = clock()
 
     @property
     def now_s(self) -> float:
-        """Seconds since the loop was made: the `time_s` of events."""
         return self.clock() - self._started_s
 
     def round(self, sequences: Sequence[AnswerState]) -> list[Event]:
@@ -60,8 +51,7 @@ class Loop:
             learn     how much was accepted, and what it took
 
         If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the
-        others go on. Raise `BackendError` if the target cannot decode the round's batch. The statistics do not count
-        time outside this call.
+        others go on. Raise `BackendError` if the target cannot decode the round's batch.
         """
         active = [sequence for sequence in sequences if not sequence.is_finished]
         if not active:
@@ -90,8 +80,6 @@ class Loop:
         for sequence in active:  # they share the batch's time equally
             sequence.tally.wall_s += wall_s / len(active)
         return events
-
-    # --- the steps of a round ---------------------------------------------------------------
 
     def _plan(self, sequence: AnswerState, n_sequences: int) -> RoundResult:
         """Plan the sequence's draft, and note what its free drafter finds."""
@@ -136,9 +124,8 @@ class Loop:
             result.draft_s += seconds
 
     def _pack(self, batch: Batch, sequence: AnswerState, result: RoundResult, n_room: int) -> None:
-        """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows. Usually
-        only the last token is missing; a grammar may have forced more. If these do not fit, all but the last are
-        decoded first."""
+        """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows. Usually only
+        the last token is missing; if a grammar forced more than fit, all but the last are decoded first."""
         target, tokens, first = self.target, sequence.tokens, sequence.slot.first
         n_held, last = target.length(first), len(tokens) - 1
         if last - n_held >= max(1, min(n_room - len(result.draft), _MAX_PENDING)):
@@ -165,8 +152,8 @@ class Loop:
     def decode(
         self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
-        """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of another
-        answer's rows. Here these are 0; `AnswerLoop` overrides this to append a piece of another answer's prompt."""
+        """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of a piece of
+        another answer's prompt, which `AnswerLoop` may append."""
         # The same draft serves all sequences.
         trail = next((each.trail for each in active if each.trail is not None), None)
         if trail is None or not (trail.all_rows or len(batch.tokens) <= self.target.n_outputs):
@@ -206,22 +193,20 @@ class Loop:
         return events
 
     def verify(self, sequence: AnswerState, draft: Draft, logits: Logits) -> Verdict:
-        """Return which nodes are accepted, and the target's own token, from the logits at the root and at each node,
-        float32[1 + len(draft), n_vocab]. Raise `BackendError` if there is no such token."""
+        """Judge a draft by the logits at the root and at each node, float32[1 + len(draft), n_vocab]. Raise
+        `BackendError` if the target has no token."""
         dead_ends: set[int] = set()
 
         def target(node: int) -> Distribution:
-            if node != ROOT and sequence.vocabulary.is_end(draft.tokens[node]):
-                # Nothing follows the end of a text: a token that is chosen here is never committed.
-                return Distribution.certain(draft.tokens[node])
-            try:
-                return sequence.shaper.distribution(logits[node + 1], draft.text(node))
-            except NoTokenAllowedError:
-                if node == ROOT:
-                    raise
-                # A verifier may ask for nodes that it then rejects: only an accepted dead end fails.
-                dead_ends.add(node)
-                return Distribution.certain(draft.tokens[node])
+            if node == ROOT or not sequence.vocabulary.is_end(draft.tokens[node]):
+                try:
+                    return sequence.shaper.distribution(logits[node + 1], draft.text(node))
+                except NoTokenAllowedError:
+                    if node == ROOT:
+                        raise
+                    dead_ends.add(node)  # it fails if it is accepted
+            # Nothing follows the end of a text: a token that is chosen here is never committed.
+            return Distribution.certain(draft.tokens[node])
 
         verdict = sequence.verifier.verify(draft, target, sequence.rng)
         if verdict.path and verdict.path[-1] in dead_ends:

@@ -21,7 +21,6 @@ from specgen.events import REASONS, ReasonName
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.tables import (
     FREE,
-    NGRAM_ORIGINS,
     AcceptanceRates,
     CostTable,
     Price,
@@ -30,6 +29,7 @@ from specgen.method.tables import (
     judge_drafts,
     values_of_looks,
 )
+from specgen.system.arrays import ProbArray
 
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
@@ -93,9 +93,8 @@ class RoundPlan:
 @dataclass(slots=True)
 class RoundResult:
     """A round of one sequence, which its steps fill in: the verified draft and its accepted nodes; the seconds of all
-    drafting; seconds and rows of the target's batch, which `n_sequences` share; the tokens added to the text; all that
-    was found and drafted, uncut; the seconds of the draft model's decodes; the rows of the hidden states before the
-    draft; an error of the drafters."""
+    drafting; seconds and rows of the target's batch, which `n_sequences` share; the added tokens; all that was found
+    and drafted, uncut; the seconds of the draft model; the rows of hidden states before the draft; a drafter's error."""
 
     plan: RoundPlan
     draft: Draft = NO_DRAFT
@@ -114,11 +113,9 @@ class RoundResult:
 class Policy(Protocol):
     """Decides for one sequence how much is drafted, `n_max` tokens at most: one plan a round, and one result."""
 
-    @property
-    def n_max(self) -> int: ...
+    n_max: int
 
     def plan(self, offer: Offer) -> RoundPlan: ...
-
     def observe(self, result: RoundResult) -> None: ...
 
 
@@ -126,8 +123,7 @@ class FixedPolicy:
     """A fixed draft length, with a stop where the draft becomes unsure. What was found comes first."""
 
     def __init__(self, options: DraftOptions) -> None:
-        self.n_max = options.n_max
-        p_min = options.stops_below
+        self.n_max, p_min = options.n_max, options.stops_below
         self._stop = Stop(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
 
     def plan(self, offer: Offer) -> RoundPlan:
@@ -141,8 +137,7 @@ class FixedPolicy:
             return RoundPlan("nothing found")
         return RoundPlan("fixed", n_max, stop=self._stop, drafter=offer.drafter)
 
-    def observe(self, result: RoundResult) -> None:
-        pass
+    def observe(self, result: RoundResult) -> None: ...
 
 
 class ThresholdPolicy(FixedPolicy):
@@ -156,9 +151,8 @@ class ThresholdPolicy(FixedPolicy):
 
     def observe(self, result: RoundResult) -> None:
         # If nothing was sure enough, the bound falls slowly, since nothing is learnt without drafts.
-        difference = -0.025
-        if n_drafted := len(result.draft):
-            difference = 1.0 - len(result.path) / n_drafted - 0.25
+        n = len(result.draft)
+        difference = 1.0 - len(result.path) / n - 0.25 if n else -0.025
         bound = self._stop.bound * math.exp(0.4 * difference)
         self._stop = replace(self._stop, bound=min(0.9, max(0.01, bound)))
 
@@ -168,15 +162,12 @@ class CostAwarePolicy:
 
     A token is worth the time that it would take otherwise: that of a plain decode, or less if recent rounds were
     faster. It costs decodes of the drafter and a row of the target's batch. A draft adds the sum, over its tokens, of
-    their wholes (for a fixed length: Leviathan et al., arXiv:2211.17192, section 3.4). What is known as a whole is cut
-    where its value is highest; a model drafts `WhilePaying`.
+    their wholes (for a fixed length: Leviathan et al., arXiv:2211.17192, section 3.4).
 
     Most learning is free: tokens that were not worth verifying are compared with the text that follows. A model that is
     not expected to pay is tried on its credit, and a drafter with too much debt waits.
 
-    A policy decides for one text. The target's `costs` learn from its rounds. The counts of `acceptance`, by origin,
-    cover all texts and may be shared with other policies.
-    """
+    A policy decides for one text, but its `costs`, and the counts of `acceptance`, by origin, may be shared."""
 
     def __init__(
         self,
@@ -189,11 +180,10 @@ class CostAwarePolicy:
         self._known = {} if acceptance is None else acceptance
         self._here: dict[str, AcceptanceRates] = {}
         #: The values of the model's looks, a few rounds old; empty if they are to be computed.
-        self._values: list[list[float]] = []
+        self._values: list[ProbArray] = []
         self._n_stale = self._n_rounds = 0
         #: The seconds of all rounds; averages over recent ones.
-        self._elapsed_s = self._round_s = 0.0
-        self._round_tokens = 1.0
+        self._elapsed_s, self._round_s, self._round_tokens = 0.0, 0.0, 1.0
 
     def plan(self, offer: Offer) -> RoundPlan:
         self._n_stale += 1
@@ -205,9 +195,9 @@ class CostAwarePolicy:
             return RoundPlan("no room")
         # A sequence pays its part of a batch in which all draft as much as it does.
         rows_s = [self._costs.seconds_each(1 + n) for n in range(self.n_max + 1)]
-        recent_s = self._round_s / self._round_tokens if self._n_rounds else rows_s[0]
+        recent_s = (self._round_s or rows_s[0]) / self._round_tokens
         stop = WhilePaying(
-            origin=offer.drafter or NGRAM_ORIGINS[0],
+            origin=offer.drafter or "",
             rates=self.acceptance_of,
             token_s=min(rows_s[0] / _MARGIN, recent_s),
             extra_s=[seconds - rows_s[0] for seconds in rows_s],
@@ -237,42 +227,35 @@ class CostAwarePolicy:
         plain_s, credit = self._costs.seconds_each(1), rates.counts.credit
         if not self._values:
             self._values = values_of_looks(extra_s, price.next_s, stop.token_s, rates)
-        plan = RoundPlan(
-            "model",
-            min(self.n_max, offer.n_most),
-            stop=replace(stop, values=self._values),
-            drafter=drafter,
-            prefill_s=price.prefill_s,
-        )
+        n_max, growing = min(self.n_max, offer.n_most), replace(stop, values=self._values)
+        plan = RoundPlan("model", n_max, NO_DRAFT, growing, drafter, price.prefill_s)
         # Each look takes `next_s`, but the first one `first_s`; the prefill is spread over the rounds to come.
         n_rounds = max(1.0, offer.n_left / max(1.0, self._round_tokens))
-        value_s = self._values[0][-1] + price.next_s - price.first_s
+        value_s = float(self._values[0][-1]) + price.next_s - price.first_s
         value_s -= _PREFILL_MARGIN * price.prefill_s / n_rounds
-        pays = value_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
-        n_tried = min(plan.n_max, _N_TRIED)
+        pays = value_s >= 0.0  # a draft for nothing is judged once it is known
+        n_tried = min(self.n_max, _N_TRIED)
         # One trial says little: there is credit for several.
         trials_s = price.prefill_s + 3 * (price.seconds(n_tried) + extra_s[n_tried])
         if credit < -_MOST_LOST:
-            reason, detail = "put aside", ""
+            reason, why = "put aside", ""
         elif pays and price.prefill_s <= _MOST_AHEAD * self._elapsed_s:
             return plan, value_s
         elif not pays and all(  # not even if all is accepted
             n * plain_s <= extra_s[n] + price.seconds(n) for n in range(1, self.n_max + 1)
         ):
             guess, row = (price.seconds(2) - price.first_s) / plain_s, extra_s[1] / plain_s
-            detail = (
-                f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
-            )
             reason = "row cost"
+            why = f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
         elif trials_s <= min(credit * plain_s, _MOST_AHEAD / 20 * self._elapsed_s):
             tried = Stop(needs_confidence=True)
-            return replace(plan, reason="trial", n_max=n_tried, stop=tried), -math.inf
+            return replace(plan, reason="trial", n_max=min(n_max, n_tried), stop=tried), -math.inf
         elif price.prefill_s > 0.0:
-            detail = f"the draft must first read the text, {price.prefill_s:.1f} s"
             reason = "prefill"
+            why = f"the draft must first read the text, {price.prefill_s:.1f} s"
         else:
-            reason, detail = "acceptance", self._too_rarely(rates, stop)
-        return RoundPlan(reason, stop=stop, detail=detail), -math.inf
+            reason, why = "acceptance", self._too_rarely(rates, stop)
+        return RoundPlan(reason, stop=stop, detail=why), -math.inf
 
     def observe(self, result: RoundResult) -> None:
         costs, plan, n_drafted = self._costs, result.plan, len(result.draft)
@@ -299,7 +282,7 @@ class CostAwarePolicy:
             credit = rates.counts.credit + gain + _SHARE * n_tokens
             rates.counts.credit = min(_MOST_SAVED, credit)
         # Seconds and tokens are averaged apart: the mean of their ratios would be a different figure.
-        self._round_s = self._round_s if self._n_rounds else plain_s
+        self._round_s = self._round_s or plain_s
         self._n_rounds += 1
         self._elapsed_s += round_s
         rate = max(_RATE, 1.0 / (self._n_rounds + 4))
@@ -317,8 +300,6 @@ class CostAwarePolicy:
         return self._here[origin]
 
     def _too_rarely(self, rates: AcceptanceRates, stop: WhilePaying) -> str:
-        row = stop.extra_s[1] / self._costs.seconds_each(1)
-        return (
-            f"{rates.mean():.0%} of its tokens are expected to be accepted in this text, and checking one costs "
-            f"{row:.2f} of a token"
-        )
+        rate, row = rates.mean(), stop.extra_s[1] / self._costs.seconds_each(1)
+        accepted = f"{rate:.0%} of its tokens are expected to be accepted in this text"
+        return f"{accepted}, and checking one costs {row:.2f} of a token"

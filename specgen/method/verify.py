@@ -40,7 +40,6 @@ class Verifier(Protocol):
 
     @property
     def wants_draws(self) -> bool: ...
-
     def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict: ...
 
 
@@ -51,16 +50,15 @@ class ResidualVerifier:
     Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm
     2), for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be drawn without
     replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). In independent walks a token is tried as often as it was
-    drawn.
-    """
+    drawn."""
 
     wants_draws = True
 
     def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         """Go down from the root as long as `choose` accepts one of the nodes that come next."""
-        node, walks, path = ROOT, draft.walks, list[int]()
+        walks, path = draft.walks, list[int]()
         while True:
-            depth = len(path)
+            node, depth = path[-1] if path else ROOT, len(path)
             # The nodes below this one or, in independent walks, the next one of each walk that goes on here.
             tries = draft.children(node)
             if draft.walks:
@@ -69,8 +67,7 @@ class ResidualVerifier:
             if accepted is None:
                 return Verdict(tuple(path), after.draw(rng))
             walks = tuple(walk for walk in walks if accepted in walk[depth : depth + 1])
-            node = accepted
-            path.append(node)
+            path.append(accepted)
 
     def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
         """Try the nodes that may come next, after which the target has this distribution."""
@@ -92,10 +89,8 @@ class MatchVerifier(ResidualVerifier):
 
     def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
         token = target.draw(rng)
-        for child in tries:
-            if draft.tokens[child] == token:
-                return child, target
-        return None, Distribution.certain(token)
+        accepted = next((child for child in tries if draft.tokens[child] == token), None)
+        return accepted, Distribution.certain(token)
 
 
 class SpecTrVerifier(ResidualVerifier):
@@ -105,8 +100,7 @@ class SpecTrVerifier(ResidualVerifier):
     A token x is taken with probability min(1, target(x) / (rho draft(x))), with the same rho in [1, k] for all. After
     k rejections a token is drawn from normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where
     beta(rho) = sum of min(draft, target / rho) is the probability that a single draft is taken. rho is the least one
-    for which no token is taken too often, 1 - (1 - beta)^k <= rho beta.
-    """
+    for which no token is taken too often, 1 - (1 - beta)^k <= rho beta."""
 
     def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
         if not draft.walks or not tries:
@@ -146,20 +140,17 @@ class BlockVerifier(ResidualVerifier):
     With r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)), the prefix of length i is accepted with
     probability h(i) = s(i) / (s(i) + 1 - r(i)), where s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after
     that prefix; the whole chain with h = r. The longest accepted prefix is kept, and the token after it drawn from
-    normalize(max(0, r target - draft)). A chain's end may depend on the tokens before, if it was decided before a
-    draw.
+    normalize(max(0, r target - draft)). A chain's end may depend on the tokens before it.
 
     In a tree, each run of only children is a block; if it is accepted whole, the siblings after it are judged by
-    recursive rejection, and a new block follows. The number of siblings must be fixed before any token after them is
-    drawn.
-    """
+    recursive rejection, and a new block follows. The number of siblings must be fixed before what follows is drawn."""
 
     def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         if draft.walks:
             return super().verify(draft, target, rng)
-        node, path = ROOT, list[int]()
+        path = list[int]()
         while True:
-            run: list[int] = []
+            run, node = list[int](), path[-1] if path else ROOT
             while len(children := draft.children(run[-1] if run else node)) == 1:
                 run += children
             n_kept, after = _accept_block(draft, run, target, node, rng)
@@ -169,22 +160,19 @@ class BlockVerifier(ResidualVerifier):
                 accepted, after = self.choose(draft, children, after, rng)
             if accepted is None:
                 return Verdict(tuple(path), after.draw(rng))
-            node = accepted
-            path.append(node)
+            path.append(accepted)
 
 
 def _accept_block(
     draft: Draft, run: Sequence[int], target: TargetAt, before: int, rng: Rng
 ) -> tuple[int, Distribution]:
-    """Return how many nodes of a run after `before` are kept, and what the token after them is drawn from. (For r, s
-    and h see `BlockVerifier`.)"""
+    """Return how many nodes of a run after `before` are kept, and what the token after them is drawn from."""
     after = kept_after = target(before)
-    ratio = kept_ratio = 1.0
-    n_kept = 0
+    ratio, kept_ratio, n_kept = 1.0, 1.0, 0
     for i, node in enumerate(run, 1):
         token = draft.tokens[node]
-        ratio *= after.probability(token) / drawn_from(draft, node).probability(token)
-        ratio = min(1.0, ratio)  # r(i)
+        odds = after.probability(token) / drawn_from(draft, node).probability(token)
+        ratio = min(1.0, ratio * odds)  # r(i)
         if ratio == 0.0:  # no longer prefix can be accepted either
             break
         after = target(node)
