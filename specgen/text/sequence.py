@@ -69,6 +69,7 @@ class Sequence:
     #: All committed tokens, prompt and answer: those of `state`.
     tokens: list[int] = field(init=False)
     text: TextStream = field(init=False)
+    _prompt_text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
@@ -90,9 +91,8 @@ class Sequence:
         self.n_prompt = len(self.tokens)
         if not self.n_prompt:
             raise ValueError("a sequence needs at least one prompt token")
-        self.text = TextStream(self.options.stop)
-        if self.options.max_tokens == 0:
-            self.finish_reason = "length"
+        self.text = TextStream(self.options.stop, self.options.n_indent)
+        self._prompt_text = TextStream()
 
     @property
     def is_finished(self) -> bool:
@@ -193,7 +193,7 @@ class Sequence:
     def take_forced(self, now_s: float) -> list[Event]:
         """Commit the tokens to which the grammar leaves no alternative before the prompt is read, and return the
         event, if there are any."""
-        pieces = self._forced()
+        pieces = self._forced() if self.options.max_tokens else []
         return [self._committed(pieces, now_s)] if pieces else []
 
     def interrupt(self, now_s: float) -> list[Event]:
@@ -228,11 +228,30 @@ class Sequence:
         n_top = self.options.logprobs
         if n_top is None:
             return piece
-        top = most_likely(row, n_top)
-        own, *others = log_probabilities(row, [piece.token_id, *top])
-        found = zip(top, others, strict=True)
-        tops = tuple(TokenLogprob(token, self._text_of(token), each) for token, each in found)
-        return replace(piece, logprob=own, top_logprobs=tops)
+        tokens = [*dict.fromkeys([*most_likely(row, n_top), piece.token_id])]
+        found = tuple(map(self._with_logprob, tokens, log_probabilities(row, tokens)))
+        own = found[tokens.index(piece.token_id)]
+        return replace(piece, logprob=own.logprob, top_logprobs=found)
+
+    def _with_logprob(self, token: int, logprob: float) -> TokenLogprob:
+        data = self.vocabulary.token_bytes(token)
+        text = data.decode("utf-8", "backslashreplace") or self.vocabulary.token_text(token)
+        return TokenLogprob(token, text, logprob, tuple(data))
+
+    def scored_prompt(self, start: int, logits: Logits) -> tuple[Piece, ...]:
+        """Return the tokens of the prompt whose log-probabilities the `logits` of its rows from `start` on give, if they
+        were asked for. Nothing is said of the first token."""
+        pieces = []
+        for place in range(start + (start > 0), min(start + len(logits) + 1, self.n_prompt)):
+            token = self.tokens[place]
+            shown = self._prompt_text.push(self.vocabulary.token_bytes(token))
+            piece = Piece(token, shown, "forced", "prompt")
+            if place:
+                piece = self._with_logprobs(piece, logits[place - 1 - start])
+            else:
+                piece = replace(piece, top_logprobs=(self._with_logprob(token, 0.0),))
+            pieces.append(piece)
+        return tuple(pieces)
 
     def _nodes(self, draft: Draft) -> tuple[DraftNode, ...]:
         return tuple(
