@@ -273,7 +273,7 @@ class OllamaWriter(AnswerWriter):
         lines = [
             self._line(delta.text, "") if delta.kind == "content" else self._line("", delta.text)
             for delta in deltas
-            if delta.kind != "call"
+            if delta.kind in ("content", "thought")
         ]
         n_top = self._first.generation.logprobs
         if event is not None and n_top is not None:
