@@ -224,10 +224,9 @@ def _sampler_fields() -> dict[str, Any]:
         spellings = [each.replace("-", "_").lstrip("_") for each in each.metadata["spellings"]]
         other = each.name.replace("repeat_", "repetition_")
         names = AliasChoices(each.name, *spellings, f"{spellings[0]}s", other)
-        least, most = (-LARGEST_FACTOR, LARGEST_FACTOR) if kind is float else (None, None)
-        most = 2**63 - 1 if kind is int else each.metadata.get("max", most)
-        least = each.metadata.get("min", least)
-        limits = Field(None, validation_alias=names, ge=least, le=most)
+        most = {int: 2**63 - 1, float: LARGEST_FACTOR}.get(kind)
+        least = each.metadata.get("min", most and -most)
+        limits = Field(None, validation_alias=names, ge=least, le=each.metadata.get("max", most))
         found[each.name] = (kind | None, limits)
     return found
 
