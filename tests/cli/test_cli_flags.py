@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import specgen.cli
-from specgen import cli
-from specgen.cli import command_line, flags
+import specgen.cli.app
+from specgen.cli import flags
+from specgen.cli.app import command_line
 from specgen.cli.command import examples
 from specgen.cli.llama_cpp_options import translated
 from specgen.cli.output import Output
@@ -37,14 +37,14 @@ def test_every_command_takes_its_models_from_the_hub(command: str, option: str) 
     arguments = [*command.split(), option, "nonsense"]
     arguments += ["-m", "target.gguf"] if option in {"-hfd", "--hf-repo-draft"} else []
     arguments += {"fim": ["a.py:1:1"], "batch": ["-", "-"]}.get(command, [])
-    result = CliRunner().invoke(specgen.cli.app, arguments)
+    result = CliRunner().invoke(specgen.cli.app.app, arguments)
     assert isinstance(result.exception, UsageError), result.output
     assert result.exception.message.startswith('"nonsense" does not name a model')
 
 
 def test_models_on_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "")
-    run = specgen.cli.command_line().commands["run"]
+    run = specgen.cli.app.command_line().commands["run"]
 
     def read(*arguments: str) -> list[str]:
         return translated(run.context_class(run, info_name="run"), arguments)
@@ -67,14 +67,14 @@ def test_models_on_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyP
 def test_what_names_no_model_on_the_hub_is_an_error_in_use(
     arguments: list[str], message: str
 ) -> None:
-    result = CliRunner().invoke(specgen.cli.app, ["run", *arguments, "prompt"])
+    result = CliRunner().invoke(specgen.cli.app.app, ["run", *arguments, "prompt"])
     assert isinstance(result.exception, UsageError)
     assert result.exception.message.startswith(message)
 
 
 @pytest.mark.parametrize("command", ["find", "data", "make", "learn"])
 def test_a_target_that_must_be_named_is_missed(command: str) -> None:
-    result = CliRunner().invoke(specgen.cli.app, ["draft", command])
+    result = CliRunner().invoke(specgen.cli.app.app, ["draft", command])
     assert result.exit_code == 2
     assert "Missing option '--target'" in result.stderr
 
@@ -224,7 +224,9 @@ def test_a_misspelt_file_names_the_near_one(
 
 def test_the_list_of_commands_says_what_each_command_says() -> None:
     texts = {name: each.help or "" for name, each in command_line().commands.items()}
-    assert {name: text.partition("\n")[0] for name, text in texts.items()} == cli.COMMANDS
+    assert {
+        name: text.partition("\n")[0] for name, text in texts.items()
+    } == specgen.cli.app.COMMANDS
 
 
 def test_names_of_models_and_pairs_are_completed() -> None:
