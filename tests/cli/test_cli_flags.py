@@ -191,18 +191,27 @@ def test_the_help_ends_with_examples_that_are_commands(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("hi", "-c", "nv"), "'nv' is not a whole number"),
-        (("hi", "--temp", "hot"), "'hot' is not a number"),
-        (("hi", "-hf"), "give USER/REPO"),
-        (("Tell", "a", "story"), "put a prompt of several words into quotes"),
+        (("run", "hi", "-c", "nv"), "'nv' is not a whole number"),
+        (("run", "hi", "--temp", "hot"), "'hot' is not a number"),
+        (("run", "hi", "-hf"), "give USER/REPO"),
+        (("run", "Tell", "a", "story"), "put a prompt of several words into quotes"),
+        (("pull", "qwen2.5-coder-1.5b"), "it is `specgen models pull` here"),
     ],
 )
 def test_an_error_of_usage_shows_the_value_or_what_to_do(
     words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = in_process(capsys)("run", *words)
+    result = in_process(capsys)(*words)
     assert result.code == 2
     assert said in result.err
+
+
+def test_a_misspelt_file_names_the_near_one(
+    specgen: Specgen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "coder.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert 'did you mean "coder.gguf"' in specgen("run", "-m", "coder.ggfu", "hi").err
 
 
 def test_the_list_of_commands_says_what_each_command_says() -> None:

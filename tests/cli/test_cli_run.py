@@ -60,6 +60,10 @@ def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path:
     assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
     assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
     assert cli(*arguments, "--", PROMPT).out == expected
+    # As with other tools: a model stands before the prompt. With -m it is the prompt.
+    assert cli(*arguments[1:], PROMPT).out == expected
+    assert cli(*arguments[2:], arguments[1], stdin=PROMPT.encode()).out == expected
+    assert cli(*arguments, arguments[1]).out != expected
 
 
 def test_stop_strings_and_limits(cli: Cli) -> None:
