@@ -6,6 +6,7 @@ import contextlib
 import errno
 import importlib
 import io
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
