@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState, Vocabulary
@@ -137,9 +138,13 @@ def _around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
 def _in_free_text(
     grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None
 ) -> GrammarState:
-    """Return the state of a free text in which the grammar holds from each mark on."""
+    """Return the state of a free text in which the grammar holds from each mark on; one that cannot be followed is
+    left out, since nobody asked for it."""
     rules = f"start: lead answer /(?s:.)+/?\nlead[suffix={literal(grammar.mark)}]: /(?s:.*)/"
-    own = LlguidanceGrammar(vocabulary, grammar, rules)
+    try:
+        own = LlguidanceGrammar(vocabulary, grammar, rules)
+    except UsageError:
+        return _Marks(vocabulary, {}).plain
 
     def call(tokens: tuple[int, ...]) -> GrammarState | None:
         state = own.fed(tokens)
