@@ -32,8 +32,14 @@ _BITS_OF_A_WORD = 32
 _GBNF_OPTIONS = '%llguidance {"no_forcing": true}\n'
 #: The most items that llguidance's parser keeps for a step, some 25 ms, in a grammar of single characters.
 _MOST_ITEMS = 500_000
+#: The most digits in a row of a number, where it may end: models may write digits for ever. Each integer of 18 digits
+#: fits into 64 bits, and each number of 64 bits can be written with 17 digits.
+_MOST_DIGITS = 18
+_DIGITS = b"0123456789"
 #: Of this many tokens or more, all are found out about at once.
 _VERY_MANY = 512
+#: A pattern is tried with a part of the work that llguidance may do for a token, since a token may have many bytes.
+_TRIAL_FUEL, _TRIAL_BYTES, _TRIAL_STRIDE = 50_000, 24, 31
 _NO_FURTHER = "the grammar cannot be followed any further: "
 #: The prefix of the names of tokens that are no text.
 _SPECIAL = b"\xff"
@@ -70,7 +76,7 @@ class LlguidanceGrammar:
         else:
             limits = LLParserLimits()
         with _panics(UsageError, "the grammar cannot be followed: "):
-            tokenizer, self.ascii_tokens = _tokenizer(vocabulary)
+            tokenizer, self.ascii_tokens, self.pieces, self.n_digits = _tokenizer(vocabulary)
             matcher = LLMatcher(tokenizer, _compiled(grammar), log_level=0, limits=limits)
         if matcher.is_error():
             raise UsageError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
@@ -91,14 +97,19 @@ class LlguidanceGrammar:
 class _State:
     """The state of a grammar after a text. Its matcher never advances: children have copies."""
 
-    __slots__ = ("__weakref__", "_children", "_forced", "_grammar", "_known", "_matcher")
+    __slots__ = ("__weakref__", "_children", "_forced", "_grammar", "_known", "_matcher", "_n_digits")
 
     def __init__(
-        self, grammar: LlguidanceGrammar, matcher: LLMatcher, known: BoolArray | None = None
+        self,
+        grammar: LlguidanceGrammar,
+        matcher: LLMatcher,
+        known: BoolArray | None = None,
+        n_digits: int = 0,
     ) -> None:
         self._grammar = grammar
         self._matcher = matcher
         self._known = known
+        self._n_digits = n_digits  # at the end of the text
         self._children: dict[int, GrammarState] = {}
         self._forced: int | None = -1  # not known yet
 
@@ -137,7 +148,10 @@ class _State:
                 is_taken = matcher.consume_token(token_id)
             if not is_taken:
                 raise _failure(matcher)
-            self._children[token_id] = _State(self._grammar, matcher)
+            piece = self._grammar.pieces[token_id]
+            n_digits = len(piece) - len(piece.rstrip(_DIGITS))
+            n_digits += self._n_digits if n_digits == len(piece) else 0
+            self._children[token_id] = _State(self._grammar, matcher, n_digits=n_digits)
         return self._children[token_id]
 
     def forget(self) -> None:
@@ -177,7 +191,18 @@ class _State:
             self._known = bits.view(np.bool_)
             if not matcher.is_accepting():  # where nothing is left, llguidance allows the end
                 self._known[self._grammar.ends] = False
+            if self._n_digits and not self._grammar.checks_few:
+                self._end_number(self._known)
         return self._known
+
+    def _end_number(self, allowed: BoolArray) -> None:
+        """Take away the tokens that would make a number too long, where it may end: text may have any digits."""
+        grammar = self._grammar
+        too_long = allowed & (grammar.n_digits > _MOST_DIGITS - self._n_digits)
+        too_long &= grammar.n_digits > 0
+        may_end = allowed[grammar.ends].any() or (allowed & grammar.closing).any()
+        if may_end and not (allowed & grammar.quote).any():
+            allowed[too_long] = False
 
 
 def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
@@ -190,6 +215,25 @@ def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
             return LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
     except (ValueError, UsageError) as error:
         return True, [str(error)]
+
+
+def trouble_with(grammar: Grammar) -> str:
+    """Follow a grammar for some bytes, and return why llguidance cannot, or nothing. Patterns can become too large for
+    it at their second character."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    is_wrong, messages = objections_to(grammar)
+    if is_wrong:
+        return "; ".join(messages)
+    limits = LLParserLimits(step_lexer_fuel=_TRIAL_FUEL)
+    matcher = LLMatcher(LLTokenizer("byte"), _compiled(grammar), log_level=0, limits=limits)
+    for step in range(_TRIAL_BYTES):
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))
+        if matcher.is_error() or matcher.is_stopped() or not len(allowed):
+            break
+        matcher.consume_token(int(allowed[_TRIAL_STRIDE * step % len(allowed)]))
+    return _line(matcher.get_error())
 
 
 def _compiled(grammar: Grammar) -> str:
