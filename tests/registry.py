@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade, Guesses
+from specgen.drafters.cascade import Cascade
 from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.drafters.heads import HeadsDrafter
-from specgen.drafters.model_drafter import HeadlessDrafter, ModelDrafter
+from specgen.drafters.model_drafter import Guesses, HeadlessDrafter, ModelDrafter
 from specgen.drafters.mtp import MtpChainDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter

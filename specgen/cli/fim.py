@@ -50,7 +50,9 @@ _READING_S, _LEAST_READ = 5.0, 256
         "characters) count from 1.",
         show_default=False,
     ),
-    setup=flags.setup.but(answer_max_tokens=256),
+    setup=flags.setup.without("machine_chat_template", "machine_template_variables").but(
+        answer_max_tokens=256
+    ),
     output=flags.output.but(newline=False),
 )
 def fim(
@@ -171,7 +173,7 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     seconds: on a CPU, a context full of text takes half a minute. Raise `UsageError` if the middle needs the whole
     context.
     """
-    from specgen.session.calibration import tokens_read_in
+    from specgen.session.calibration import target_costs
     from specgen.session.prompts.infill import infill_prompt
 
     n_ctx, max_tokens = session.usual_n_ctx, session.options.generation.max_tokens
@@ -186,7 +188,9 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     why, n_all = f"the context has room for {n_room} tokens of text (raise -c)", len(prompt.tokens)
     if session.options.target_context.n_ctx is None and n_all > _LEAST_READ:
         with Interrupt() as stop:
-            n_fast = tokens_read_in(session, _READING_S, stop)
+            table = target_costs(session, stop)
+        n_rows = max(table.known)
+        n_fast = int(_READING_S * n_rows / table.seconds(n_rows))
         n_fast = max(_LEAST_READ, n_fast // _LEAST_READ * _LEAST_READ)
         if n_fast < n_all:
             prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_fast)

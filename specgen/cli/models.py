@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specgen.cli.command import Command
 from specgen.cli.flags import model_names, pair_names
 from specgen.cli.inputs import is_terminal
-from specgen.errors import ModelFileError, UnknownModelError, UsageError
+from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
 from specgen.models import hub_names as hub
 from specgen.models.download import fetch, fetch_reference, stderr_progress
+from specgen.models.files import size_of
 from specgen.models.hub_names import locate, parse_reference
 from specgen.models.registry import CatalogueModel, Pair, Registry, load_registry
 from specgen.options import SourceChoice
 from specgen.system.progress import human_bytes
+
+if TYPE_CHECKING:
+    from huggingface_hub import DeleteCacheStrategy
 
 app = typer.Typer(
     name="models", help="List, show, download and remove models.", no_args_is_help=True
@@ -162,7 +169,7 @@ def remove_model(
     Other programs may use files in the hub's cache, too. Blobs that other
     files of the cache share stay.
     """
-    removal = hub.find_removal(name, load_registry())
+    removal = find_removal(name, load_registry())
     names = ", ".join(removal.names)
     freed = human_bytes(removal.freed_bytes)
     question = f"remove {names} ({freed})?"
@@ -222,3 +229,81 @@ def _shown(value: object) -> str:
 
 def _print_json(document: object) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+# --- removal
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What is to be removed: files of our own, and from the cache, where blobs that other files share stay."""
+
+    names: tuple[str, ...]
+    files: tuple[Path, ...]
+    cached: tuple[hub.CachedModel, ...]
+    strategy: DeleteCacheStrategy | None
+
+    @property
+    def freed_bytes(self) -> int:
+        in_cache = 0 if self.strategy is None else self.strategy.expected_freed_size
+        return sum(map(size_of, self.files)) + in_cache
+
+    def execute(self) -> None:
+        """Remove the files. Raise `FetchError` if some are left."""
+        for path in self.files:
+            with suppress(OSError):
+                path.unlink()
+        if self.strategy is not None:
+            self.strategy.execute()  # it only logs what it cannot delete
+        for path in (*self.files, *(model.path for model in self.cached)):
+            if path.exists():
+                raise FetchError(f"cannot remove {path}", "make its folder writable")
+
+
+def find_removal(name: str, registry: Registry) -> Removal:
+    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] in the hub's cache; without QUANT,
+    all GGUF models of it, and what interrupted downloads left. Raise `UnknownModelError` or `ModelFileError`."""
+    files: list[Path] = []
+    if "/" in name:
+        reference = parse_reference(name)
+        cached = hub.cached_models(reference.repo)
+        if reference.names_a_model:
+            names = [each for model in cached for each in model.names]
+            first = (hub.choose(names, reference) or [""])[0]
+            cached = [model for model in cached if model.names[0] == first]
+        else:
+            files = list(hub.storage_of(reference.repo).glob("blobs/*.incomplete"))
+        names = [str(model.reference) for model in cached] or [str(reference)]
+    else:
+        known, cached, names = registry.model(name), [], [name]
+        files = [path for path in hub.folder_of(known).glob("*") if path.is_file()]
+        path = locate(known)
+        if known.hub is not None and path is not None and path not in files:
+            # By its name: the path may be in an older snapshot than the newest, which `cached_models` gives.
+            file = known.hub.file
+            cached = [each for each in hub.cached_models(known.hub.repo) if file in each.names]
+    if not files and not cached:
+        raise ModelFileError(f"{name} is not on this disk", "`specgen models list` shows what is")
+    return Removal(tuple(names), tuple(files), tuple(cached), _strategy(cached))
+
+
+def _strategy(models: Sequence[hub.CachedModel]) -> DeleteCacheStrategy | None:
+    """Return how to remove models of one repository in all their versions."""
+    if not models:
+        return None
+    from huggingface_hub import scan_cache_dir
+
+    info, repo = scan_cache_dir(hub.cache_of_hub()), models[0].reference.repo
+    found = [each for each in info.repos if (each.repo_type, each.repo_id) == ("model", repo)]
+    # A copy of the repository may have the same commits, by which revisions are deleted.
+    info = replace(info, repos=frozenset(found))
+    revisions = [revision for each in found for revision in each.revisions]
+    names = {name for model in models for name in model.names}
+    goes = {
+        file: file.file_path.relative_to(revision.snapshot_path).as_posix() in names
+        for revision in revisions
+        for file in revision.files
+    }
+    if all(goes.values()):
+        return info.delete_revisions(*(revision.commit_hash for revision in revisions))
+    return info.delete_files(*(file for file in goes if goes[file]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,19 +17,21 @@ from specgen.cli.output import Output
 from specgen.drafters.kinds import refuse_draft
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
+from specgen.llama.context_opening import CONTEXT_OVERHEAD_BYTES
 from specgen.llama.embeddings import Embedder, EmbeddingModel
-from specgen.llama.gguf_file import check_file
+from specgen.llama.gguf_file import GgufMetadata, check_file, parts_of
 from specgen.llama.kernels.attached import kernel_problem
-from specgen.llama.model import pooling_of
+from specgen.llama.model import CACHE_TYPES, pooling_of
 from specgen.models.files import model_stem, shard_number
-from specgen.options import SessionOptions
+from specgen.options import ContextOptions, DraftSource, SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.session.calibration import calibrate
 from specgen.session.choose_models import Sources
 from specgen.session.engine import Engine
 from specgen.session.memory import Memory
-from specgen.session.open import embedder_needs, needed_bytes, open_memory
+from specgen.session.open import open_memory
+from specgen.session.session import usual_n_ctx
 from specgen.system.files import correct, read_toml
 from specgen.system.progress import counted, human_bytes
 from specgen.train.online_learning import Learner
@@ -72,10 +74,10 @@ class ModelLoader:
         if self.memory_bytes is not None:
             check_file(sources.target)
             drafts = [choice.draft for choice in sources.drafts]
-            n_bytes = needed_bytes(options, drafts, n_parallel)
+            n_bytes = _needed_bytes(options, drafts, n_parallel)
             while n_bytes > self.memory_bytes and n_parallel > 1 and not is_fixed:
                 n_parallel //= 2
-                n_bytes = needed_bytes(options, drafts, n_parallel)
+                n_bytes = _needed_bytes(options, drafts, n_parallel)
             self._check_memory(name, n_bytes)
         output = self.output
         if self.memory_bytes is not None:
@@ -88,7 +90,7 @@ class ModelLoader:
             raise UsageError(f"{name} is an embedding model: leave out --draft")
         file, context = options.target, options.target_context
         check_file(file)
-        n_ctx, n_bytes = embedder_needs(file, context)
+        n_ctx, n_bytes = _embedder_needs(file, context)
         self._check_memory(name, n_bytes)
 
         def opened(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
@@ -253,3 +255,58 @@ def _in_folder(
     if not entries:
         raise UsageError(f"{folder}: no file in this folder can be served")
     return list(entries.values())
+
+
+# --- the memory of models, from the metadata of their files
+
+
+def _needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_parallel: int) -> int:
+    """Estimate the memory that a target takes with the largest of its possible `drafts`, their helpers, and
+    contexts for `n_parallel` answers. Raise `ModelFileError` if a file is no model."""
+    target, context = options.target, options.target_context
+    n_ctx = usual_n_ctx(context.n_ctx, _trained_context(target)) * n_parallel
+
+    def sizes(sources: Iterable[DraftSource]) -> list[int]:
+        files = (source for source in sources if isinstance(source, Path))
+        return [_model_bytes(file, options.draft_context, n_ctx) for file in files]
+
+    helpers = sum(sizes(options.helpers))
+    return _model_bytes(target, context, n_ctx) + max(sizes(drafts), default=0) + helpers
+
+
+def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
+    """Return the most tokens of a text for an embedding model, and estimate its memory. Raise `ModelFileError` if a
+    file is no model."""
+    n_train = _trained_context(target)
+    n_ctx = usual_n_ctx(context.n_ctx, n_train)
+    n_ctx = min(n_ctx, n_train) if n_train else n_ctx
+    with GgufMetadata(target) as about:
+        n_vocab = about.length("tokenizer.ggml.tokens") or 0
+    # llama.cpp has room for logits too.
+    return n_ctx, _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab
+
+
+def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
+    """Estimate the size of a model's weights, and of its context for so many tokens, as if all layers had the most
+    heads of any."""
+    with GgufMetadata(file) as about:
+        name = about.text("general.architecture")
+        n_layers = about.number(f"{name}.block_count")
+        n_heads = about.number(f"{name}.attention.head_count") or 1
+        n_heads_kv = about.number(f"{name}.attention.head_count_kv") or n_heads
+        size = about.number(f"{name}.embedding_length") // n_heads
+        size_k = about.number(f"{name}.attention.key_length") or size
+        size_v = about.number(f"{name}.attention.value_length") or size
+    a_token = size_k * CACHE_TYPES[context.cache_type_k][1]
+    a_token += size_v * CACHE_TYPES[context.cache_type_v][1]
+    cache_bytes = int(n_tokens * n_layers * n_heads_kv * a_token)
+    try:
+        weight_bytes = sum(part.stat().st_size for part in parts_of(file))
+    except OSError as error:
+        raise ModelFileError(f"{file}: cannot be read: {error.strerror}") from error
+    return weight_bytes + cache_bytes + CONTEXT_OVERHEAD_BYTES
+
+
+def _trained_context(file: Path) -> int:
+    with GgufMetadata(file) as about:
+        return about.number(f"{about.text('general.architecture')}.context_length")

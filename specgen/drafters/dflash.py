@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specgen.drafters.expansion import Expansion
-from specgen.drafters.kind import DraftRequest
+from specgen.drafters.interface import DraftRequest
 from specgen.drafters.states import StatesCache, StatesDrafter, TrainedDraft
 from specgen.llama.draft_contexts import DflashContext
 from specgen.llama.draft_models import DflashModel

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from specgen.drafters.kind import DraftRequest
+from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend, Vocabulary
 from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Ask, Drafting

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from specgen.drafters.expansion import Expansion
-from specgen.drafters.kind import Reads
+from specgen.drafters.interface import Reads
 from specgen.drafters.states import StatesDrafter, TrainedDraft
 from specgen.llama.draft_contexts import AssistantContext
 from specgen.llama.draft_models import AssistantModel

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from specgen.drafters.expansion import expansion
-from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads
+from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file

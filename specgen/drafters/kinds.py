@@ -13,7 +13,7 @@ from specgen.errors import ModelFileError, UsageError
 from specgen.options import DraftSource
 
 if TYPE_CHECKING:
-    from specgen.drafters.kind import DraftKind, DraftSetup, LoadedDraft
+    from specgen.drafters.interface import DraftKind, DraftSetup, LoadedDraft
     from specgen.llama import LlamaModel
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade, Guesses
+from specgen.drafters.cascade import Cascade
 from specgen.drafters.expansion import WIDEST
-from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Room
+from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import refuse_draft
-from specgen.drafters.model_drafter import HeadlessDrafter, ModelDrafter
+from specgen.drafters.model_drafter import Guesses, HeadlessDrafter, ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation

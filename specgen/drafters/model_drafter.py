@@ -1,4 +1,4 @@
-"""A small model drafts a chain or a tree for the large one."""
+"""A small model drafts a chain or a tree for the large one, and a cheaper drafter may guess its tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from specgen.drafters.cascade import Guesses
+from specgen.drafters.cascade import Cascade
 from specgen.drafters.expansion import (
     Expansion,
     NodeBranches,
@@ -15,11 +15,11 @@ from specgen.drafters.expansion import (
     expansion,
     price_after,
 )
-from specgen.drafters.kind import DraftRequest
+from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import NO_DRAFT, ROOT
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Ask, Drafter, Drafting
-from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult, draft_up_to
 from specgen.method.tables import Price
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
@@ -29,6 +29,106 @@ from specgen.text.prefix import n_common
 _N_SINK = 4
 #: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
 N_USUAL = 2
+#: How fast the seconds of a drafted token follow the latest ones.
+_RATE = 0.1
+
+
+class Guesses:
+    """A cheaper drafter that guesses the tokens of a draft model (Spector & Re, arXiv:2308.04623, section 3.2).
+
+    The draft model decodes the guessed tokens in one batch, draws each token from its own distribution, and goes on in
+    the same batch while the drawn token is the guessed one (the rule of `MatchVerifier`). So its tokens and their
+    distributions are those that it would have without guesses. A policy decides how much to guess, by the costs of the
+    draft model's decodes.
+    """
+
+    def __init__(self, drafters: Cascade, policy: Policy) -> None:
+        self._drafters = drafters
+        self._policy = policy
+        #: The last guess, which follows the first `_n_before` drafted tokens, and what was found and guessed for it
+        #: before it was cut. Whether its result is still to be reported.
+        self._guess = NO_DRAFT
+        self._n_before = 0
+        self._proposed: tuple[Draft, ...] = ()
+        self._is_open = False
+        self._plan: RoundPlan = draft_up_to(0)
+        self._draft_s = self._decode_s = 0.0
+        #: Recent seconds for a drafted token; None before the first.
+        self._token_s: float | None = None
+        #: The drafted tokens behind the text that the drafter was shown, and the text's length then.
+        self._shown: tuple[int, ...] = ()
+        self._n_text = 0
+
+    def token_s(self, plain_s: float) -> float:
+        """Return the seconds for a drafted token; `plain_s` are those without guesses."""
+        return plain_s if self._token_s is None else min(plain_s, self._token_s)
+
+    def after(
+        self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int
+    ) -> Generator[Ask, Logits, Sequence[int]]:
+        """Guess at most `n_room` tokens that follow the draft. The last `n_before` tokens of the context
+        are drafted too, by another drafter."""
+        drafters, text, n_drafted = self._drafters, [*context, *drafted], n_before + len(drafted)
+        n_same = n_common(self._shown, text[self._n_text :])
+        if n_same < len(self._shown):  # some of what the drafter was shown did not become text
+            drafters.rewind(self._n_text + n_same)
+        self._shown, self._n_text = tuple(drafted), len(context)
+        self._n_before, self._is_open, self._draft_s = len(drafted), True, 0.0
+        n_max = min(self._policy.n_max, n_room)
+        found = drafters.look_up(text, n_max, n_drafted)
+        price = drafters.price(len(text))
+        plan = self._policy.plan(Offer(n_room + 1, n_max, found, drafters.model_name, price))
+        whole = yield from self._timed(drafters.propose(text, plan, n_drafted))
+        guess = plan.stop.cut(whole)
+        self._plan, self._proposed = plan, (found, whole)
+        self._guess = guess if guess.is_chain else NO_DRAFT
+        return self._guess.tokens
+
+    def decoded(self, seconds: float) -> None:
+        """Note how long the draft model took to decode the last guess and the token before it."""
+        self._decode_s = seconds
+
+    def settle(self, drafted: Sequence[int]) -> None:
+        """Report the result of the last guess; `drafted` are the tokens that the model has drafted."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        added = tuple(drafted[self._n_before :])
+        n_right = n_common(self._guess.tokens, added)
+        result = RoundResult(
+            self._plan,
+            self._guess.first(len(added)),
+            tuple(range(n_right)),
+            self._draft_s,
+            self._decode_s,
+            0,  # the draft model's decodes are in its cost table already
+            added[: n_right + 1],
+            # What goes on behind the draft is not compared with another one.
+            tuple(each.first(len(added)) for each in self._proposed if each.is_chain),
+        )
+        self._policy.observe(result)
+        self._drafters.observe(result)
+        token_s = (self._draft_s + self._decode_s) / (n_right + 1)
+        before = token_s if self._token_s is None else self._token_s
+        self._token_s = before + _RATE * (token_s - before)
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forget all of the text but its first `n_tokens`."""
+        self._drafters.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
+        self._shown, self._is_open = (), False
+
+    def _timed(self, drafting: Drafting) -> Drafting:
+        """Carry out a drafting, and count the seconds of its decodes."""
+        logits: Logits | None = None
+        while True:
+            try:
+                ask = next(drafting) if logits is None else drafting.send(logits)
+            except StopIteration as ended:
+                draft: Draft = ended.value
+                return draft
+            before_s = ask.backend.decode_s
+            logits = yield ask
+            self._draft_s += ask.backend.decode_s - before_s
 
 
 class ModelDrafter(Drafter):

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from specgen.drafters.expansion import Expansion, price_after
-from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Room
+from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, Room
 from specgen.drafters.states import (
     N_USUAL,
     LayerDrafter,

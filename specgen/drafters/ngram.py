@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft
+from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft
 from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, Match, Matches
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting, ready

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen.drafters.expansion import expansion
-from specgen.drafters.kind import DraftRequest
+from specgen.drafters.interface import DraftRequest
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import UsageError
 from specgen.method.backend import Backend, Batch

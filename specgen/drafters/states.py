@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from specgen.drafters.expansion import WIDEST, Expansion, NodeBranches, expansion, price_after
-from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads, Room
+from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads, Room
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama.gguf_file import architecture_of

@@ -7,8 +7,8 @@ So a dozen drafts can be tried in only their own time."""
 from __future__ import annotations
 
 import statistics
-from collections import abc, defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import draft_alone
+from specgen.method.drafter import TargetStates, draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
@@ -31,8 +31,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
-from specgen.text.hidden_trail import TargetStates
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 from specgen.text.tally import Tally
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class DraftFigures:
 
 def measure_target(
     session: Session,
-    prompts: abc.Sequence[str],
+    prompts: Sequence[str],
     *,
     chat: bool | None = None,
     interrupted: Callable[[], bool] = lambda: False,
@@ -185,7 +184,7 @@ def try_draft(
 
 
 def replay(
-    generation: Sequence,
+    generation: AnswerState,
     answer: TargetAnswer,
     baseline: Baseline,
     clock: Callable[[], float],
@@ -232,7 +231,7 @@ def replay(
     return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
 
 
-def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
+def summarise(replays: Sequence[Replay]) -> DraftFigures:
     """Return the figures of all answers together. Answers of a single token do not count."""
     counted = [replay for replay in replays if replay.tally.n_rounds]
     tallies = [replay.tally for replay in counted]
@@ -251,7 +250,7 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
     )
 
 
-def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
+def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
     """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`."""
     path: tuple[int, ...] = ()
     for token in tokens:
@@ -283,7 +282,7 @@ def fitting_prompts(
     return {n: each for n, each in prompts.items() if n not in failures}, tuple(failures)
 
 
-def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt: int) -> Hidden:
+def _states_of_answer(target: LlamaBackend, tokens: Sequence[int], n_prompt: int) -> Hidden:
     """Return the final hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd]."""
     pieces: list[Hidden] = []
     first, last, start = n_prompt - 1, len(tokens) - 1, 0
@@ -301,7 +300,7 @@ def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt:
     return np.concatenate(pieces)
 
 
-def read_states(target: Backend, tokens: abc.Sequence[int], trail: TargetStates) -> None:
+def read_states(target: Backend, tokens: Sequence[int], trail: TargetStates) -> None:
     """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
     context must be empty, and is empty again afterwards."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
@@ -13,10 +13,7 @@ from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.tables import CostTable, Price
-from specgen.system.arrays import Logits
-
-if TYPE_CHECKING:
-    from specgen.text.hidden_trail import TargetStates
+from specgen.system.arrays import Hidden, Logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +28,17 @@ class Ask:
 #: A draft in progress: a generator that asks for decodes, is sent the logits of the rows that want them, and returns
 #: the draft. The logits are valid until it asks for the next decode.
 Drafting: TypeAlias = Generator[Ask, Logits, Draft]
+
+
+class TargetStates(Protocol):
+    """Takes the target's hidden states of one text from the loop, for a drafter that reads them: those of `all_rows`,
+    of the prompt too, or the final states of the rows of rounds that have logits."""
+
+    all_rows: ClassVar[bool]
+
+    def keep_states(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
+        """Add copies of the last rows, float32[n, n_embd], of the first `n_read` tokens of `text`."""
+        ...
 
 
 class Drafter(Protocol):

@@ -1,11 +1,10 @@
-"""The draft/verify loop. It reads no files or options and prints nothing; it changes `Sequence`s and returns
+"""The draft/verify loop. It reads no files or options and prints nothing; it changes `AnswerState`s and returns
 events."""
 
 from __future__ import annotations
 
 import traceback
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
 
 if TYPE_CHECKING:
-    from specgen.text.sequence import Sequence
+    from specgen.text.answer_state import AnswerState
 
 #: The most committed tokens that are decoded in a round's batch; if there are more, they are decoded before.
 _MAX_PENDING = 16
@@ -33,7 +32,7 @@ class _Turn:
     proposed, the rows of its pending tokens in the batch, and the seconds of the draft model's decodes and of all
     drafting."""
 
-    sequence: Sequence
+    sequence: AnswerState
     plan: RoundPlan
     proposed: tuple[Draft, ...] = ()
     draft: Draft = NO_DRAFT
@@ -74,7 +73,7 @@ class Loop:
         """Seconds since the loop was made: the `time_s` of events."""
         return self.clock() - self._started_s
 
-    def round(self, sequences: abc.Sequence[Sequence]) -> list[Event]:
+    def round(self, sequences: Sequence[AnswerState]) -> list[Event]:
         """Run one round for all sequences that are started and not finished: their drafts are packed into one batch
         of the target, and verified one by one. Return the events.
 
@@ -123,7 +122,7 @@ class Loop:
     # --- the steps of a round ---------------------------------------------------------------
 
     def _plan(
-        self, sequence: Sequence, active: abc.Sequence[Sequence], events: list[Event]
+        self, sequence: AnswerState, active: Sequence[AnswerState], events: list[Event]
     ) -> _Turn:
         """Plan the sequence's draft, and note what its free drafter finds."""
         if sequence.cascade is None:
@@ -140,7 +139,7 @@ class Loop:
             return _Turn(sequence, RoundPlan(Reason("failed")))
         return _Turn(sequence, plan, (offer.found,), seconds=self.clock() - started)
 
-    def _propose(self, turns: abc.Sequence[_Turn], events: list[Event]) -> None:
+    def _propose(self, turns: Sequence[_Turn], events: list[Event]) -> None:
         drafting = [turn for turn in turns if len(turn.plan.found) + turn.plan.n_max]
         draftings = [
             turn.sequence.cascade.propose(turn.sequence.tokens, turn.plan)
@@ -190,7 +189,7 @@ class Loop:
                 n_held = end
         turn.pending = pack(batch, target, sequence.slot, tokens[n_held:], turn.draft)
 
-    def decode_text(self, sequence: Sequence, batch: Batch) -> Logits:
+    def decode_text(self, sequence: AnswerState, batch: Batch) -> Logits:
         """Decode rows of a text, and keep their hidden states for drafters that read those of all rows."""
         trail = sequence.trail
         if trail is None or not trail.all_rows:
@@ -200,7 +199,7 @@ class Loop:
         return logits
 
     def decode(
-        self, batch: Batch, active: abc.Sequence[Sequence], events: list[Event]
+        self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
         """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of another
         answer's rows. Here these are 0; `AnswerLoop` overrides this to append a piece of another answer's prompt."""
@@ -234,7 +233,7 @@ class Loop:
         sequence.tally.add_round(result, decoded.n_turns, turn.model_s)
         self._learn(sequence, result, events)
 
-    def verify(self, sequence: Sequence, draft: Draft, logits: Logits) -> Verdict:
+    def verify(self, sequence: AnswerState, draft: Draft, logits: Logits) -> Verdict:
         """Return which nodes are accepted, and the target's own token, from the logits at the root and at each node,
         float32[1 + len(draft), n_vocab]. Raise `BackendError` if there is no such token."""
         dead_ends: set[int] = set()
@@ -271,7 +270,7 @@ class Loop:
             trail.keep_states(hidden[rows], sequence.tokens, n_before + len(kept))
         return events
 
-    def _learn(self, sequence: Sequence, result: RoundResult, events: list[Event]) -> None:
+    def _learn(self, sequence: AnswerState, result: RoundResult, events: list[Event]) -> None:
         sequence.policy.observe(result)
         if sequence.cascade is not None:
             try:
@@ -279,7 +278,7 @@ class Loop:
             except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
                 self._end_drafting(sequence, error, events)
 
-    def _end_drafting(self, sequence: Sequence, error: Exception, events: list[Event]) -> None:
+    def _end_drafting(self, sequence: AnswerState, error: Exception, events: list[Event]) -> None:
         sequence.cascade, sequence.why_undrafted = None, "failed"
         what = error.message if isinstance(error, SpecgenError) else repr(error)
         message = f"drafting failed, going on without a draft: {what}"

@@ -4,19 +4,15 @@ is shared with other programs. (Downloads: `download.py`.)"""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import FILE_PREFIXES
-from specgen.errors import FetchError, ModelFileError, UsageError
+from specgen.errors import UsageError
 from specgen.models.files import cache_folder, identify, shard_names, size_of
-from specgen.models.registry import CatalogueModel, Registry
-
-if TYPE_CHECKING:
-    from huggingface_hub import DeleteCacheStrategy
+from specgen.models.registry import CatalogueModel
 
 PREFIX = "hf:"
 #: Without a quantisation, the first of these that the repository has, else its first model.
@@ -225,80 +221,3 @@ def page_of(repo: str) -> str:
     from huggingface_hub import constants
 
     return f"{constants.ENDPOINT}/{repo}"
-
-
-# --- removal
-
-
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """What is to be removed: files of our own, and from the cache, where blobs that other files share stay."""
-
-    names: tuple[str, ...]
-    files: tuple[Path, ...]
-    cached: tuple[CachedModel, ...]
-    strategy: DeleteCacheStrategy | None
-
-    @property
-    def freed_bytes(self) -> int:
-        in_cache = 0 if self.strategy is None else self.strategy.expected_freed_size
-        return sum(map(size_of, self.files)) + in_cache
-
-    def execute(self) -> None:
-        """Remove the files. Raise `FetchError` if some are left."""
-        for path in self.files:
-            with suppress(OSError):
-                path.unlink()
-        if self.strategy is not None:
-            self.strategy.execute()  # it only logs what it cannot delete
-        for path in (*self.files, *(model.path for model in self.cached)):
-            if path.exists():
-                raise FetchError(f"cannot remove {path}", "make its folder writable")
-
-
-def find_removal(name: str, registry: Registry) -> Removal:
-    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] in the hub's cache; without QUANT,
-    all GGUF models of it, and what interrupted downloads left. Raise `UnknownModelError` or `ModelFileError`."""
-    files: list[Path] = []
-    if "/" in name:
-        reference = parse_reference(name)
-        cached = cached_models(reference.repo)
-        if reference.names_a_model:
-            wanted = choose([each for model in cached for each in model.names], reference) or [""]
-            cached = [model for model in cached if model.names[0] == wanted[0]]
-        else:
-            files = list(storage_of(reference.repo).glob("blobs/*.incomplete"))
-        names = [str(model.reference) for model in cached] or [str(reference)]
-    else:
-        known, cached, names = registry.model(name), [], [name]
-        files = [path for path in folder_of(known).glob("*") if path.is_file()]
-        path = locate(known)
-        if known.hub is not None and path is not None and path not in files:
-            # By its name: the path may be in an older snapshot than the newest, which `cached_models` gives.
-            file = known.hub.file
-            cached = [each for each in cached_models(known.hub.repo) if file in each.names]
-    if not files and not cached:
-        raise ModelFileError(f"{name} is not on this disk", "`specgen models list` shows what is")
-    return Removal(tuple(names), tuple(files), tuple(cached), _strategy(cached))
-
-
-def _strategy(models: Sequence[CachedModel]) -> DeleteCacheStrategy | None:
-    """Return how to remove models of one repository in all their versions."""
-    if not models:
-        return None
-    from huggingface_hub import scan_cache_dir
-
-    info, repo = scan_cache_dir(cache_of_hub()), models[0].reference.repo
-    found = [each for each in info.repos if (each.repo_type, each.repo_id) == ("model", repo)]
-    # A copy of the repository may have the same commits, by which revisions are deleted.
-    info = replace(info, repos=frozenset(found))
-    revisions = [revision for each in found for revision in each.revisions]
-    names = {name for model in models for name in model.names}
-    goes = {
-        file: file.file_path.relative_to(revision.snapshot_path).as_posix() in names
-        for revision in revisions
-        for file in revision.files
-    }
-    if all(goes.values()):
-        return info.delete_revisions(*(revision.commit_hash for revision in revisions))
-    return info.delete_files(*(file for file in goes if goes[file]))

@@ -14,11 +14,10 @@ from specgen.events import FinishedEvent, undrafted_text
 from specgen.render.rows import LEGEND, STYLES, clean_line
 from specgen.render.streams import say
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.progress import counted, duration, seconds_text, three_digits
-from specgen.text.tally import is_impossible
+from specgen.system.progress import counted, seconds_text, three_digits
 
 if TYPE_CHECKING:
-    from specgen.serve.batch.runner import Tally
+    pass
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Above this share of rounds that drafted nothing, the summary says why.
@@ -96,6 +95,8 @@ def summary_items(
         yield "kernels", str(kernels)
     if of.estimated_speedup is not None:
         yield "gain", _gain(of, of.estimated_speedup, draft)
+    elif of.estimate is not None:
+        yield "gain", of.estimate
     yield "end", _end(of)
 
 
@@ -133,9 +134,6 @@ def _gain(finished: FinishedEvent, speedup: float, draft: str | None) -> str:
     if finished.estimate:
         details[2] = f"estimated {finished.estimate}"
     about = f" ({_listed(*details)})" if any(details) else ""
-    if is_impossible(speedup, finished.mean_accepted_length):
-        length = f"{finished.mean_accepted_length:.2f} tokens per pass"
-        about += f"; {length} allow no more: the machine's speed changed meanwhile"
     times = _between(low, high)
     if round(low, 1) > 1.0:
         return f"{times} times as fast as plain decoding{about}"
@@ -159,25 +157,3 @@ def _end(finished: FinishedEvent) -> str:
     if finished.stopped_by is None:
         return "the model ended the text"
     return f"stopped at {clean_line(finished.stopped_by)!r}"
-
-
-def totals(n_answers: int, answers: Sequence[FinishedEvent | Tally]) -> list[str]:
-    """Return the figures of several answers in words."""
-
-    def whole(name: str) -> int:
-        return sum(getattr(each, name) for each in answers)
-
-    found = [f"{counted(n_answers, 'answer')} of {counted(whole('n_tokens'), 'token')}"]
-    if n_drafted := whole("n_drafted"):
-        found.append(f"{whole('n_accepted') / n_drafted:.0%} of the draft accepted")
-    if n_cached := whole("n_cached_tokens"):
-        found.append(f"{n_cached / whole('n_prompt_tokens'):.0%} of the prompts from the cache")
-    return found
-
-
-def batch_summary(tally: Tally, seconds: float, where: str) -> str:
-    """Return a sentence about a finished batch. `where` says how many answers were generated at once, or by
-    whom."""
-    answers, *others = totals(tally.n_answers, [tally])
-    speed = f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s"
-    return ", ".join((answers, speed, where, *others))

@@ -10,14 +10,16 @@ from rich.text import Text
 
 from specgen.render.rows import clean_line
 from specgen.session.choose_models import name_of
-from specgen.system.progress import counted
+from specgen.system.progress import counted, duration
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specgen.events import FinishedEvent
     from specgen.measure.bench import Figures
     from specgen.measure.search import Search, Tried
     from specgen.measure.trial import DraftFigures
+    from specgen.serve.batch.runner import Tally
 
 #: The figures of a contender: the column's name in a pipe, its heading on a terminal (none there if empty), and
 #: the figure.
@@ -127,3 +129,25 @@ def _table(first: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(Text(heading), justify="right", no_wrap=True)
     return table
+
+
+def totals(n_answers: int, answers: Sequence[FinishedEvent | Tally]) -> list[str]:
+    """Return the figures of several answers in words."""
+
+    def whole(name: str) -> int:
+        return sum(getattr(each, name) for each in answers)
+
+    found = [f"{counted(n_answers, 'answer')} of {counted(whole('n_tokens'), 'token')}"]
+    if n_drafted := whole("n_drafted"):
+        found.append(f"{whole('n_accepted') / n_drafted:.0%} of the draft accepted")
+    if n_cached := whole("n_cached_tokens"):
+        found.append(f"{n_cached / whole('n_prompt_tokens'):.0%} of the prompts from the cache")
+    return found
+
+
+def batch_summary(tally: Tally, seconds: float, where: str) -> str:
+    """Return a sentence about a finished batch. `where` says how many answers were generated at once, or by
+    whom."""
+    answers, *others = totals(tally.n_answers, [tally])
+    speed = f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s"
+    return ", ".join((answers, speed, where, *others))

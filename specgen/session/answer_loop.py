@@ -4,8 +4,7 @@ ends: `text/sequence.py`; stop strings: `text/stop_strings.py`.)"""
 from __future__ import annotations
 
 import bisect
-from collections import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from specgen.errors import BackendError
 from specgen.events import Event, FinishedEvent, ReadingEvent
@@ -14,7 +13,7 @@ from specgen.method.draft import NO_DRAFT
 from specgen.method.loop import Loop
 from specgen.method.tables import CostTable
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 
 #: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
 #: beside a round while costs are not known.
@@ -27,9 +26,9 @@ class AnswerLoop(Loop):
     """A loop that also reads the prompts of its sequences, and sums their answers up."""
 
     #: A prompt of which a piece is read in the batch of a round, and the costs of batches.
-    _beside: tuple[Sequence, CostTable] | None = None
+    _beside: tuple[AnswerState, CostTable] | None = None
 
-    def run(self, sequence: Sequence) -> Iterator[Event]:
+    def run(self, sequence: AnswerState) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""
         yield from self.start(sequence)
         while not sequence.is_finished:
@@ -39,8 +38,8 @@ class AnswerLoop(Loop):
 
     def round(
         self,
-        sequences: abc.Sequence[Sequence],
-        beside: tuple[Sequence, CostTable] | None = None,
+        sequences: Sequence[AnswerState],
+        beside: tuple[AnswerState, CostTable] | None = None,
     ) -> list[Event]:
         """Run a round. With `beside`, a sequence and the costs of batches, a piece of its prompt is read in the round's
         batch, where a row has the same logits in any batch."""
@@ -48,7 +47,7 @@ class AnswerLoop(Loop):
         return super().round(sequences)
 
     def decode(
-        self, batch: Batch, active: abc.Sequence[Sequence], events: list[Event]
+        self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
         if self._beside is None:
             return super().decode(batch, active, events)
@@ -72,14 +71,14 @@ class AnswerLoop(Loop):
                 sequence.failure = error
         return logits, hidden, other_s
 
-    def start(self, sequence: Sequence) -> list[Event]:
+    def start(self, sequence: AnswerState) -> list[Event]:
         """Decode a prompt, and commit the first token: as early as in plain decoding, since nothing drafts before."""
         events: list[Event] = []
         while not (sequence.is_started or sequence.is_finished):
             events += self.read(sequence)
         return events
 
-    def read(self, sequence: Sequence, n_most: int | None = None) -> list[Event]:
+    def read(self, sequence: AnswerState, n_most: int | None = None) -> list[Event]:
         """Decode a piece of a prompt, of at most `n_most` tokens; after the last one, commit the first token."""
         if sequence.is_finished:
             return []
@@ -95,7 +94,7 @@ class AnswerLoop(Loop):
             logits = rows if is_last else None
         return events + self.after_chunk(sequence, logits, self.target.decode_s - target_s, started)
 
-    def begin_reading(self, sequence: Sequence, started: float) -> list[Event]:
+    def begin_reading(self, sequence: AnswerState, started: float) -> list[Event]:
         """Note when the first piece of a prompt is read, and commit what a grammar forces before any logits."""
         if sequence.read_since_s is not None:
             return []
@@ -106,7 +105,7 @@ class AnswerLoop(Loop):
             sequence.tally.time_to_first_token_s = self.clock() - started
         return events
 
-    def add_piece(self, batch: Batch, sequence: Sequence, n_most: int) -> bool:
+    def add_piece(self, batch: Batch, sequence: AnswerState, n_most: int) -> bool:
         """Add the next tokens of the text that the cache lacks to a batch. Return whether these are the last ones, whose
         last row wants logits."""
         text, first = sequence.tokens, sequence.slot.first
@@ -118,7 +117,7 @@ class AnswerLoop(Loop):
         return is_last
 
     def after_chunk(
-        self, sequence: Sequence, logits: Logits | None, target_s: float, started: float
+        self, sequence: AnswerState, logits: Logits | None, target_s: float, started: float
     ) -> list[Event]:
         """Record a piece of a prompt, which took `target_s` of the target since `started`. After the
         last piece, whose `logits` are float32[1, n_vocab], commit the first token."""
@@ -142,7 +141,7 @@ class AnswerLoop(Loop):
         reading = ReadingEvent(sequence.index, self.now_s, n_read, sequence.n_prompt, left_s)
         return [*events, reading]
 
-    def finish(self, sequence: Sequence, costs: CostTable) -> FinishedEvent:
+    def finish(self, sequence: AnswerState, costs: CostTable) -> FinishedEvent:
         """Return the summary of a finished sequence. One that had drafts, and is not so short that noise would decide,
         is compared with plain decoding by the `costs` of the target's batches."""
         is_compared = sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED

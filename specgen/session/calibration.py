@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from specgen.drafters.kind import Key
+from specgen.drafters.interface import Key
 from specgen.method.backend import Backend, Batch
 from specgen.method.tables import CostTable
-from specgen.session.session import MAX_SEQUENCES, Session
+from specgen.session.session import Session
 from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.system.progress import seconds_text
 
@@ -36,9 +36,6 @@ _N_REPEATS, _BUDGET_S = 3, 2.0
 MIN_SIZES = 3
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
 _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
-#: The numbers of answers at once that are considered. A larger number must give at least so many times the
-#: tokens per second, since each answer needs memory.
-_AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
 #: The size, in tokens, of the contexts in which decodes are timed if their costs are not known.
 _N_SHORT = 256
 
@@ -154,32 +151,6 @@ def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> 
     if not is_measured(session.costs.table()):
         measure_in_short_contexts(session, interrupted)
     return session.costs.table()
-
-
-def tokens_read_in(
-    session: Session, seconds: float, interrupted: Callable[[], bool] = _never
-) -> int:
-    """Return how many tokens of a prompt the target reads in `seconds`. Raise what `target_costs` raises."""
-    table = target_costs(session, interrupted)
-    n_rows = max(table.known)
-    return int(seconds * n_rows / table.seconds(n_rows))
-
-
-def fastest_parallel(
-    session: Session, n_answers: int, interrupted: Callable[[], bool] = _never
-) -> int:
-    """Return the number of answers at once that gives most tokens per second, by the costs of the
-    target's batches. Raise what `target_costs` raises."""
-    if n_answers < 2:
-        return 1
-    table = target_costs(session, interrupted)
-    n_most = min(n_answers, MAX_SEQUENCES // session.n_sequences_max)
-    best = 1
-    for n in _AT_ONCE:
-        is_faster = n / table.seconds(n) > _LEAST_GAIN * best / table.seconds(best)
-        if n <= n_most and is_faster:
-            best = n
-    return best
 
 
 # --- measuring -------------------------------------------------------------------------------------

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections import abc
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.kind import DraftRequest, Key, LoadedDraft
+from specgen.drafters.interface import DraftRequest, Key, LoadedDraft
 from specgen.method.backend import Backend
+from specgen.method.drafter import TargetStates
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.method.tables import AcceptanceRates, CostTable
 from specgen.method.tree_in_cache import Branches
@@ -27,9 +27,8 @@ from specgen.options import (
 from specgen.session.prompts import Prompt
 from specgen.session.request import RequestSettings, Slot
 from specgen.session.session import Session
-from specgen.text.hidden_trail import TargetStates
+from specgen.text.answer_state import AnswerState
 from specgen.text.sampling import Sampler
-from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
@@ -51,14 +50,14 @@ class DrafterFactory:
         self,
         prompt: Prompt,
         n_ctx: int,
-        caches: abc.Sequence[Backend],
+        caches: Sequence[Backend],
         seed: int,
         *,
         plain: bool = False,
         settings: RequestSettings | None = None,
         slot: Slot | None = None,
         index: int = 0,
-    ) -> Sequence:
+    ) -> AnswerState:
         """Return the state of an answer to `prompt`, with the number `index`. `caches` are the contexts of the draft.
         With `plain`, nothing drafts. `settings` are by default those of the models; `slot` is the answer's slot in
         all contexts, by default the only one."""
@@ -80,7 +79,7 @@ class DrafterFactory:
             cascade = Cascade(free, drafter, state=state)
             if draft.is_free:
                 cascade = Cascade(drafter, state=state)
-        return Sequence(
+        return AnswerState(
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
             n_ctx=n_ctx,

@@ -6,8 +6,8 @@ import contextlib
 import functools
 import secrets
 import threading
-from collections import abc, deque
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from specgen.errors import (
 )
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
+from specgen.method.tables import CostTable
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
@@ -34,7 +35,7 @@ from specgen.session.scheduler import Scheduler
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 
 
 class Engine:
@@ -61,7 +62,7 @@ class Engine:
         n_ctx: int | None = None,
         interrupted: Callable[[], bool] = lambda: False,
         learn_alone: bool = False,
-        prepare: Callable[[Request, Sequence], None] = lambda _request, _generation: None,
+        prepare: Callable[[Request, AnswerState], None] = lambda _request, _generation: None,
     ) -> None:
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
@@ -171,7 +172,12 @@ class Engine:
                 hint=f"use a context of {len(prompt.tokens) + 1} tokens or more",
             )
         settings = session.settings.changed(
-            session.target, sampling, generation, n_drafted_max=n_drafted_max, verifier=verifier
+            session.target,
+            sampling,
+            generation,
+            n_drafted_max=n_drafted_max,
+            verifier=verifier,
+            thoughts=prompt.thoughts,
         )
         seed = settings.sampling.seed
         seed = seed if seed >= 0 else secrets.randbits(32)
@@ -299,7 +305,7 @@ class Engine:
         if request.failure is not None:
             raise request.failure
 
-    def answers(self, prompts: abc.Sequence[str | Prompt]) -> list[str]:
+    def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """Return the answers to prompts, in their order. Raise the first failure."""
         requests = [self.insert(prompt) for prompt in prompts]
         for _ in self.run():
@@ -380,7 +386,7 @@ class Engine:
         return events
 
     @contextlib.contextmanager
-    def _failing(self, requests: abc.Sequence[Request], *, raises: bool = False) -> Iterator[None]:
+    def _failing(self, requests: Sequence[Request], *, raises: bool = False) -> Iterator[None]:
         """End the requests with what the block raises, which an error of ours does not leave unless it `raises`."""
         try:
             yield
@@ -412,7 +418,9 @@ class Engine:
         except OutputError as error:  # the answer itself has not failed
             text = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
-        finished = self._loop.finish(sequence, self._session.costs.table(n_past=sequence.n_prompt))
+        costs = self._session.costs
+        table = CostTable() if costs.was_busy else costs.table(n_past=sequence.n_prompt)
+        finished = self._loop.finish(sequence, table)
         if request.load is not None:
             finished = replace(finished, others_share=request.load.share)
         events = self._pass_on(request, *notices, finished)
@@ -441,7 +449,7 @@ class Engine:
         request.events.extend(events)
         return list(events)
 
-    def _keep(self, prompt: Prompt, tokens: abc.Sequence[int]) -> None:
+    def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
         """Store a finished text for lookups of later answers and for drafts to learn from, if the options ask for
         that. Raise `OutputError` if it cannot be written for learning; it is then written with the next one."""
         self._session.keep_text(tokens)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
-from specgen.drafters.kind import Key
+from specgen.drafters.interface import Key
 from specgen.llama import default_threads
 from specgen.method.tables import N_BINS, AcceptanceCounts, AcceptanceRates, CostTable
 from specgen.options import ContextOptions, SessionOptions

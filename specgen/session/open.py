@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,8 +13,7 @@ from pathlib import Path
 from specgen import __version__
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
-from specgen.llama.context_opening import CONTEXT_OVERHEAD_BYTES
-from specgen.llama.gguf_file import GgufMetadata, parts_of, remember_checks
+from specgen.llama.gguf_file import remember_checks
 from specgen.llama.kernels.admission import (
     KernelStatus,
     choose_kernels,
@@ -22,7 +22,6 @@ from specgen.llama.kernels.admission import (
 )
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import keep_packed_weights
-from specgen.llama.model import CACHE_TYPES
 from specgen.models.files import (
     cache_folder,
     data_folder,
@@ -35,7 +34,6 @@ from specgen.options import (
     ContextOptions,
     Contexts,
     DraftOptions,
-    DraftSource,
     GenerationOptions,
     KernelOptions,
     SamplerOptions,
@@ -49,7 +47,8 @@ from specgen.session.calibration import (
 )
 from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.memory import Memory
-from specgen.session.session import Session, usual_n_ctx
+from specgen.session.prompts import template_of
+from specgen.session.session import Session
 from specgen.system.machine import look_at_machine
 from specgen.system.progress import human_bytes
 
@@ -207,6 +206,10 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
             name = field.metadata["spellings"][0].partition("/")[0]
             yield f"{name} has no effect: with `--draft none` nothing drafts"
     yield from layers_without_gpu(options.target_context, options.draft_context)
+    template = template_of(session.target, has_tools=True) or ""
+    for name in options.target_context.template_variables:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            yield f"--chat-template-kwargs: the chat template does not read {name}"
     n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count()
     if n_cores is not None and n_threads > n_cores:
         yield f"-t {n_threads} is slower than -t {n_cores}: this machine runs {n_cores} threads at once"
@@ -240,58 +243,3 @@ def open_memory() -> Memory:
         "kernels": computing(),
     }
     return Memory(memory_file(), about)
-
-
-# --- the memory of models, from the metadata of their files -----------------------------------------
-
-
-def needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_parallel: int) -> int:
-    """Estimate the memory that a target takes with the largest of its possible `drafts`, their helpers, and
-    contexts for `n_parallel` answers. Raise `ModelFileError` if a file is no model."""
-    target, context = options.target, options.target_context
-    n_ctx = usual_n_ctx(context.n_ctx, _trained_context(target)) * n_parallel
-
-    def sizes(sources: Iterable[DraftSource]) -> list[int]:
-        files = (source for source in sources if isinstance(source, Path))
-        return [_model_bytes(file, options.draft_context, n_ctx) for file in files]
-
-    helpers = sum(sizes(options.helpers))
-    return _model_bytes(target, context, n_ctx) + max(sizes(drafts), default=0) + helpers
-
-
-def embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
-    """Return the most tokens of a text for an embedding model, and estimate its memory. Raise `ModelFileError` if a
-    file is no model."""
-    n_train = _trained_context(target)
-    n_ctx = usual_n_ctx(context.n_ctx, n_train)
-    n_ctx = min(n_ctx, n_train) if n_train else n_ctx
-    with GgufMetadata(target) as about:
-        n_vocab = about.length("tokenizer.ggml.tokens") or 0
-    # llama.cpp has room for logits too.
-    return n_ctx, _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab
-
-
-def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
-    """Estimate the size of a model's weights, and of its context for so many tokens, as if all layers had the most
-    heads of any."""
-    with GgufMetadata(file) as about:
-        name = about.text("general.architecture")
-        n_layers = about.number(f"{name}.block_count")
-        n_heads = about.number(f"{name}.attention.head_count") or 1
-        n_heads_kv = about.number(f"{name}.attention.head_count_kv") or n_heads
-        size = about.number(f"{name}.embedding_length") // n_heads
-        size_k = about.number(f"{name}.attention.key_length") or size
-        size_v = about.number(f"{name}.attention.value_length") or size
-    a_token = size_k * CACHE_TYPES[context.cache_type_k][1]
-    a_token += size_v * CACHE_TYPES[context.cache_type_v][1]
-    cache_bytes = int(n_tokens * n_layers * n_heads_kv * a_token)
-    try:
-        weight_bytes = sum(part.stat().st_size for part in parts_of(file))
-    except OSError as error:
-        raise ModelFileError(f"{file}: cannot be read: {error.strerror}") from error
-    return weight_bytes + cache_bytes + CONTEXT_OVERHEAD_BYTES
-
-
-def _trained_context(file: Path) -> int:
-    with GgufMetadata(file) as about:
-        return about.number(f"{about.text('general.architecture')}.context_length")

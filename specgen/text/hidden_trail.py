@@ -20,17 +20,6 @@ def most_states(n_values: int, n_slots: int) -> int:
     return max(_LEAST_STATES, _STATES_BYTES // (4 * n_values * n_slots))
 
 
-class TargetStates(Protocol):
-    """Takes the target's hidden states of one text from the loop, for a drafter that reads them: those of `all_rows`,
-    of the prompt too, or the final states of the rows of rounds that have logits."""
-
-    all_rows: ClassVar[bool]
-
-    def keep_states(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
-        """Add copies of the last rows, float32[n, n_embd], of the first `n_read` tokens of `text`."""
-        ...
-
-
 class HiddenTrail:
     """The target's hidden states after each token of a text that it has read, in the order of the text: at most the
     last `n_most`. A trail outlives an answer: the next one in the same part of the caches often continues its

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from specgen.cli import output
+from specgen.method.tables import CostTable
 from tests.helpers.cli import Result, complaint, events_of, in_process
 from tests.helpers.common import ROOT
 from tests.tiny import TinyConfig, write_tiny_model
@@ -186,7 +187,8 @@ def test_a_file_that_somebody_else_changed_is_left_alone(
 def test_a_long_text_is_read_as_far_as_a_few_seconds_suffice(
     fim: Fim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.session.calibration.tokens_read_in", lambda *_: 300)
+    costs = CostTable({100: 1.0})
+    monkeypatch.setattr("specgen.session.calibration.target_costs", lambda *_: costs)
     write("a.txt", TEXT * 40)
     found = fim("a.txt:80", "--json")
     assert events_of(found)[0]["n_prompt_tokens"] == 256

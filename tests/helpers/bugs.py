@@ -3,8 +3,7 @@ somebody, in a library, in an example that many copied, or in a paper's first co
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +18,7 @@ from specgen.method.policy import RoundPlan
 from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier, drawn_from
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 from tests.helpers.fake_generations import WrappedDrafter
 
 
@@ -31,7 +30,7 @@ class Bug:
     verifier: Callable[[Verifier], Verifier] | None = None
     drafter: Callable[[Drafter], Drafter] | None = None
 
-    def plant(self, sequence: Sequence) -> None:
+    def plant(self, sequence: AnswerState) -> None:
         """Build the bug into a generation."""
         if self.verifier is not None:
             sequence.verifier = self.verifier(sequence.verifier)
@@ -43,7 +42,7 @@ class Bug:
 class _TopToken(WrappedDrafter):
     """Drafts the most likely token and records it as drawn (the ratio test on an argmax draft)."""
 
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         draft = yield from super().propose(context, plan, n_drafted)
         if not len(draft) or draft.distributions[0] is None:
             return draft
@@ -55,7 +54,7 @@ class _TopToken(WrappedDrafter):
 class _Picky(WrappedDrafter):
     """Drops drawn tokens that turned out unlikely, and what stands after them."""
 
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         draft = yield from super().propose(context, plan, n_drafted)
         for node, source in enumerate(draft.distributions if draft.is_chain else ()):
             if source is not None and source.probability(draft.tokens[node]) < 0.5:
@@ -176,7 +175,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Build a bug into all answers with drafts that are made from now on."""
     make = DrafterFactory.sequence
 
-    def sequence(factory: DrafterFactory, *arguments: Any, **more: Any) -> Sequence:
+    def sequence(factory: DrafterFactory, *arguments: Any, **more: Any) -> AnswerState:
         made = make(factory, *arguments, **more)
         if made.cascade is not None:
             BUGS[name].plant(made)
@@ -200,7 +199,7 @@ def lose_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def lose_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let checks miss the token after a wholly accepted draft, as if it had been decoded but not told."""
 
-    def tokens_of(events: abc.Iterable[Event]) -> list[int]:
+    def tokens_of(events: Iterable[Event]) -> list[int]:
         found = [event.pieces for event in events if isinstance(event, CommittedEvent)]
         return [each.token_id for pieces in found for each in pieces if each.kind != "bonus"]
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.kind import DraftRequest
+from specgen.drafters.interface import DraftRequest
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
@@ -27,9 +26,9 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, Tre
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import draft_sampling
 from specgen.system.arrays import Logits
+from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling import Sampler
-from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 
@@ -56,10 +55,10 @@ class NoDrafter(Drafter):
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         return ready(self.draft(context, plan.n_max))
 
-    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
         return NO_DRAFT
 
     def observe(self, result: RoundResult) -> None:
@@ -82,7 +81,7 @@ class TreeDrafter(NoDrafter):
     rng: np.random.Generator
     name: str = "tree"
 
-    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         n_leaves = 1
@@ -104,7 +103,7 @@ class TreeDrafter(NoDrafter):
         return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
 
     @staticmethod
-    def _path(tokens: abc.Sequence[int], parents: abc.Sequence[int], node: int) -> tuple[int, ...]:
+    def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
         path: list[int] = []
         while node != ROOT:
             path.append(tokens[node])
@@ -126,7 +125,7 @@ class WrappedDrafter(Drafter):
     def price(self, n_context: int) -> Price:
         return self.inner.price(n_context)
 
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         return self.inner.propose(context, plan, n_drafted)
 
     def observe(self, result: RoundResult) -> None:
@@ -144,7 +143,7 @@ class FailingDrafter(WrappedDrafter):
         self._n_good = n_good
         self._error = error
 
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         if self._n_good == 0:
             raise self._error
         self._n_good -= 1
@@ -161,7 +160,7 @@ class NonsenseDrafter(WrappedDrafter):
         self._n_good = n_good
         self._nonsense = nonsense
 
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         draft = yield from super().propose(context, plan, n_drafted)
         self._n_good -= 1
         return draft if self._n_good >= 0 else cast(Draft, self._nonsense(draft, plan.n_max))
@@ -209,14 +208,14 @@ class Setup:
     n_ctx: int = 256
     n_batch: int = 64
     seed: int = 0
-    prompt: abc.Sequence[int] = PROMPT
+    prompt: Sequence[int] = PROMPT
     n_branches: int = 8
     verifier: Verifier | None = None
     target: FakeBackend = field(init=False)
 
-    def generation(self, index: int = 0) -> Sequence:
+    def generation(self, index: int = 0) -> AnswerState:
         state = TextState(self.prompt, self.grammar)
-        return Sequence(
+        return AnswerState(
             vocabulary=self.vocabulary,
             options=self.options,
             n_ctx=self.n_ctx,
@@ -240,7 +239,9 @@ class Setup:
         )
         return self.target
 
-    def run(self, interrupted: Callable[[], bool] = lambda: False) -> tuple[Sequence, list[Event]]:
+    def run(
+        self, interrupted: Callable[[], bool] = lambda: False
+    ) -> tuple[AnswerState, list[Event]]:
         loop = AnswerLoop(self.backend(), Clock(), interrupted)
         generation = self.generation()
         events = list(loop.run(generation))
@@ -345,7 +346,7 @@ def translated_drafter(
     state: TextState,
     *,
     ignore_eos: bool = False,
-    draft_prompt: abc.Sequence[int] | None = None,
+    draft_prompt: Sequence[int] | None = None,
     n_ctx: int = 256,
     n_batch: int = 64,
     seed: int = 99,

@@ -26,10 +26,10 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
+from specgen.text.answer_state import AnswerState
 from specgen.text.hidden_trail import LastHidden
 from specgen.text.prefix import n_common
 from specgen.text.sampling import Sampler
-from specgen.text.sequence import Sequence as TextSequence
 from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.goodness_of_fit import DepthFit, fits_of
@@ -168,14 +168,14 @@ class _Scout:
 class _Mark:
     """A place in a text, to which tests go back; the product never does."""
 
-    def __init__(self, sequence: TextSequence) -> None:
+    def __init__(self, sequence: AnswerState) -> None:
         self.n_tokens, self._grammar = len(sequence.state.tokens), sequence.state.grammar()
         self._drafter = sequence.cascade.model if sequence.cascade is not None else None
         self._hidden = sequence.trail.last if isinstance(sequence.trail, LastHidden) else None
         if isinstance(self._drafter, TranslatedDrafter):
             self._spelled = _copied(self._drafter.text)
 
-    def restore(self, sequence: TextSequence) -> None:
+    def restore(self, sequence: AnswerState) -> None:
         del sequence.state.tokens[self.n_tokens :]
         sequence.state._grammar = self._grammar  # noqa: SLF001
         drafter = self._drafter
@@ -250,7 +250,7 @@ def draw_with_models(
         return None if place is None else _draw(sequence, loop, place, depth, n_draws)
 
 
-def _find_place(sequence: TextSequence, loop: AnswerLoop) -> _Mark | None:
+def _find_place(sequence: AnswerState, loop: AnswerLoop) -> _Mark | None:
     scout = _Scout(sequence.verifier)
     searching = replace(sequence.options, max_tokens=N_SEARCHED, stop=())
     answering = replace(sequence, verifier=scout, options=searching)
@@ -267,7 +267,7 @@ def _find_place(sequence: TextSequence, loop: AnswerLoop) -> _Mark | None:
 
 
 def _draw(
-    sequence: TextSequence, loop: AnswerLoop, place: _Mark, depth: int, n_draws: int
+    sequence: AnswerState, loop: AnswerLoop, place: _Mark, depth: int, n_draws: int
 ) -> JointDraws:
     policy = _UpTo(sequence.policy)
     options = replace(sequence.options, max_tokens=2 * depth + 2, stop=())
@@ -291,7 +291,7 @@ def _draw(
     return JointDraws(tuple(fits_of(drawn, exact, depth)), n_drafted, n_accepted)
 
 
-def exact_cells(sequence: TextSequence, target: Backend, depth: int) -> dict[Cell, float]:
+def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell, float]:
     """The probability of each continuation of the text by `depth` tokens, or to its end."""
     # Another shaper: that of the draws remembers the distributions that it used, right or wrong.
     shaper = Shaper(sequence.shaper._sampler, sequence.state)  # noqa: SLF001

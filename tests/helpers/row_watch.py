@@ -12,8 +12,8 @@ from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
+from specgen.text.answer_state import AnswerState
 from specgen.text.sampling import Sampler
-from specgen.text.sequence import Sequence as TextSequence
 from specgen.text.text_state import Shaper, TextState
 
 
@@ -44,7 +44,7 @@ def moved_rows(session: Session, prompts: Sequence[Prompt], n_at_once: int) -> l
     ]
     watches: list[_Watch] = []
 
-    def watch(request: Request, sequence: TextSequence) -> None:
+    def watch(request: Request, sequence: AnswerState) -> None:
         n = request.index
         watches.append(_Watch(session.settings.sampler, sequence.state, texts[n], rows[n]))
         sequence.shaper = watches[-1]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -21,7 +20,7 @@ from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
@@ -48,7 +47,7 @@ AGAINST_REPETITION: dict[str, Any] = {
 Rules: TypeAlias = dict[int, dict[int, int]]
 
 
-def run_of(tokens: abc.Sequence[int], first: int, last: int) -> Rules:
+def run_of(tokens: Sequence[int], first: int, last: int) -> Rules:
     """Rules that force these tokens, from one state to another; between them 1000, 1001, ..."""
     states = [first, *(1000 * first + 1000 + i for i in range(len(tokens) - 1)), last]
     return {
@@ -122,7 +121,7 @@ DRAFTERS: dict[str, DrafterOf] = {
 @dataclass
 class Run:
     setup: Setup
-    generation: Sequence
+    generation: AnswerState
     events: list[Event]
 
     @property

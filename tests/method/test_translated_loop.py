@@ -7,7 +7,8 @@ and the text must be plain decoding's all the same. `test_lossless.py` has them 
 from __future__ import annotations
 
 import functools
-from collections import Counter, abc
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -23,7 +24,7 @@ from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.options import DraftOptions, GenerationOptions
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language
 from tests.helpers.fake_generations import GREEDY, Setup, WrappedDrafter, translated_drafter
@@ -90,7 +91,7 @@ class Pair:
             prompt=self.prompt_tokens(),
         )
 
-    def run(self) -> tuple[Sequence, list[Event], Watched]:
+    def run(self) -> tuple[AnswerState, list[Event], Watched]:
         setup = self.setup()
         watched: list[Watched] = []
 
@@ -135,7 +136,7 @@ class Watched(WrappedDrafter):
         self.tally: Any = None
         self.n_proposals = self.n_slides = 0
 
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         text, n_skipped = self.translated.text, self.model.n_skipped
         draft = yield from super().propose(context, plan, n_drafted)
         assert len(draft) <= plan.n_max

@@ -31,7 +31,7 @@ from specgen.method.tables import CostTable
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import Fate, all_fates
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
@@ -97,11 +97,9 @@ def texts(draft: Draft) -> set[tuple[int, ...]]:
 
 
 @given(trees())
-def test_ranks_count_the_siblings_of_the_same_drafter(draft: Draft) -> None:
+def test_ranks_count_the_siblings(draft: Draft) -> None:
     for node, rank in enumerate(draft.ranks()):
-        siblings = draft.children(draft.parents[node])
-        same = [other for other in siblings if draft.origins[other] == draft.origins[node]]
-        assert same.index(node) == rank
+        assert list(draft.children(draft.parents[node])).index(node) == rank
 
 
 def test_a_walk_leads_from_the_root_down() -> None:
@@ -126,11 +124,6 @@ def test_independent_walks_stay_whole() -> None:
         walks.first(2)
     with pytest.raises(ValueError, match="left out"):
         walks.only([0, 1])
-    other = Draft.chain([4], "ngram")
-    same = Draft((1,), (ROOT,), ("m",), (None,), (None,), ((0,), (0,)))
-    for one, behind in ((same, other), (other, same)):
-        with pytest.raises(ValueError, match="part of a longer draft"):
-            one.followed_by(behind)
 
 
 @given(st.lists(st.floats(0.01, 1.0), max_size=7), st.integers(0, 2**31))
@@ -304,7 +297,7 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
 
 def grown(
     drafter: Drafter, language: Language, batch_s: dict[int, float]
-) -> tuple[Sequence, list[bool]]:
+) -> tuple[AnswerState, list[bool]]:
     """An answer with drafts by these costs of the target's batches, and which drafts have branches."""
     setup = Setup(
         language=language,

@@ -10,7 +10,7 @@ import pytest
 
 from specgen.errors import OutputError
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.render.summary import batch_summary
+from specgen.render.tables import batch_summary
 from specgen.serve.batch.lines import OWN, Line, LineError, continued, read_results
 from specgen.serve.batch.runner import Tally
 from specgen.serve.formats.request import Request

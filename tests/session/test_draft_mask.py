@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.drafters.kind import DraftRequest
+from specgen.drafters.interface import DraftRequest
 from specgen.drafters.model import DraftModel
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +26,8 @@ from specgen.session.memory import Memory
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, Slot
 from specgen.session.session import Session
+from specgen.text.answer_state import AnswerState
 from specgen.text.prefix import n_common
-from specgen.text.sequence import Sequence
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB
@@ -83,7 +82,7 @@ def opened(
     drafter: str = "draft",
     *,
     n_batch: int = 512,
-    drafting: abc.Mapping[str, Any] | None = None,
+    drafting: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Session:
     # A parallel draft is the same file, read with a mask token.
@@ -116,7 +115,7 @@ def engine_of(
         yield loaded, engine
 
 
-def alone(session: Session, prompts: abc.Sequence[str] = PROMPTS, **changes: Any) -> list[str]:
+def alone(session: Session, prompts: Sequence[str] = PROMPTS, **changes: Any) -> list[str]:
     """The answers, each in contexts of its own, plainly."""
     options = replace(session.options, draft="none", **changes)
     with Session(options, session.clock, Memory()) as plain:
@@ -124,9 +123,9 @@ def alone(session: Session, prompts: abc.Sequence[str] = PROMPTS, **changes: Any
 
 
 def check_texts(
-    asked: abc.Iterable[tuple[int, Request]],
-    expected: abc.Sequence[str],
-    broken: abc.Set[int] = frozenset(),
+    asked: Iterable[tuple[int, Request]],
+    expected: Sequence[str],
+    broken: Collection[int] = (),
 ) -> None:
     """Each answer, to a prompt of this number, is whole unless it was cancelled or has failed."""
     for number, answer in asked:
@@ -334,7 +333,7 @@ def break_round(engine: Engine) -> set[int]:
         raise BackendError("no room in the cache")
 
     def broken(
-        loop: AnswerLoop, sequences: abc.Sequence[Sequence], beside: tuple[Sequence, Any] | None
+        loop: AnswerLoop, sequences: Sequence[AnswerState], beside: tuple[AnswerState, Any] | None
     ) -> list[Event]:
         # A prompt that is read in the batch of the round fails with it.
         read = [] if beside is None else [beside[0]]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.kind import CacheSlot
+from specgen.drafters.interface import CacheSlot
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
@@ -24,7 +23,7 @@ from specgen.method.tables import CostTable
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
@@ -45,19 +44,19 @@ LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
 
 
-def started(loop: AnswerLoop, setups: abc.Sequence[Setup]) -> list[Sequence]:
+def started(loop: AnswerLoop, setups: Sequence[Setup]) -> list[AnswerState]:
     generations = [setup.generation(index) for index, setup in enumerate(setups)]
     for generation in generations:
         loop.start(generation)
     return generations
 
 
-def finish(loop: AnswerLoop, generations: abc.Sequence[Sequence]) -> None:
+def finish(loop: AnswerLoop, generations: Sequence[AnswerState]) -> None:
     while not all(generation.is_finished for generation in generations):
         loop.round(generations)
 
 
-def finished(setups: abc.Sequence[Setup]) -> list[Sequence]:
+def finished(setups: Sequence[Setup]) -> list[AnswerState]:
     """Answers that were made at once."""
     loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
     generations = started(loop, setups)
@@ -90,7 +89,7 @@ class AlwaysRight(NoDrafter):
 
     name = "ngram"
 
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         text = tuple(context)
         for _ in range(min(plan.n_max, 4)):
             text = (*text, int(LANGUAGE(text).argmax()))
@@ -104,7 +103,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
     the batch of all, it would seem to lose by drafting, and put its drafter aside."""
     table = {n: 0.85 + 0.15 * n for n in range(1, 60)}
 
-    def seconds(drafters: Cascade | None) -> tuple[float, list[Sequence], list[float | None]]:
+    def seconds(drafters: Cascade | None) -> tuple[float, list[AnswerState], list[float | None]]:
         setup = Setup(
             drafter=drafters,
             policy=lambda options: CostAwarePolicy(options, CostTable(table)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft
+from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,13 +42,13 @@ from specgen.session.open import open_memory, session_options, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.system.machine import REBUILD, REQUIRED_VERSION, uses_bundle
-from specgen.text.sequence import Sequence
+from specgen.text.answer_state import AnswerState
 from specgen.text.tally import Tally
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-#: The context size for `Sequence`: `Llama` cuts off what does not fit its own context.
+#: The context size for `AnswerState`: `Llama` cuts off what does not fit its own context.
 _UNLIMITED = 2**31
 
 
@@ -65,7 +64,7 @@ class SpecgenDraft(LlamaDraftModel):
     def __init__(
         self,
         target: str | Path,
-        draft: str | Path | abc.Sequence[str | Path],
+        draft: str | Path | Sequence[str | Path],
         *,
         n_ctx: int = 4096,
         drafting: DraftOptions | None = None,
@@ -102,7 +101,7 @@ class SpecgenDraft(LlamaDraftModel):
         #: it ends.
         self.tally = Tally()
         #: The present text, its last round as far as it is known, and when that was handed out.
-        self._sequence: Sequence | None = None
+        self._sequence: AnswerState | None = None
         self._round: RoundResult | None = None
         self._handed_s = 0.0
         self._is_closed = False
@@ -162,7 +161,7 @@ class SpecgenDraft(LlamaDraftModel):
             self.session.keep_text(self._sequence.tokens)
         self._sequence = self._round = None
 
-    def _observe(self, sequence: Sequence, known: RoundResult, committed: list[int]) -> None:
+    def _observe(self, sequence: AnswerState, known: RoundResult, committed: list[int]) -> None:
         """Let policy and drafter learn from the last draft."""
         for token in committed:
             sequence.state.commit(token)
@@ -173,7 +172,7 @@ class SpecgenDraft(LlamaDraftModel):
             sequence.cascade.observe(result)
         self.tally.add_round(result, model_s=known.draft_s)
 
-    def _propose(self, sequence: Sequence) -> Draft:
+    def _propose(self, sequence: AnswerState) -> Draft:
         """Begin a round: plan, and draft, unless drafting has failed in this text."""
         cascade, started_s = sequence.cascade, time.perf_counter()
         plan, draft, proposed = RoundPlan(Reason("failed")), NO_DRAFT, tuple[Draft, ...]()
@@ -210,7 +209,7 @@ class SpecgenDraft(LlamaDraftModel):
             raise UsageError(f"Llama has {problem}", hint)
 
 
-def _extends(text: list[int], before: abc.Sequence[int], known: RoundResult) -> bool:
+def _extends(text: list[int], before: Sequence[int], known: RoundResult) -> bool:
     """Return whether a round with this draft can have made `text` of the text `before`."""
     committed = text[len(before) :]
     accepted = committed[:-1]

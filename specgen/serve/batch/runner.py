@@ -15,11 +15,11 @@ from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
 from specgen.serve.formats.openai import ChatWriter
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
-from specgen.session.calibration import calibrate, fastest_parallel
+from specgen.session.calibration import calibrate, target_costs
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.request import Request as EngineRequest
-from specgen.session.session import Session
+from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.text.prefix import n_common
 
 #: What a batch's counts add up of its answers' summaries.
@@ -110,7 +110,7 @@ class Batch:
         if not tasks or interrupted():
             return
         calibrate(session, interrupted)
-        n_parallel = self._parallel or fastest_parallel(session, len(tasks), interrupted)
+        n_parallel = self._parallel or _fastest_parallel(session, len(tasks), interrupted)
         n_ctx, is_fixed = max(task.n_ctx for task in tasks), self._parallel is not None
         how: dict[str, Any] = {"is_fixed": is_fixed, "interrupted": interrupted}
         with Engine.largest(session, n_parallel, n_ctx, **how) as engine:
@@ -236,3 +236,23 @@ def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
             groups.append([])
         groups[-1].append(number)
     return [number for group in sorted(groups, key=min) for number in group]
+
+
+#: The numbers of answers at once that are considered. A larger number must give at least so many times the
+#: tokens per second, since each answer needs memory.
+_AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
+
+
+def _fastest_parallel(session: Session, n_answers: int, interrupted: Callable[[], bool]) -> int:
+    """Return the number of answers at once that gives most tokens per second, by the costs of the
+    target's batches. Raise what `target_costs` raises."""
+    if n_answers < 2:
+        return 1
+    table = target_costs(session, interrupted)
+    n_most = min(n_answers, MAX_SEQUENCES // session.n_sequences_max)
+    best = 1
+    for n in _AT_ONCE:
+        is_faster = n / table.seconds(n) > _LEAST_GAIN * best / table.seconds(best)
+        if n <= n_most and is_faster:
+            best = n
+    return best

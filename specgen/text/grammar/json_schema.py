@@ -60,8 +60,6 @@ _MOST_OPTIONS = 100
 _N_NAMED = 60
 #: References that are followed to compare two schemas.
 _DEPTH = 8
-#: Tells llguidance to name what it cannot enforce, instead of refusing the schema.
-_LENIENT = {"x-guidance": {"lenient": True}}
 
 Part = dict[str, Any]
 
@@ -89,16 +87,13 @@ def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
     for part in list(_parts(root)):
         _limit_number_of_properties(part, left_out)
         _choose_one(root, part, closed)
-    grammar = _lenient(root)
+    grammar = Grammar("json_schema", json.dumps(root))
     is_wrong, messages = objections_to(grammar)
     if is_wrong:
-        return _lenient({"type": "object"}), (f"it ({_plain('; '.join(messages))})",)
+        anything = Grammar("json_schema", '{"type": "object"}')
+        return anything, (f"it ({_plain('; '.join(messages))})",)
     left_out += [name for text in messages for name in _names_in(text)]
     return grammar, tuple(dict.fromkeys(left_out))
-
-
-def _lenient(root: Part) -> Grammar:
-    return Grammar("json_schema", json.dumps({**root, **_LENIENT}))
 
 
 def _names_in(message: str) -> list[str]:
@@ -126,6 +121,7 @@ def _parse(schema: str) -> Part:
             f"the JSON schema is too large: more than {_MOST_PARTS} parts, with the repetitions in patterns "
             "written out, and a tenth of each multipleOf"
         )
+    parsed.pop("x-guidance", None)  # llguidance's own options
     return parsed or {"type": "object"}
 
 
@@ -280,7 +276,7 @@ def _follow_patterns(part: Part, left_out: list[str]) -> None:
 
 
 def _trouble(**keywords: Any) -> str:
-    return _tried(json.dumps(keywords | _LENIENT))
+    return _tried(json.dumps(keywords))
 
 
 @functools.lru_cache(maxsize=1000)

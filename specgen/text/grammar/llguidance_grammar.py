@@ -8,9 +8,11 @@ tokens in which the model's own tokenizer writes that text.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 #: The form of JSON: a space after commas and colons, and no other white space, since a model could write any
-#: amount of it.
-JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: amount of it. What llguidance cannot enforce, it names as a warning.
+JSON_FORM = {
+    **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "lenient": True,
+}
 _BITS_OF_A_WORD = 32
 #: GBNF allows each way of writing a text in tokens, also where the text is forced.
 _GBNF_OPTIONS = '%llguidance {"no_forcing": true}\n'
@@ -35,7 +40,7 @@ _MOST_ITEMS = 500_000
 #: The most digits in a row of a number, where it may end: models may write digits for ever. Each integer of 18 digits
 #: fits into 64 bits, and each number of 64 bits can be written with 17 digits.
 _MOST_DIGITS = 18
-_DIGITS = b"0123456789"
+_DIGITS, _BEHIND_NUMBERS = b"0123456789", [*b",]}"]
 #: Of this many tokens or more, all are found out about at once.
 _VERY_MANY = 512
 #: A pattern is tried with a part of the work that llguidance may do for a token, since a token may have many bytes.
@@ -45,18 +50,14 @@ _NO_FURTHER = "the grammar cannot be followed any further: "
 _SPECIAL = b"\xff"
 
 
-def grammar_start(grammar: Grammar, vocabulary: Vocabulary) -> GrammarState:
-    """Return the state of a grammar before a text. Raise `UsageError` if the grammar is invalid."""
-    return LlguidanceGrammar(vocabulary, grammar).start
-
-
 class LlguidanceGrammar:
-    """A grammar over the tokens of a vocabulary; every text begins at `start`.
+    """A grammar over the tokens of a vocabulary; every text begins at `start`. With `rules`, in llguidance's form of
+    Lark, a text follows these, and what they call `answer` follows the grammar.
 
     Raises `UsageError` if the grammar is not valid, or no text follows it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, rules: str = "") -> None:
         from llguidance import LLMatcher, LLParserLimits
 
         #: int64[n]: the end-of-text tokens.
@@ -70,14 +71,18 @@ class LlguidanceGrammar:
         #: (4 ms inside of a JSON string). Where a text is forced, a mask has the model's own tokens only.
         self.checks_few = grammar.form == "gbnf"
         if self.checks_few:
-            text = _GBNF_OPTIONS + to_lark(grammar.text, vocabulary)
-            grammar = Grammar("lark", text)
+            grammar = Grammar("lark", to_lark(grammar.text, vocabulary))
+        if rules:
+            own = in_lark(grammar) if grammar.form == "json_schema" else grammar.text
+            grammar = Grammar("lark", f"{rules}\nanswer:{own.removeprefix('start:')}")
+        if self.checks_few:
+            grammar = Grammar("lark", _GBNF_OPTIONS + grammar.text)
             limits = LLParserLimits(step_max_items=_MOST_ITEMS, max_items_in_row=_MOST_ITEMS)
         else:
             limits = LLParserLimits()
         with _panics(UsageError, "the grammar cannot be followed: "):
-            tokenizer, self.ascii_tokens, self.pieces, self.n_digits = _tokenizer(vocabulary)
-            matcher = LLMatcher(tokenizer, _compiled(grammar), log_level=0, limits=limits)
+            self.tokenizer = _tokenizer(vocabulary)
+            matcher = LLMatcher(self.tokenizer.own, _compiled(grammar), log_level=0, limits=limits)
         if matcher.is_error():
             raise UsageError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
         self._matcher = matcher
@@ -93,11 +98,21 @@ class LlguidanceGrammar:
         """The state at the start of a text. It is new each time, since a state keeps all that follow it."""
         return _State(self, self._matcher.deep_copy(), self._first)
 
+    def fed(self, tokens: Sequence[int]) -> GrammarState | None:
+        """Return the state after these tokens; None if they are not allowed."""
+        matcher = self._matcher.deep_copy()
+        with _panics(BackendError, _NO_FURTHER):
+            n_taken = matcher.try_consume_tokens(list(tokens))
+        return _State(self, matcher) if n_taken == len(tokens) else None
+
 
 class _State:
     """The state of a grammar after a text. Its matcher never advances: children have copies."""
 
-    __slots__ = ("__weakref__", "_children", "_forced", "_grammar", "_known", "_matcher", "_n_digits")
+    __slots__ = (
+        *("__weakref__", "_children", "_forced", "_grammar", "_known", "_matcher", "_n_digits"),
+    )
+    is_free = False
 
     def __init__(
         self,
@@ -126,7 +141,7 @@ class _State:
         return found
 
     def _checked(self, token_ids: TokenArray) -> BoolArray:
-        matcher, ends = self._matcher.deep_copy(), self._grammar.ends
+        matcher, ends = self._matcher.deep_copy(), set(self._grammar.ends.tolist())
         with _panics(BackendError, _NO_FURTHER):
             may_end = matcher.is_accepting()
             return np.array(
@@ -148,7 +163,7 @@ class _State:
                 is_taken = matcher.consume_token(token_id)
             if not is_taken:
                 raise _failure(matcher)
-            piece = self._grammar.pieces[token_id]
+            piece = self._grammar.tokenizer.pieces[token_id]
             n_digits = len(piece) - len(piece.rstrip(_DIGITS))
             n_digits += self._n_digits if n_digits == len(piece) else 0
             self._children[token_id] = _State(self._grammar, matcher, n_digits=n_digits)
@@ -166,7 +181,7 @@ class _State:
         ends = self._grammar.ends
         if self._grammar.checks_few and self._known is None:
             # Two characters that may come next are enough to see that none is forced.
-            letters = self._grammar.ascii_tokens
+            letters = self._grammar.tokenizer.letters
             if np.count_nonzero(self._checked(letters)) > 1:
                 return None
         allowed = self.mask()
@@ -196,13 +211,12 @@ class _State:
         return self._known
 
     def _end_number(self, allowed: BoolArray) -> None:
-        """Take away the tokens that would make a number too long, where it may end: text may have any digits."""
-        grammar = self._grammar
-        too_long = allowed & (grammar.n_digits > _MOST_DIGITS - self._n_digits)
-        too_long &= grammar.n_digits > 0
-        may_end = allowed[grammar.ends].any() or (allowed & grammar.closing).any()
-        if may_end and not (allowed & grammar.quote).any():
-            allowed[too_long] = False
+        """Take away the tokens that make a number too long, where it may end and a string may not."""
+        tokenizer = self._grammar.tokenizer
+        heads = tokenizer.heads[allowed]
+        may_end = np.isin(heads, _BEHIND_NUMBERS).any() or allowed[self._grammar.ends].any()
+        if may_end and ord('"') not in heads:
+            allowed[tokenizer.n_digits > max(0, _MOST_DIGITS - self._n_digits)] = False
 
 
 def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
@@ -236,6 +250,16 @@ def trouble_with(grammar: Grammar) -> str:
     return _line(matcher.get_error())
 
 
+def literal(text: str) -> str:
+    """Return a text as a literal of Lark, which has JSON's form."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def in_lark(schema: Grammar) -> str:
+    """Return a JSON schema as an item of Lark."""
+    return f"%json {json.dumps({**json.loads(schema.text), 'x-guidance': JSON_FORM})}"
+
+
 def _compiled(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
@@ -265,15 +289,25 @@ def _line(text: str) -> str:
 
 # --- tokens -----------------------------------------------------------------------------------
 
-#: Tokenizers of vocabularies, and the tokens of one ASCII character, int64[n].
-_tokenizers: weakref.WeakKeyDictionary[Vocabulary, tuple[LLTokenizer, TokenArray]] = (
-    weakref.WeakKeyDictionary()
-)
+
+@dataclass(frozen=True, slots=True)
+class _Tokenizer:
+    """A vocabulary for llguidance, and about its tokens: the tokens of one ASCII character (int64[n]), the first bytes
+    (uint8[n_tokens]), and with how many digits they begin (int64[n_tokens])."""
+
+    own: LLTokenizer
+    pieces: list[bytes]
+    letters: TokenArray
+    heads: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    n_digits: TokenArray
+
+
+_tokenizers: weakref.WeakKeyDictionary[Vocabulary, _Tokenizer] = weakref.WeakKeyDictionary()
 #: Making one takes up to a second, and two threads may want the same one.
 _making = threading.Lock()
 
 
-def _tokenizer(vocabulary: Vocabulary) -> tuple[LLTokenizer, TokenArray]:
+def _tokenizer(vocabulary: Vocabulary) -> _Tokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     with _making:
@@ -281,12 +315,14 @@ def _tokenizer(vocabulary: Vocabulary) -> tuple[LLTokenizer, TokenArray]:
         if found is None:
             tokens = _Tokens(vocabulary)
             ends = list(vocabulary.end_tokens())
-            letters = [
-                n for n, piece in enumerate(tokens.tokens) if len(piece) == 1 and piece < b"\x80"
-            ]
-            found = (
-                LLTokenizer(TokenizerWrapper(tokens), n_vocab=vocabulary.n_tokens, eos_token=ends),
+            pieces, n_tokens = tokens.tokens, vocabulary.n_tokens
+            letters = [n for n, piece in enumerate(pieces) if len(piece) == 1 and piece < b"\x80"]
+            found = _Tokenizer(
+                LLTokenizer(TokenizerWrapper(tokens), n_vocab=n_tokens, eos_token=ends),
+                pieces,
                 np.array(letters, np.int64),
+                np.array([piece[0] for piece in pieces], np.uint8),
+                np.array([len(each) - len(each.lstrip(_DIGITS)) for each in pieces], np.int64),
             )
             _tokenizers[vocabulary] = found
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -25,25 +25,26 @@ from specgen.events import (
 )
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Draft
+from specgen.method.drafter import TargetStates
 from specgen.method.policy import Offer, Policy, Reason
 from specgen.method.tables import ALONE, Others
 from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
-from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling.rows import log_probabilities, most_likely
-from specgen.text.tally import Tally
+from specgen.text.tally import Tally, is_impossible
 from specgen.text.text_state import Shaper, TextState, TextStream
 
 #: The expected number of tokens of an answer that has just begun. For a short answer, a draft that reads the prompt
 #: costs more than it can save.
 _N_EXPECTED = 8
 _HOW_ESTIMATED = "from the measured costs of the target's batches"
+_NOT_KNOWN = "not known: plain decoding was measured while the machine was slower"
 
 
 @dataclass(slots=True)
-class Sequence:
+class AnswerState:
     """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded, prompt and answer
     together. `state` starts with the prompt; the drafter may share it. `shaper` has the target's samplers over it.
 
@@ -213,7 +214,7 @@ class Sequence:
 
     def _committed(
         self,
-        pieces: abc.Sequence[Piece],
+        pieces: Sequence[Piece],
         now_s: float,
         number: int = 0,
         reason: Reason | None = None,
@@ -273,6 +274,9 @@ class Sequence:
         tally, n_tokens = self.tally, len(self.tokens) - self.n_prompt
         tokens_per_s, error = tally.speed(n_tokens), 1.0 + tally.speedup_error()
         speedup = tokens_per_s * plain_token_s if tokens_per_s and plain_token_s else None
+        estimate = _HOW_ESTIMATED if plain_token_s else None
+        if speedup is not None and is_impossible(speedup, tally.mean_accepted_length):
+            plain_token_s, speedup, estimate = None, None, _NOT_KNOWN
         return FinishedEvent(
             sequence=self.index,
             time_s=time_s,
@@ -289,6 +293,6 @@ class Sequence:
             estimated_speedup=speedup,
             estimated_speedup_range=None if speedup is None else (speedup / error, speedup * error),
             estimated_whole_speedup=tally.whole_speedup(n_tokens, plain_token_s),
-            estimate=_HOW_ESTIMATED if plain_token_s else None,
+            estimate=estimate,
             **tally.figures(),
         )
