@@ -132,7 +132,9 @@ def main(arguments: Sequence[str]) -> int:
             if notes:
                 print(f"{path.name}: {kind}: {'; '.join(notes)}"[:600])
     print(dict(kinds), dict(fates))
-    print("median", statistics.median(seconds for seconds, _ in times), "worst", sorted(times)[-12:])
+    print(
+        "median", statistics.median(seconds for seconds, _ in times), "worst", sorted(times)[-12:]
+    )
     return 0
 
 

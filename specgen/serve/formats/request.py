@@ -167,14 +167,14 @@ class AnswerFormat(Fields):
     """The form of an answer, with its JSON schema where the APIs have it."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema_: Schema | None = Field(
+    schema_: Schema | bool | None = Field(
         None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
     )
     strict: bool | None = Field(
         None, validation_alias=AliasChoices("strict", AliasPath("json_schema", "strict"))
     )
 
-    def schema_of(self, where: str) -> Schema | None:
+    def schema_of(self, where: str) -> Schema | bool | None:
         """Return the schema; None for a free text."""
         if self.type == "json_schema" and self.schema_ is None:
             raise BodyError(where, "it has no schema")
@@ -249,7 +249,7 @@ class AnswerBody(_Samplers):
     ] = Field((), validation_alias=AliasChoices("stop", "stop_sequences"))
     ignore_eos: bool = False
     grammar: str | None = None
-    json_schema: Schema | None = None
+    json_schema: Schema | bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
     stream: bool = False
     speculative: Speculative = Speculative()

@@ -86,7 +86,7 @@ def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
     closed = _close(root)
     for part in list(_parts(root)):
         _limit_number_of_properties(part, left_out)
-        _choose_one(root, part, closed)
+        _choose_one(root, part, closed, left_out)
     grammar = Grammar("json_schema", json.dumps(root))
     is_wrong, messages = objections_to(grammar)
     if is_wrong:
@@ -367,34 +367,42 @@ def _list(value: Any) -> list[Any]:
 # --- one of several -------------------------------------------------------------------------------
 
 
-def _choose_one(root: Part, part: Part, closed: set[int]) -> None:
-    """Write ``oneOf`` as ``anyOf`` if no value conforms to two of the options, and leave out a type beside them that all
-    of them have, which llguidance would join with each."""
+def _choose_one(root: Part, part: Part, closed: set[int], left_out: list[str]) -> None:
+    """Write ``oneOf`` as ``anyOf``, which is the same if no value conforms to two of the options; and leave out a type
+    beside them that all of them have, which llguidance would join with each."""
     options = _list(part.get("anyOf", part.get("oneOf")))
-    if options and not part.keys() & _CONSTRAINTS:
-        targets = [_target(root, option) for option in options]
-        if all(isinstance(each, dict) and _types(each) <= _types(part) for each in targets):
-            part.pop("type", None)
-    if "anyOf" in part or not options or len(options) > _MOST_OPTIONS:
+    types = [_types(_target(root, option)) <= _types(part) for option in options]
+    if types and all(types) and not part.keys() & _CONSTRAINTS:
+        part.pop("type", None)
+    if not isinstance(part.get("oneOf"), list):
         return
-    written = [*options]
-    for number, option in enumerate(options):
-        for other in options[:number] + options[number + 1 :]:
-            # What is closed here stays closed, but another option may have other properties in truth.
-            if _are_apart(root, option, other, closed):
-                continue
-            banned = {*_only_required(other)}
-            if not isinstance(option, dict) or "$ref" in option or not banned:
-                return
-            banned -= {*_list(option.get("required"))}
-            if len(banned) != 1:
-                return
-            known = written[number]
-            no_others = {**known.get("properties", {}), **dict.fromkeys(banned, False)}
-            written[number] = {**known, "type": "object", "properties": no_others}
-    keywords = {("anyOf" if name == "oneOf" else name): value for name, value in part.items()}
+    options = part["oneOf"]
+    if len(options) > _MOST_OPTIONS:
+        left_out.append("oneOf")
+        written = options
+    else:
+        written = [_alone(root, n, options, closed, left_out) for n in range(len(options))]
+    name = "allOf" if "anyOf" in part else "anyOf"
+    value = [*_list(part.get("allOf")), {"anyOf": written}] if "anyOf" in part else written
+    keywords = {(name if each == "oneOf" else each): given for each, given in part.items()}
     part.clear()
-    part |= keywords | {"anyOf": written}
+    part |= keywords | {name: value}
+
+
+def _alone(root: Part, n: int, options: list[Any], closed: set[int], left_out: list[str]) -> Any:
+    """Return an option without values that conform to other ones, as far as that can be said."""
+    option = options[n]
+    for other in options[:n] + options[n + 1 :]:
+        # What is closed here stays closed, but another option may have other properties in truth.
+        if _are_apart(root, option, other, closed):
+            continue
+        banned = {*_only_required(other)} - {*_list(_target(root, option).get("required"))}
+        if len(banned) == 1 and "$ref" not in option:
+            no_other = {**option.get("properties", {}), **dict.fromkeys(banned, False)}
+            option = {**option, "type": "object", "properties": no_other}
+        else:
+            left_out.append("oneOf")
+    return option
 
 
 def _are_apart(root: Part, one: Any, other: Any, closed: set[int], depth: int = _DEPTH) -> bool:
@@ -444,18 +452,19 @@ def _target(root: Part, part: Any) -> Any:
     return {}
 
 
-def _types(schema: Part) -> set[str]:
+def _types(schema: Any) -> set[str]:
     """Return the types of values that may conform; an integer is a number too."""
-    given = schema.get("type", [])
+    given = schema.get("type", []) if isinstance(schema, dict) else []
     types = {*map(str, given)} if isinstance(given, list) else {str(given)}
     types |= {"integer"} if "number" in types else set()
     return types or {*_TYPES}
 
 
 def _values(schema: Part) -> set[str]:
-    """Return the only texts that conform, or nothing if that is not known."""
+    """Return the only values that conform, in JSON; nothing if that is not known."""
     values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
-    return {*values} if all(isinstance(value, str) for value in values) else set()
+    is_plain = all(value is None or isinstance(value, (str, int)) for value in values)
+    return {*map(json.dumps, values)} if is_plain else set()
 
 
 def _property(schema: Part, name: str, *, is_open: bool = False) -> Any:

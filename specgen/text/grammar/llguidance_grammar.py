@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 #: The form of JSON: a space after commas and colons, and no other white space, since a model could write any
 #: amount of it. What llguidance cannot enforce, it names as a warning.
 JSON_FORM = {
-    **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
     "lenient": True,
 }
 _BITS_OF_A_WORD = 32
