@@ -172,14 +172,14 @@ class AnswerFormat(Fields):
     """The form of an answer, with its JSON schema where the APIs have it."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema_: Schema | None = Field(
+    schema_: Schema | bool | None = Field(
         None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
     )
     strict: bool | None = Field(
         None, validation_alias=AliasChoices("strict", AliasPath("json_schema", "strict"))
     )
 
-    def schema_of(self, where: str) -> Schema | None:
+    def schema_of(self, where: str) -> Schema | bool | None:
         """Return the schema; None for a free text."""
         if self.type == "json_schema" and self.schema_ is None:
             raise BodyError(where, "it has no schema")
@@ -269,7 +269,7 @@ class AnswerBody(_Samplers):
     ] = Field((), validation_alias=AliasChoices("stop", "stop_sequences"))
     ignore_eos: bool = False
     grammar: str | None = None
-    json_schema: Schema | None = None
+    json_schema: Schema | bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
     stream: bool = False
     speculative: Speculative = Speculative()
@@ -473,7 +473,8 @@ class Request:
             tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
             # A text that follows a grammar is whole.
             grammar = self.generation.grammar
-            continues = self.continues and (grammar is None or bool(grammar.mark))
+            is_free = grammar is None or (grammar.mark and not grammar.is_call)
+            continues = self.continues and bool(is_free)
             messages = self.messages[:-1] if continues else self.messages
             prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
             if not self.splits_reasoning:
@@ -525,7 +526,7 @@ def with_call_form(
             raise BodyError("tools", error.message) from None
     else:
         generation = replace(generation, grammar=grammar)
-        if not grammar.mark:
+        if tools.must_call or other is not None:
             warnings = [f"tools: {warning}" for warning in warnings]
             request = replace(request, warnings=(*request.warnings, *warnings))
     controls = dict.fromkeys((*generation.shown_controls, *form.controls))
