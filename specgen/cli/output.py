@@ -62,6 +62,7 @@ class Output:
     )
 
     prefix: str = ""  # of notes
+    thinks: bool = False  # answers may begin with thoughts
 
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:
@@ -104,6 +105,7 @@ class Output:
             stats=self.has_summary,
             quiet=self.quiet,
             verbose=self.verbose > 0,
+            thinks=self.thinks,
             in_chat=in_chat,
             newline=self.newline,
         )

@@ -110,8 +110,7 @@ class LiveRenderer(Renderer):
     Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in
     each round, followed by the tokens that this round rejected, struck through (if `show` is ``accepted``).
     The bottom line has the legend and the speed. The cost of a round does not depend on the length of the
-    answer. With `folds`, a thinking block at the beginning is shown dim while it is generated; then a line
-    replaces it. `notice` prints notices; without it there are none.
+    answer. With `thinks`, a thinking block at the beginning is dim; with `folds` a line replaces it when it is over. `notice` prints notices; without it there are none.
     """
 
     def __init__(
@@ -120,16 +119,18 @@ class LiveRenderer(Renderer):
         show: Show = "accepted",
         notice: Callable[[NoticeEvent], None] | None = None,
         *,
+        thinks: bool = False,
         folds: bool = False,
     ) -> None:
-        self._console, self._show, self._notice, self._folds = console, show, notice, folds
+        self._console, self._show, self._notice = console, show, notice
+        self._thinks, self._folds = thinks or folds, folds
         self._pens = pens(console)
         self._rounds = RoundReader()
         self._region = Region(self._write)
         self._flow = Flow(max(2, console.width))
         self._status = _Status()
         self._rejected: tuple[str, ...] = ()
-        self._thought: _FoldedThought | None = None
+        self._thought: _Thought | None = None
 
     def handle(self, event: Event) -> None:
         if isinstance(event, FinishedEvent):
@@ -141,8 +142,8 @@ class LiveRenderer(Renderer):
             self._region.erase()
             self._notice(event)
         self._status.update(event)
-        if isinstance(event, PromptEvent) and self._folds:
-            self._thought = _FoldedThought(Flow(self._flow.columns), event.text)
+        if isinstance(event, PromptEvent) and self._thinks:
+            self._thought = _Thought(Flow(self._flow.columns), event.text, folds=self._folds)
         completed = self._rounds.read(event)
         if completed is not None and isinstance(event, CommittedEvent):
             self._add(completed, event)
@@ -269,11 +270,12 @@ class _Status:
         return coded(fitting, pens["faint"])
 
 
-class _FoldedThought:
-    """The thinking block of one answer: its last rows while it is generated, then one line in its place."""
+class _Thought:
+    """The thinking block of one answer, which is dim. With `folds` it has a `flow` of its own, of which the last rows
+    are shown while it is generated, and then one line in its place."""
 
-    def __init__(self, flow: Flow, prompt: str) -> None:
-        self.flow = flow
+    def __init__(self, flow: Flow, prompt: str, *, folds: bool) -> None:
+        self.flow, self._folds = flow, folds
         self._reader = ThoughtReader(prompt)
         self._rows: list[Row] = []
         self._is_blank = True
@@ -282,7 +284,7 @@ class _FoldedThought:
 
     @property
     def is_open(self) -> bool:
-        return self._reader.is_open
+        return self._folds and self._reader.is_open
 
     def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:
         """Keep the thinking part of the text that a round added, at `time_s` with `n_tokens` tokens in all;
@@ -303,7 +305,10 @@ class _FoldedThought:
                 thoughts = thoughts.lstrip()
                 self._is_blank = not thoughts
             self._last_s, self._n_tokens = time_s, n_tokens
-            self.flow.feed([Run(thoughts, "faint")])
+            if self._folds:
+                self.flow.feed([Run(thoughts, "faint")])
+            else:
+                yield Run(thoughts, "faint")
         if self._first_s is not None and not self._reader.is_open:
             yield from self.fold()
         yield from answer
@@ -314,7 +319,8 @@ class _FoldedThought:
         if self._first_s is not None:
             about = f"{self._last_s - self._first_s:.1f} s, {counted(self._n_tokens, 'token')}"
             self._first_s = None
-            yield Run(f"thought for {about} (/think shows it)\n", "faint")
+            line = f"thought for {about} (/think shows it)\n" if self._folds else "\n\n"
+            yield Run(line, "faint")
         if answer := self._reader.finish()[1]:
             yield Run(answer, "plain")
 
@@ -337,14 +343,15 @@ def make_renderer(
     stats: bool = True,
     quiet: bool = False,
     verbose: bool = False,
+    thinks: bool = False,
     in_chat: bool = False,
     newline: bool = False,
 ) -> Renderer:
     """Return the renderer of one generation.
 
     The answer goes to `stdout`, marked as `show` says, or with `json` the events as JSON Lines. Notices (with
-    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. `in_chat`
-    always ends an answer's last line, and puts a line in the place of a thinking block on a terminal.
+    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. With `thinks`,
+    the answer may begin with thoughts. `in_chat` always ends an answer's last line, and puts a line in the place of a thinking block on a terminal.
     `newline` ends the last line in a pipe, and in a file that standard error shares; on a terminal it always
     ends, and where the summary follows in the same pipe or file.
     """
@@ -356,14 +363,15 @@ def make_renderer(
     notice = None if quiet else partial(print_notice, errors, verbose=verbose)
     is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
     if stdout.isatty() and not is_dumb:
-        return LiveRenderer(console, show, notice, folds=in_chat)
+        return LiveRenderer(console, show, notice, thinks=thinks, folds=in_chat)
+    write = partial(TextRenderer, stdout.buffer, notice, thinks=thinks or in_chat)
     if stdout.isatty():
-        return TextRenderer(stdout.buffer, notice, encoding=console.encoding, is_terminal=True)
+        return write(encoding=console.encoding, is_terminal=True)
     out, err = _status_of(stdout), _status_of(stderr)
     is_pipe = out is not None and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
     is_shared = out is not None and err is not None and os.path.samestat(out, err)  # as with 2>&1
     ends_line = in_chat or (newline and is_pipe) or ((newline or stats) and is_shared)
-    return TextRenderer(stdout.buffer, notice, ends_line=ends_line, ends_empty=in_chat)
+    return write(ends_line=ends_line, ends_empty=in_chat)
 
 
 def _status_of(stream: TextIO) -> os.stat_result | None:

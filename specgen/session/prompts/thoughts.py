@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from specgen.options import GenerationOptions
 from specgen.text.grammar.free_text import ThoughtMarks
 from specgen.text.stop_strings import n_begun
 
@@ -126,6 +127,38 @@ class ThoughtReader:
             text = text.lstrip()
             self._is_beginning = not text
         return text
+
+
+class ThoughtMarker:
+    """Writes an answer to a prompt, in pieces, with its thoughts between ``<think>`` and ``</think>``, whatever the marks
+    of their family."""
+
+    def __init__(self, prompt: str = "") -> None:
+        self._reader = ThoughtReader(prompt)
+        self._next = ["<think>", "</think>", "\n\n"]
+
+    def feed(self, text: str) -> str:
+        return self._marked(*self._reader.feed(text))
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        return self._marked(*self._reader.finish())
+
+    def _marked(self, thought: str, answer: str) -> str:
+        text = ""
+        if (thought or self._reader.is_open) and len(self._next) == 3:
+            text += self._next.pop(0)
+        text += thought
+        if self._reader.is_past and len(self._next) == 2:
+            text += self._next.pop(0)
+        if answer and len(self._next) == 1:
+            text += self._next.pop(0)
+        return text + answer
+
+
+def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
+    """Return options of an answer whose text has the marks of its thoughts."""
+    return replace(options, shown_controls=THOUGHT_CONTROLS)
 
 
 def _is_begun(text: str, marks: tuple[str, ...]) -> bool:
