@@ -23,11 +23,11 @@ LEGEND = "accepted  corrected  bonus  plain  rejected"
 
 
 def play(
-    terminal: Terminal, events: Sequence[Event], show: Show = "accepted", *, folds: bool = False
+    terminal: Terminal, events: Sequence[Event], show: Show = "accepted", **how: bool
 ) -> LiveRenderer:
     """Show events, and leave the view as it is after the last of them."""
     notice = partial(print_notice, terminal.console, verbose=True)
-    renderer = LiveRenderer(terminal.console, show, notice, folds=folds)
+    renderer = LiveRenderer(terminal.console, show, notice, **how)
     for event in events:
         renderer.handle(event)
     return renderer
@@ -306,6 +306,14 @@ def test_a_thought_that_is_broken_off_leaves_its_line_and_so_does_one_of_the_tem
     events = [replace(first, text="<|assistant|>\n<think>\n"), *script.events[1:]]
     play(terminal, events, folds=True)
     assert terminal.rows == [FOLDED.format("0.1", 2), "So."]
+
+
+def test_a_thought_stays_dim_where_nothing_shows_it_again() -> None:
+    terminal = Terminal(rows=12)
+    script = Script().prompt().plain("[THINK]").plain("why ").plain("not[/THINK]").plain("So.")
+    play(terminal, script.finish().events, thinks=True)
+    assert terminal.rows == ["why not", "", "So."]
+    assert "\x1b[2mwhy" in terminal.written
 
 
 @given(
