@@ -20,6 +20,7 @@ from specgen.system.progress import Progress, ProgressView
 
 if TYPE_CHECKING:
     from specgen.events import Event, FinishedEvent
+    from specgen.render.folding import FoldedThought
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
@@ -88,9 +89,9 @@ class Output:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
 
     def show_answer(
-        self, events: Generator[Event, None, None], *, in_chat: bool = False
+        self, events: Generator[Event, None, None], folded: type[FoldedThought] | None = None
     ) -> FinishedEvent | None:
-        """Show an answer, and its summary; return its last event."""
+        """Show an answer, and its summary; return its last event. A conversation is shown with thoughts `folded`."""
         from specgen.events import FinishedEvent, PromptEvent
         from specgen.render.live import LiveRenderer, make_renderer
         from specgen.render.streams import make_console
@@ -106,7 +107,7 @@ class Output:
             quiet=self.quiet,
             verbose=self.verbose > 0,
             thinks=self.thinks,
-            in_chat=in_chat,
+            folded=folded,
             newline=self.newline,
         )
         seen: dict[type[Event], Any] = {}

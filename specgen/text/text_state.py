@@ -116,9 +116,9 @@ class TextStream:
     """Turns the bytes of tokens into text. An incomplete character comes with the token that completes it; bytes that
     are not UTF-8 become U+FFFD."""
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
+    def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._scanner = StopScanner(stops)
+        self._scanner = StopScanner(stops, n_indent)
         self._text: list[str] = []
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from llama_cpp import llama_cpp
 
-import specgen.cli
+import specgen.cli.app
 from specgen.cli.inputs import BUILT_IN
 from specgen.events import FinishedEvent
 from specgen.models.files import memory_file
@@ -60,6 +60,10 @@ def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path:
     assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
     assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
     assert cli(*arguments, "--", PROMPT).out == expected
+    # As with other tools: a model stands before the prompt. With -m it is the prompt.
+    assert cli(*arguments[1:], PROMPT).out == expected
+    assert cli(*arguments[2:], arguments[1], stdin=PROMPT.encode()).out == expected
+    assert cli(*arguments, arguments[1]).out != expected
 
 
 def test_stop_strings_and_limits(cli: Cli) -> None:
@@ -287,19 +291,6 @@ def test_logit_biases(cli: Cli) -> None:
         assert f"no token {token}" in complaint(cli.run(PROMPT, "-l", f"{token}+1"), 2)
 
 
-def test_dry_breakers_are_read_with_their_escapes(cli: Cli) -> None:
-    def breakers(*texts: str) -> list[str]:
-        own = [argument for text in texts for argument in ("--dry-sequence-breaker", text)]
-        result = cli.run(PROMPT, "--json", "-n", "2", "--dry-multiplier", "0.8", *own)
-        return list(events_of(result)[0]["sampler"]["dry_breakers"])
-
-    assert breakers() == ["\n", ":", '"', "*"]
-    assert breakers("none") == breakers("x", "none") == []
-    assert breakers(r"\n", "ab", r"\\n", r"\q", r"\"") == ["\n", "ab", r"\n", r"\q", '"']
-    empty = cli.run(PROMPT, "--dry-sequence-breaker", "")
-    assert "--dry-sequence-breaker: a text is empty" in complaint(empty, 2)
-
-
 def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("first\n")
     (tmp_path / "b").write_text("\n")
@@ -459,7 +450,7 @@ def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(specgen.session.prompts.Prompts, "of_text", broken)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(ZeroDivisionError):
-        specgen.cli.main(["run", "-m", cli.model("target"), PROMPT])
+        specgen.cli.app.main(["run", "-m", cli.model("target"), PROMPT])
 
 
 # --- processes, pipes and terminals
@@ -486,7 +477,7 @@ def test_bytes_that_are_not_utf_8_are_refused_by_every_option(cli: Cli) -> None:
     assert isinstance(sys.stderr, io.TextIOWrapper)
     sys.stderr.reconfigure(errors="backslashreplace")  # as that of a process
     ends = {}
-    for option in specgen.cli.command_line().commands["run"].params:
+    for option in specgen.cli.app.command_line().commands["run"].params:
         name = option.opts[0]
         # A file that is made may have any name.
         if (
@@ -608,8 +599,8 @@ def test_on_a_terminal_colours_show_what_was_accepted(tiny_models: Path) -> None
 @posix
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys, specgen.cli\n"
-        "try: specgen.cli.main(['run', '--help'])\n"
+        "import sys, specgen.cli.app\n"
+        "try: specgen.cli.app.main(['run', '--help'])\n"
         "except SystemExit: pass\n"
         "print([m for m in ('numpy', 'llama_cpp', 'huggingface_hub', 'requests', 'jinja2', 'gguf',"
         " 'psutil') if m in sys.modules])"

@@ -59,6 +59,7 @@ class Function:
 
 # --- grammars --------------------------------------------------------------------------------------
 
+_CONTROL = re.compile(r"<\|[^<>]+\|>")
 #: What a call's id or number may be.
 _ANY_RULE = "ANY: /[0-9A-Za-z]{1,9}/"
 #: Values as Gemma writes them.
@@ -181,9 +182,12 @@ def calls_grammar(
     calls = rules._new(" | ".join(map(rules.call, functions)))  # noqa: SLF001
     more = f" ({_form_text(form.between)} {calls})*" if is_parallel and form.between else ""
     opening, mark = form.opening.lstrip(), form.trigger if is_lazy else ""
+    closing = _form_text(form.closing.rstrip())
+    if _CONTROL.fullmatch(form.closing):  # which may end the answer, and is then no part of it
+        closing = f"({closing})?"
     lines = [
         f"start: calls{' | other' if other is not None else ''}",
-        f"calls: {_form_text(opening.removeprefix(mark))} {calls}{more} {_form_text(form.closing.rstrip())}",
+        f"calls: {_form_text(opening.removeprefix(mark))} {calls}{more} {closing}",
     ]
     if other is not None:
         lines.append(f"other: {in_lark(other)}")
