@@ -456,7 +456,8 @@ class Request:
             tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
             # A text that follows a grammar is whole.
             grammar = self.generation.grammar
-            continues = self.continues and (grammar is None or bool(grammar.mark))
+            is_free = grammar is None or (grammar.mark and not grammar.is_call)
+            continues = self.continues and bool(is_free)
             messages = self.messages[:-1] if continues else self.messages
             prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
             if not self.splits_reasoning:
@@ -508,7 +509,7 @@ def with_call_form(
             raise BodyError("tools", error.message) from None
     else:
         generation = replace(generation, grammar=grammar)
-        if not grammar.mark:
+        if tools.must_call or other is not None:
             warnings = [f"tools: {warning}" for warning in warnings]
             request = replace(request, warnings=(*request.warnings, *warnings))
     controls = dict.fromkeys((*generation.shown_controls, *form.controls))
