@@ -228,7 +228,9 @@ def read_completion(
     """Read a body for the continuation of texts, or with `suffix` for the middle between two: a request for
     each prompt. Raise `BodyError`."""
     asked = parse(_CompletionBody, body)
-    empty = asked.request(kind, sampling, **asked.common(generation))
+    empty = asked.request(
+        kind, sampling, splits_reasoning=kind == "prompt", **asked.common(generation)
+    )
     found: list[Request] = []
     for prompt in _inputs("prompt", asked.prompt).values():
         if isinstance(prompt, list):
