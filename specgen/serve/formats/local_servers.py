@@ -209,7 +209,7 @@ def _loading(
 
 def _written(requests: tuple[Request, ...], field: str) -> tuple[Request, ...]:
     writer = functools.partial(OllamaWriter, field=field)
-    return tuple(replace(request, writer=writer) for request in requests)
+    return tuple(replace(request, n=1, writer=writer) for request in requests)
 
 
 class OllamaWriter(AnswerWriter):
