@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
@@ -34,6 +35,10 @@ COMMANDS = {
     "models": "List, show, download and remove models.",
     "draft": "Find, make or train the best draft for a target.",
 }
+
+
+#: What other tools call these commands.
+_EQUALS = {"ls": "models list", "list": "models list", "pull": "models pull", "rm": "models rm"}
 
 
 class _Group(typer.core.TyperGroup):
@@ -143,6 +148,9 @@ def _complain_of_usage(error: Exception) -> int:
         return 2
     command = context.command_path if context is not None else "specgen"
     hint = f"see `{command} --help`"
+    unknown = re.fullmatch(r"No such command '(\w+)'\.", message)
+    if unknown and unknown[1] in _EQUALS:
+        hint = f"it is `specgen {_EQUALS[unknown[1]]}` here"
     if "unexpected extra argument" in message and command.endswith(" run"):
         hint = "put a prompt of several words into quotes"
     _complain(" ".join(message.split()), hint)

@@ -141,12 +141,6 @@ def test_a_bad_line_is_told_and_the_conversation_goes_on(chat: Chat, line: str, 
     assert [words in error for error in errors] == [True]
 
 
-def test_an_answer_that_was_cut_off_says_so(chat: Chat) -> None:
-    said = "note: the answer was cut off after 3 tokens (-n allows more)\n"
-    assert chat("-n", "3", "--ignore-eos", lines="the cat\n").err.endswith(said)
-    assert chat("-n", "3", "--ignore-eos", "-q", lines="the cat\n").err == ""
-
-
 def test_what_is_no_conversation_at_all(chat: Chat, tmp_path: Path) -> None:
     assert "needs a chat template" in chat(target="plain", draft="none", lines="x\n").err
     bad = chat(lines=b"the cat\ncaf\xe9\nmore\n")

@@ -60,6 +60,10 @@ def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path:
     assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
     assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
     assert cli(*arguments, "--", PROMPT).out == expected
+    # As with other tools: a model stands before the prompt. With -m it is the prompt.
+    assert cli(*arguments[1:], PROMPT).out == expected
+    assert cli(*arguments[2:], arguments[1], stdin=PROMPT.encode()).out == expected
+    assert cli(*arguments, arguments[1]).out != expected
 
 
 def test_stop_strings_and_limits(cli: Cli) -> None:
@@ -285,19 +289,6 @@ def test_logit_biases(cli: Cli) -> None:
         complaint(cli.run(PROMPT, "-l", bias), 2)
     for token in ("100000", "99999999999999999999"):
         assert f"no token {token}" in complaint(cli.run(PROMPT, "-l", f"{token}+1"), 2)
-
-
-def test_dry_breakers_are_read_with_their_escapes(cli: Cli) -> None:
-    def breakers(*texts: str) -> list[str]:
-        own = [argument for text in texts for argument in ("--dry-sequence-breaker", text)]
-        result = cli.run(PROMPT, "--json", "-n", "2", "--dry-multiplier", "0.8", *own)
-        return list(events_of(result)[0]["sampler"]["dry_breakers"])
-
-    assert breakers() == ["\n", ":", '"', "*"]
-    assert breakers("none") == breakers("x", "none") == []
-    assert breakers(r"\n", "ab", r"\\n", r"\q", r"\"") == ["\n", "ab", r"\n", r"\q", '"']
-    empty = cli.run(PROMPT, "--dry-sequence-breaker", "")
-    assert "--dry-sequence-breaker: a text is empty" in complaint(empty, 2)
 
 
 def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Path) -> None:

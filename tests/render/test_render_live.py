@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.events import CommittedEvent, Event, PromptEvent
+from specgen.events import Event, PromptEvent
 from specgen.options import Show
 from specgen.render.folding import FoldedThought
 from specgen.render.live import LiveRenderer
@@ -237,32 +237,6 @@ def test_a_round_writes_little_however_long_the_answer_is() -> None:
         sizes.append(len(terminal.written) - before)
     assert max(sizes[100:]) < 6000
     assert max(sizes[200:]) <= max(sizes[100:200]) + 100
-
-
-def test_one_round_is_one_write() -> None:
-    writes: list[str] = []
-
-    class Counting(Terminal):
-        def write(self, text: str) -> int:
-            writes.append(text)
-            return super().write(text)
-
-    terminal = Counting()
-    script = Script().prompt().round([" a", " b"], 1, " c").plain(" d").finish()
-    play(terminal, script.events)
-    n_committed = sum(isinstance(event, CommittedEvent) for event in script.events)
-    assert len(writes) == 1 + n_committed + 1
-
-
-def test_a_terminal_of_another_encoding_gets_what_it_can_show() -> None:
-    class Latin(Terminal):
-        encoding = "latin-1"
-
-    terminal = Latin(20)
-    script = Script().prompt().plain("naïve 漢").round(["\nno " * 20], 0, "\x1b.").events
-    play(terminal, script)
-    terminal.written.encode("latin-1")
-    assert terminal.visible[0].startswith("naïve ??.?no")
 
 
 # --- thinking blocks: seen while they come, and a line in their place after that
