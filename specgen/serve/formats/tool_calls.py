@@ -376,10 +376,10 @@ class ToolCallParser:
         text, form = self._rest, self._form
         if form.keys is not None and not self._is_behind_call:
             lead = form.opening[: form.opening.find("{")].strip()
-            place = match(lead, text, len(text[:begin].rstrip()) - len(form.mark))
-            if place == UNCLEAR:
+            found_lead = match(lead, text, len(text[:begin].rstrip()) - len(form.mark))
+            if found_lead == UNCLEAR:
                 return UNCLEAR, []
-            begin = place or begin
+            begin = found_lead or begin
         start = begin + len(text[begin:]) - len(text[begin:].lstrip())
         if start == len(text):
             return UNCLEAR, []
