@@ -21,8 +21,7 @@ from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult, draft_up_to
 from specgen.method.tables import Price
-from specgen.system.arrays import Logits
-from specgen.text.prefix import n_common
+from specgen.system.arrays import Logits, n_common
 
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
 #: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).

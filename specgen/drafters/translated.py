@@ -19,8 +19,7 @@ from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.method.tables import Price
 from specgen.options import SamplerOptions
-from specgen.system.arrays import Logits
-from specgen.text.prefix import n_common
+from specgen.system.arrays import Logits, n_common
 from specgen.text.sampling import Sampler, top_probability
 from specgen.text.text_state import Shaper, TextState
 

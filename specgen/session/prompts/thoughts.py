@@ -71,9 +71,3 @@ def thoughts_behind(prompt: str, template: str) -> ThoughtMarks | None:
     if over is not None:
         return replace(over, state="over")
     return next((family for family in FAMILIES if family.begin in template), None)
-
-
-def mark_before_answer(prompt: str) -> str:
-    """Return what a model of gpt-oss's family writes between a prompt and the text of its answer."""
-    is_harmony = prompt.endswith("<|start|>assistant")
-    return "<|channel|>final<|message|>" if is_harmony else ""
