@@ -19,7 +19,7 @@ from specgen.method.stopping import WhilePaying, best_nodes
 from specgen.method.tables import CostTable, Price
 from specgen.method.tree_in_cache import Branches
 from specgen.options import TreeShape
-from specgen.system.arrays import Logits, best
+from specgen.system.arrays import Logits
 
 #: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
 #: least probability of guesses after the first.
@@ -144,22 +144,26 @@ class Chain(Expansion):
 
     def _take(self, node: int, row: Logits) -> None:
         request, plan, path = self.request, self.plan, (*self.before, *self.tokens)
-        top, self._goes_on = None, False
-        if plan.stop.needs_confidence:
-            top = request.shaper.top_probability(row, path)
-        self.confidences.append(1.0 if top is None else top)
-        # Whether a token is drafted depends on the row, and not on which it is.
-        if not plan.wants_token(self.confidences):
-            return
+        shaper, token, source, top = request.shaper, None, None, None
+        self._goes_on = False
         try:
-            source = request.shaper.distribution(row, path)
+            if plan.stop.needs_confidence and request.draws:
+                top = shaper.top_probability(row, path)
+            elif plan.stop.needs_confidence:
+                (token,), (top,) = shaper.likeliest(row, path, 1)
+            self.confidences.append(1.0 if top is None else top)
+            # Whether a token is drafted depends on the row, and not on which it is.
+            if not plan.wants_token(self.confidences):
+                return
+            if token is None:
+                source = shaper.distribution(row, path)
+                token = source.draw(request.rng) if request.draws else source.mode
         except NoTokenAllowedError:
             return
-        if request.draws:
-            token = source.draw(request.rng)
+        if source is not None and request.draws:
             self._add(node, token, source.probability(token), source)
         else:
-            self._add(node, source.mode, top)
+            self._add(node, token, top)
         self._goes_on = plan.wants_decode(self.confidences)
 
     def _frontier(self, n_most: int) -> list[int]:
@@ -171,20 +175,14 @@ class Tree(Expansion):
 
     def _take(self, node: int, row: Logits) -> None:
         request, shape, path = self.request, self.request.shape, self._path(node)
+        n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
         try:
-            source = request.shaper.distribution(row, path)
+            if request.draws:
+                self._draw(node, request.shaper.distribution(row, path))
+            else:
+                self._guess(node, *request.shaper.likeliest(row, path, n_guesses))
         except NoTokenAllowedError:
             return
-        if request.draws:
-            self._draw(node, source)
-            return
-        top = request.shaper.top_probability(row, path)
-        order = best(
-            source.probs, max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
-        )
-        # The shaper may drop tokens, and rescales the others to a sum of 1.
-        chances = source.probs[order] * (top / source.probs[order[0]])
-        self._guess(node, source.token_ids[order].tolist(), chances.tolist())
 
     @abstractmethod
     def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:

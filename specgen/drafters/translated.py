@@ -21,7 +21,7 @@ from specgen.method.tables import Price
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
-from specgen.text.sampling import Sampler, top_probability
+from specgen.text.sampling import Sampler, likeliest
 from specgen.text.text_state import Shaper, TextState
 
 #: Bytes of the text that are spelled again with what follows them, and those that the target's tokenizer is shown
@@ -254,10 +254,14 @@ class PrefixShaper(Shaper):
         token_ids = self._lexicon.with_prefix(self.prefix)
         return Distribution.certain(int(token_ids[logits[token_ids].argmax()]))
 
-    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
+    def likeliest(
+        self, logits: Logits, path: Sequence[int], n: int
+    ) -> tuple[list[int], list[float]]:
         if path or not self.prefix:
-            return super().top_probability(logits, path)
-        return top_probability(logits[self._lexicon.with_prefix(self.prefix)])
+            return super().likeliest(logits, path, n)
+        token_ids = self._lexicon.with_prefix(self.prefix)
+        order, chances = likeliest(logits[token_ids], n)
+        return token_ids[order].tolist(), chances
 
 
 class TranslatedDrafter(Drafter):

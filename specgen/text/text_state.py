@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
-from specgen.system.arrays import Logits, TokenArray
+from specgen.system.arrays import Logits, TokenArray, best
 from specgen.text.grammar.base import GrammarState
-from specgen.text.sampling import Sampler, top_probability
+from specgen.text.sampling import Sampler, likeliest
 from specgen.text.stop_strings import StopScanner
 
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
@@ -106,10 +106,22 @@ class Shaper:
             grammar.allows if grammar is not None else None,
         )
 
+    def likeliest(
+        self, logits: Logits, path: Sequence[int], n: int
+    ) -> tuple[list[int], list[float]]:
+        """Return the n likeliest tokens of the distribution after the text and `path`, and their probabilities in that
+        proportion, the first as in `top_probability`."""
+        if n <= self._sampler.n_likeliest and not self._looks_back:
+            return likeliest(logits, n)
+        source = self.distribution(logits, path)
+        order = best(source.probs, n)
+        scale = self.top_probability(logits, path) / source.probs[order[0]]
+        return source.token_ids[order].tolist(), (source.probs[order] * scale).tolist()
+
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
         """Return the largest probability of a token: 1 if the grammar forces it, else that of the logits at
         temperature 1."""
-        return 1.0 if self._state.forced(path) is not None else top_probability(logits)
+        return 1.0 if self._state.forced(path) is not None else likeliest(logits, 1)[1][0]
 
 
 class TextStream:

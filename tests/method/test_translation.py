@@ -391,10 +391,10 @@ def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
     shaper.prefix = b"\n"
     assert shaper.distribution(logits).token_ids.tolist() == [1]
     weights = np.exp([0.0, 2.0, 1.0, -1.0])
-    assert shaper.top_probability(logits) == pytest.approx(weights.max() / weights.sum())
+    assert shaper.likeliest(logits, [], 1)[1] == [pytest.approx(weights.max() / weights.sum())]
     # Only the first token is bound.
     assert shaper.distribution(logits, [1]).mode == 3
-    assert shaper.top_probability(logits, [1]) < 1.0
+    assert shaper.likeliest(logits, [1], 1)[1][0] < 1.0
     shaper.prefix = b"\n\n"
     assert shaper.distribution(logits).token_ids.tolist() == [2]
-    assert shaper.top_probability(logits) == pytest.approx(1.0)
+    assert shaper.likeliest(logits, [], 1)[1] == [pytest.approx(1.0)]

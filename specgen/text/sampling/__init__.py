@@ -7,7 +7,7 @@ meaning, as pure functions of NumPy arrays.
 
 from specgen.text.sampling.chain import NO_HISTORY, Sampler
 from specgen.text.sampling.dry import DryBreakers
-from specgen.text.sampling.rows import argmax, top_probability
+from specgen.text.sampling.rows import argmax, likeliest
 from specgen.text.sampling.samplers import Allows
 
 __all__ = [
@@ -16,5 +16,5 @@ __all__ = [
     "DryBreakers",
     "Sampler",
     "argmax",
-    "top_probability",
+    "likeliest",
 ]

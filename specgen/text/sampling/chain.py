@@ -56,6 +56,11 @@ class Sampler:
         if isinstance(last, Scale) and last.temperature > 0.0:
             self._temperature = last.temperature
             self._steps.pop()
+        #: How many of a row's likeliest tokens are those of the distribution, and in the same proportion.
+        self.n_likeliest = int(self._takes_best and not self._edits)
+        if self._temperature == 1.0 and not self._edits:
+            kept = [step.n_best if isinstance(step, Cut) else 0 for step in self._steps]
+            self.n_likeliest = max(self.n_likeliest, min(kept, default=0))
         #: How many of the last tokens of the text the chain looks at; -1 is all of them.
         windows = [step.n_history for step in steps if isinstance(step, Edit)]
         self.n_history = -1 if min(windows, default=0) < 0 else max(windows, default=0)

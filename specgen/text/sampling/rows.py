@@ -11,9 +11,9 @@ import numpy as np
 from specgen.errors import BackendError
 from specgen.system.arrays import Logits, best
 
-#: If a row's largest logit is this near to 0, the sum of all e^logit is an ordinary float32, and terms
-#: that underflow to 0 do not matter.
-_EXP_RANGE = 60.0
+#: The most blocks that a row is divided into, and how far below the largest logit that of a block has to be so that its
+#: tokens do not change the sum of the row's e^logit, in float32.
+_N_BLOCKS, _FAR = 64, 40.0
 
 
 def argmax(logits: Logits) -> int:
@@ -26,17 +26,33 @@ def argmax(logits: Logits) -> int:
     return token_id
 
 
-def top_probability(logits: Logits) -> float:
-    """Return the largest probability of a row at temperature 1, before any truncation."""
-    top = float(logits[logits.argmax()])
+def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
+    """Return the n likeliest tokens of a row, float32[n_vocab], the lowest ids first among equals, and their
+    probabilities at temperature 1. The row is written to and restored.
+
+    Raise `BackendError` if the largest logit is not finite."""
+    blocks = logits.reshape(math.gcd(len(logits), _N_BLOCKS), -1)
+    maxima, tokens, scores = blocks.max(axis=1), list[int](), list[float]()
+    top = float(maxima.max())
     check_finite(top)
-    if abs(top) < _EXP_RANGE:  # spares a pass over the row
-        masses = np.exp(logits)
-        return math.exp(top) / float(masses.sum())
-    with np.errstate(over="ignore"):  # from one end of float32 to the other
-        masses = logits - np.float32(top)
-    np.exp(masses, out=masses)  # in place: another row of a large vocabulary leaves the CPU's cache
-    return 1.0 / float(masses.sum())
+    # Blocks that would not change the sum are left out: a draft computes no logits for rare tokens.
+    masses = blocks[maxima > top - _FAR]
+    masses -= np.float32(top)
+    np.exp(masses, out=masses)
+    total = float(masses.sum())
+    while len(tokens) < n:
+        block = int(maxima.argmax())
+        place = int(blocks[block].argmax())
+        score = float(blocks[block, place])
+        if score == -np.inf:
+            break
+        tokens.append(block * blocks.shape[1] + place)
+        scores.append(score)
+        blocks[block, place] = -np.inf
+        maxima[block] = blocks[block].max()
+    for token, score in zip(tokens, scores, strict=True):
+        logits[token] = score
+    return tokens, [math.exp(score - top) / total for score in scores]
 
 
 def check_finite(logit: float) -> None:
