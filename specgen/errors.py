@@ -65,7 +65,7 @@ class RollbackError(BackendError):
 
 
 class OutputError(SpecgenError, exit_code=10):
-    """The answer could not be written."""
+    """The output could not be written."""
 
 
 class DefectError(SpecgenError, exit_code=11):

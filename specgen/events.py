@@ -264,7 +264,8 @@ class FinishedEvent(_Event, event="finished"):
     #: Sum of the three.
     wall_s: float
     #: Estimated tokens per second of plain decoding, the gain over it after the first token and with reading the
-    #: prompt, and how it was estimated. Null below 30 tokens, which say too little.
+    #: prompt, and how it was estimated, or why
+    #: it is not known. Null below 30 tokens, which say too little.
     plain_tokens_per_s: float | None = None
     estimated_speedup: float | None = None
     estimated_whole_speedup: float | None = None

@@ -335,10 +335,16 @@ class Contexts:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to look like, as llama.cpp's GBNF, a JSON schema, or llguidance's form of Lark."""
+    """What an answer has to look like, as llama.cpp's GBNF, a JSON schema, or llguidance's form of Lark. It may be a
+    call of a tool."""
 
     form: Literal["gbnf", "json_schema", "lark"]
     text: str
+    is_call: bool = False
+    #: In a text that is free otherwise, the grammar holds behind this mark, each time that it comes, or only if the
+    #: text begins with it.
+    mark: str = ""
+    is_first: bool = False
 
 
 _answer = partial(option, panel="Answer")

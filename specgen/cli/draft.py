@@ -20,19 +20,12 @@ from typer import Argument, Option
 
 from specgen.cli import flags
 from specgen.cli.command import Command
-from specgen.cli.flags.trials import TRIALS, Trials
+from specgen.cli.flags.trials import COMPARISON, Comparison, trial_options
 from specgen.cli.model_loading import load, log_shown, opened, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
-from specgen.options import (
-    Contexts,
-    DraftOptions,
-    GenerationOptions,
-    KernelOptions,
-    ModelChoice,
-    SamplerOptions,
-)
+from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import DraftChoice, Sources, find_models, find_target, name_of
 from specgen.system.machine import notes_on_figures
 from specgen.system.progress import human_bytes
@@ -47,7 +40,6 @@ from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
     from specgen.measure.search import Refused, Search
-    from specgen.options import SessionOptions
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
@@ -67,14 +59,8 @@ def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], l
     return find_candidates(named, known, target)
 
 
-def _trial_options(
-    target: Path, drafting: DraftOptions, max_tokens: int, machine: Contexts
-) -> SessionOptions:
-    from specgen.session.open import session_options
-
-    sources = Sources(target, (DraftChoice("none"),))
-    answer = GenerationOptions(max_tokens=max_tokens)
-    return session_options(sources, SamplerOptions(), drafting, answer, machine)
+def _alone(target: Path) -> Sources:
+    return Sources(target, (DraftChoice("none"),))
 
 
 def show_search(search: Search | None, output: Output, *, as_json: bool) -> None:
@@ -138,24 +124,10 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
         "--save",
         help="Save the fastest draft for this target: `specgen run` without --draft uses it.",
     ),
-    trials=TRIALS.but(n_prompts=6),
-    chat=flags.CHAT,
-    drafting=flags.drafting,
-    machine=flags.machine,
-    as_json=flags.JSON_REPORT,
-    output=flags.loudness,
+    wanted=COMPARISON.but(trials_n_prompts=6),
 )
 def find(
-    *,
-    target: str,
-    files: list[Path] | None = None,
-    save: bool = False,
-    trials: Trials,
-    chat: bool | None = None,
-    drafting: DraftOptions,
-    machine: Contexts,
-    as_json: bool = False,
-    output: Output,
+    *, target: str, files: list[Path] | None = None, save: bool = False, wanted: Comparison
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
@@ -173,22 +145,22 @@ def find(
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.models.saved_drafts import saved_draft
 
-    if drafting.n_max == 0:
+    if wanted.drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
-    texts = trials.texts()
+    texts, output = wanted.trials.texts(), wanted.output
     for file in files or ():
         if not file.is_file():
             raise ModelFileError(f"{file}: there is no such file")
     path = find_target(target, quiet=output.quiet)
     if save:
         saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
-    options = _trial_options(path, drafting, trials.max_tokens, machine)
-    with opened(options, machine.kernels, output) as loaded, output.measuring() as (progress, stop):
+    options, kernels = wanted.options(_alone(path)), wanted.machine.kernels
+    with opened(options, kernels, output) as loaded, output.measuring() as (progress, stop):
         found = find_candidates(files, [], path) if files else known_candidates([], path)
         search = search_drafts(
-            loaded, *found, texts, chat=chat, interrupted=stop, progress=progress
+            loaded, *found, texts, chat=wanted.chat, interrupted=stop, progress=progress
         )
-    _save_and_show(search, output, save=save, as_json=as_json)
+    _save_and_show(search, output, save=save, as_json=wanted.as_json)
     return stop.exit_code
 
 
@@ -239,7 +211,7 @@ def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -
     It prints the folder.
     """
     path = find_target(target, quiet=output.quiet)
-    own = _trial_options(path, DraftOptions(), text.max_tokens, machine)
+    own = trial_options(_alone(path), text.max_tokens, machine)
     with opened(own, machine.kernels, output) as loaded, output.measuring() as (progress, stop):
         builder = DraftBuilder(
             loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
@@ -315,7 +287,7 @@ def make(
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
     kinds = kinds if kind is None else [kind]
     use_kernels(machine.kernels, output)
-    own = _trial_options(path, DraftOptions(), text.max_tokens, machine)
+    own = trial_options(_alone(path), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
     n_drafts = 1 + len(kinds) + len(known_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):

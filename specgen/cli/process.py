@@ -21,7 +21,8 @@ _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 #: Error numbers that mean that standard output cannot be written.
-_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+_NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
+_CLOSED_PIPE = errno.EINVAL if os.name == "nt" else errno.EPIPE
 
 
 class Interrupt:
@@ -78,16 +79,18 @@ def output_errors() -> Iterator[None]:
     """Turn errors of writing to standard output into `OutputError`, or `typer.Exit` if a pipe's reader went away."""
     try:
         yield
-    except BrokenPipeError:
-        _abandon_stdout()
-        raise typer.Exit(EXIT_BROKEN_PIPE) from None
     except OSError as error:
-        if error.errno not in _NOT_WRITTEN:
+        # Windows reports a closed pipe by another error.
+        is_closed_pipe = isinstance(error, BrokenPipeError) or error.errno == _CLOSED_PIPE
+        if not is_closed_pipe and error.errno not in _NOT_WRITTEN:
             raise
         _abandon_stdout()
+        if is_closed_pipe:
+            raise typer.Exit(EXIT_BROKEN_PIPE) from None
         is_closed = error.errno == errno.EBADF
         reason = "standard output is closed" if is_closed else error.strerror
-        raise OutputError(f"the output could not be written: {reason}") from error
+        hint = "make room on the disk" if error.errno == errno.ENOSPC else None
+        raise OutputError(f"the output could not be written: {reason}", hint) from error
 
 
 def flush_or_abandon_stdout() -> None:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from specgen.cli import flags
 from specgen.cli.draft import known_candidates, show_search
-from specgen.cli.flags.trials import TRIALS, Trials
+from specgen.cli.flags.trials import COMPARISON, Comparison
 from specgen.cli.model_loading import opened
-from specgen.cli.output import Output
 from specgen.errors import UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoice, SamplerOptions
+from specgen.options import ModelChoice
 from specgen.system.machine import busy_text, is_busy
 
 if TYPE_CHECKING:
@@ -21,24 +20,9 @@ if TYPE_CHECKING:
 
 
 @flags.takes_options(
-    models=flags.models,
-    trials=TRIALS,
-    chat=flags.CHAT,
-    drafting=flags.drafting.without("policy", "ngrams"),
-    machine=flags.machine,
-    as_json=flags.JSON_REPORT,
-    output=flags.loudness,
+    models=flags.models, wanted=COMPARISON.without("drafting_policy", "drafting_ngrams")
 )
-def tune(
-    *,
-    models: ModelChoice,
-    trials: Trials,
-    chat: bool | None = None,
-    drafting: DraftOptions,
-    machine: Contexts,
-    as_json: bool = False,
-    output: Output,
-) -> int:
+def tune(*, models: ModelChoice, wanted: Comparison) -> int:
     """Measure what drafting is worth for your models on this machine.
 
     It measures the best number of threads, what decodes cost, and the speed-up of the draft, of n-grams, and,
@@ -46,25 +30,23 @@ def tune(
     `specgen run` with the same models and options uses them. From a busy machine nothing is kept: tune again
     when it is idle. Ctrl-C shows the results so far and keeps nothing (exit code 130).
     """
-    if drafting.n_max == 0:
+    if wanted.drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to tune")
     if models.helpers:
         raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
     from specgen.measure.search import search_drafts
     from specgen.session.choose_models import find_models
-    from specgen.session.open import session_options
 
-    texts = trials.texts()
+    texts, output = wanted.trials.texts(), wanted.output
     sources = find_models(models, quiet=output.quiet)
-    answer = GenerationOptions(max_tokens=trials.max_tokens)
-    options = session_options(sources, SamplerOptions(), drafting, answer, machine)
+    options = wanted.options(sources)
     drafts = [choice.draft for choice in sources.drafts if isinstance(choice.draft, Path)]
     is_named = models.draft is not None or models.pair is not None
     if not is_named:  # the first draft that works is tuned, and no error of one ends the command
         options = replace(options, draft="none")
         drafts += [path for path in known_candidates([], sources.target)[0] if path not in drafts]
     with (
-        opened(options, machine.kernels, output) as session,
+        opened(options, wanted.machine.kernels, output) as session,
         output.measuring() as (progress, stop),
     ):
         search = search_drafts(
@@ -72,13 +54,13 @@ def tune(
             drafts,
             (),
             texts,
-            chat=chat,
+            chat=wanted.chat,
             tunes_threads=True,
             interrupted=stop,
             progress=progress,
         )
         kept = _keep(session, search)
-    show_search(search, output, as_json=as_json)
+    show_search(search, output, as_json=wanted.as_json)
     output.note(kept)
     return stop.exit_code
 

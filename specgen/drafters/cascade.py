@@ -15,8 +15,7 @@ class Cascade:
     """A drafter that costs nothing, one that decodes, or both, for one sequence.
 
     In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is
-    planned. Then `propose` carries out the plan: it proposes what was found, or lets the model draft, after
-    which n-grams may look up a continuation. With `state`, nothing is found that its grammar forbids.
+    planned. Then `propose` carries out the plan: it proposes what was found, or lets the model draft. With `state`, nothing is found that its grammar forbids.
     """
 
     def __init__(
@@ -54,14 +53,7 @@ class Cascade:
         """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""
         if self.model is None or plan.n_max < 1:
             return plan.found
-        draft = yield from self.model.propose(context, plan, n_drafted)
-        if not plan.extends or not len(draft):
-            return draft
-        if self.free is not None and draft.is_chain and not draft.walks:
-            text, n = [*context, *draft.tokens], len(draft)
-            draft = draft.followed_by(self.look_up(text, plan.n_max - n, n_drafted + n))
-            self.free.rewind(len(context))
-        return draft
+        return (yield from self.model.propose(context, plan, n_drafted))
 
     def observe(self, result: RoundResult) -> None:
         for drafter in self._both:

@@ -330,12 +330,13 @@ def check_sampled(
     if not places or interrupted():
         return None
     place = max(places, key=lambda each: each.chance)
-    prompt, (*before, first) = prompts[place.prompt], place.answer
-    begun = session.prompts.followed_by(prompt, before)
+    # The first token of an answer is chosen without a draft, and decoder heads have nothing to draft
+    # the second from: so these are the ones that were said before.
+    prompt, forced = prompts[place.prompt], place.answer[-2:]
+    begun = session.prompts.followed_by(prompt, place.answer[: -len(forced)])
 
     def force_first(_request: Request, sequence: AnswerState) -> None:
-        # The first token of an answer is chosen without a draft: the one that was said before.
-        sequence.shaper = _FirstForced(session.settings.sampler, sequence.state, first)
+        sequence.shaper = _FirstForced(session.settings.sampler, sequence.state, forced)
 
     drawn: Counter[int] = Counter()
     n_drafted = n_accepted = 0
@@ -355,15 +356,15 @@ def check_sampled(
                 # Without a seed of the user's own, drafts are judged as without one; the draws repeat all the same.
                 request.seed = seed + request.index
             for event in engine.run():
-                # The token behind the first one ends the draw.
-                if isinstance(event, CommittedEvent) and event.n_tokens > 1:
+                # The token behind the forced ones ends the draw.
+                if isinstance(event, CommittedEvent) and event.n_tokens > len(forced):
                     engine.cancel(requests[event.sequence - n_done])
             if interrupted():
                 return None
             for request in requests:
                 _check_drafting(request)
                 assert request.finished is not None
-                drawn[tokens_of(request.events)[1]] += 1
+                drawn[tokens_of(request.events)[len(forced)]] += 1
                 n_drafted += request.finished.n_drafted
                 n_accepted += request.finished.n_accepted
             progress(n_done + len(requests), n_draws)
@@ -383,16 +384,17 @@ def check_sampled(
 
 
 class _FirstForced(Shaper):
-    """A shaper with which the answer begins with a given token."""
+    """A shaper with which the answer begins with given tokens."""
 
-    def __init__(self, sampler: Sampler, state: TextState, first: int) -> None:
+    def __init__(self, sampler: Sampler, state: TextState, forced: Sequence[int]) -> None:
         super().__init__(sampler, state)
         self._n_prompt = len(state.tokens)
-        self._first = first
+        self._forced = forced
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        if len(self._state.tokens) == self._n_prompt and not path:
-            return Distribution.certain(self._first)
+        n_said = len(self._state.tokens) + len(path) - self._n_prompt
+        if n_said < len(self._forced):
+            return Distribution.certain(self._forced[n_said])
         return super().distribution(logits, path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -121,10 +121,8 @@ class Draft:
     walks: tuple[tuple[int, ...], ...] = ()
     looks: tuple[float, ...] = field(default=(), compare=False)
     is_chain: bool = field(init=False, repr=False, compare=False)
-    #: The children of a tree's nodes, computed when they are first needed.
-    _below: dict[int, list[int]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    #: Whether any token was drawn at random. No node of such a draft is left out.
+    is_drawn: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         n, parents = len(self.tokens), self.parents
@@ -132,6 +130,7 @@ class Draft:
         if any(len(column) != n for column in columns):
             raise ValueError(f"a draft of {n} tokens needs {n} of each of its fields")
         object.__setattr__(self, "is_chain", parents == tuple(range(ROOT, n - 1)))
+        object.__setattr__(self, "is_drawn", self.distributions.count(None) < n)
         for walk in self.walks:
             if not walk or [parents[node] for node in walk] != [ROOT, *walk[:-1]]:
                 raise ValueError(f"{walk} is no walk from the root down")
@@ -160,42 +159,21 @@ class Draft:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def is_drawn(self) -> bool:
-        """Whether any token was drawn at random."""
-        return self.distributions.count(None) < len(self.distributions)
-
-    @property
-    def n_fixed(self) -> int:
-        """How many leading nodes a cut must keep. 0 if nothing was drawn; n if the drawn nodes are in a chain of n and
-        all others hang behind it; else all nodes."""
-        drawn = [node for node, source in enumerate(self.distributions) if source is not None]
-        if not drawn:
-            return 0
-        last = drawn[-1]
-        is_chain = self.parents[: last + 1] == tuple(range(ROOT, last))
-        if is_chain and not self.walks and min(self.parents[last + 1 :], default=last) >= last:
-            return last + 1
-        return len(self)
-
     def children(self, node: int) -> Sequence[int]:
         """Return the nodes below `node` (or `ROOT`), in the order they were drafted."""
         if self.is_chain:
             return (node + 1,) if node + 1 < len(self.tokens) else ()
-        if not self._below:
-            for child, parent in enumerate(self.parents):
-                self._below.setdefault(parent, []).append(child)
-        return self._below.get(node, ())
+        return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def ranks(self) -> list[int]:
-        """Return each node's rank, from 0, among its siblings from the same drafter."""
+        """Return each node's rank, from 0, among its siblings."""
         if self.is_chain:
-            return [0] * len(self)
-        n_before: Counter[tuple[int, str]] = Counter()
+            return [0] * len(self.tokens)
+        n_before: Counter[int] = Counter()
         ranks = []
-        for place in zip(self.parents, self.origins, strict=True):
-            ranks.append(n_before[place])
-            n_before[place] += 1
+        for parent in self.parents:
+            ranks.append(n_before[parent])
+            n_before[parent] += 1
         return ranks
 
     def depths(self) -> list[int]:
@@ -219,22 +197,11 @@ class Draft:
 
     def text(self, node: int) -> tuple[int, ...]:
         """Return the tokens of the path to `node`."""
-        return tuple(self.tokens[i] for i in self.path(node))
+        return tuple([self.tokens[i] for i in self.path(node)])
 
     def leaves(self) -> list[int]:
         inner = set(self.parents)
-        return [node for node in range(len(self)) if node not in inner]
-
-    def followed_by(self, other: Draft) -> Draft:
-        """Return this chain with another draft behind its last node. Raise `ValueError` if one of them consists of
-        independent walks."""
-        looks, n = self.looks + other.looks, len(self)
-        if not len(other):
-            return replace(self, looks=looks) if other.looks else self
-        if self.walks or other.walks:
-            raise ValueError("independent walks cannot be a part of a longer draft")
-        parents = [n + parent for parent in other.parents]
-        return replace(self._with(other, range(len(other)), parents), looks=looks)
+        return [node for node in range(len(self.tokens)) if node not in inner]
 
     def first(self, n: int) -> Draft:
         """Return the first n nodes, which are a tree too; see `only`."""
@@ -243,24 +210,17 @@ class Draft:
     def only(self, nodes: Sequence[int]) -> Draft:
         """Return a draft of these nodes, in this order; parents must be among them, before their children. Raise
         `ValueError` if this would drop nodes of independent walks."""
-        if list(nodes) == list(range(len(self))):
-            return self
-        if self.walks and len(nodes) < len(self):
+        if self.walks and len(nodes) < len(self.tokens):
             raise ValueError("no node of independent walks may be left out")
         index = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
-        kept = NO_DRAFT._with(self, nodes, [index[self.parents[node]] for node in nodes])
-        walks = tuple(tuple(index[node] for node in walk) for walk in self.walks)
-        return replace(kept, walks=walks, looks=self.looks)
-
-    def _with(self, other: Draft, nodes: Sequence[int], parents: Sequence[int]) -> Draft:
-        """Return this draft with nodes of another one behind its own, which have these parents here."""
         return Draft(
-            self.tokens + tuple(other.tokens[node] for node in nodes),
-            self.parents + tuple(parents),
-            self.origins + tuple(other.origins[node] for node in nodes),
-            self.probabilities + tuple(other.probabilities[node] for node in nodes),
-            self.distributions + tuple(other.distributions[node] for node in nodes),
-            looks=self.looks,
+            tuple(self.tokens[node] for node in nodes),
+            tuple(index[self.parents[node]] for node in nodes),
+            tuple(self.origins[node] for node in nodes),
+            tuple(self.probabilities[node] for node in nodes),
+            tuple(self.distributions[node] for node in nodes),
+            tuple(tuple(index[node] for node in walk) for walk in self.walks),
+            self.looks,
         )
 
 

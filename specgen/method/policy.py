@@ -92,8 +92,7 @@ class RoundPlan:
     """What one sequence drafts in a round, and why.
 
     A round verifies either `found`, which a lookup found without a decode, or a draft of at most `n_max` tokens of
-    `drafter`, as far as `stop` lets it go; if `extends` is set, lookups add tokens after those. `stop`
-    cuts the finished draft. The first `n_given` tokens repeat the end of the text, whatever `stop` says: a drafter
+    `drafter`, as far as `stop` lets it go. `stop` cuts the finished draft. The first `n_given` tokens repeat the end of the text, whatever `stop` says: a drafter
     with another vocabulary takes back its last tokens and drafts them anew. A parallel draft predicts `n_at_once` tokens in its one decode (None: `n_max`).
     `prefill_s` are the seconds of the drafter's prefill, an investment in later rounds.
     """
@@ -102,7 +101,6 @@ class RoundPlan:
     n_max: int = 0
     found: Draft = NO_DRAFT
     stop: Stop = field(default_factory=Stop)
-    extends: bool = False
     n_given: int = 0
     n_at_once: int | None = None
     drafter: str | None = None
@@ -337,7 +335,6 @@ class CostAwarePolicy:
             Reason("model"),
             min(self.n_max, offer.n_most),
             stop=replace(stop, rule=rule, next_s=offer.price.next_s),
-            extends=not self._waits(NGRAM_ORIGINS[0]),
             n_at_once=n_at_once,
             drafter=drafter,
             prefill_s=offer.price.prefill_s,

@@ -123,12 +123,12 @@ class WhilePaying(Stop):
         return self.rule.value(len(confidences), self._whole(confidences)) > 0.0
 
     def cut(self, draft: Draft) -> Draft:
-        n, wholes = draft.n_fixed, self.wholes(draft)
+        if draft.is_drawn:
+            return draft
+        wholes = self.wholes(draft)
         if draft.is_chain:
-            return draft.first(max(n, _best_number(wholes, self.token_s, self.extra_s)))
-        extra_s = [seconds - self.extra_s[n] for seconds in self.extra_s[n:]]
-        behind = best_nodes(wholes[n:], self.token_s, extra_s)
-        return draft.only([*range(n), *(n + node for node in behind)])
+            return draft.first(_best_number(wholes, self.token_s, self.extra_s))
+        return draft.only(best_nodes(wholes, self.token_s, self.extra_s))
 
     def worth_of(self, draft: Draft) -> float:
         """Return the seconds that verifying a draft is expected to save."""

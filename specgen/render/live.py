@@ -41,7 +41,6 @@ from specgen.render.streams import (
     Renderer,
     TextRenderer,
     make_console,
-    output_errors,
     print_notice,
     reading,
 )
@@ -222,9 +221,8 @@ class LiveRenderer(Renderer):
 
     def _write(self, codes: str) -> None:
         encoding = self._console.encoding
-        with output_errors():
-            self._console.file.write(codes.encode(encoding, "replace").decode(encoding))
-            self._console.file.flush()
+        self._console.file.write(codes.encode(encoding, "replace").decode(encoding))
+        self._console.file.flush()
 
 
 class _Status:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from specgen.errors import OutputError
 from specgen.events import (
     CommittedEvent,
     DraftedEvent,
@@ -63,7 +60,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def handle(self, event: Event) -> None:
-        """Show one event, at once. Raise `BrokenPipeError` if the reader went away, and `OutputError`."""
+        """Show one event, at once. Raise `OSError` if it cannot be written."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -79,8 +76,7 @@ class Renderer(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # If another exception is being raised, a second one from a broken output would only hide it.
-        hidden = () if kind is None else (OSError, OutputError)
-        with contextlib.suppress(*hidden):
+        with contextlib.suppress(*(() if kind is None else (OSError,))):
             self.close()
 
 
@@ -125,9 +121,8 @@ class TextRenderer(Renderer):
     def _put(self, text: str) -> None:
         if text:
             self._in_line = not text.endswith("\n")
-            with output_errors():
-                self._stream.write(text.encode(self._encoding, "replace"))
-                self._stream.flush()
+            self._stream.write(text.encode(self._encoding, "replace"))
+            self._stream.flush()
 
     def _finish(self) -> None:
         self._put(self._cleaner.finish())
@@ -142,33 +137,13 @@ class JsonlRenderer(Renderer):
         self._stream = stream
 
     def handle(self, event: Event) -> None:
-        with output_errors():
-            self._stream.write(to_line(to_json_object(event)))
+        self._stream.write(to_line(to_json_object(event)))
         # These two events of a round are followed at once by its last one.
         if not isinstance(event, (DraftedEvent, VerifiedEvent)):
             self._finish()
 
     def _finish(self) -> None:
-        with output_errors():
-            self._stream.flush()
-
-
-@contextlib.contextmanager
-def output_errors() -> Iterator[None]:
-    """Turn an `OSError` of writing the answer into an `OutputError`, or a `BrokenPipeError`, for which Windows
-    reports another one."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        if os.name == "nt" and error.errno == errno.EINVAL:
-            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
-        reason = error.strerror or str(error) or type(error).__name__
-        if error.errno == errno.EBADF:
-            reason = "standard output is closed"
-        hint = "make room on the disk" if error.errno == errno.ENOSPC else None
-        raise OutputError(f"the answer could not be written: {reason}", hint) from error
+        self._stream.flush()
 
 
 def reading(event: ReadingEvent) -> str:

@@ -15,7 +15,6 @@ from specgen.render.rows import LEGEND, STYLES, clean_line
 from specgen.render.streams import say
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.progress import counted, seconds_text, three_digits
-from specgen.text.tally import is_impossible
 
 if TYPE_CHECKING:
     pass
@@ -96,6 +95,8 @@ def summary_items(
         yield "kernels", str(kernels)
     if of.estimated_speedup is not None:
         yield "gain", _gain(of, of.estimated_speedup, draft)
+    elif of.estimate is not None:
+        yield "gain", of.estimate
     yield "end", _end(of)
 
 
@@ -133,9 +134,6 @@ def _gain(finished: FinishedEvent, speedup: float, draft: str | None) -> str:
     if finished.estimate:
         details[2] = f"estimated {finished.estimate}"
     about = f" ({_listed(*details)})" if any(details) else ""
-    if is_impossible(speedup, finished.mean_accepted_length):
-        length = f"{finished.mean_accepted_length:.2f} tokens per pass"
-        about += f"; {length} allow no more: the machine's speed changed meanwhile"
     times = _between(low, high)
     if round(low, 1) > 1.0:
         return f"{times} times as fast as plain decoding{about}"

@@ -22,6 +22,7 @@ from specgen.errors import (
 )
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
+from specgen.method.tables import CostTable
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
@@ -171,7 +172,12 @@ class Engine:
                 hint=f"use a context of {len(prompt.tokens) + 1} tokens or more",
             )
         settings = session.settings.changed(
-            session.target, sampling, generation, n_drafted_max=n_drafted_max, verifier=verifier
+            session.target,
+            sampling,
+            generation,
+            n_drafted_max=n_drafted_max,
+            verifier=verifier,
+            thoughts=prompt.thoughts,
         )
         seed = settings.sampling.seed
         seed = seed if seed >= 0 else secrets.randbits(32)
@@ -412,7 +418,9 @@ class Engine:
         except OutputError as error:  # the answer itself has not failed
             text = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
-        finished = self._loop.finish(sequence, self._session.costs.table(n_past=sequence.n_prompt))
+        costs = self._session.costs
+        table = CostTable() if costs.was_busy else costs.table(n_past=sequence.n_prompt)
+        finished = self._loop.finish(sequence, table)
         if request.load is not None:
             finished = replace(finished, others_share=request.load.share)
         events = self._pass_on(request, *notices, finished)

@@ -13,10 +13,11 @@ from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.prompts import Prompt
+from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
 from specgen.system.machine import LoadOfOthers
 from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
-from specgen.text.grammar.llguidance_grammar import grammar_start
+from specgen.text.grammar.free_text import ThoughtMarks, grammar_start
 from specgen.text.sampling import DryBreakers, Sampler
 
 
@@ -32,6 +33,7 @@ class RequestSettings:
     breakers: DryBreakers | None
     sampler: Sampler
     grammar: GrammarState | None
+    thoughts: ThoughtMarks | None = None
 
     @staticmethod
     def of(
@@ -39,9 +41,10 @@ class RequestSettings:
         sampling: SamplerOptions,
         generation: GenerationOptions,
         drafting: DraftOptions,
+        thoughts: ThoughtMarks | None = None,
     ) -> RequestSettings:
-        """Build the samplers and the grammar. Raise `UsageError` for a bias of a token that does not exist, or an
-        invalid grammar."""
+        """Build the samplers and the grammar, which holds behind the answer's `thoughts`. Raise `UsageError` for a bias
+        of a token that does not exist, or an invalid grammar."""
         vocabulary, in_use = model.vocabulary, sampling
         for token, _ in sampling.logit_bias:
             if not 0 <= token < vocabulary.n_tokens:
@@ -56,11 +59,14 @@ class RequestSettings:
         if in_use.dry_multiplier > 0.0:
             breakers = DryBreakers.of(vocabulary, in_use.dry_breakers)
         grammar = None
-        if generation.grammar is not None:
+        if (wanted := generation.grammar) is not None:
+            shown_controls = {*generation.shown_controls, *(THOUGHT_CONTROLS if thoughts else ())}
+            generation = replace(generation, shown_controls=tuple(shown_controls))
             shown = vocabulary.showing(generation.shown_controls)
-            grammar = grammar_start(generation.grammar, shown)
+            grammar = grammar_start(wanted, shown, thoughts)
+        sampler = Sampler(in_use, breakers)
         return RequestSettings(
-            sampling, generation, drafting, in_use, breakers, Sampler(in_use, breakers), grammar
+            sampling, generation, drafting, in_use, breakers, sampler, grammar, thoughts
         )
 
     def changed(
@@ -71,6 +77,7 @@ class RequestSettings:
         *,
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
+        thoughts: ThoughtMarks | None = None,
     ) -> RequestSettings:
         """Return these settings with the options changed that are given. Samplers and the grammar are rebuilt only if
         they change. Raise `UsageError` as `of` does, and for `n_drafted_max` while drafts have a fixed shape."""
@@ -84,13 +91,13 @@ class RequestSettings:
                     f"{n_drafted_max} drafted tokens: drafts have the fixed shape {drafting.tree}"
                 )
             drafting = replace(drafting, max_tokens=min(n_drafted_max, drafting.n_max))
-        before = self.generation
-        if sampling == self.sampling and (
+        before, thoughts = self.generation, thoughts if generation.grammar else None
+        if (sampling, thoughts) == (self.sampling, self.thoughts) and (
             (generation.grammar, generation.ignore_eos, generation.shown_controls)
             == (before.grammar, before.ignore_eos, before.shown_controls)
         ):
             return replace(self, generation=generation, drafting=drafting)
-        return RequestSettings.of(model, sampling, generation, drafting)
+        return RequestSettings.of(model, sampling, generation, drafting, thoughts)
 
     @property
     def verifier(self) -> VerifierName:

@@ -33,13 +33,14 @@ from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
 from specgen.text.sampling.rows import log_probabilities, most_likely
-from specgen.text.tally import Tally
+from specgen.text.tally import Tally, is_impossible
 from specgen.text.text_state import Shaper, TextState, TextStream
 
 #: The expected number of tokens of an answer that has just begun. For a short answer, a draft that reads the prompt
 #: costs more than it can save.
 _N_EXPECTED = 8
 _HOW_ESTIMATED = "from the measured costs of the target's batches"
+_NOT_KNOWN = "not known: plain decoding was measured while the machine was slower"
 
 
 @dataclass(slots=True)
@@ -273,6 +274,9 @@ class AnswerState:
         tally, n_tokens = self.tally, len(self.tokens) - self.n_prompt
         tokens_per_s, error = tally.speed(n_tokens), 1.0 + tally.speedup_error()
         speedup = tokens_per_s * plain_token_s if tokens_per_s and plain_token_s else None
+        estimate = _HOW_ESTIMATED if plain_token_s else None
+        if speedup is not None and is_impossible(speedup, tally.mean_accepted_length):
+            plain_token_s, speedup, estimate = None, None, _NOT_KNOWN
         return FinishedEvent(
             sequence=self.index,
             time_s=time_s,
@@ -289,6 +293,6 @@ class AnswerState:
             estimated_speedup=speedup,
             estimated_speedup_range=None if speedup is None else (speedup / error, speedup * error),
             estimated_whole_speedup=tally.whole_speedup(n_tokens, plain_token_s),
-            estimate=_HOW_ESTIMATED if plain_token_s else None,
+            estimate=estimate,
             **tally.figures(),
         )

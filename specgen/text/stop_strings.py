@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import AnyStr
 
 
 class StopScanner:
@@ -36,7 +37,7 @@ class StopScanner:
         return held
 
 
-def n_begun(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a mark that is not there as a whole."""
+def n_begun(text: AnyStr, mark: AnyStr) -> int:
+    """Return how many characters or bytes at the end of a text may be the beginning of a mark that is not there as a whole."""
     most = min(len(text), len(mark) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(mark[:n])), 0)

@@ -103,7 +103,7 @@ class Shaper:
         return self._sampler.distribution(
             logits,
             self._state.history(path, self._sampler.n_history),
-            grammar.allows if grammar is not None else None,
+            None if grammar is None or grammar.is_free else grammar.allows,
         )
 
     def likeliest(

@@ -43,6 +43,8 @@ class FakeGrammar:
 
 
 class FakeState:
+    is_free = False
+
     def __init__(self, grammar: FakeGrammar, state: int) -> None:
         self.grammar = grammar
         self.state = state

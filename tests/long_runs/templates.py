@@ -23,11 +23,9 @@ from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
 
 #: Templates whose calls are not read, and why.
 UNREAD = {
-    "CohereForAI-c4ai-command-r-plus-tool_use": "fails without additionalProperties in each schema",
     "MiniMax-M3": "writes lists and objects as nested tags",
-    "fireworks-ai-llama-3-firefunction-v2": "wants a variable of its own, functions",
-    "meetkai-functionary-medium-v3.2": "takes arguments as texts only",
-    "muse-glimmer": "writes the name of the function twice",
+    "meetkai-functionary-medium-v3.2": "the prompt has the mark of calls, also before other answers",
+    "muse-glimmer": "names the function in the head of the turn, and again in the call",
 }
 #: Control tokens of models whose template offers tools and writes no call.
 _TOKENS = ("<|tool_call_start|>", "<|tool_call|>")

@@ -44,6 +44,7 @@ from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.bugs import BUGS, lose_bonus, lose_windows, plant
 from tests.helpers.common import EXACT
+from tests.helpers.heads import make_heads
 from tests.helpers.joint_draws import JointDraws, draw_with_models
 from tests.helpers.row_watch import moved_rows
 from tests.helpers.virtual_time import VirtualTime
@@ -91,9 +92,10 @@ def opened(
     grammar: str | None = None,
     max_tokens: int = 40,
     clock: Callable[[], float] = time.perf_counter,
+    draft: DraftSource | None = None,
     **sampler: object,
 ) -> Session:
-    draft: DraftSource = "ngram" if ngram else models / f"draft {pair}.gguf"
+    draft = draft or ("ngram" if ngram else models / f"draft {pair}.gguf")
     rules = None if grammar is None else Grammar("gbnf", grammar)
     options = SessionOptions(
         target=models / f"target {pair}.gguf",
@@ -360,6 +362,15 @@ def test_draws_in_a_grammar_fit(models: Path) -> None:
     assert (result.n_answer, result.n_impossible, result.is_defect) == (1, 0, False)
     assert result.n_drafted > 0
     assert result.test.n_cells > 1
+
+
+def test_draws_of_decoder_heads_fit(models: Path, tmp_path: Path) -> None:
+    """They draft nothing for the first two tokens of an answer."""
+    make_heads(models / "target 1.gguf", tmp_path / "heads.gguf", tmp_path / "text", 1.0)
+    with opened(models, 1, EAGER, draft=tmp_path / "heads.gguf") as loaded:
+        result = sampled(loaded, n_draws=150)
+    assert result.n_drafted > 0
+    assert not result.is_defect
 
 
 def test_a_place_where_only_one_thing_can_be_said_tests_nothing(models: Path) -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
-from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
+from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
-from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
+from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult, draft_up_to
 from specgen.method.stopping import Stop
 from specgen.method.tables import FREE, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
@@ -249,46 +249,6 @@ class Scripted:
 
     def rewind(self, n_tokens: int) -> None:
         self.told.append(f"rewind {n_tokens}")
-
-
-def combined(ngrams: Sequence[int], model: Sequence[int]) -> tuple[Cascade, Scripted, Scripted]:
-    free, dear = Scripted("ngram", [ngrams] * 3), Scripted("model", [model] * 3)
-    return Cascade(free, dear), free, dear
-
-
-def propose_by(drafters: Cascade, context: Sequence[int], plan: RoundPlan) -> Draft:
-    """What is drafted in a round, after the free drafter has looked."""
-    drafters.look_up(context, 8)
-    return draft_alone(drafters.propose(context, plan))
-
-
-def model_first(n_max: int, *, extends: bool = False) -> RoundPlan:
-    return RoundPlan(Reason("model"), n_max, extends=extends, drafter="model")
-
-
-# --- who goes on
-
-
-def test_nothing_goes_on_from_independent_walks() -> None:
-    """Not even where all of them say the same."""
-    drafters, free, model = combined([], [])
-    walks = Draft((6, 7), (-1, 0), ("model",) * 2, (None,) * 2, (None,) * 2, ((0, 1), (0, 1)))
-    free.drafts = [[], [8]]
-    model.propose = lambda *_: ready(walks)  # type: ignore[method-assign]
-    assert propose_by(drafters, TEXT, model_first(4, extends=True)) is walks
-
-
-def test_ngrams_go_on_from_what_the_model_drafts() -> None:
-    drafters, ngrams, _ = combined([], [6, 7])
-    ngrams.drafts = [[], [8, 9]]
-    draft = propose_by(drafters, TEXT, model_first(8, extends=True))
-    assert draft.tokens == (6, 7, 8, 9)
-    assert draft.origins == ("model", "model", "ngram", "ngram")
-    # They forget at once what is not of the text yet.
-    assert ngrams.told == [(TEXT, 8), ([*TEXT, 6, 7], 6), "rewind 3"]
-    assert propose_by(combined([4], [6, 7])[0], TEXT, model_first(2, extends=True)).tokens == (6, 7)
-    assert propose_by(combined([4], [6, 7])[0], TEXT, model_first(4)).tokens == (6, 7)
-    assert propose_by(combined([4], [])[0], TEXT, model_first(4, extends=True)) == NO_DRAFT
 
 
 # --- what stands before a draft

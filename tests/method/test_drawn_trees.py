@@ -13,10 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.method.draft import ROOT, Distribution, Draft
-from specgen.method.policy import CostAwarePolicy, Offer
-from specgen.method.tables import CostTable
 from specgen.method.verify import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
-from specgen.options import DraftOptions
 from tests.helpers.exact_distributions import Fate, all_fates
 
 N_LETTERS = 3
@@ -151,57 +148,3 @@ def test_all_kinds_of_shapes_are_among_them() -> None:
     assert (ROOT, 0, 1) in shapes
     assert any(len(set(shape)) < len(shape) and shape.count(ROOT) == 1 for shape in shapes)
     assert any(shape.count(ROOT) > 1 and len(set(shape)) > 1 for shape in shapes)
-
-
-# --- n-grams behind what was drawn --------------------------------------------------------------
-
-
-def with_ngrams_behind(seed: int, fate: Fate) -> Draft:
-    """One or two drawn tokens, and a tree behind them that depends on what they are."""
-    source = speaks(seed + 1)
-    tokens: tuple[int, ...] = ()
-    sources: list[Distribution] = []
-    for _ in range(1 + noise(seed) % 2):
-        sources.append(source(tokens))
-        tokens += (sources[-1].draw(fate),)  # type: ignore[arg-type]
-    chain = Draft.chain(tokens, "model", (), sources)
-    found = noise(seed, tokens, "ngrams")
-    letters = (found % N_LETTERS, (found // 3 + found % N_LETTERS + 1) % N_LETTERS)
-    if letters[0] == letters[1]:
-        return chain.followed_by(Draft.chain(letters[:1], "ngram", [0.7]))
-    confidences = (found % 5 / 4, found % 7 / 6, 0.5)
-    parents = (ROOT, ROOT, found // 9 % 2)
-    behind = Draft((*letters, found % 2), parents, ("ngram",) * 3, confidences, (None,) * 3)
-    return chain.followed_by(behind.first(2 + N_DEEP - 1 - len(tokens)))
-
-
-def cut_by_costs(seed: int, row_s: float) -> Callable[[Fate], Draft]:
-    """What a policy leaves of them, a row of the target's batch costing so much of a plain decode."""
-
-    def draft_by(fate: Fate) -> Draft:
-        costs = CostTable({n: 1.0 + row_s * (n - 1) for n in range(1, 18)})
-        policy = CostAwarePolicy(DraftOptions(), costs)
-        plan = policy.plan(Offer(100, 16, drafter="model"))
-        return plan.stop.cut(with_ngrams_behind(seed, fate))
-
-    return draft_by
-
-
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**31),
-    row_s=st.sampled_from([0.0, 0.05, 0.3]),
-    verifier=st.sampled_from([BlockVerifier, ResidualVerifier, AutoVerifier]),
-)
-def test_a_tree_behind_drawn_tokens_may_be_cut(
-    seed: int, row_s: float, verifier: Callable[[], Verifier]
-) -> None:
-    assert largest_error(verifier(), seed, cut_by_costs(seed, row_s))[0] < 1e-9
-
-
-def test_such_trees_are_cut_to_a_branch_or_to_nothing() -> None:
-    shapes: Counter[tuple[int, ...]] = Counter()
-    for seed in range(12):
-        for row_s in (0.05, 0.3):
-            shapes += largest_error(BlockVerifier(), seed, cut_by_costs(seed, row_s))[1]
-    assert {(ROOT,), (ROOT, 0), (ROOT, 0, 0)} < shapes.keys()

@@ -132,6 +132,8 @@ class Forbidden(NoDrafter):
 class OnlyOnes(GrammarState):
     """A grammar of nothing but the tokens 1 and 2."""
 
+    is_free = False
+
     def allows(self, token_ids: TokenArray) -> BoolArray:
         return np.isin(token_ids, (1, 2))
 

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.call_forms import CallForm, form_of
-from specgen.serve.formats.openai import read_request
+from specgen.serve.formats.messages import read_messages
+from specgen.serve.formats.openai import read_chat, read_request
 from specgen.serve.formats.request import Request, with_call_form
+from specgen.serve.formats.responses import read_response_request
 from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser
 from tests.helpers.formats import written
 from tests.helpers.sessions import answered, opened
@@ -80,11 +85,9 @@ TEXTS = [
     "Hello.\n\n",
     "a < b, <tool, <tool_call",
     "<tool_call>\nno object\n</tool_call> ",
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "K',
+    '<tool_call>\n{"name": "weather", "arguments": ',
     '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-    '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
     '<tool_call>{"name": 1}</tool_call>',
     "<tool_call>[]</tool_call>",
     '{"a": 1}',
@@ -95,6 +98,28 @@ TEXTS = [
     "``",
     "<tool_call>" + "[" * 5_000,
 ]
+
+
+#: Arguments whose text looks like the marks around it, in as far as a form can tell.
+CITY = 'Köln "} </tool_call>\n  <b> & \\ {x} '
+WRITTEN: dict[str, str] = {
+    "Devstral": '[TOOL_CALLS]weather[ARGS]{"city": "K", "days": 3}[TOOL_CALLS]add[ARGS]{"numbers": []}',
+    "Kimi": '<|section|><|one|>functions.weather:0<|args|>{"city": "K", "days": 3}<|/one|>'
+    '<|one|>functions.add:1<|args|>{"numbers": []}<|/one|><|/section|>',
+    "Command": '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "K", '
+    '"days": 3}},{"tool_call_id": "1", "tool_name": "add", "parameters": {"numbers": []}}\n]<|END_ACTION|>',
+    "Apertus": '<|tools|>[{"weather": {"city": "K", "days": 3}}, {"add": {"numbers": []}}]<|/tools|>',
+    "Qwen-Coder": "<tool_call>\n<function=weather>\n<parameter=city>\nK\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=numbers>\n[]\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "GLM": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>K</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>add<arg_key>numbers</arg_key><arg_value>[]</arg_value></tool_call>",
+    "MiniMax": '<calls>\n<invoke name="weather">\n<parameter name="city">K</parameter>\n<parameter name="days">3'
+    '</parameter>\n</invoke>\n<invoke name="add">\n<parameter name="numbers">[]</parameter>\n</invoke>\n</calls>',
+    "DeepSeek": '<calls>\n<call name="weather">\n<arg name="city" string="true">K</arg>\n<arg name="days" string="false">'
+    '3</arg>\n</call>\n<call name="add">\n<arg name="numbers" string="false">[]</arg>\n</call>\n</calls>',
+    "LFM": "<|tool_call_start|>[weather(city='K', days=3), add(numbers=[])]<|tool_call_end|>",
+}
 
 
 #: Answers that are cut, with their content and calls: no part of an unfinished call is content.
@@ -114,17 +139,31 @@ CUT: dict[str, tuple[CallForm, str, str, list[tuple[str, Any]]]] = {
 }  # fmt: skip
 
 
-def parsed(
+def streamed(
     form: CallForm, pieces: list[str], *, one_only: bool = False, **how: bool
-) -> tuple[str, list[tuple[str, Any]], list[str]]:
-    """The content, the calls and the ids of an answer that comes in pieces."""
+) -> tuple[str, list[tuple[str, str, bool]], list[str]]:
+    """The content of an answer that comes in pieces, its calls with their arguments as they were sent, and whether
+    these are whole, and the ids of the calls."""
     parser = ToolCallParser(form, FUNCTIONS, one_only=one_only)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(**how)
     content = "".join(delta.text for delta in deltas if delta.kind == "content")
-    told = [delta for delta in deltas if delta.kind == "call"]
-    assert [call.number for call in told] == list(range(parser.n_calls))
-    calls = [(call.name, json.loads(call.text)) for call in told]
-    return content, calls, [call.identity for call in told]
+    begun = [delta for delta in deltas if delta.kind == "call"]
+    assert [call.number for call in begun] == list(range(parser.n_calls))
+    calls = []
+    for call in begun:
+        added = [each for each in deltas if each.kind == "arguments" and each.number == call.number]
+        assert not any(each.is_end for each in added[:-1])
+        is_whole = bool(added) and added[-1].is_end
+        calls.append((call.name, "".join(each.text for each in added), is_whole))
+    return content, calls, [call.identity for call in begun]
+
+
+def parsed(
+    form: CallForm, pieces: list[str], **how: bool
+) -> tuple[str, list[tuple[str, Any]], list[str]]:
+    """The content, the whole calls and the ids of an answer that comes in pieces."""
+    content, calls, ids = streamed(form, pieces, **how)
+    return content, [(name, json.loads(text)) for name, text, is_whole in calls if is_whole], ids
 
 
 def cuts(text: str) -> list[list[str]]:
@@ -163,11 +202,143 @@ def test_text_is_told_as_soon_as_it_cannot_become_a_call() -> None:
     assert parser.finish() == [Delta("content", " ")]
 
 
-def test_a_call_is_told_when_its_object_is_complete() -> None:
-    parser = ToolCallParser(HERMES, FUNCTIONS)
-    assert parser.feed(f"<tool_call>{ADD[:-1]}") == []
-    (call,) = parser.feed("}")
-    assert (call.kind, call.name) == ("call", "add")
+#: By family: a call up to the middle of a text, and what is known of its arguments there.
+BEGUN: dict[str, tuple[str, str]] = {
+    "Hermes": (CUT_CALL, '{"city": "K'),
+    "Llama": ('{"name": "weather", "parameters": {"days": 3, "city": "K', '{"days": 3, "city": "K'),
+    "Mistral": ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "K', '{"city": "K'),
+    "Granite": ('<|tool_call|>[{"name": "weather", "arguments": {"city": "K', '{"city": "K'),
+    **{name: (WRITTEN[name][: WRITTEN[name].index("K") + 1], '{"city": "K') for name in WRITTEN},
+}
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_a_call_is_told_while_it_is_written(name: str) -> None:
+    text, known = BEGUN[name]
+    parser = ToolCallParser(form(name), FUNCTIONS)
+    begun, *added = [delta for piece in text for delta in parser.feed(piece)]
+    assert (begun.kind, begun.name, begun.text) == ("call", "weather", "")
+    assert {delta.kind for delta in added} == {"arguments"}
+    assert "".join(delta.text for delta in added) == known
+    assert [delta.text for delta in parser.feed("öln, so ") + parser.feed("far")] == [
+        "öln, so ",
+        "far",
+    ]
+    _, *ended = parser.feed(" &"), *parser.finish()  # the model ends its turn here
+    assert (ended[-1].text, ended[-1].is_end) == ('"}', True)
+
+
+#: Arguments that are not JSON, as models write them, and what they become.
+MENDED: dict[str, Any] = {
+    '{"a": NaN, "b": -Infinity, "c": 1e999}': ({"a": "NaN", "b": "-Infinity", "c": "1e999"}),
+    '{"a": "C:\\path\\new \\u12"}': {"a": "C:\\path\new \\u12"},
+    '{"a": "\\ud83d\\ude00 \\ud800"}': {"a": "😀 �"},
+    '{"a": "two\nlines\tand a tab"}': {"a": "two\nlines\tand a tab"},
+    '{"a": "say "hi" now", "b": 1}': {"a": 'say "hi" now', "b": 1},
+    '{"a": 1, "b": [1, 2,],}': {"a": 1, "b": [1, 2]},
+    '{"a": True, b: None, "c": }': {"a": True, "b": None},
+    '{"a": {"b": "x"': {"a": {"b": "x"}},
+    '{"a": ["x"': {"a": ["x"]},
+    '{"a": {"b": [1}': {"a": {"b": [1]}},
+    "{": {},
+    '{"a': {},
+}
+
+
+@pytest.mark.parametrize("written", MENDED)
+def test_what_is_sent_of_broken_arguments_is_json(written: str) -> None:
+    for closing in ("}</tool_call>", "</tool_call>", ""):
+        text = f'<tool_call>{{"name": "add", "arguments": {written}{closing}'
+        for pieces in cuts(text):
+            _, calls, _ = parsed(HERMES, pieces)
+            assert calls == [("add", MENDED[written])], (text, pieces)
+
+
+_MARKS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<calls>",
+        "</calls>",
+        "```json\n",
+        "```",
+    ),
+    *(
+        '{"name": "weather", "arguments": ',
+        '{"city": "',
+        "city",
+        "days",
+        '"',
+        "'",
+        "\\",
+        "\\u00e9",
+        "\\ud83d",
+    ),
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        "(",
+        ")",
+        ",",
+        ":",
+        "=",
+        " ",
+        "\n",
+        "weather",
+        "add",
+        "3",
+        "NaN",
+        "true",
+        "é",
+        "😀",
+    ),
+    *(
+        "<function=weather>\n",
+        "<parameter=city>\n",
+        "\n</parameter>\n",
+        "</function>\n",
+        "<![CDATA[",
+        "]]>",
+    ),
+    *(
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<|tool_call_start|>[",
+        "]<|tool_call_end|>",
+    ),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    name=st.sampled_from([*BEGUN]),
+    place=st.integers(0, 200),
+    junk=st.lists(st.sampled_from(_MARKS), max_size=12).map("".join),
+    behind=st.booleans(),
+    data=st.data(),
+    is_cut=st.booleans(),
+)
+def test_what_is_sent_does_not_depend_on_the_pieces(
+    name: str, place: int, junk: str, behind: bool, data: st.DataObject, is_cut: bool
+) -> None:
+    """Whatever a model writes: once, in single characters, and in any pieces."""
+    call = WRITTEN.get(name, BEGUN[name][0] + '"}}')
+    text = call[:place] + junk + (call[place:] if behind else "")
+    ends = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    content, calls, _ = streamed(form(name), [text], is_cut=is_cut)
+    assert streamed(form(name), list(text), is_cut=is_cut)[:2] == (content, calls)
+    assert streamed(form(name), pieces, is_cut=is_cut)[:2] == (content, calls)
+    for _, arguments, is_whole in calls:
+        assert is_whole or is_cut
+        if is_whole:
+            assert isinstance(from_json(arguments, allow_inf_nan=False), dict)
 
 
 def test_the_first_call_may_end_the_answer() -> None:
@@ -176,28 +347,6 @@ def test_the_first_call_may_end_the_answer() -> None:
         assert (content, calls) == ("So", [WEATHER])
     _, calls, _ = parsed(MISTRAL, [f"[TOOL_CALLS] [{ADD}, {CALL}]"], one_only=True)
     assert calls == [SUM]
-
-
-#: Arguments whose text looks like the marks around it, in as far as a form can tell.
-CITY = 'Köln "} </tool_call>\n  <b> & \\ {x} '
-WRITTEN: dict[str, str] = {
-    "Devstral": '[TOOL_CALLS]weather[ARGS]{"city": "K", "days": 3}[TOOL_CALLS]add[ARGS]{"numbers": []}',
-    "Kimi": '<|section|><|one|>functions.weather:0<|args|>{"city": "K", "days": 3}<|/one|>'
-    '<|one|>functions.add:1<|args|>{"numbers": []}<|/one|><|/section|>',
-    "Command": '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "K", '
-    '"days": 3}},{"tool_call_id": "1", "tool_name": "add", "parameters": {"numbers": []}}\n]<|END_ACTION|>',
-    "Apertus": '<|tools|>[{"weather": {"city": "K", "days": 3}}, {"add": {"numbers": []}}]<|/tools|>',
-    "Qwen-Coder": "<tool_call>\n<function=weather>\n<parameter=city>\nK\n</parameter>\n<parameter=days>\n3\n"
-    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=numbers>\n[]\n</parameter>\n"
-    "</function>\n</tool_call>",
-    "GLM": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>K</arg_value>\n<arg_key>days</arg_key>\n"
-    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>add<arg_key>numbers</arg_key><arg_value>[]</arg_value></tool_call>",
-    "MiniMax": '<calls>\n<invoke name="weather">\n<parameter name="city">K</parameter>\n<parameter name="days">3'
-    '</parameter>\n</invoke>\n<invoke name="add">\n<parameter name="numbers">[]</parameter>\n</invoke>\n</calls>',
-    "DeepSeek": '<calls>\n<call name="weather">\n<arg name="city" string="true">K</arg>\n<arg name="days" string="false">'
-    '3</arg>\n</call>\n<call name="add">\n<arg name="numbers" string="false">[]</arg>\n</call>\n</calls>',
-    "LFM": "<|tool_call_start|>[weather(city='K', days=3), add(numbers=[])]<|tool_call_end|>",
-}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -227,7 +376,7 @@ def test_no_part_of_a_text_is_a_broken_call(name: str) -> None:
         for is_cut in (True, False):
             content, calls, _ = parsed(form(name), [text[:end]], is_cut=is_cut)
             assert [call[0] for call in calls] == ["weather", "add"][: len(calls)]
-            assert not calls or calls[0][1]["city"] == "K"
+            assert not is_cut or not calls or calls[0][1]["city"] == "K"
             assert is_cut or calls or content == text[:end]
 
 
@@ -266,6 +415,62 @@ def test_an_id_may_be_left_out() -> None:
     for between in ("[CALL_ID]abc12[ARGS]", "[ARGS]"):
         for pieces in cuts(f'[TOOL_CALLS]weather{between}{{"city": "K"}}'):
             assert parsed(found, pieces)[1] == [("weather", {"city": "K"})]
+
+
+# --- streams
+
+PIECES = (
+    '<tool_call>{"name": "a", "arguments": {"input": "',
+    "one",
+    "\\ntwo",
+    '"}',
+    "}</tool_call>",
+)
+USER = {"role": "user", "content": "x"}
+
+
+def sent(chunk: dict[str, Any]) -> tuple[str, str]:
+    """What a chunk of any API says of a call: its name, and a piece of its arguments."""
+    if "choices" in chunk:
+        calls = chunk["choices"][0]["delta"].get("tool_calls", [{"function": {}}])
+        found = calls[0]["function"]
+        return found.get("name", ""), found.get("arguments", "")
+    if chunk["type"] in ("content_block_start", "response.output_item.added"):
+        return (chunk.get("content_block") or chunk["item"])["name"], ""
+    if chunk["type"] == "content_block_delta":
+        return "", chunk["delta"]["partial_json"]
+    return "", chunk["delta"] if chunk["type"].endswith(("arguments.delta", "input.delta")) else ""
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize(
+    ("read", "asked", "is_custom"),
+    [
+        (read_chat, {"messages": [USER], "tools": [{"type": "function", "function": {"name": "a"}}]}, False),
+        (read_messages, {"messages": [USER], "tools": [{"name": "a"}]}, False),
+        (read_response_request, {"input": "x", "tools": [{"type": "function", "name": "a"}]}, False),
+        (read_response_request, {"input": "x", "tools": [{"type": "custom", "name": "a"}]}, True),
+    ],
+)  # fmt: skip
+def test_calls_stream_on_all_apis(read: Any, asked: Any, is_custom: bool, is_cut: bool) -> None:
+    """A call that was cut is never whole: nobody can run it by mistake."""
+    (request,) = read(asked, SamplerOptions(), GenerationOptions())
+    request = with_call_form(request, FAMILIES["Hermes"])
+    tokens, reason = (PIECES[:3], "length") if is_cut else (PIECES, "stop")
+    chunks, whole = written(request, *tokens, finish_reason=reason)
+    told = [each for each in map(sent, chunks) if any(each)]
+    pieces = (
+        ["one", "\ntwo"]
+        if is_custom
+        else ['{"input": "', "one", "\\ntwo", *([] if is_cut else ['"}'])]
+    )
+    assert told == [("a", ""), *(("", piece) for piece in pieces)]
+    text = json.dumps(whole)
+    if is_cut:
+        assert '"length"' in text or '"max_tokens"' in text or '"max_output_tokens"' in text
+        assert '"a"' not in text or '"status": "incomplete"' in text
+    else:
+        assert "one\\\\ntwo" in text or "one\\ntwo" in text
 
 
 # --- grammars of calls: tiny models write at random what these allow

@@ -58,6 +58,20 @@ def test_the_templates_own_turn_is_the_head(
     assert "".join(said) == head
 
 
+def test_a_draft_with_another_vocabulary_reads_no_such_turn_of_its_own_template(
+    target: LlamaModel,
+) -> None:
+    """The target's template stands for the draft's here."""
+    prompts = Prompts(target, own_draft=target)
+    prompt = prompts.of_text("Hi", now=NOW)
+    head = set(prompt.head)
+    assert head
+    rest = tuple(token for place, token in enumerate(prompt.tokens) if place not in head)
+    assert prompt.draft_tokens == rest
+    asked = prompts.of_text("Hi", now=NOW, system="You are tiny.")
+    assert asked.draft_tokens == asked.tokens
+
+
 def test_a_draft_does_not_read_it_and_the_text_is_the_same(tmp_path: Path) -> None:
     write_models(tmp_path, {"target": TARGET, "draft": TARGET.draft(0.02)})
     found: list[FinishedEvent] = []

@@ -91,6 +91,24 @@ def test_a_short_answer_is_not_compared_with_plain_decoding(models: Path) -> Non
         assert (fast.estimate is None) == (fast.n_tokens < 30)
 
 
+def test_no_gain_is_larger_than_the_tokens_of_a_pass_allow(models: Path) -> None:
+    with session_on(models, "perfect", n_tokens=60) as loaded:
+        for n_rows, seconds in (
+            (1, 1.0),
+            (2, 0.001),
+            (32, 0.001),
+        ):  # measured while others computed
+            loaded.costs.table().set_seconds(n_rows, seconds)
+        fast = answered(loaded, PROMPT)
+        assert fast.n_accepted > 0
+        assert fast.estimate is not None
+        assert fast.estimate.startswith("not known")
+        known = (fast.plain_tokens_per_s, fast.estimated_speedup, fast.estimated_whole_speedup)
+        assert known == (None, None, None)
+        loaded.costs.was_busy = True
+        assert answered(loaded, PROMPT).estimate is None
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_end_of_text_is_exact(models: Path, seed: int) -> None:
     """At a high temperature the tiny model ends its texts early and at many places."""

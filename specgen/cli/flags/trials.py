@@ -1,13 +1,21 @@
-"""The options of prompts to measure with."""
+"""The options of prompts to measure with, and of a comparison of drafts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from specgen.cli import flags
 from specgen.cli.flags.groups import group
+from specgen.cli.output import Output
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.sampler_options import option
+
+if TYPE_CHECKING:
+    from specgen.options import SessionOptions
+    from specgen.session.choose_models import Sources
 
 _trial = partial(option, panel="Trials")
 
@@ -42,3 +50,41 @@ class Trials:
 
 
 TRIALS = group(Trials)(Trials)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How drafts are compared, and the ranking is printed."""
+
+    trials: Trials
+    drafting: DraftOptions
+    machine: Contexts
+    output: Output
+    chat: bool | None = None
+    as_json: bool = False
+
+    def options(self, sources: Sources) -> SessionOptions:
+        return trial_options(sources, self.trials.max_tokens, self.machine, self.drafting)
+
+
+COMPARISON = group(
+    Comparison,
+    {
+        "trials": TRIALS,
+        "chat": flags.CHAT,
+        "drafting": flags.drafting,
+        "machine": flags.machine,
+        "as_json": flags.JSON_REPORT,
+        "output": flags.loudness,
+    },
+)(Comparison)
+
+
+def trial_options(
+    sources: Sources, max_tokens: int, machine: Contexts, drafting: DraftOptions = DraftOptions()
+) -> SessionOptions:
+    """Return the options of a session in which drafts are measured on the target's greedy answers."""
+    from specgen.session.open import session_options
+
+    answer = GenerationOptions(max_tokens=max_tokens)
+    return session_options(sources, SamplerOptions(), drafting, answer, machine)

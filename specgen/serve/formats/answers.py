@@ -6,7 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from specgen.errors import (
@@ -87,8 +87,7 @@ class Answer:
         self._request = request
         self._thoughts: ThoughtReader | None = None
         self._calls: ToolCallParser | None = None
-        # An answer that follows a grammar has no thoughts.
-        if request.splits_reasoning and request.generation.grammar is None:
+        if request.splits_reasoning:
             self._thoughts = ThoughtReader(prompt)
         if (tools := request.tools) is not None and request.call_form is not None:
             self._calls = ToolCallParser(
@@ -117,7 +116,7 @@ class Answer:
         return self._add(thought, answer)
 
     def finish(self, event: FinishedEvent) -> list[Delta]:
-        """End the answer; return the rest. Nothing of a call that was cut is in it."""
+        """End the answer; return the rest. The arguments of a call that was cut have no end."""
         self.finished = event
         deltas = self._add(*self._thoughts.finish()) if self._thoughts is not None else []
         if self._calls is not None:
@@ -141,7 +140,17 @@ class Answer:
 
     @property
     def calls(self) -> list[Delta]:
-        return [delta for delta in self.deltas if delta.kind == "call"]
+        """The whole calls, each with its arguments as its text: nobody can use one that was cut."""
+        added = [delta for delta in self.deltas if delta.kind == "arguments"]
+        begun = [delta for delta in self.deltas if delta.kind == "call"]
+        return [
+            replace(
+                begun[end.number],
+                text="".join(each.text for each in added if each.number == end.number),
+            )
+            for end in added
+            if end.is_end
+        ]
 
     @property
     def stop_string(self) -> str | None:
@@ -153,7 +162,7 @@ class Answer:
     def finish_reason(self) -> Literal["length", "stop", "tool_calls"]:
         if self.finished is None or self.finished.finish_reason != "stop":
             return "length"
-        return "tool_calls" if self._calls is not None and self._calls.n_calls else "stop"
+        return "tool_calls" if self.calls else "stop"
 
 
 class AnswerWriter(ABC):

@@ -11,20 +11,15 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from specgen.errors import PromptError
-from specgen.serve.formats.call_values import (
-    Arguments,
-    gemma_value,
-    python_arguments,
-    raw_json,
-    typed,
-)
+from specgen.serve.formats.call_values import Arguments, ArgumentsReader, Style, typed_json
 from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.text.prefix import n_common
+from specgen.text.stop_strings import n_begun
 
 #: Stands in a form for what differs from call to call: an id, or the number of the call.
 ANY: Final = "\ufffc"
@@ -38,6 +33,7 @@ _MARK = re.compile(r"\[[A-Z_]+\]|<[^<>\s]*>|<[^<>\s]+|[^\s{\[]+")
 #: Names of control tokens.
 _CONTROL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 _DECODER = json.JSONDecoder()
+_CDATA = "<![CDATA["
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ class CallForm:
     closing: str
     between: str | None = None
     #: Arguments are an object of JSON, pairs of key and value, Python's arguments, or Gemma's object.
-    style: Literal["json", "pairs", "python", "gemma"] = "json"
+    style: Style | Literal["pairs"] = "json"
     pair: Pair | None = None
     #: A call is an object of JSON with these keys for the name and the arguments; an empty one: the name is the key.
     keys: tuple[str, str] | None = None
@@ -69,6 +65,12 @@ class CallForm:
         """What shows that a call begins; empty if a call is a bare object."""
         found = _MARK.match(self.opening.strip())
         return found[0] if found is not None else ""
+
+    @property
+    def trigger(self) -> str:
+        """What only calls begin with: the mark, or all of the opening if other texts may have the mark too."""
+        own = re.search(r"(?i)(?:tool|call|func|action).*[>\]=]$", self.mark)
+        return self.mark if own else self.opening.strip().partition(ANY)[0]
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -118,19 +120,12 @@ def _skip(text: str, start: int) -> int:
     return _SPACE.match(text, start).end()  # type: ignore[union-attr]
 
 
-def read_call(
-    form: CallForm,
-    text: str,
-    start: int,
-    functions: Mapping[str, Mapping[str, Any]],
-    *,
-    is_last: bool = False,
-) -> tuple[int, str, Arguments] | int | None:
-    """Read a call, from its name on. `functions` are the schemas of the arguments by the functions' names.
-
-    Return where its arguments end, the name, and the arguments; `UNCLEAR` if the text ends before, None if no call of
-    one of the functions begins there."""
-    names = [name for name in functions if name.startswith(text[start : start + len(name)])]
+def read_name(
+    form: CallForm, text: str, start: int, names: Iterable[str], *, is_last: bool = False
+) -> tuple[int, str] | int | None:
+    """Return where the arguments of a call begin whose name begins at `start`, and the name, one of `names`; `UNCLEAR`
+    if the text ends before, None if no such call begins there."""
+    names = [name for name in names if name.startswith(text[start : start + len(name)])]
     whole = [name for name in names if text.startswith(name, start)]
     if not whole or (not is_last and len(text) - start < max(map(len, names))):
         return UNCLEAR if names else None
@@ -143,82 +138,123 @@ def read_call(
     begin = next((each for each in places if each is not None), None)
     if begin is None or begin == UNCLEAR:
         return begin
-    found = _arguments(form, text, begin, functions[name], is_last=is_last)
-    return (found[0], name, found[1]) if isinstance(found, tuple) else found
+    if form.pair is None:
+        begin = _skip(text, begin)
+        begins = [match("(" if form.style == "python" else "{", text, begin)]
+    else:
+        begins = [match(literal, text, begin) for literal in (form.pair.opening, *_endings(form))]
+    if any(each is not None and each != UNCLEAR for each in begins):
+        return begin, name
+    return UNCLEAR if UNCLEAR in begins else None
 
 
-def _arguments(
-    form: CallForm, text: str, start: int, schema: Mapping[str, Any], *, is_last: bool
-) -> tuple[int, Arguments] | int | None:
+def reader_of(form: CallForm, schema: Mapping[str, Any]) -> ArgumentsReader | PairsReader:
+    """Return a reader for the arguments of a function with this schema."""
     if form.style == "pairs":
-        return _read_pairs(form, text, start, schema, is_last=is_last)
-    start = _skip(text, start)
-    if start >= len(text):
-        return UNCLEAR
-    try:
-        if form.style == "gemma":
-            end, value = gemma_value(text, start)
-        elif form.style == "python":
-            end, value = python_arguments(text, start)
-        else:
-            value, end = raw_json(text, start)
-    except IndexError:
-        return UNCLEAR
-    except (ValueError, RecursionError, SyntaxError):
-        return UNCLEAR if text[start] in "{(" else None
-    return (end, value) if isinstance(value, dict) else None
+        return PairsReader(form, schema)
+    return ArgumentsReader(form.style, form.ends[1])
 
 
-def _read_pairs(
-    form: CallForm, text: str, start: int, schema: Mapping[str, Any], *, is_last: bool
-) -> tuple[int, Arguments] | int | None:
-    assert form.pair is not None
-    pair, found, place = form.pair, dict[str, Any](), start
-    while True:
-        ends = [match(literal, text, place) for literal in _endings(form)]
-        if any(end is not None and end != UNCLEAR for end in ends):
-            return place, found
-        begin = match(pair.opening, text, place)
+def read_call(
+    form: CallForm,
+    text: str,
+    start: int,
+    functions: Mapping[str, Mapping[str, Any]],
+    *,
+    is_last: bool = False,
+) -> tuple[int, str, Arguments] | int | None:
+    """Read a call as `read_name`; return also its arguments, and where they end."""
+    found = read_name(form, text, start, functions, is_last=is_last)
+    if not isinstance(found, tuple):
+        return found
+    begin, name = found
+    n, written, is_over = reader_of(form, functions[name]).read(text[begin:], is_last=is_last)
+    return (begin + n, name, json.loads(written)) if is_over else UNCLEAR
+
+
+class PairsReader:
+    """Reads arguments that are written as pairs of key and value, as an `ArgumentsReader` does: a text piece by piece,
+    another value when it is complete."""
+
+    def __init__(self, form: CallForm, schema: Mapping[str, Any]) -> None:
+        assert form.pair is not None
+        self._pair, self._ends = form.pair, _endings(form)
+        self._properties = schema.get("properties", {})
+        #: Lines of their own hold the values.
+        self._has_lines = any(middle.endswith("\n") for middle in form.pair.middles.values())
+        self._before, self._is_text = "{", False
+
+    def read(self, text: str, *, is_last: bool = False) -> tuple[int, str, bool]:
+        place, written, is_over = 0, "", False
+        while not is_over:
+            if self._is_text:
+                place, piece, is_end = self._value(text, place, is_last)
+                written += json.dumps(piece, ensure_ascii=False)[1:-1]
+                if not is_end:
+                    break
+                written, self._is_text = written + '"', False
+            found = self._pair_at(text, place, is_last)
+            if found == UNCLEAR:
+                break
+            is_over = found is None
+            if isinstance(found, tuple):
+                place, written = found[0], written + found[1]
+        if is_over or is_last:
+            written += ('"' if self._is_text else "") + self._before.strip(", ") + "}"
+        return place, written, is_over or is_last
+
+    def _pair_at(self, text: str, place: int, is_last: bool) -> tuple[int, str] | int | None:
+        """Read a pair, or up to its value if that is a text. Return its end, and what it adds; None if there is none."""
+        begins = [match(literal, text, place) for literal in (*self._ends, self._pair.opening)]
+        begin = begins.pop()
+        if any(end is not None and end != UNCLEAR for end in begins):
+            return None
         if begin is None or begin == UNCLEAR:
-            if UNCLEAR not in (begin, *ends):
-                return None
-            if is_last:  # the closing mark may be missing
-                return (place, found) if found else None
-            return UNCLEAR
-        key = _KEY.match(text, begin)
-        if key is None:
+            return UNCLEAR if UNCLEAR in (begin, *begins) and not is_last else None
+        if (key := _KEY.match(text, begin)) is None:
             return UNCLEAR if begin == len(text) else None
-        middles = [match(middle.rstrip(), text, key.end()) for middle in set(pair.middles.values())]
-        after = max((end for end in middles if end is not None), default=None)
-        if after is None or after == UNCLEAR:
-            return after
-        value = _value_end(form, text, after, is_last=is_last)
-        if value is None:
+        middles = {middle.rstrip() for middle in self._pair.middles.values()}
+        after = max(match(middle, text, key.end()) or UNCLEAR - 1 for middle in middles)
+        if after < 0:
+            return UNCLEAR if after == UNCLEAR else None
+        if self._has_lines and text.startswith("\n", after):
+            after += 1
+        n_begun_value = len(text) - after
+        if n_begun_value < len(_CDATA) and _CDATA.startswith(text[after:]) and not is_last:
             return UNCLEAR
-        place, raw = value
-        if any(middle.endswith("\n") for middle in pair.middles.values()):
-            raw = raw.removeprefix("\n").removesuffix("\n")
-        kind = schema.get("properties", {}).get(key[0], {})
-        found[key[0]] = typed(raw, kind if isinstance(kind, Mapping) else {})
+        schema = self._properties.get(key[0], {})
+        schema = schema if isinstance(schema, Mapping) else {}
+        written = f"{self._before}{json.dumps(key[0], ensure_ascii=False)}: "
+        if schema.get("type") == "string" and not text.startswith(_CDATA, after):
+            self._before, self._is_text = ", ", True
+            return after, written + '"'
+        end, raw, is_end = self._value(text, after, is_last)
+        if not is_end:
+            return UNCLEAR
+        self._before = ", "
+        return end, written + typed_json(raw, schema)
+
+    def _value(self, text: str, start: int, is_last: bool) -> tuple[int, str, bool]:
+        """Return how far a value is read, what of it is certain, and whether it ends there: where its closing mark is
+        followed by what may follow it."""
+        closing, place = self._pair.closing.strip(), start
+        is_end, line = False, "\n" if self._has_lines else ""
+        while (end := text.find(closing, place)) >= 0:
+            place = end + len(closing)
+            following = [match(each, text, place) for each in (self._pair.opening, *self._ends)]
+            is_end = is_last or any(each is not None and each != UNCLEAR for each in following)
+            if is_end or UNCLEAR in following:
+                break
+        else:
+            end = len(text) - n_begun(text[place:], closing)
+        value = text[start:end].removesuffix(line)
+        return place if is_end else start + len(value), value, is_end
 
 
 def _endings(form: CallForm) -> list[str]:
-    return [literal for literal in (form.between, form.closing) if literal]
-
-
-def _value_end(form: CallForm, text: str, start: int, *, is_last: bool) -> tuple[int, str] | None:
-    """Return where an argument ends, and its text: where its closing mark is followed by what may follow it."""
-    assert form.pair is not None
-    closing, place = form.pair.closing.strip(), start
-    while (place := text.find(closing, place)) >= 0:
-        end = place + len(closing)
-        following = [match(each, text, end) for each in (form.pair.opening, *_endings(form))]
-        if any(each is not None and each != UNCLEAR for each in following) or is_last:
-            return end, text[start:place]
-        if UNCLEAR in following:
-            return None
-        place = end
-    return None
+    """Return what ends the arguments of a call; where they are pairs, all but its last mark may be missing."""
+    marks = _CONTROL.findall(form.closing)[-1:] if form.style == "pairs" else []
+    return [literal for literal in (form.between, form.closing, *marks) if literal]
 
 
 # --- finding ------------------------------------------------------------------------------------
@@ -243,7 +279,16 @@ _PLAIN: Arguments = {
 _PROBES = tuple(
     {**_PLAIN, "text": text} for text in ("q\"<&\\\n'z {} </x>", 'a "quoted" <b> & {c}', "plain qz")
 )
-_SCHEMA = {"type": "object", "properties": {key: {"type": kind} for key, kind in _TYPES.items()}}
+#: What Command R+ wants of each argument.
+_WANTED = {
+    "description": "It.",
+    "items": {"type": "string"},
+    "additionalProperties": {"type": "string"},
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {key: {"type": kind, **_WANTED} for key, kind in _TYPES.items()},
+}
 _CONTENT = "@@plain@@"
 _TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 #: Marks of an empty thought before calls, and of the end of a turn or the beginning of a result behind them.
@@ -282,7 +327,7 @@ def form_of(
 ) -> CallForm | None:
     """Return the form of a template's calls; None if the template takes no tools, or writes calls in a form that
     specgen cannot read. `has_token` says whether the model has a control token of this name."""
-    if not re.search(r"\btools\b", template):
+    if not re.search(r"\b(?:tools|functions)\b", template):
         return None
     if "<|channel|>" in template and "functions." in template:
         return _HARMONY
@@ -377,24 +422,14 @@ def _forms(written: str, two: str | None, probe: Arguments) -> Iterator[CallForm
         return
     after = written[place + len(_NAME) :]
     for begin in (found.start() for found in re.finditer(r"[{(]", after)):
-        for style, read in _STYLES.items():
-            try:
-                end, value = read(after, begin)
-            except (ValueError, IndexError, RecursionError, SyntaxError):
+        for style in get_args(Style):
+            end, value, is_over = ArgumentsReader(style).read(after[begin:])
+            if not is_over or json.loads(value) != probe:
                 continue
-            if value != probe:
-                continue
-            form = CallForm(written[:place], after[:begin], after[end:], style=style)
+            form = CallForm(written[:place], after[:begin], after[begin + end :], style=style)
             form = replace(form, keys=_keys(written, place))
             yield _with_two(form, two)
     yield from _forms_of_pairs(written, place, two, probe)
-
-
-_STYLES: dict[Any, Callable[[str, int], tuple[int, Any]]] = {
-    "json": lambda text, start: _DECODER.raw_decode(text, start)[::-1],
-    "gemma": gemma_value,
-    "python": python_arguments,
-}
 
 
 def _keys(written: str, place: int) -> tuple[str, str] | None:

@@ -141,8 +141,9 @@ class MessageWriter(AnswerWriter):
             "model": self._model,
         }
         self._content: list[Json] = []
-        #: Whether the last block is open.
+        #: Whether the last block is open, and the arguments of an open call.
         self._is_open = False
+        self._arguments = ""
 
     def begin(self, n_prompt_tokens: int) -> list[Json]:
         """Return the events before the answer. How much of the prompt is cached is not known yet."""
@@ -168,7 +169,12 @@ class MessageWriter(AnswerWriter):
                 identity = f"toolu_{delta.identity.removeprefix('call_')}"
                 block = {"type": "tool_use", "id": identity, "name": delta.name, "input": {}}
                 events += self._opened(block)
-                self._content[-1]["input"] = json.loads(delta.text)
+                self._arguments = ""
+                continue
+            if delta.kind == "arguments":
+                self._arguments += delta.text
+                if delta.is_end:
+                    self._content[-1]["input"] = json.loads(self._arguments)
                 told = {"type": "input_json_delta", "partial_json": delta.text}
             else:
                 kind = "thinking" if delta.kind == "thought" else "text"
@@ -177,12 +183,19 @@ class MessageWriter(AnswerWriter):
                     events += self._opened({"type": kind, kind: "", **more})
                 self._content[-1][kind] += delta.text
                 told = {"type": f"{kind}_delta", kind: delta.text}
-            events.append(self._event("content_block_delta", delta=told))
+            if delta.text:
+                events.append(self._event("content_block_delta", delta=told))
+            if delta.is_end:
+                events += self._closed()
         return events
 
     def _end(self, _number: int) -> list[Json]:
         last = {"type": "message_delta", "delta": self._ending(), **self._api_figures()}
-        return [*self._closed(), last, {"type": "message_stop"}]
+        is_cut = self._is_open and self._content[-1]["type"] == "tool_use"
+        events = [*self._closed(), last, {"type": "message_stop"}]
+        if is_cut:  # a whole answer has whole calls only
+            del self._content[-1]
+        return events
 
     def _opened(self, block: Json) -> list[Json]:
         events = self._closed()

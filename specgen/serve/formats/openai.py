@@ -323,7 +323,8 @@ class ChatWriter(AnswerWriter):
         return {**self._head, "choices": choices, **self._figures()}
 
     def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
-        chunks = [self._chunk(number, _message(delta)) for delta in deltas]
+        told = (delta for delta in deltas if delta.text or delta.kind == "call")
+        chunks = [self._chunk(number, _message(delta)) for delta in told]
         has_pieces = self._first.speculative.pieces
         if event is None or not (self._has_logprobs or has_pieces):
             return chunks
@@ -370,6 +371,8 @@ class ChatWriter(AnswerWriter):
 def _message(delta: Delta) -> Json:
     if delta.kind == "call":
         return {"tool_calls": [{"index": delta.number, **_call(delta)}]}
+    if delta.kind == "arguments":
+        return {"tool_calls": [{"index": delta.number, "function": {"arguments": delta.text}}]}
     return {"content" if delta.kind == "content" else "reasoning_content": delta.text}
 
 

@@ -451,9 +451,12 @@ class Request:
         if self.kind == "chat":
             tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
             # A text that follows a grammar is whole.
-            continues = self.continues and self.generation.grammar is None
+            grammar = self.generation.grammar
+            continues = self.continues and (grammar is None or bool(grammar.mark))
             messages = self.messages[:-1] if continues else self.messages
             prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
+            if not self.splits_reasoning:
+                prompt = replace(prompt, thoughts=None)
             return prompts.continued(prompt, self.messages[-1]) if continues else prompt
         if self.tokens is not None:
             return prompts.of_tokens(self.tokens)
@@ -485,19 +488,25 @@ def with_call_form(
         return replace(request, warnings=(*request.warnings, f"tools: {what}; calls stay text"))
     if generation.grammar is not None and generation.grammar.form == "gbnf":
         raise BodyError("grammar", "it excludes tools; a JSON schema does not")
-    if tools.must_call or generation.grammar is not None:
-        if generation.ignore_eos:
-            raise BodyError("ignore_eos", "a text that follows a grammar has an end")
-        other = None if tools.must_call else generation.grammar
-        try:
-            grammar, warnings = calls_grammar(
-                form, tools.callable, is_parallel=tools.is_parallel, other=other
-            )
-        except UsageError as error:
+    other = None if tools.must_call else generation.grammar
+    if tools.must_call and generation.ignore_eos:
+        raise BodyError("ignore_eos", "a text that follows a grammar has an end")
+    try:
+        grammar, warnings = calls_grammar(
+            form,
+            tools.callable,
+            is_parallel=tools.is_parallel,
+            must_call=tools.must_call,
+            other=other,
+        )
+    except UsageError as error:
+        if tools.must_call or other is not None:
             raise BodyError("tools", error.message) from None
+    else:
         generation = replace(generation, grammar=grammar)
-        warnings = [f"tools: {warning}" for warning in warnings]
-        request = replace(request, warnings=(*request.warnings, *warnings))
+        if not grammar.mark:
+            warnings = [f"tools: {warning}" for warning in warnings]
+            request = replace(request, warnings=(*request.warnings, *warnings))
     controls = dict.fromkeys((*generation.shown_controls, *form.controls))
     generation = replace(generation, shown_controls=tuple(controls))
     return replace(request, generation=generation, call_form=form)

@@ -7,11 +7,11 @@ server does not have is refused.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasPath, BeforeValidator, Field
+from pydantic_core import from_json
 
 from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
@@ -48,6 +48,10 @@ _ECHO: Json = {
     "tool_choice": "auto",
     "tools": [],
 }
+
+
+#: The kinds of items that are calls, with the field for what is passed.
+_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
 class _Item(Fields):
@@ -196,10 +200,12 @@ class ResponseWriter(AnswerWriter):
         }
         self._n_events = 0
         self._output: list[Json] = []
-        #: The open item, to which deltas are added: its kind (``message`` or ``reasoning``), id and text.
+        #: The open item, to which deltas are added: its kind (``message``, ``reasoning`` or one of `_CALLS`), id and
+        #: text; the beginning of an open call, and its arguments.
         self._kind: str | None = None
         self._item_id = ""
         self._text = ""
+        self._call, self._arguments = Delta("call", ""), ""
         self._whole: Json = {}
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
@@ -221,7 +227,10 @@ class ResponseWriter(AnswerWriter):
         events: list[Json] = []
         for delta in deltas:
             if delta.kind == "call":
-                events += self._call(delta)
+                events += [*self._close("completed"), *self._begin_call(delta)]
+                continue
+            if delta.kind == "arguments":
+                events += self._add_arguments(delta)
                 continue
             kind = "message" if delta.kind == "content" else "reasoning"
             if self._kind != kind:
@@ -236,7 +245,7 @@ class ResponseWriter(AnswerWriter):
         events: list[Json] = []
         if self._kind is None and not self._output:  # clients expect an item
             events += self._open("message")
-        events += self._close(status)
+        events += self._close("incomplete" if self._kind in _CALLS else status)
         figures = self._figures()
         usage = figures["usage"]
         # OpenAI charges for writing to its cache.
@@ -292,17 +301,24 @@ class ResponseWriter(AnswerWriter):
         if self._kind is None:
             return []
         item = self._item(status)
-        events = [
-            self._text_event("done", text=self._text),
-            self._item_event("content_part.done", part=self._part()),
-            self._item_event("output_item.done", item=item),
-        ]
+        if (field := _CALLS.get(self._kind)) is not None:
+            done = {field: self._text, "name": self._call.name}
+            events = [self._item_event(f"{self._kind}_{field}.done", **done)]
+        else:
+            events = [
+                self._text_event("done", text=self._text),
+                self._item_event("content_part.done", part=self._part()),
+            ]
+        events.append(self._item_event("output_item.done", item=item))
         self._output.append(item)
         self._kind = None
         return events
 
     def _item(self, status: str) -> Json:
         item: Json = {"id": self._item_id, "type": self._kind, "status": status}
+        if (field := _CALLS.get(self._kind or "")) is not None:
+            call = self._call
+            return {**item, "call_id": call.identity, "name": call.name, field: self._text}
         item["content"] = [self._part()]
         if self._kind == "message":
             return {**item, "role": "assistant"}
@@ -317,27 +333,25 @@ class ResponseWriter(AnswerWriter):
     def _text_event(self, step: str, **fields: Any) -> Json:
         return self._item_event(f"{self._part()['type']}.{step}", logprobs=[], **fields)
 
-    def _call(self, call: Delta) -> list[Json]:
-        events = self._close("completed")
-        kind, field, text = "function_call", "arguments", call.text
-        if call.name in self._custom:
-            kind, field, text = "custom_tool_call", "input", _free_text(text)
-        self._begin("ctc" if field == "input" else "fc")
-        item: Json = {"type": kind, "id": self._item_id, "call_id": call.identity}
-        item["name"] = call.name
-        begun = {**item, field: "", "status": "in_progress"}
-        item |= {field: text, "status": "completed"}
-        events += [
-            self._item_event("output_item.added", item=begun),
-            self._item_event(f"{kind}_{field}.delta", delta=text),
-            self._item_event(f"{kind}_{field}.done", **{field: text}, name=call.name),
-            self._item_event("output_item.done", item=item),
-        ]
-        self._output.append(item)
-        return events
+    def _begin_call(self, call: Delta) -> list[Json]:
+        is_custom = call.name in self._custom
+        self._kind = "custom_tool_call" if is_custom else "function_call"
+        self._text, self._arguments, self._call = "", "", call
+        self._begin("ctc" if is_custom else "fc")
+        return [self._item_event("output_item.added", item=self._item("in_progress"))]
+
+    def _add_arguments(self, delta: Delta) -> list[Json]:
+        self._arguments += delta.text
+        text = self._arguments
+        if self._kind == "custom_tool_call":
+            text = _free_text(text, is_end=delta.is_end)
+        added, self._text = text[len(self._text) :], text
+        kind = f"{self._kind}_{_CALLS[self._kind or '']}.delta"
+        events = [self._item_event(kind, delta=added)] if added else []
+        return events + (self._close("completed") if delta.is_end else [])
 
 
-def _free_text(arguments: str) -> str:
-    """Return the input of a custom tool; if the model wrote other arguments, these."""
-    value = json.loads(arguments).get("input")
-    return value if isinstance(value, str) else arguments
+def _free_text(arguments: str, *, is_end: bool) -> str:
+    """Return the input of a custom tool, as far as it is there; if the model wrote other arguments, these."""
+    value = from_json(arguments, allow_partial="trailing-strings").get("input")
+    return value if isinstance(value, str) else arguments if is_end else ""

@@ -3,6 +3,7 @@ uses is found in `call_forms.py`."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import uuid
@@ -10,33 +11,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic_core import from_json
-
 from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.serve.formats.call_forms import (
     ANY,
     UNCLEAR,
     CallForm,
+    PairsReader,
     match,
-    read_call,
+    read_name,
+    reader_of,
 )
-from specgen.serve.formats.call_values import raw_json
+from specgen.serve.formats.call_values import ArgumentsReader
 from specgen.text.grammar.json_schema import lenient_schema_grammar
-from specgen.text.grammar.llguidance_grammar import JSON_FORM
+from specgen.text.grammar.llguidance_grammar import in_lark, literal
 from specgen.text.stop_strings import n_begun
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """An addition to an answer: to its thoughts or its content, or a whole call. The `text` of a call is its
-    arguments, as JSON; it has a name, an id, and the number of calls before it."""
+    """An addition to an answer: to its thoughts, its content, or the arguments of a call, which are JSON. A ``call``
+    begins one: it has a name, an id, and the number of calls before it. `is_end` says that the arguments are whole;
+    those of a call that was cut never are."""
 
-    kind: Literal["thought", "content", "call"]
+    kind: Literal["thought", "content", "call", "arguments"]
     text: str
     name: str = ""
     identity: str = ""
     number: int = 0
+    is_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,10 @@ class _Rules:
             if left_out:
                 names = ", ".join(left_out)
                 self.warnings.append(f"no grammar can enforce {names} of {function.name}")
-            arguments = self._new(_json(schema))
+            arguments = self._new(in_lark(schema))
         else:
             arguments = self._arguments(function)
-        name = _literal(function.name)
+        name = literal(function.name)
         self.lines.append(f"{rule}: {name} {_form_text(self.form.after_name)} {arguments}")
         return rule
 
@@ -123,26 +126,26 @@ class _Rules:
         kind = schema.get("type")
         if self.form.style == "gemma":
             return self._new(
-                f"{_literal(key + ':')} {'gemma_text' if kind == 'string' else 'gemma'}"
+                f"{literal(key + ':')} {'gemma_text' if kind == 'string' else 'gemma'}"
             )
         if self.form.style == "python":
-            return self._new(f"{_literal(key + '=')} {self._value(schema, function, key)}")
+            return self._new(f"{literal(key + '=')} {self._value(schema, function, key)}")
         pair = self.form.pair
         assert pair is not None
         middle = pair.middles.get(
             kind if isinstance(kind, str) else "string", pair.middles["string"]
         )
-        before = f"{_form_text(pair.opening)} {_literal(key)} {_form_text(middle)}"
+        before = f"{_form_text(pair.opening)} {literal(key)} {_form_text(middle)}"
         choices = schema.get("enum", ())
         if kind != "string":
             return self._new(
                 f"{before} {self._value(schema, function, key)} {_form_text(pair.closing)}"
             )
         if choices:
-            texts = " | ".join(_literal(str(each)) for each in choices)
+            texts = " | ".join(literal(str(each)) for each in choices)
             return self._new(f"{before} ({texts}) {_form_text(pair.closing)}")
         text = f"rule_{len(self.lines)}"
-        self.lines.append(f"{text}[suffix={_literal(pair.closing)}]: /(?s:.*)/")
+        self.lines.append(f"{text}[suffix={literal(pair.closing)}]: /(?s:.*)/")
         return self._new(f"{before} {text}")
 
     def _value(self, schema: Mapping[str, Any], function: Function, key: str) -> str:
@@ -159,7 +162,7 @@ class _Rules:
             raise UsageError(f"{function.name}: {key}: {error.message}") from None
         if left_out:
             self.warnings.append(f"no grammar can enforce {', '.join(left_out)} of {function.name}")
-        return self._new(_json(grammar))
+        return self._new(in_lark(grammar))
 
 
 def calls_grammar(
@@ -167,38 +170,32 @@ def calls_grammar(
     functions: Sequence[Function],
     *,
     is_parallel: bool,
+    must_call: bool = True,
     other: Grammar | None = None,
 ) -> tuple[Grammar, list[str]]:
     """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`,
     or else for text that conforms to the JSON schema `other`; and warnings that name what it cannot enforce
-    of the parameters' schemas. Raise `UsageError` if no arguments conform to a function's parameters."""
-    rules = _Rules(form)
+    of the parameters' schemas. Unless the model `must_call`, it holds from a call's mark on, in a text that is free.
+    Raise `UsageError` if no arguments conform to a function's parameters."""
+    rules, is_lazy = _Rules(form), not must_call and other is None
     calls = rules._new(" | ".join(map(rules.call, functions)))  # noqa: SLF001
     more = f" ({_form_text(form.between)} {calls})*" if is_parallel and form.between else ""
+    opening, mark = form.opening.lstrip(), form.trigger if is_lazy else ""
     lines = [
         f"start: calls{' | other' if other is not None else ''}",
-        f"calls: {_form_text(form.opening.lstrip())} {calls}{more} {_form_text(form.closing.rstrip())}",
+        f"calls: {_form_text(opening.removeprefix(mark))} {calls}{more} {_form_text(form.closing.rstrip())}",
     ]
     if other is not None:
-        lines.append(f"other: {_json(other)}")
-    return Grammar("lark", "\n".join([*lines, *rules.lines])), rules.warnings
+        lines.append(f"other: {in_lark(other)}")
+    text = "\n".join([*lines, *rules.lines])
+    is_first = is_lazy and not form.mark
+    return Grammar("lark", text, other is None, mark, is_first), rules.warnings
 
 
 def _form_text(text: str) -> str:
     """Return a part of a form as Lark literals."""
-    parts = [_literal(part) for part in text.split(ANY)]
+    parts = [literal(part) for part in text.split(ANY)]
     return " ANY ".join(parts)
-
-
-def _literal(text: str) -> str:
-    """Return a text as a Lark literal, which has JSON's form."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _json(schema: Grammar) -> str:
-    parsed = json.loads(schema.text)
-    form = {**JSON_FORM, "lenient": parsed.get("x-guidance") == {"lenient": True}}
-    return f"%json {json.dumps({**parsed, 'x-guidance': form})}"
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -215,12 +212,12 @@ _NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
 class ToolCallParser:
     """Splits an answer into content and calls. `functions` are those that may be called.
 
-    A call is reported when its arguments are complete; until then its text is held back. An answer may also begin
-    with a bare object, perhaps in a code fence: small models write calls so, whatever their template says. A
-    broken call, or a call of an unknown function, is content, but may be held back until the end of the
-    answer. The result does not depend on how the text is cut into pieces. White space around calls is left
-    out. With `one_only`, everything after the first call is left out too. With `calls_only`, a grammar makes
-    sure that the answer is nothing but calls.
+    A call is reported when its arguments begin, and they as they come; what is broken in them is mended, since nothing
+    that was reported can be taken back. An answer may also begin with a bare object, perhaps in a code fence: small
+    models write calls so, whatever their template says. A call of an unknown function, or one that is broken before
+    its arguments, is content, but may be held back until the end of the answer. The result does not depend on how
+    the text is cut into pieces. White space around calls is left out. With `one_only`, everything after the first
+    call is left out too. With `calls_only`, a grammar makes sure that the answer is nothing but calls.
     """
 
     def __init__(
@@ -240,6 +237,9 @@ class ToolCallParser:
         #: Text that is neither content nor a call yet.
         self._rest = ""
         self._is_beginning = True
+        #: What reads the arguments of the open call, and what is left of its object behind them.
+        self._reader: ArgumentsReader | PairsReader | None = None
+        self._object: ArgumentsReader | None = None
         #: Whether a call was the last that was read, and what may end it where it was bare.
         self._is_behind_call = False
         self._fence = ""
@@ -258,10 +258,21 @@ class ToolCallParser:
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
         """Return the rest, at the end of the answer. What there is of a call is left out if the answer
         `is_cut`: it is no content, and no client can use it."""
-        return self._read(is_last=True, is_cut=is_cut)
+        return self._read(is_last=False) + self._read(is_last=True, is_cut=is_cut)
 
     def _read(self, *, is_last: bool, is_cut: bool = False) -> list[Delta]:
-        deltas: list[Delta] = []
+        deltas, is_call = list[Delta](), True
+        while is_call:
+            deltas += self._arguments(is_last=is_last and not is_cut)
+            if self._reader is not None or self._object is not None:
+                self._rest = "" if is_cut else self._rest
+                break
+            more, is_call = self._to_call(is_last=is_last, is_cut=is_cut)
+            deltas += more
+        return deltas
+
+    def _to_call(self, *, is_last: bool, is_cut: bool) -> tuple[list[Delta], bool]:
+        """Read up to the arguments of the next call. Return what is certain, and whether there is one."""
         content = ""
         #: Where in the content a call begins that has no end.
         begun: int | None = None
@@ -282,33 +293,31 @@ class ToolCallParser:
                 break
             content += self._rest[:start]
             self._rest, begin = self._rest[start:], begin - start
+            self._fence = "\n" + _FENCE if self._rest.lstrip().startswith(_FENCE) else ""
             end, calls = self._calls(begin, is_last=is_last and not is_cut)
             if end == UNCLEAR and not is_last:
                 self._n_tried = len(self._rest)
                 break
-            if not calls:
-                is_begun = self._is_behind_call or self._is_call_begun(begin)
-                if end == UNCLEAR and begun is None and is_begun:
-                    begun = len(content)
-                # Not all of it: behind a broken call there may be another one.
-                n_text = max(1, min(begin, len(self._form.mark) or 1))
-                content += self._rest[:n_text]
-                self._rest = self._rest[n_text:]
-                self._is_behind_call = False
-            else:
-                if self._one_only:
-                    calls = calls[:1]
-                deltas += _content(content) + [self._delta(*call) for call in calls]
-                content, begun = "", None
-                self._fence = "\n" + _FENCE if self._rest.lstrip().startswith(_FENCE) else ""
-                self._is_behind_call = True
+            self._is_beginning, was_behind_call = False, self._is_behind_call
+            self._is_behind_call = bool(calls)
+            if calls:
                 self._rest = self._rest[end:]
-            self._is_beginning = False
+                calls = calls[:1] if self._one_only else calls
+                return _content(content) + [
+                    each for call in calls for each in self._deltas(*call)
+                ], True
+            is_begun = was_behind_call or self._is_call_begun(begin)
+            if end == UNCLEAR and begun is None and is_begun:
+                begun = len(content)
+            # Not all of it: behind a broken call there may be another one.
+            n_text = max(1, min(begin, len(self._form.mark) or 1))
+            content += self._rest[:n_text]
+            self._rest = self._rest[n_text:]
         if is_cut:
             content = self._without_call(content, begun)
         if is_last and self.n_calls:
             content = content.rstrip()
-        return deltas + _content(content)
+        return _content(content), False
 
     def _is_call_begun(self, begin: int) -> bool:
         if self._form.mark and self._form.mark in self._rest[:begin]:
@@ -356,7 +365,7 @@ class ToolCallParser:
             return -1, -1
         return len(self._rest[:place].rstrip()), place + len(mark)
 
-    def _calls(self, begin: int, *, is_last: bool) -> tuple[int, list[tuple[str, str]]]:
+    def _calls(self, begin: int, *, is_last: bool) -> tuple[int, list[tuple[str, str | None]]]:
         """Return the end of the calls that begin here, and their names and arguments. The end is `UNCLEAR` if the
         text may go on so."""
         text, form = self._rest, self._form
@@ -370,55 +379,67 @@ class ToolCallParser:
         place: int | None = start
         if not self._is_behind_call:
             place = match(form.opening, text, len(text[:begin].rstrip()) - len(form.mark))
-        found: Any = place
+        found: tuple[int, str] | int | None = place
         if place is not None and place != UNCLEAR:
-            found = read_call(form, text, place, self._schemas, is_last=is_last)
+            found = read_name(form, text, place, self._schemas, is_last=is_last)
         if not isinstance(found, tuple):
             return (UNCLEAR, []) if found == UNCLEAR else (start, [])
-        call = self._checked(found[1], found[2])
-        return found[0], [] if call is None else [call]
+        self._reader = reader_of(form, self._schemas[found[1]])
+        return found[0], [(found[1], None)]
 
-    def _objects(self, begin: int) -> tuple[int, list[tuple[str, str]]]:
-        """Read an object of JSON that is a call, or a list of them."""
+    def _objects(self, begin: int) -> tuple[int, list[tuple[str, str | None]]]:
+        """Read an object of JSON that is a call, up to its arguments, or a whole one, or a list of them."""
         if self._rest[begin] == "[" and "[" in self._form.opening:  # one after the other
             begin += 1 + len(self._rest[begin + 1 :]) - len(self._rest[begin + 1 :].lstrip())
             if begin == len(self._rest):
                 return UNCLEAR, []
-        try:
-            value, end = raw_json(self._rest, begin)
-        except (ValueError, RecursionError):
+        found = _object_head(self._form.keys).match(self._rest, begin)
+        if found is not None and found[1] in self._schemas:
+            closing = self._fence or self._form.ends[1]
+            self._reader = ArgumentsReader("json", closing)
+            self._object = ArgumentsReader("json", closing, is_open=True)
+            return found.end(), [(found[1], None)]
+        end, written, is_over = ArgumentsReader("json").read(self._rest[begin:])
+        if not is_over:
             return UNCLEAR, []
+        value = json.loads(written or "null")
         calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
-        return end, [call for call in calls if call is not None] if None not in calls else []
+        found_calls = [call for call in calls if call is not None]
+        return begin + end, [*found_calls] if None not in calls else []
 
     def _call(self, value: Any) -> tuple[str, str] | None:
         if not isinstance(value, dict):
             return None
         keys = self._form.keys or ("name", "arguments")
         if keys == ("", "") and len(value) == 1:
-            return self._checked(*next(iter(value.items())))
+            value = dict(zip(("name", "arguments"), *value.items(), strict=True))
         name = value.get(keys[0], value.get("name"))
         arguments = value.get(keys[1], value.get("arguments", value.get("parameters")))
         if isinstance(arguments, str):  # arguments as a text of JSON
-            try:
-                arguments = from_json(arguments)
-            except ValueError:
-                return None
-        return self._checked(name, arguments)
+            _, written, _ = ArgumentsReader("json").read(arguments, is_last=True)
+            arguments = json.loads(written or "null")
+        if not isinstance(name, str) or name not in self._schemas:
+            return None
+        is_object = isinstance(arguments, dict)
+        return (name, json.dumps(arguments, ensure_ascii=False)) if is_object else None
 
-    def _checked(self, name: Any, arguments: Any) -> tuple[str, str] | None:
-        if (
-            not isinstance(name, str)
-            or name not in self._schemas
-            or not isinstance(arguments, dict)
-        ):
-            return None
-        text = json.dumps(arguments, ensure_ascii=False)
-        try:  # Python's reader also takes NaN, and half surrogate pairs
-            from_json(text.encode(), allow_inf_nan=False)
-        except ValueError:
-            return None
-        return name, text
+    def _arguments(self, *, is_last: bool) -> list[Delta]:
+        """Read on in the open call, if there is one."""
+        deltas: list[Delta] = []
+        if self._reader is not None:
+            n, text, is_over = self._reader.read(self._rest, is_last=is_last)
+            self._rest = self._rest[n:]
+            if text or is_over:
+                number = self.n_calls - 1
+                deltas.append(Delta("arguments", text, number=number, is_end=is_over))
+            if not is_over:
+                return deltas
+            self._reader = None
+        if self._object is not None:
+            n, _, is_over = self._object.read(self._rest, is_last=is_last)
+            self._rest = self._rest[n:]
+            self._object = None if is_over else self._object
+        return deltas
 
     def _n_certain(self) -> int:
         """Return how many characters of the rest are content, whatever follows."""
@@ -431,9 +452,26 @@ class ToolCallParser:
         self._is_beginning = self._is_beginning and n_certain == 0
         return n_certain
 
-    def _delta(self, name: str, arguments: str) -> Delta:
+    def _deltas(self, name: str, arguments: str | None) -> list[Delta]:
+        """Begin a call; it is whole if there are arguments."""
         number, self.n_calls = self.n_calls, self.n_calls + 1
-        return Delta("call", arguments, name, f"call_{uuid.uuid4().hex[:24]}", number)
+        begun = Delta("call", "", name, f"call_{uuid.uuid4().hex[:24]}", number)
+        whole = Delta("arguments", arguments or "", number=number, is_end=True)
+        return [begun] if arguments is None else [begun, whole]
+
+
+@functools.lru_cache(maxsize=16)
+def _object_head(keys: tuple[str, str] | None) -> re.Pattern[str]:
+    """Return a pattern for an object that is a call with these keys, from its beginning up to its arguments."""
+    if keys == ("", ""):
+        return re.compile(r'\{\s*"([^"\\]+)"\s*:\s*(?=\{)')
+    name, arguments = map(re.escape, keys or ("name", "arguments"))
+    text = r'"(?:[^"\\]|\\.)*"'
+    others = rf"(?:{text}\s*:\s*(?:{text}|[-+.\w]+)\s*,\s*)*?"
+    return re.compile(
+        rf'\{{\s*{others}"(?:{name}|name)"\s*:\s*"([^"\\]+)"\s*,\s*'
+        rf'{others}"(?:{arguments}|arguments|parameters)"\s*:\s*(?=\{{)'
+    )
 
 
 def _content(text: str) -> list[Delta]:

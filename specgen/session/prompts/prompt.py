@@ -13,7 +13,8 @@ from specgen.errors import PromptError, PromptLengthError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.template import Message, render, unmarked
-from specgen.session.prompts.thoughts import begun_in, mark_before_answer
+from specgen.session.prompts.thoughts import begun_in, mark_before_answer, thoughts_behind
+from specgen.text.grammar.free_text import ThoughtMarks
 
 #: The tools that a model may call, in the form of OpenAI's API.
 _Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -35,6 +36,8 @@ class Prompt:
     #: The positions of turns that the template itself adds before the first message; draft models leave them out.
     head: range = range(0)
     ends: frozenset[int] = frozenset()
+    #: The marks of the thoughts that the answer may have.
+    thoughts: ThoughtMarks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,9 @@ class Prompts:
             )
         own = None if self.own_draft is None else chat.draft_tokens(self.own_draft)
         head = chat.head(self.target.vocabulary, *found)
-        return replace(_prompt(*found), head=head, draft_tokens=own)
+        template = template_of(self.target, has_tools=bool(tools)) or ""
+        thoughts = thoughts_behind(found[0], template)
+        return replace(_prompt(*found), head=head, draft_tokens=own, thoughts=thoughts)
 
     def of_tokens(self, tokens: Sequence[int]) -> Prompt:
         """Return a prompt of these tokens of the target. Raise `PromptError` if it lacks one of them."""
@@ -130,7 +135,9 @@ class Prompts:
                 answer += inside(marks.end, parse_special=True)
                 answer += inside(f"\n\n{begun.content}")
         # A prompt whose text ends with the mark is one whose answer goes on thinking.
-        return replace(self.followed_by(prompt, answer), text=prompt.text + text)
+        thoughts = None if begun.content else prompt.thoughts
+        prompt = replace(prompt, text=prompt.text + text, thoughts=thoughts)
+        return self.followed_by(prompt, answer)
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self.target.vocabulary.token_bytes, tokens)).decode(errors="replace")
@@ -249,9 +256,9 @@ class _Conversation:
         return range(int(head[0] == vocabulary.special_tokens()["bos"]), stop)
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
-        """Return the conversation for a draft model with another vocabulary. If its template accepts no system
-        message, that goes to the start of the first turn. A model without a template that works gets the turns as
-        paragraphs."""
+        """Return the conversation for a draft model with another vocabulary, without its template's `head`. If
+        that accepts no system message, it goes to the start of the first turn. A model without a template that
+        works gets the turns as paragraphs."""
         attempts = [self]
         system, *others = self.messages
         if system.role == "system" and others:
@@ -263,7 +270,8 @@ class _Conversation:
             except PromptError:
                 continue
             if found is not None:
-                return tuple(found[1])
+                tokens, head = found[1], attempt.head(model.vocabulary, *found)
+                return (*tokens[: head.start], *tokens[head.stop :])
         paragraphs = "".join(f"{message.content}\n\n" for message in self.messages)
         return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
 

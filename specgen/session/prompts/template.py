@@ -25,6 +25,8 @@ Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 #: The variables of all templates.
 OWN_VARIABLES = frozenset(["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"])
+#: Templates that read the usual variable.
+_TAKES_TOOLS = re.compile(r"\btools\b")
 #: Mistral's templates, which write this mark, accept only call ids of nine letters and digits.
 _NEEDS_SHORT_IDS = "[TOOL_CALLS]"
 
@@ -82,6 +84,9 @@ def render(
     given.pop("tools", None)
     if tools:  # templates ask whether it is defined
         given["tools"] = mark(list(tools))
+    if not _TAKES_TOOLS.search(template):  # Firefunction has names of its own
+        functions = mark(_to_json(tools, indent=4)) if tools else ""
+        given |= {"functions": functions, "datetime": now.ctime()}
     try:
         return environment.rendered(_compiled(template), given)
     except Exception as error:  # a template's expressions can raise anything

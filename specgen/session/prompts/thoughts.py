@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 
+from specgen.text.grammar.free_text import ThoughtMarks
 from specgen.text.stop_strings import n_begun
-
-
-@dataclass(frozen=True, slots=True)
-class ThoughtMarks:
-    """The marks before and behind a family's thoughts, and those around the answer behind them."""
-
-    begin: str
-    end: str
-    around: tuple[str, ...] = ()
-
-    @property
-    def first(self) -> tuple[str, ...]:
-        """What an answer with such marks begins with."""
-        return (self.begin, *self.around)
-
 
 #: By what an answer begins with, or a prompt ends with.
 _FAMILIES = (
@@ -50,6 +36,7 @@ _FAMILIES = (
             "<|channel|>final<|message|>",
             "<|start|>assistant",
         ),
+        "<|channel|>final<|message|>",
     ),  # gpt-oss
 )
 _FIRST = tuple(mark for family in _FAMILIES for mark in family.first)
@@ -68,6 +55,17 @@ def begun_in(prompt: str) -> ThoughtMarks | None:
     """Return the marks of the thinking block that a template has opened at the end of a prompt."""
     end = prompt.rstrip()
     return next((family for family in _FAMILIES if end.endswith(family.begin)), None)
+
+
+def thoughts_behind(prompt: str, template: str) -> ThoughtMarks | None:
+    """Return the marks of the thoughts that an answer to a prompt may have; None if the template knows of none."""
+    if (begun := begun_in(prompt)) is not None:
+        return replace(begun, state="open")
+    end = prompt.rstrip()
+    over = next((family for family in _FAMILIES if end.endswith(family.end)), None)
+    if over is not None:
+        return replace(over, state="over")
+    return next((family for family in _FAMILIES if family.begin in template), None)
 
 
 def mark_before_answer(prompt: str) -> str:

@@ -23,6 +23,11 @@ from specgen.system.arrays import BoolArray, TokenArray
 class GrammarState(Protocol):
     """The state of a grammar after a text. Immutable."""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether every token is allowed."""
+        ...
+
     def allows(self, token_ids: TokenArray) -> BoolArray:
         """Return which of these tokens may come next, bool[m]; end-of-text tokens exactly where the text
         may end. There may be no such token at all.
@@ -57,6 +62,8 @@ class Vocabulary(backend.Vocabulary, Protocol):
 
 class _Ended:
     """After an end-of-text token: nothing is allowed."""
+
+    is_free = False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         return np.zeros(len(token_ids), np.bool_)

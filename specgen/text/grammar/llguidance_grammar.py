@@ -8,9 +8,10 @@ tokens in which the model's own tokenizer writes that text.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,18 +40,14 @@ _NO_FURTHER = "the grammar cannot be followed any further: "
 _SPECIAL = b"\xff"
 
 
-def grammar_start(grammar: Grammar, vocabulary: Vocabulary) -> GrammarState:
-    """Return the state of a grammar before a text. Raise `UsageError` if the grammar is invalid."""
-    return LlguidanceGrammar(vocabulary, grammar).start
-
-
 class LlguidanceGrammar:
-    """A grammar over the tokens of a vocabulary; every text begins at `start`.
+    """A grammar over the tokens of a vocabulary; every text begins at `start`. With `rules`, in llguidance's form of
+    Lark, a text follows these, and what they call `answer` follows the grammar.
 
     Raises `UsageError` if the grammar is not valid, or no text follows it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, rules: str = "") -> None:
         from llguidance import LLMatcher, LLParserLimits
 
         #: int64[n]: the end-of-text tokens.
@@ -64,8 +61,12 @@ class LlguidanceGrammar:
         #: (4 ms inside of a JSON string). Where a text is forced, a mask has the model's own tokens only.
         self.checks_few = grammar.form == "gbnf"
         if self.checks_few:
-            text = _GBNF_OPTIONS + to_lark(grammar.text, vocabulary)
-            grammar = Grammar("lark", text)
+            grammar = Grammar("lark", to_lark(grammar.text, vocabulary))
+        if rules:
+            own = in_lark(grammar) if grammar.form == "json_schema" else grammar.text
+            grammar = Grammar("lark", f"{rules}\nanswer:{own.removeprefix('start:')}")
+        if self.checks_few:
+            grammar = Grammar("lark", _GBNF_OPTIONS + grammar.text)
             limits = LLParserLimits(step_max_items=_MOST_ITEMS, max_items_in_row=_MOST_ITEMS)
         else:
             limits = LLParserLimits()
@@ -87,11 +88,19 @@ class LlguidanceGrammar:
         """The state at the start of a text. It is new each time, since a state keeps all that follow it."""
         return _State(self, self._matcher.deep_copy(), self._first)
 
+    def fed(self, tokens: Sequence[int]) -> GrammarState | None:
+        """Return the state after these tokens; None if they are not allowed."""
+        matcher = self._matcher.deep_copy()
+        with _panics(BackendError, _NO_FURTHER):
+            n_taken = matcher.try_consume_tokens(list(tokens))
+        return _State(self, matcher) if n_taken == len(tokens) else None
+
 
 class _State:
     """The state of a grammar after a text. Its matcher never advances: children have copies."""
 
     __slots__ = ("__weakref__", "_children", "_forced", "_grammar", "_known", "_matcher")
+    is_free = False
 
     def __init__(
         self, grammar: LlguidanceGrammar, matcher: LLMatcher, known: BoolArray | None = None
@@ -115,7 +124,7 @@ class _State:
         return found
 
     def _checked(self, token_ids: TokenArray) -> BoolArray:
-        matcher, ends = self._matcher.deep_copy(), self._grammar.ends
+        matcher, ends = self._matcher.deep_copy(), set(self._grammar.ends.tolist())
         with _panics(BackendError, _NO_FURTHER):
             may_end = matcher.is_accepting()
             return np.array(
@@ -190,6 +199,18 @@ def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
             return LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
     except (ValueError, UsageError) as error:
         return True, [str(error)]
+
+
+def literal(text: str) -> str:
+    """Return a text as a literal of Lark, which has JSON's form."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def in_lark(schema: Grammar) -> str:
+    """Return a JSON schema as an item of Lark."""
+    parsed = json.loads(schema.text)
+    form = {**JSON_FORM, "lenient": parsed.get("x-guidance") == {"lenient": True}}
+    return f"%json {json.dumps({**parsed, 'x-guidance': form})}"
 
 
 def _compiled(grammar: Grammar) -> str:

@@ -1,0 +1,189 @@
+"""llama.cpp's own tests of its server, against `specgen serve`, a line for each::
+
+    python -m tests.long_runs.llama_cpp_tests LLAMA_CPP [--models FOLDER] [-k WORDS]
+
+LLAMA_CPP is an unpacked source of llama.cpp. The tests want small models of the Hugging Face hub, which are fetched; of
+those in FOLDER (`stories260K.gguf` for a repository with such a name) nothing is fetched, and tests of a model that
+cannot be had are skipped. `DIFFERENT` says which tests fail on purpose, and why; the exit code is 1 if another one
+fails, or if one of these passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+#: Files of tests of what specgen does not have.
+LEFT_OUT = {
+    "test_compat_gcp": "Vertex AI's own path",
+    "test_kv_keep_only_active": "reads llama.cpp's log",
+    "test_lora": "adapters of weights",
+    "test_mcp_servers": "a client of MCP in the server",
+    "test_proxy": "a proxy for web pages",
+    "test_rerank": "ranking of documents",
+    "test_router": "several models are served by --models, without llama.cpp's own paths",
+    "test_sleep": "weights are dropped by --models alone",
+    "test_slot_save": "the prefix cache is kept without being told",
+    "test_stream": "streams that go on after a client is gone",
+    "test_tools_builtin": "tools that run in the server",
+    "test_vision_api": "images",
+}
+#: The exit code of a model that cannot be fetched.
+FETCH_FAILED = 7
+#: Tests that fail on purpose (a beginning of their names), and why.
+DIFFERENT: dict[str, str] = {}
+
+
+class Folder:
+    """Where models are, by the names that tests give them."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.files = list(folder.glob("*.gguf")) if folder is not None else []
+
+    def options(self, server: Any) -> list[str]:
+        asked = f"{server.model_hf_repo}/{server.model_hf_file}"
+        if (file := self.find(asked)) is not None:
+            return ["-m", str(file)]
+        if server.model_hf_repo is None:
+            pytest.skip("a server without models")
+        more = ["--hf-file", server.model_hf_file] if server.model_hf_file else []
+        return ["-hf", server.model_hf_repo, *more]
+
+    def find(self, name: str) -> Path | None:
+        names = [file for file in self.files if file.stem.lower() in name.lower()]
+        return max(names, key=lambda file: len(file.stem), default=None)
+
+    def fetch(self, address: str, _output: str | None = None) -> str:
+        """Take the place of `download_file`."""
+        if (file := self.find(address)) is None:
+            pytest.skip(f"{address} is not in the folder of models")
+        return str(file)
+
+
+def start(server: Any, folder: Folder, timeout_seconds: float = 60) -> None:
+    """Take the place of `ServerProcess.start`: start `specgen serve` with the options of a test."""
+    n_slots = server.n_slots or 4
+    n_ctx = (server.n_ctx or 2048) // (1 if server.kv_unified else n_slots)
+    n_predict = server.n_predict or -1
+    arguments = [*folder.options(server), "-md", server.model_draft or "none"]
+    arguments += ["-c", n_ctx, "-np", n_slots, "-n", n_predict, "-t", 1, "-q", "--drain-s", 0]
+    arguments += ["--host", server.server_host, "--port", server.server_port]
+    arguments += ["--temp", server.temperature, "--seed", server.seed]
+    named = {
+        "--batch-size": server.n_batch,
+        "--alias": server.model_alias,
+        "--cors-origin": server.cors_origins,
+        "--chat-template": server.chat_template,
+        "--chat-template-file": server.chat_template_file,
+        "--draft-max": server.spec_draft_n_max,
+        "--draft-min": server.spec_draft_n_min,
+    }
+    for name, value in named.items():
+        arguments += [name, value] if value else []
+    if server.api_key:
+        keys = Path(tempfile.mkdtemp()) / "keys"
+        keys.write_text(server.api_key)
+        arguments += ["--api-key-file", keys]
+    command = [sys.executable, "-m", "specgen", "serve", *map(str, arguments)]
+    server.process = subprocess.Popen(command, env={**os.environ, "SPECGEN_KERNELS": "llama.cpp"})
+    importlib.import_module("utils").server_instances.add(server)
+    end = time.monotonic() + timeout_seconds
+    while time.monotonic() < end:
+        if server.process.poll() == FETCH_FAILED:
+            pytest.skip("its model cannot be fetched")
+        if server.process.poll() is not None:
+            raise RuntimeError(f"it ended with {server.process.returncode}: {command}")
+        try:
+            address = f"http://{server.server_host}:{server.server_port}/health"
+            if httpx.get(address, timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.05)
+    raise TimeoutError("it did not start")
+
+
+class Lines:
+    """Prints a line for each test, and counts them."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(("passed", "differs on purpose", "skipped", "failed"), 0)
+        self.is_right = True
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs a large model"))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        name = report.nodeid.partition("unit/test_")[2]
+        why = next((DIFFERENT[each] for each in DIFFERENT if name.startswith(each)), None)
+        outcome: str = report.outcome
+        about = ""
+        if report.failed:
+            about = str(report.longrepr).strip().splitlines()[-1]
+            crash = getattr(report.longrepr, "reprcrash", None)
+            about = crash.message.splitlines()[0] if crash is not None else about
+            outcome, about = ("differs on purpose", why) if why else (outcome, about)
+        elif report.skipped:
+            about = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        elif why is not None:
+            about = f"but should not: {why}"
+        self.is_right &= outcome != "failed" and (outcome != "passed" or why is None)
+        self.counts[outcome] += 1
+        print(f"{outcome}: {name}{f': {about}' if about else ''}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--models", type=Path)
+    parser.add_argument("-k", default="", help="only tests with these words in their names")
+    parser.add_argument("--verbose", action="store_true", help="what the tests print")
+    asked = parser.parse_args()
+    tests = asked.source.resolve() / "tools" / "server" / "tests"
+    folder = Folder(asked.models and asked.models.resolve())
+    sys.path.insert(0, str(tests))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    os.chdir(tests)
+    sys.modules.setdefault("wget", types.ModuleType("wget"))
+    utils: Any = importlib.import_module("utils")
+    utils.ServerProcess.start = lambda server, timeout_seconds=60: start(
+        server, folder, timeout_seconds
+    )
+    utils.ServerPreset.load_all = lambda: None
+    utils.download_file = folder.fetch
+    files = [
+        str(file) for file in sorted(tests.glob("unit/test_*.py")) if file.stem not in LEFT_OUT
+    ]
+    lines = Lines()
+    options = [
+        "-p",
+        "no:terminal",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        asked.k,
+        *(["-s"] if asked.verbose else []),
+    ]
+    pytest.main([*options, "--rootdir", str(tests), *files], plugins=[lines])
+    for name, why in LEFT_OUT.items():
+        print(f"left out: {name}: {why}")
+    print(", ".join(f"{count} {outcome}" for outcome, count in lines.counts.items()))
+    return 0 if lines.is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
