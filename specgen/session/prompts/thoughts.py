@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from specgen.text.grammar.free_text import ThoughtMarks
-from specgen.text.stop_strings import n_begun
+from specgen.text.prefix import n_begun
 
 #: By what an answer begins with, or a prompt ends with.
 _FAMILIES = (
