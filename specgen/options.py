@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from specgen.errors import UsageError
 from specgen.sampler_options import DEFAULT_SAMPLERS as DEFAULT_SAMPLERS
@@ -303,6 +303,9 @@ class ContextOptions:
     cache_type_k: CacheType = _machine("f16", "--cache-type-k -ctk", "Type of the cached keys.")
     cache_type_v: CacheType = _machine("f16", "--cache-type-v -ctv", "Type of the cached values.")
     workers: Workers | None = None
+    #: A chat template (Jinja) in place of the model's own; more variables for it, whichever it is.
+    chat_template: str | None = field(default=None, compare=False)
+    template_variables: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

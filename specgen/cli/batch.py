@@ -248,8 +248,11 @@ def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str,
         given, default = as_json(getattr(options, part)), as_json(getattr(defaults, part))
         found |= {name: value for name, value in given.items() if value != default[name]}
     found |= {name: value for name, value in as_json(template).items() if value is not None}
-    if options.target_context.n_ctx is not None:
-        found["ctx_size"] = options.target_context.n_ctx
+    context = options.target_context
+    others = {"ctx_size": context.n_ctx, "chat_template": context.chat_template}
+    found |= {name: value for name, value in others.items() if value is not None}
+    if context.template_variables:
+        found["template_variables"] = context.template_variables
     return found
 
 

@@ -197,8 +197,10 @@ class _Dialogue:
 
     def _answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
+        from specgen.render.folding import FoldedThought
+
         with without_echo(), self._stop:
-            finished = self._output.show_answer(events, in_chat=True)
+            finished = self._output.show_answer(events, FoldedThought)
         more = {"length": "-n allows more", "context": "the context is full: -c allows more"}
         if finished is not None and finished.finish_reason in more and not self._output.json:
             cut = f"the answer was cut off after {finished.n_tokens} tokens"
@@ -258,7 +260,7 @@ class _Dialogue:
     def think(self, _argument: str) -> None:
         from specgen.render.rows import clean
         from specgen.render.streams import make_console
-        from specgen.session.prompts.thoughts import thought_of
+        from specgen.session.prompts.thought_reader import thought_of
 
         last = self._chat.last
         if last is None or not (thought := thought_of(last[0].text, last[1].text)):

@@ -50,7 +50,9 @@ _READING_S, _LEAST_READ = 5.0, 256
         "characters) count from 1.",
         show_default=False,
     ),
-    setup=flags.setup.but(answer_max_tokens=256),
+    setup=flags.setup.without("machine_chat_template", "machine_template_variables").but(
+        answer_max_tokens=256
+    ),
     output=flags.output.but(newline=False),
 )
 def fim(

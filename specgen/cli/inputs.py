@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from specgen.errors import PromptError, UsageError
 from specgen.sampler_options import utf8
@@ -14,6 +16,19 @@ from specgen.sampler_options import utf8
 STDIO = Path("-")
 #: How long standard input may take to end until a note says that it is awaited.
 PATIENCE_S = 2.0
+#: Chat templates by llama.cpp's names; the templates of other families are in their models' files.
+BUILT_IN = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "llama3": "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
+    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    "gemma": "{% set first = messages[0] if messages[0].role == 'system' else none %}{% for m in messages %}"
+    "{% if m.role != 'system' %}<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
+    "{% if loop.index0 == 1 and first %}{{ first.content | trim }}\n\n{% endif %}{{ m.content | trim }}"
+    "<end_of_turn>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    "phi3": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+}
 
 
 def read_prompt(
@@ -93,3 +108,55 @@ def read_text(path: Path | None, *, with_mark: bool = False) -> str:
 def is_terminal() -> bool:
     """Return whether standard input is a terminal; a closed one counts, since nothing is piped in."""
     return sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
+
+
+def read_template(given: str) -> str:
+    """Return a chat template: one of `BUILT_IN`, that of a model, the content of a file, or the text itself. Raise
+    `UsageError`, or what is wrong with the file."""
+    from specgen.session.prompts.template import check_syntax
+
+    template = BUILT_IN.get(given)
+    if template is None and ("{{" in given or "{%" in given):
+        template = given
+    if template is None:
+        from specgen.models.hub_names import locate
+        from specgen.models.registry import load_registry
+
+        model = load_registry().models.get(given)
+        path = Path(given).expanduser() if model is None else locate(model)
+        if path is None or not path.is_file():
+            what = (
+                "no file" if model is None else "not on this disk: `specgen models pull` fetches it"
+            )
+            hint = f"give a file of Jinja or GGUF, a model's name, or {', '.join(BUILT_IN)}"
+            raise UsageError(f"--chat-template {given}: {what}", hint)
+        template = _template_in(path) if path.suffix == ".gguf" else read_text(path)
+    if problem := check_syntax(template):
+        name = given.partition("\n")[0][:60]
+        raise UsageError(f"--chat-template {name}: not a template of Jinja: {problem}")
+    return template
+
+
+def _template_in(path: Path) -> str:
+    from specgen.llama.gguf_file import GgufMetadata, check_file
+
+    check_file(path)
+    with GgufMetadata(path) as metadata:
+        if not (template := metadata.text("tokenizer.chat_template")):
+            raise UsageError(f"--chat-template {path}: this model has no chat template")
+    return template
+
+
+def read_variables(given: str) -> dict[str, Any]:
+    """Return the variables for a chat template, an object of JSON. Raise `UsageError`."""
+    from specgen.session.prompts.template import OWN_VARIABLES
+
+    try:
+        found = json.loads(given)
+    except ValueError as error:
+        raise UsageError(f"--chat-template-kwargs {given}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f'--chat-template-kwargs {given}: give an object, as {{"name": 1}}')
+    if own := OWN_VARIABLES & found.keys():
+        raise UsageError(f"--chat-template-kwargs: specgen sets {', '.join(sorted(own))}")
+    return found

@@ -54,9 +54,7 @@ _HINTS = {
     "-C -Cr --cpu-mask --cpu-range --cpu-strict --prio --poll --numa": (
         "leave it out: specgen measures how many threads are best"
     ),
-    "--chat-template --chat-template-file --no-jinja": (
-        "specgen uses the model's own template; --raw continues a text in which you wrote one yourself"
-    ),
+    "--no-jinja": "--chat-template replaces the model's own template; --raw uses none",
     "--log-file -lv --verbosity --log-verbosity --log-colors --log-prefix": (
         "-v and -vv say more on standard error; `2> FILE` keeps it"
     ),

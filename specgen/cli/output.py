@@ -20,6 +20,7 @@ from specgen.system.progress import Progress, ProgressView
 
 if TYPE_CHECKING:
     from specgen.events import Event, FinishedEvent
+    from specgen.render.folding import FoldedThought
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
@@ -87,9 +88,9 @@ class Output:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
 
     def show_answer(
-        self, events: Generator[Event, None, None], *, in_chat: bool = False
+        self, events: Generator[Event, None, None], folded: type[FoldedThought] | None = None
     ) -> FinishedEvent | None:
-        """Show an answer, and its summary; return its last event."""
+        """Show an answer, and its summary; return its last event. A conversation is shown with thoughts `folded`."""
         from specgen.events import FinishedEvent, PromptEvent
         from specgen.render.live import LiveRenderer, make_renderer
         from specgen.render.streams import make_console
@@ -104,7 +105,7 @@ class Output:
             stats=self.has_summary,
             quiet=self.quiet,
             verbose=self.verbose > 0,
-            in_chat=in_chat,
+            folded=folded,
             newline=self.newline,
         )
         seen: dict[type[Event], Any] = {}

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -88,41 +88,6 @@ def ggml(name: str, result: Any, *arguments: Any) -> Any:
             function.restype, function.argtypes = result, arguments
             return function
     raise BackendError(f"this build of llama.cpp has no function {name}", hint=REBUILD)
-
-
-#: The most tensors in one computation; a tensor without data is small.
-N_TENSORS = 16
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = (
-        ("mem_size", ctypes.c_size_t),
-        ("mem_buffer", ctypes.c_void_p),
-        ("no_alloc", ctypes.c_bool),
-    )
-
-
-@contextlib.contextmanager
-def no_data() -> Iterator[Any]:
-    """Open a GGML context for up to `N_TENSORS` tensors and a graph, without memory for their data."""
-    overhead = ggml("ggml_graph_overhead_custom", *2 * (ctypes.c_size_t,), ctypes.c_bool)
-    a_tensor = ggml("ggml_tensor_overhead", ctypes.c_size_t)()
-    size = N_TENSORS * a_tensor + overhead(N_TENSORS, False)
-    context = ggml("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(size, None, True))
-    if not context:
-        raise BackendError("GGML could not make a context")
-    try:
-        yield context
-    finally:
-        ggml("ggml_free", None, ctypes.c_void_p)(context)
-
-
-def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
-    """Return a tensor without data. The last dimension of `shape` is GGML's first."""
-    types = (ctypes.c_void_p, *2 * (ctypes.c_int,), ctypes.POINTER(ctypes.c_int64))
-    make = ggml("ggml_new_tensor", ctypes.c_void_p, *types)
-    dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
-    return make(context, type_, len(shape), dimensions)
 
 
 def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
@@ -258,8 +223,8 @@ abort_listeners: list[Callable[[str], None]] = []
 _before_end: list[Callable[[], None]] = []
 _callbacks: list[Any] = []
 _ending = threading.Lock()
-_IN_SOURCE = re.compile(r"(?P<path>\S+?):(?P<line>\d+): (?P<what>.*)", re.DOTALL)
-_ASSERTED = "a damaged model file does this; fetch or convert it again, or report what led to it"
+_IN_SOURCE = re.compile(r"(?:\S*[/\\])?(\S+?:\d+): ")
+_ASSERTED = "a damaged model file does this: fetch or convert it again; -v shows what failed"
 #: Part of the assertion with which GGML checks that memory was allocated.
 _NO_MEMORY = "mem_buffer != NULL"
 _SMALLER = "close other programs, or take a smaller model or --ctx-size"
@@ -289,13 +254,10 @@ def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
         ctypes.CDLL(None).signal(signal.SIGBUS, _callbacks[-1])
 
 
-def asserted(message: str) -> str:
-    """Return the error message for GGML's own `message` of a failed assertion."""
-    found = _IN_SOURCE.fullmatch(message.strip())
-    if found is None:
-        return f"llama.cpp ended the process: {' '.join(message.split())}"
-    place = f"{os.path.basename(found['path'])}:{found['line']}"  # noqa: PTH119 - of another machine
-    return f"llama.cpp ended the process: {' '.join(found['what'].split())} ({place})"
+def gave_up(message: str) -> str:
+    """Return where llama.cpp gave up, by GGML's own `message` of a failed assertion, which tells users nothing."""
+    found = _IN_SOURCE.match(message.strip())
+    return f"llama.cpp gave up at {found[1]}" if found else "llama.cpp gave up"
 
 
 def _on_abort(message: bytes | None) -> None:
@@ -305,9 +267,11 @@ def _on_abort(message: bytes | None) -> None:
     if not _before_end:
         os.write(2, f"{reason}\n".encode())
     elif _NO_MEMORY in reason:
-        _end(f"there is not enough memory; {asserted(reason)}", _SMALLER, MemoryLimitError)
+        _end(f"there is not enough memory: {gave_up(reason)}", _SMALLER, MemoryLimitError)
     else:
-        _end(asserted(reason), _ASSERTED)
+        if _log_sinks:
+            _log_sinks[-1](f"{reason.rstrip()}\n")
+        _end(gave_up(reason), _ASSERTED)
 
 
 def _on_bus_error(_number: int) -> None:

@@ -90,6 +90,8 @@ class LlamaModel:
             remote = "its MTP layers cannot draft while workers (--rpc) compute it"
             self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
         self.file = file
+        #: A chat template that replaces those of the file.
+        self.own_template: str | None = None
         #: Whether it is closed: contexts of it decode nothing more.
         self.is_closed = False
         self._weights = lease_weights(
@@ -252,7 +254,10 @@ class LlamaModel:
             capacity = n + 1
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """Return the model's chat template (Jinja), or the one with this name: some files have one for tools."""
+        """Return the model's chat template (Jinja), or the one with this name: some files have one for tools. One that
+        was given in place of the file's is for all conversations."""
+        if self.own_template is not None:
+            return self.own_template
         key = name.encode() if name is not None else None
         template = llama_cpp.llama_model_chat_template(self.handle, key)
         return template.decode("utf-8", "replace") if template else None

@@ -8,10 +8,11 @@ Shapes of an attention that do not fit together end the process.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,15 +22,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError
-from specgen.llama.library import (
-    N_TENSORS,
-    forget_log,
-    ggml,
-    last_error,
-    new_tensor,
-    no_data,
-    procedure,
-)
+from specgen.llama.library import forget_log, ggml, last_error, procedure
 
 FloatArray: TypeAlias = NDArray[np.float32]
 IndexArray: TypeAlias = NDArray[np.int32]
@@ -54,6 +47,39 @@ _CPU_DEVICE = 0
 
 
 # --- weights --------------------------------------------------------------------------------
+#: The most tensors in one computation; a tensor without data is small.
+N_TENSORS = 16
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    )
+
+
+@contextlib.contextmanager
+def no_data() -> Iterator[Any]:
+    """Open a GGML context for up to `N_TENSORS` tensors and a graph, without memory for their data."""
+    overhead = ggml("ggml_graph_overhead_custom", *2 * (ctypes.c_size_t,), ctypes.c_bool)
+    a_tensor = ggml("ggml_tensor_overhead", ctypes.c_size_t)()
+    size = N_TENSORS * a_tensor + overhead(N_TENSORS, False)
+    context = ggml("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(size, None, True))
+    if not context:
+        raise BackendError("GGML could not make a context")
+    try:
+        yield context
+    finally:
+        ggml("ggml_free", None, ctypes.c_void_p)(context)
+
+
+def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
+    """Return a tensor without data. The last dimension of `shape` is GGML's first."""
+    types = (ctypes.c_void_p, *2 * (ctypes.c_int,), ctypes.POINTER(ctypes.c_int64))
+    make = ggml("ggml_new_tensor", ctypes.c_void_p, *types)
+    dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
+    return make(context, type_, len(shape), dimensions)
 
 
 @dataclass(frozen=True, slots=True)

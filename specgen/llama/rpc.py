@@ -1,5 +1,4 @@
-"""llama.cpp's RPC backend: use the devices of other machines for a model, and offer this machine's
-devices to others.
+"""llama.cpp's RPC backend: use the devices of other machines for a model (`rpc_server.py` offers devices).
 
 llama.cpp's RPC client has no time limit, and ends the process when a connection ends (`GGML_ABORT`). Every call that
 may use a connection is therefore made in a separate thread (`RemoteCalls`), and the caller waits only for a limited
@@ -14,7 +13,7 @@ import ctypes
 import os
 import queue
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from functools import partial
 from pathlib import Path
@@ -23,17 +22,15 @@ from typing import Any
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama.library import (
     abort_listeners,
-    device_of,
     forget_log,
     ggml,
     last_error,
     llama_cpp,
-    native_devices,
     procedure,
     watch_aborts,
 )
 from specgen.options import Workers
-from specgen.system.machine import LIBRARY, REINSTALL, Device, stamp_of
+from specgen.system.machine import LIBRARY, REINSTALL, stamp_of
 from specgen.system.processes import leave_running
 from specgen.system.worker_probe import check_protocol, lost_among, probe
 
@@ -112,7 +109,7 @@ def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCal
 def _remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
     """Return the devices of workers, in the order of `endpoints`, as native pointers. They are not added to GGML's list
     of devices, so that no other model is placed on them. Raise `WorkerLostError`, `BackendError` if there is none."""
-    add_server = _procedure(b"ggml_backend_rpc_add_server", _POINTER, ctypes.c_char_p)
+    add_server = rpc_procedure(b"ggml_backend_rpc_add_server", _POINTER, ctypes.c_char_p)
     count = ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, _POINTER)
     get = ggml("ggml_backend_reg_dev_get", _POINTER, _POINTER, ctypes.c_size_t)
     devices: list[int] = []
@@ -145,32 +142,7 @@ def _spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
     return kept
 
 
-def offered_devices(memory_bytes: int | None) -> dict[int, Device]:
-    """Return this machine's GPUs, or its CPU if there are none, by their native pointers. `memory_bytes` limits the free
-    memory of each that is reported to clients, which spread a model by it."""
-    load_rpc()
-    found = {handle: device_of(handle) for handle in native_devices()}
-    gpus = [handle for handle, each in found.items() if each.kind not in ("cpu", "accelerator")]
-    chosen = gpus or [handle for handle, each in found.items() if each.kind == "cpu"]
-    for handle in chosen if memory_bytes is not None else ():
-        _limit_memory(handle, memory_bytes or 0)
-    return {handle: device_of(handle) for handle in chosen}
-
-
-def serve_devices(
-    endpoint: str, devices: Collection[int], n_threads: int, cache: Path | None
-) -> None:
-    """Compute for clients, one after the other; return only if llama.cpp gives up. `cache` is a folder for tensors, so
-    that clients need not send them again."""
-    types = (*2 * (ctypes.c_char_p,), *2 * (ctypes.c_size_t,), _POINTER)
-    start = _procedure(b"ggml_backend_rpc_start_server", None, *types)
-    folder = None if cache is None else os.fsencode(cache)
-    start(endpoint.encode(), folder, n_threads, len(devices), (_POINTER * len(devices))(*devices))
-
-
 # --- GGML's structures -----------------------------------------------------------------------------
-
-_GET_MEMORY = ctypes.CFUNCTYPE(None, _POINTER, *2 * (ctypes.POINTER(ctypes.c_size_t),))
 
 
 class _Placement(ctypes.Structure):
@@ -179,29 +151,8 @@ class _Placement(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", _POINTER))
 
 
-class _DeviceStruct(ctypes.Structure):
-    """The beginning of GGML's `ggml_backend_device`: pointers to functions."""
-
-    _fields_ = (("name", _POINTER), ("description", _POINTER), ("memory", _POINTER))
-
-
-#: The callbacks of limits, kept for as long as GGML may call them.
-_limits: list[Any] = []
-
-
-def _limit_memory(device: int, limit: int) -> None:
-    struct = _DeviceStruct.from_address(device)
-    own = ctypes.cast(struct.memory, _GET_MEMORY)
-
-    def tell(asked: int, free: Any, total: Any) -> None:
-        own(asked, free, total)
-        free[0], total[0] = min(limit, free[0]), min(limit, total[0])
-
-    _limits.append(_GET_MEMORY(tell))
-    struct.memory = ctypes.cast(_limits[-1], _POINTER).value
-
-
-def _procedure(name: bytes, result: Any, *arguments: Any) -> Any:
+def rpc_procedure(name: bytes, result: Any, *arguments: Any) -> Any:
+    """Return a function of the backend. Raise `BackendError` if it has none of that name."""
     found = procedure(load_rpc(), name, result, *arguments)
     if found is None:
         raise BackendError(f"llama.cpp's RPC backend has no {name.decode()}", hint=_BUILD_HINT)

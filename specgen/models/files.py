@@ -125,24 +125,9 @@ def memory_file() -> Path:
 # --- what is made for a target
 
 
-def text_folder(cache: Path, target: FileIdentity) -> Path:
-    """Return the folder of the target's own text."""
-    return cache / "made" / target.key / "text"
-
-
-def distilled_file(cache: Path, target: FileIdentity, draft: Path) -> Path:
-    """Return the file of a draft model that was fitted to the target."""
-    return cache / "made" / target.key / f"{draft.stem}-distilled.gguf"
-
-
 def heads_file(cache: Path, target: FileIdentity) -> Path:
     """Return the file of the target's decoder heads."""
     return cache / "made" / target.key / f"{Path(target.name).stem}-heads.gguf"
-
-
-def pruned_file(cache: Path, target: FileIdentity) -> Path:
-    """Return the file of the target without some of its layers."""
-    return cache / "made" / target.key / f"{Path(target.name).stem}-pruned.gguf"
 
 
 def learning_folder(data: Path, target: FileIdentity) -> Path:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from rich.console import Console
 
@@ -44,8 +44,9 @@ from specgen.render.streams import (
     print_notice,
     reading,
 )
-from specgen.session.prompts.thoughts import ThoughtReader
-from specgen.system.progress import counted
+
+if TYPE_CHECKING:
+    from specgen.render.folding import FoldedThought
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"
@@ -55,8 +56,6 @@ _ERASE_RIGHT, _ERASE_BELOW = "\x1b[K", "\x1b[J"
 #: changes; earlier rows belong to the terminal. There may be this many if rows of one line are to be copied in one
 #: piece.
 _MOVING_ROWS, _MOST_MOVING_ROWS = 3, 12
-#: Rows of a thinking block that are shown while it is generated.
-_THOUGHT_ROWS = 5
 _GAP = "    "
 
 
@@ -110,7 +109,7 @@ class LiveRenderer(Renderer):
     Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in
     each round, followed by the tokens that this round rejected, struck through (if `show` is ``accepted``).
     The bottom line has the legend and the speed. The cost of a round does not depend on the length of the
-    answer. With `folds`, a thinking block at the beginning is shown dim while it is generated; then a line
+    answer. With `folded`, a thinking block at the beginning is shown dim while it is generated; then a line
     replaces it. `notice` prints notices; without it there are none.
     """
 
@@ -120,16 +119,16 @@ class LiveRenderer(Renderer):
         show: Show = "accepted",
         notice: Callable[[NoticeEvent], None] | None = None,
         *,
-        folds: bool = False,
+        folded: type[FoldedThought] | None = None,
     ) -> None:
-        self._console, self._show, self._notice, self._folds = console, show, notice, folds
+        self._console, self._show, self._notice, self._folded = console, show, notice, folded
         self._pens = pens(console)
         self._rounds = RoundReader()
         self._region = Region(self._write)
         self._flow = Flow(max(2, console.width))
         self._status = _Status()
         self._rejected: tuple[str, ...] = ()
-        self._thought: _FoldedThought | None = None
+        self._thought: FoldedThought | None = None
 
     def handle(self, event: Event) -> None:
         if isinstance(event, FinishedEvent):
@@ -141,8 +140,8 @@ class LiveRenderer(Renderer):
             self._region.erase()
             self._notice(event)
         self._status.update(event)
-        if isinstance(event, PromptEvent) and self._folds:
-            self._thought = _FoldedThought(Flow(self._flow.columns), event.text)
+        if isinstance(event, PromptEvent) and self._folded is not None:
+            self._thought = self._folded(Flow(self._flow.columns), event.text)
         completed = self._rounds.read(event)
         if completed is not None and isinstance(event, CommittedEvent):
             self._add(completed, event)
@@ -269,61 +268,6 @@ class _Status:
         return coded(fitting, pens["faint"])
 
 
-class _FoldedThought:
-    """The thinking block of one answer: its last rows while it is generated, then one line in its place."""
-
-    def __init__(self, flow: Flow, prompt: str) -> None:
-        self.flow = flow
-        self._reader = ThoughtReader(prompt)
-        self._rows: list[Row] = []
-        self._is_blank = True
-        self._first_s: float | None = None
-        self._last_s, self._n_tokens = 0.0, 0
-
-    @property
-    def is_open(self) -> bool:
-        return self._reader.is_open
-
-    def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:
-        """Keep the thinking part of the text that a round added, at `time_s` with `n_tokens` tokens in all;
-        yield the rest, after a line that stands for the block."""
-        was_open = self._reader.is_open
-        thoughts, answer = "", []
-        for text, mark in runs:
-            if mark in ("rejected", "aside", "faint") and not self._reader.is_past:
-                continue
-            thought, rest = self._reader.feed(text)
-            thoughts += thought
-            if rest:
-                answer.append(Run(rest, mark))
-        if was_open or self._reader.is_open or thoughts:
-            if self._first_s is None:
-                self._first_s = time_s
-            if self._is_blank:
-                thoughts = thoughts.lstrip()
-                self._is_blank = not thoughts
-            self._last_s, self._n_tokens = time_s, n_tokens
-            self.flow.feed([Run(thoughts, "faint")])
-        if self._first_s is not None and not self._reader.is_open:
-            yield from self.fold()
-        yield from answer
-
-    def fold(self) -> Iterator[Run]:
-        """Yield the line for the thinking block once, if there was one, and then text that was held back as a
-        possible tag."""
-        if self._first_s is not None:
-            about = f"{self._last_s - self._first_s:.1f} s, {counted(self._n_tokens, 'token')}"
-            self._first_s = None
-            yield Run(f"thought for {about} (/think shows it)\n", "faint")
-        if answer := self._reader.finish()[1]:
-            yield Run(answer, "plain")
-
-    def rows(self, n_most: int) -> list[Row]:
-        """Return the last rows of the thinking block."""
-        self._rows = (self._rows + self.flow.take_settled(1, 1))[-_THOUGHT_ROWS:]
-        return (self._rows + self.flow.rows)[-min(n_most, _THOUGHT_ROWS) :]
-
-
 # --- which renderer
 
 
@@ -337,14 +281,14 @@ def make_renderer(
     stats: bool = True,
     quiet: bool = False,
     verbose: bool = False,
-    in_chat: bool = False,
+    folded: type[FoldedThought] | None = None,
     newline: bool = False,
 ) -> Renderer:
     """Return the renderer of one generation.
 
     The answer goes to `stdout`, marked as `show` says, or with `json` the events as JSON Lines. Notices (with
-    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. `in_chat`
-    always ends an answer's last line, and puts a line in the place of a thinking block on a terminal.
+    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. `folded`, for a
+    conversation, always ends an answer's last line, and stands for a thinking block on a terminal.
     `newline` ends the last line in a pipe, and in a file that standard error shares; on a terminal it always
     ends, and where the summary follows in the same pipe or file.
     """
@@ -356,12 +300,13 @@ def make_renderer(
     notice = None if quiet else partial(print_notice, errors, verbose=verbose)
     is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
     if stdout.isatty() and not is_dumb:
-        return LiveRenderer(console, show, notice, folds=in_chat)
+        return LiveRenderer(console, show, notice, folded=folded)
     if stdout.isatty():
         return TextRenderer(stdout.buffer, notice, encoding=console.encoding, is_terminal=True)
     out, err = _status_of(stdout), _status_of(stderr)
     is_pipe = out is not None and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
     is_shared = out is not None and err is not None and os.path.samestat(out, err)  # as with 2>&1
+    in_chat = folded is not None
     ends_line = in_chat or (newline and is_pipe) or ((newline or stats) and is_shared)
     return TextRenderer(stdout.buffer, notice, ends_line=ends_line, ends_empty=in_chat)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -46,6 +47,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.memory import Memory
+from specgen.session.prompts import template_of
 from specgen.session.session import Session
 from specgen.system.machine import look_at_machine
 from specgen.system.progress import human_bytes
@@ -204,6 +206,10 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
             name = field.metadata["spellings"][0].partition("/")[0]
             yield f"{name} has no effect: with `--draft none` nothing drafts"
     yield from layers_without_gpu(options.target_context, options.draft_context)
+    template = template_of(session.target, has_tools=True) or ""
+    for name in options.target_context.template_variables:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            yield f"--chat-template-kwargs: the chat template does not read {name}"
     n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count()
     if n_cores is not None and n_threads > n_cores:
         yield f"-t {n_threads} is slower than -t {n_cores}: this machine runs {n_cores} threads at once"

@@ -81,6 +81,7 @@ class Session:
                 mtp=True,
             )
             self._resources.callback(self.target.close)
+            self.target.own_template = options.target_context.chat_template
             #: The settings of a request that has none of its own.
             self.settings = RequestSettings.of(
                 self.target, options.sampler, options.generation, options.drafting
@@ -103,7 +104,8 @@ class Session:
     @property
     def prompts(self) -> Prompts:
         """Makes the prompts of the target and of its present draft."""
-        return Prompts(self.target, self.own_vocabulary)
+        variables = self.options.target_context.template_variables
+        return Prompts(self.target, self.own_vocabulary, variables=variables)
 
     def _load_ahead(self, draft: Path) -> None:
         """Begin to load the weights of a draft model, unless that may take memory from the target, or the file is

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from specgen.models.files import distilled_file, heads_file, identity_of, pruned_file, text_folder
+from specgen.models.files import FileIdentity, heads_file, identity_of
 from specgen.system.progress import Progress, human_bytes
 from specgen.train.training_loop import Budget, TextOptions
 
@@ -35,6 +35,21 @@ N_JUDGED, _LEAST_JUDGED, JUDGED_TOKENS = 8, 2, 96
 #: The share of the time for which drafts are compared. About how long it takes to open a draft and time its
 #: decodes, in seconds, and to replay an answer with it, as a share of the target's time.
 _SHARE_OF_JUDGING, _OPENING_S, _TRIAL_SHARE = 0.4, 3.0, 0.5
+
+
+def text_folder(cache: Path, target: FileIdentity) -> Path:
+    """Return the folder of the target's own text."""
+    return cache / "made" / target.key / "text"
+
+
+def distilled_file(cache: Path, target: FileIdentity, draft: Path) -> Path:
+    """Return the file of a draft model that was fitted to the target."""
+    return cache / "made" / target.key / f"{draft.stem}-distilled.gguf"
+
+
+def pruned_file(cache: Path, target: FileIdentity) -> Path:
+    """Return the file of the target without some of its layers."""
+    return cache / "made" / target.key / f"{Path(target.name).stem}-pruned.gguf"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from specgen.llama.decoder_heads import is_heads_file, read_heads
-from specgen.models.files import distilled_file, heads_file, identity_of, pruned_file, text_folder
+from specgen.models.files import heads_file, identity_of
 from specgen.models.saved_drafts import saved_draft
+from specgen.train.draft_builder import distilled_file, pruned_file, text_folder
 from specgen.train.target_text import TargetText
 from tests.helpers.cli import Specgen, complaint
 from tests.helpers.heads import prompts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import datetime
 import importlib.util
 import io
 import json
@@ -15,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_cpp import llama_cpp
 
 import specgen.cli
+from specgen.cli.inputs import BUILT_IN
 from specgen.events import FinishedEvent
 from specgen.models.files import memory_file
+from specgen.session.prompts.template import Message, render
 from tests.helpers.cli import Cli, complaint, events_of, rest_of
 from tests.helpers.common import ROOT, posix
 from tests.tiny import TinyConfig, write_tiny_model
@@ -87,6 +92,44 @@ def test_chat_uses_the_models_template_unless_raw(cli: Cli) -> None:
     assert prompt("--chat", "--system", "S").startswith("<|im_start|>system\nS<|im_end|>")
     assert prompt("--raw") == "Hi"
     assert prompt(target="target") == "Hi"
+
+
+def test_another_chat_template(cli: Cli, tmp_path: Path) -> None:
+    text = "{{ word or 'no word' }}:{% for m in messages %}{{ m.content }}{% endfor %}"
+    file, word = tmp_path / "a.jinja", ("--chat-template-kwargs", '{"word": "Say"}')
+    file.write_text(text, encoding="utf-8")
+
+    def prompt(*options: str) -> Any:
+        return events_of(cli.run("x", "--json", *options))[0]["text"]
+
+    chatml = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt("--chat-template", text, *word) == "Say:x"
+    assert prompt("--chat-template-file", str(file)) == "no word:x"
+    assert prompt("--chat-template", "chatml") == chatml
+    assert prompt("--chat-template", cli.model("chat")) == chatml
+    unread = cli.run("x", "--chat-template", "chatml", *word)
+    assert "the chat template does not read word" in unread.err
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_templates_are_those_of_llama_cpp(name: str) -> None:
+    turns = ["system", "user", "assistant", "user"]
+    contents = ["Be brief.", "Hi", "Hello.", "Why?"]
+    for first in (0, 1):
+        given = list(zip(turns, contents, strict=True))[first:]
+        chat = (llama_cpp.llama_chat_message * len(given))(
+            *(llama_cpp.llama_chat_message(role.encode(), text.encode()) for role, text in given)
+        )
+        buffer = ctypes.create_string_buffer(1000)
+        n = llama_cpp.llama_chat_apply_template(name.encode(), chat, len(given), True, buffer, 1000)
+        found = render(
+            BUILT_IN[name],
+            [Message(role, text) for role, text in given],  # type: ignore[arg-type]
+            bos_token="",
+            eos_token="",
+            now=datetime.datetime(2026, 1, 1),
+        )
+        assert found == buffer.value[:n].decode()
 
 
 def test_json_lines_tell_the_whole_story(cli: Cli) -> None:
@@ -315,6 +358,11 @@ def test_standard_input_that_does_not_end_is_said_to_be_awaited(
         (["--cache-type-v", "q8_0"], "flash attention"),
         (["--sampler-seq", "kq"], "--samplers: there is no sampler 'kq'; the samplers are "),
         (["--lookup-file", "/nowhere/a.txt"], "/nowhere/a.txt"),
+        (["--chat-template", "nothing"], "--chat-template nothing: no file"),
+        (["--chat-template", "a\n{% if %}"], "not a template of Jinja: line 2"),
+        (["--chat-template-kwargs", "{1}"], "not JSON"),
+        (["--chat-template-kwargs", "[1]"], "give an object"),
+        (["--chat-template-kwargs", '{"messages": 1}'], "specgen sets messages"),
     ],
 )
 def test_wrong_options_exit_with_2(cli: Cli, arguments: list[str], message: str) -> None:

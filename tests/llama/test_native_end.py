@@ -13,7 +13,7 @@ import pytest
 from specgen import cli
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import gguf_file
-from specgen.llama.library import asserted
+from specgen.llama.library import gave_up
 from specgen.models.files import cache_folder
 from specgen.system.files import KeptResults
 from tests.helpers.common import ROOT
@@ -67,8 +67,11 @@ def test_a_failed_assertion_is_one_line(tmp_path: Path, tiny_models: Path, role:
     assert result.returncode == BackendError.exit_code
     assert result.stdout == ""
     message, hint = result.stderr.splitlines()
-    assert message.startswith("error: llama.cpp ended the process: GGML_ASSERT(")
+    assert message.startswith("error: llama.cpp gave up at ")
     assert hint.startswith("hint: ")
+    assert "GGML_ASSERT" not in result.stderr
+    told = run("-m", "specgen", "run", "-m", target, "-md", draft, "-n", "4", "-v", "abc")
+    assert "GGML_ASSERT" in told.stderr
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="a signal of Unix")
@@ -87,7 +90,7 @@ def test_memory_that_runs_out_in_native_code_is_one_line() -> None:
     result = run("-c", NO_MEMORY)
     assert result.returncode == MemoryLimitError.exit_code
     message, hint = result.stderr.splitlines()
-    assert message.startswith("error: there is not enough memory; ")
+    assert message.startswith("error: there is not enough memory: ")
     assert "damaged" not in hint
 
 
@@ -117,8 +120,7 @@ def test_other_imports_that_fail_are_bugs(monkeypatch: pytest.MonkeyPatch) -> No
         cli.main([])
 
 
-def test_the_message_names_what_failed_and_no_path() -> None:
-    assert asserted("/somewhere/src/llama-vocab.cpp:12: GGML_ASSERT(a == b) failed\n") == (
-        "llama.cpp ended the process: GGML_ASSERT(a == b) failed (llama-vocab.cpp:12)"
-    )
-    assert asserted("no place\nat all") == "llama.cpp ended the process: no place at all"
+def test_the_message_names_the_place_and_no_path() -> None:
+    message = "/somewhere/src/llama-vocab.cpp:12: GGML_ASSERT(a == b) failed\n"
+    assert gave_up(message) == "llama.cpp gave up at llama-vocab.cpp:12"
+    assert gave_up("no place\nat all") == "llama.cpp gave up"

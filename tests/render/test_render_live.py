@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from specgen.events import CommittedEvent, Event, PromptEvent
 from specgen.options import Show
+from specgen.render.folding import FoldedThought
 from specgen.render.live import LiveRenderer
 from specgen.render.rows import clean
 from specgen.render.streams import print_notice
@@ -27,7 +28,8 @@ def play(
 ) -> LiveRenderer:
     """Show events, and leave the view as it is after the last of them."""
     notice = partial(print_notice, terminal.console, verbose=True)
-    renderer = LiveRenderer(terminal.console, show, notice, folds=folds)
+    folded = FoldedThought if folds else None
+    renderer = LiveRenderer(terminal.console, show, notice, folded=folded)
     for event in events:
         renderer.handle(event)
     return renderer

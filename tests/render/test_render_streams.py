@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from scripts.make_picture import main, read_events
 from specgen.events import EVENT_TYPES, Event
+from specgen.render.folding import FoldedThought
 from specgen.render.live import make_renderer
 from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
 from specgen.system.files import to_line
@@ -129,7 +130,7 @@ def test_a_simple_terminal_gets_plain_text_and_a_line_feed(term: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "a\n"])
 def test_in_a_conversation_each_answer_ends_its_line(text: str) -> None:
-    answer, _ = run(Script().prompt().plain(text).finish(), stats=False, in_chat=True)
+    answer, _ = run(Script().prompt().plain(text).finish(), stats=False, folded=FoldedThought)
     assert answer == text.rstrip("\n") + "\n"
 
 

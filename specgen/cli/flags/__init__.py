@@ -14,6 +14,7 @@ from specgen.cli.flags.groups import group as group
 from specgen.cli.flags.groups import panel as panel
 from specgen.cli.flags.groups import takes_options as takes_options
 from specgen.cli.flags.groups import utf8 as utf8
+from specgen.cli.inputs import BUILT_IN, read_template, read_variables
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
@@ -139,9 +140,26 @@ _MACHINE = panel(
         help="With --rpc: give up when a worker is silent for longer.",
     ),
 )
+_TEMPLATE = panel(
+    "Models",
+    chat_template=Option(
+        "--chat-template",
+        "--chat-template-file",
+        metavar="FILE|NAME",
+        help="A chat template in place of the target's own: a file of Jinja, the template itself, a model's (a GGUF "
+        f"file, or its name), or {', '.join(BUILT_IN)}.",
+        show_default="the target's own",
+    ),
+    template_variables=Option(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        parser=utf8,
+        help='Variables for the chat template, as {"enable_thinking": false}.',
+    ),
+)
 
 
-@group(ContextOptions, {"kernels": kernels}, _MACHINE)
+@group(ContextOptions, {"kernels": kernels}, _MACHINE, _TEMPLATE)
 def machine(
     *,
     kernels: KernelOptions,
@@ -150,6 +168,8 @@ def machine(
     tensor_split: str | None = None,
     output_here: bool = False,
     rpc_timeout: float = Workers(()).timeout_s,
+    chat_template: str | None = None,
+    template_variables: str | None = None,
     **others: Any,
 ) -> Contexts:
     """Return the options of both contexts, and the kernels. The draft is always on this machine."""
@@ -159,9 +179,14 @@ def machine(
     elif tensor_split is not None or output_here:
         option = "--output-here" if output_here else "--tensor-split"
         raise UsageError(f"{option} needs --rpc: it is about workers on other machines")
-    target = ContextOptions(workers=workers, **others)
-    draft = replace(target, n_gpu_layers=n_gpu_layers_draft, workers=None)
-    return Contexts(target, draft, kernels)
+    draft = ContextOptions(**others)
+    target = replace(
+        draft,
+        workers=workers,
+        chat_template=None if chat_template is None else read_template(chat_template),
+        template_variables=read_variables(template_variables or "{}"),
+    )
+    return Contexts(target, replace(draft, n_gpu_layers=n_gpu_layers_draft), kernels)
 
 
 def endpoints_of(rpc: str) -> tuple[str, ...]:

@@ -35,9 +35,9 @@ from specgen.llama.context import LlamaBackend
 from specgen.llama.gguf_file import GgufMetadata, GgufTensor, opened_parts
 from specgen.llama.kernels.admission import Verdict
 from specgen.llama.kernels.attached import Kernels, attach
-from specgen.llama.library import ggml, new_tensor, no_data
+from specgen.llama.library import ggml
 from specgen.llama.model import LlamaModel
-from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix
+from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix, new_tensor, no_data
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 

@@ -59,6 +59,7 @@ class Function:
 
 # --- grammars --------------------------------------------------------------------------------------
 
+_CONTROL = re.compile(r"<\|[^<>]+\|>")
 #: What a call's id or number may be.
 _ANY_RULE = "ANY: /[0-9A-Za-z]{1,9}/"
 #: Values as Gemma writes them.
@@ -181,9 +182,12 @@ def calls_grammar(
     calls = rules._new(" | ".join(map(rules.call, functions)))  # noqa: SLF001
     more = f" ({_form_text(form.between)} {calls})*" if is_parallel and form.between else ""
     opening, mark = form.opening.lstrip(), form.trigger if is_lazy else ""
+    closing = _form_text(form.closing.rstrip())
+    if _CONTROL.fullmatch(form.closing):  # which may end the answer, and is then no part of it
+        closing = f"({closing})?"
     lines = [
         f"start: calls{' | other' if other is not None else ''}",
-        f"calls: {_form_text(opening.removeprefix(mark))} {calls}{more} {_form_text(form.closing.rstrip())}",
+        f"calls: {_form_text(opening.removeprefix(mark))} {calls}{more} {closing}",
     ]
     if other is not None:
         lines.append(f"other: {in_lark(other)}")
@@ -207,6 +211,10 @@ _PYTHON_TAG = "<|python_tag|>"
 _FENCE = "```"
 #: The beginning of an object that names a function.
 _NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
+
+
+#: The most characters of an object before the arguments.
+_MOST_HEAD = 1000
 
 
 class ToolCallParser:
@@ -243,22 +251,18 @@ class ToolCallParser:
         #: Whether a call was the last that was read, and what may end it where it was bare.
         self._is_behind_call = False
         self._fence = ""
-        #: Whether the rest begins with a call that was incomplete at the last attempt, of this length.
-        self._n_tried = 0
+        #: What reads an object that may be a call as a whole, how much it has read, and the JSON of that.
+        self._whole, self._n_whole, self._written = ArgumentsReader("json"), 0, ""
 
     def feed(self, text: str) -> list[Delta]:
         """Add a piece of the answer; return what is certain now."""
         self._rest += text
-        # To read a long call anew with every token would take long.
-        is_soon = len(self._rest) < self._n_tried + self._n_tried // 64
-        if is_soon and not any(sign in text for sign in "}])>"):
-            return []
         return self._read(is_last=False)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
         """Return the rest, at the end of the answer. What there is of a call is left out if the answer
         `is_cut`: it is no content, and no client can use it."""
-        return self._read(is_last=False) + self._read(is_last=True, is_cut=is_cut)
+        return self._read(is_last=True, is_cut=is_cut)
 
     def _read(self, *, is_last: bool, is_cut: bool = False) -> list[Delta]:
         deltas, is_call = list[Delta](), True
@@ -276,7 +280,6 @@ class ToolCallParser:
         content = ""
         #: Where in the content a call begins that has no end.
         begun: int | None = None
-        self._n_tried = 0
         while True:
             if self._one_only and self.n_calls:
                 self._rest = ""
@@ -296,8 +299,8 @@ class ToolCallParser:
             self._fence = "\n" + _FENCE if self._rest.lstrip().startswith(_FENCE) else ""
             end, calls = self._calls(begin, is_last=is_last and not is_cut)
             if end == UNCLEAR and not is_last:
-                self._n_tried = len(self._rest)
                 break
+            self._whole, self._n_whole, self._written = ArgumentsReader("json"), 0, ""
             self._is_beginning, was_behind_call = False, self._is_behind_call
             self._is_behind_call = bool(calls)
             if calls:
@@ -393,16 +396,20 @@ class ToolCallParser:
             begin += 1 + len(self._rest[begin + 1 :]) - len(self._rest[begin + 1 :].lstrip())
             if begin == len(self._rest):
                 return UNCLEAR, []
-        found = _object_head(self._form.keys).match(self._rest, begin)
+        found = None
+        if self._n_whole < _MOST_HEAD:
+            head = _object_head(self._form.keys)
+            found = head.match(self._rest, begin, begin + _MOST_HEAD)
         if found is not None and found[1] in self._schemas:
             closing = self._fence or self._form.ends[1]
             self._reader = ArgumentsReader("json", closing)
             self._object = ArgumentsReader("json", closing, is_open=True)
             return found.end(), [(found[1], None)]
-        end, written, is_over = ArgumentsReader("json").read(self._rest[begin:])
+        n, written, is_over = self._whole.read(self._rest[begin + self._n_whole :])
+        self._n_whole, self._written = self._n_whole + n, self._written + written
         if not is_over:
             return UNCLEAR, []
-        value = json.loads(written or "null")
+        end, value = self._n_whole, json.loads(self._written or "null")
         calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
         found_calls = [call for call in calls if call is not None]
         return begin + end, [*found_calls] if None not in calls else []

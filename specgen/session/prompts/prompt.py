@@ -6,7 +6,7 @@ import datetime
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from specgen.errors import PromptError, PromptLengthError, UsageError
@@ -44,12 +44,14 @@ class Prompt:
 class Prompts:
     """Makes the prompts of a target and of `own_draft`, a draft model with another vocabulary. In a conversation, only
     the template's own text names control tokens. In a text that is continued as it is, their names become these tokens,
-    as in llama.cpp. `now` is the date that some templates write, by default the present one. All methods raise
-    `PromptError` for an empty prompt. A prompt that certainly has more than `n_ctx` tokens is not even tokenized."""
+    as in llama.cpp. `now` is the date that some templates write, by default the present one; `variables` are for the
+    templates of all conversations. All methods raise `PromptError` for an empty prompt. A prompt that certainly has
+    more than `n_ctx` tokens is not even tokenized."""
 
     target: LlamaModel
     own_draft: LlamaModel | None = None
     n_ctx: int | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def of_text(
         self,
@@ -89,7 +91,7 @@ class Prompts:
         """Return the prompt of a conversation's next turn, in the models' own templates: see `template.render`. Raise
         `UsageError` if the target has none, `PromptError` if it does not accept the messages, and `PromptLengthError`."""
         now = now or datetime.datetime.now().astimezone()
-        chat = _Conversation(messages, now, tools, variables)
+        chat = _Conversation(messages, now, tools, {**self.variables, **(variables or {})})
         found = chat.tokens(self.target, self.n_ctx)
         if found is None:
             raise UsageError(

@@ -103,6 +103,15 @@ def _compiled(template: str) -> types.CodeType:
     return _Sandbox().compile(template)
 
 
+def check_syntax(template: str) -> str:
+    """Return what is wrong with the syntax of a template; empty if nothing is."""
+    try:
+        _compiled(template)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return ""
+
+
 def _turn(message: Message, has_short_ids: bool) -> dict[str, Any]:
     """Return a message as templates read it. They test which keys it has, so absent fields have none."""
     as_id = _short_id if has_short_ids else str

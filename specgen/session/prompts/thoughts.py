@@ -6,10 +6,9 @@ import re
 from dataclasses import replace
 
 from specgen.text.grammar.free_text import ThoughtMarks
-from specgen.text.prefix import n_begun
 
 #: By what an answer begins with, or a prompt ends with.
-_FAMILIES = (
+FAMILIES = (
     ThoughtMarks("<think>", "</think>"),
     ThoughtMarks("[THINK]", "[/THINK]"),  # Mistral
     ThoughtMarks("<seed:think>", "</seed:think>"),
@@ -21,12 +20,14 @@ _FAMILIES = (
     ThoughtMarks(
         "<|START_THINKING|>",
         "<|END_THINKING|>",
-        ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        ("<|START_RESPONSE|>", "<|START_TEXT|>"),
+        ("<|END_RESPONSE|>", "<|END_TEXT|>"),
     ),  # Command
     ThoughtMarks(
         "<|open|>think<|sep|>",
         "<|close|>think<|sep|>",
-        ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        ("<|open|>response<|sep|>",),
+        ("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),  # Kimi K3
     ThoughtMarks(
         "<|channel|>analysis<|message|>",
@@ -36,15 +37,14 @@ _FAMILIES = (
             "<|channel|>final<|message|>",
             "<|start|>assistant",
         ),
-        "<|channel|>final<|message|>",
+        final="<|channel|>final<|message|>",
     ),  # gpt-oss
 )
-_FIRST = tuple(mark for family in _FAMILIES for mark in family.first)
 #: Names of control tokens among the marks: a reader sees them only if the text shows them.
 THOUGHT_CONTROLS = tuple(
     dict.fromkeys(
         name
-        for family in _FAMILIES
+        for family in FAMILIES
         for text in (family.begin, family.end, *family.around)
         for name in re.findall(r"<[^<>]+>|\[/?[A-Z]+\]", text)
     )
@@ -54,7 +54,7 @@ THOUGHT_CONTROLS = tuple(
 def begun_in(prompt: str) -> ThoughtMarks | None:
     """Return the marks of the thinking block that a template has opened at the end of a prompt."""
     end = prompt.rstrip()
-    return next((family for family in _FAMILIES if end.endswith(family.begin)), None)
+    return next((family for family in FAMILIES if end.endswith(family.begin)), None)
 
 
 def thoughts_behind(prompt: str, template: str) -> ThoughtMarks | None:
@@ -62,77 +62,13 @@ def thoughts_behind(prompt: str, template: str) -> ThoughtMarks | None:
     if (begun := begun_in(prompt)) is not None:
         return replace(begun, state="open")
     end = prompt.rstrip()
-    over = next((family for family in _FAMILIES if end.endswith(family.end)), None)
+    over = next((family for family in FAMILIES if end.endswith(family.end)), None)
     if over is not None:
         return replace(over, state="over")
-    return next((family for family in _FAMILIES if family.begin in template), None)
+    return next((family for family in FAMILIES if family.begin in template), None)
 
 
 def mark_before_answer(prompt: str) -> str:
     """Return what a model of gpt-oss's family writes between a prompt and the text of its answer."""
     is_harmony = prompt.endswith("<|start|>assistant")
     return "<|channel|>final<|message|>" if is_harmony else ""
-
-
-class ThoughtReader:
-    """Separates the thinking block at the beginning of an answer to a prompt from the rest, in text that comes in
-    pieces. `is_open` says that the block is open, as some templates leave it, `is_past` that it is over or there is
-    none: a mark further back is part of the answer."""
-
-    def __init__(self, prompt: str = "") -> None:
-        self._marks = begun_in(prompt)
-        self.is_open, self.is_past = self._marks is not None, False
-        self._held, self._is_beginning = "", True
-
-    def feed(self, text: str) -> tuple[str, str]:
-        """Return the new parts of the thinking block and of the answer; empty lines between the two belong to
-        neither. The beginning of a mark is held back."""
-        text, self._held = self._held + text, ""
-        if not self.is_open and not self.is_past:
-            begun = text.lstrip()
-            if not begun or _is_begun(begun, _FIRST):
-                self._held = text
-                return "", ""
-            self._marks = next((each for each in _FAMILIES if begun.startswith(each.first)), None)
-            if self._marks is not None and begun.startswith(self._marks.begin):
-                self.is_open, text = True, begun.removeprefix(self._marks.begin)
-            else:
-                self.is_past, self._is_beginning = True, self._marks is not None
-        if self.is_past:
-            return "", self._answer(text)
-        assert self._marks is not None
-        thought, end, answer = text.partition(self._marks.end)
-        if end:
-            self.is_open, self.is_past = False, True
-            return thought, self._answer(answer)
-        n_held = n_begun(text, self._marks.end)
-        self._held = text[len(text) - n_held :]
-        return text[: len(text) - n_held], ""
-
-    def finish(self) -> tuple[str, str]:
-        """Return the text that was held back, in the form of `feed`."""
-        held, self._held = self._held, ""
-        return (held, "") if self.is_open else ("", held)
-
-    def _answer(self, text: str) -> str:
-        """Return new text of the answer, without white space at its beginning and marks around it."""
-        around = self._marks.around if self._marks is not None else ()
-        for mark in around:
-            text = text.replace(mark, "")
-        n_held = max((n_begun(text, mark) for mark in around), default=0)
-        self._held = text[len(text) - n_held :]
-        text = text[: len(text) - n_held]
-        if self._is_beginning:
-            text = text.lstrip()
-            self._is_beginning = not text
-        return text
-
-
-def _is_begun(text: str, marks: tuple[str, ...]) -> bool:
-    return any(len(text) < len(mark) and mark.startswith(text) for mark in marks)
-
-
-def thought_of(prompt: str, text: str) -> str:
-    """Return the thinking block at the beginning of an answer to a prompt; empty if there is none."""
-    reader = ThoughtReader(prompt)
-    return (reader.feed(text)[0] + reader.finish()[0]).strip()

@@ -8,7 +8,7 @@ allowed if the grammar takes what is behind.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -26,14 +26,19 @@ _Then: TypeAlias = Callable[[tuple[int, ...]], "GrammarState | None"]
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The marks before and behind a family's thoughts, and those around the answer behind them. A prompt may have
-    opened the thoughts, or closed them. `final` ends the marks before an answer that is no call."""
+    """The marks before and behind a family's thoughts; those before the answer that follows, of which calls lack those
+    that end with `final`, and those behind it. A prompt may have opened the thoughts, or closed them."""
 
     begin: str
     end: str
-    around: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
     final: str = ""
     state: Literal["may come", "open", "over"] = "may come"
+
+    @property
+    def around(self) -> tuple[str, ...]:
+        return (*self.before, *self.behind)
 
     @property
     def first(self) -> tuple[str, ...]:
@@ -46,53 +51,49 @@ def grammar_start(
 ) -> GrammarState:
     """Return the state of a grammar before an answer, whose thoughts are free. Raise `UsageError` if the grammar is
     invalid."""
-    rules = "" if grammar.mark or thoughts is None else _around(thoughts, is_call=grammar.is_call)
     if grammar.mark:
         rules = f"start: lead answer /(?s:.)+/?\nlead[suffix={literal(grammar.mark)}]: /(?s:.*)/"
-    own = LlguidanceGrammar(vocabulary, grammar, rules)
-    if grammar.mark:
+        own = LlguidanceGrammar(vocabulary, grammar, rules)
         return _from_marks(own, vocabulary, grammar, thoughts)
+    if grammar.form == "gbnf" and thoughts is not None and thoughts.begin in grammar.text:
+        thoughts = None  # they are part of it
+    rules = "" if thoughts is None else _around(thoughts, is_call=grammar.is_call)
+    own = LlguidanceGrammar(vocabulary, grammar, rules)
     if thoughts is None or thoughts.state == "over":
         return own.start
-    begin, end = thoughts.begin, thoughts.end.encode()
-
-    def text_of(tokens: Sequence[int]) -> str:
-        return b"".join(map(vocabulary.token_bytes, tokens)).decode(errors="replace").strip()
 
     def thinking(begun: tuple[int, ...]) -> GrammarState:
-        def then(tokens: tuple[int, ...]) -> GrammarState | None:
-            state = own.fed((*begun, *tokens))
-            return None if state is None else _Watched(state, beginning)
-
-        return _Marks(vocabulary, {end: then}).plain
+        then = {thoughts.end.encode(): lambda tokens: own.fed((*begun, *tokens))}
+        return _Marks(vocabulary, then, may_end=False).plain
 
     def beginning(state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
-        text = text_of(tokens)
-        for before in ("", *thoughts.around):
-            if text.startswith(before + begin):
-                return thinking(tokens)
-            if (before + begin).startswith(text):
-                return _Watched(state, beginning, tokens)
-        return state
+        text = b"".join(map(vocabulary.token_bytes, tokens)).decode(errors="replace").lstrip()
+        if text.startswith(thoughts.begin):
+            return thinking(tokens)
+        return _Watched(state, beginning, tokens) if thoughts.begin.startswith(text) else state
 
     if thoughts.state == "open":
-        return thinking(tuple(vocabulary.tokenize_inside(begin, parse_special=True)))
+        return thinking(tuple(vocabulary.tokenize_inside(thoughts.begin, parse_special=True)))
     return _Watched(own.start, beginning)
 
 
 def _around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
     """Return rules, in llguidance's form of Lark, for an answer behind thoughts."""
-    before = [
-        each
-        for each in thoughts.around
-        if not (is_call and thoughts.final and each.endswith(thoughts.final))
-    ]
-    items = [*map(literal, before), *(["thoughts"] if thoughts.state != "over" else [])]
-    lead = f"({' | '.join(items)})" if items else ""
-    after = f"({' | '.join(map(literal, thoughts.around))})*" if thoughts.around else ""
+    final = thoughts.final if is_call else ""
+    before = [each for each in thoughts.before if not (final and each.endswith(final))]
+    first, lead, after = (
+        f"({' | '.join(items)} SPACE?){sign}" if items else ""
+        for items, sign in (
+            (["thoughts"] if thoughts.state != "over" else [], "?"),
+            ([*map(literal, before)], "?"),
+            ([*map(literal, thoughts.behind)], "{0,2}"),
+        )
+    )
+    if not first and not thoughts.around:
+        return ""
     return "\n".join(
         [
-            f"start: SPACE? {lead and f'({lead} SPACE?)*'} answer {after}",
+            f"start: SPACE? {first} {lead} answer {after}",
             "SPACE: /[ \\n]{1,4}/",
             f"thoughts: {literal(thoughts.begin)} thought",
             f"thought[suffix={literal(thoughts.end)}]: /(?s:.*)/",
@@ -126,16 +127,23 @@ def _from_marks(
 
 class _Marks:
     """Free text up to one of these marks, and what holds from it on. With `is_first`, nothing is looked for any more
-    if the text does not begin with a mark."""
+    if the text does not begin with a mark. It `may_end` before."""
 
     def __init__(
-        self, vocabulary: Vocabulary, then: Mapping[bytes, _Then], *, is_first: bool = False
+        self,
+        vocabulary: Vocabulary,
+        then: Mapping[bytes, _Then],
+        *,
+        is_first: bool = False,
+        may_end: bool = True,
     ) -> None:
         self._vocabulary, self._then = vocabulary, then
         self._ends = frozenset(vocabulary.end_tokens())
+        self._at_end = ENDED if may_end else None
         self.n_tokens = vocabulary.n_tokens
-        #: Tokens that may go on behind a mark.
-        self.crossing = sorted({token for mark in then for token in _crossing(vocabulary, mark)})
+        #: Tokens that may not be allowed: those that may go on behind a mark, and ends.
+        self.doubtful = {token for mark in then for token in _crossing(vocabulary, mark)}
+        self.doubtful |= self._ends
         #: Where no mark has begun.
         self.plain = _FreeText(self, b"", ())
         self._otherwise = _Marks(vocabulary, {}).plain if is_first else None
@@ -143,7 +151,7 @@ class _Marks:
     def next(self, begun: bytes, tokens: tuple[int, ...], token: int) -> GrammarState | None:
         """Return the state behind a token, if what is `begun` of a mark is in `tokens`."""
         if token in self._ends:
-            return ENDED
+            return self._at_end
         piece = self._vocabulary.token_bytes(token)
         text = begun + piece
         for mark, then in self._then.items():
@@ -180,7 +188,7 @@ class _FreeText:
             marks = self._marks
             found = [
                 token
-                for token in marks.crossing
+                for token in sorted(marks.doubtful)
                 if marks.next(self._begun, self._tokens, token) is None
             ]
             self._forbidden = np.array(found, np.int64)

@@ -1,0 +1,103 @@
+"""Tiny models that say a given text, in the form of any family, and what the server makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specgen.options import DraftSource, GenerationOptions, SamplerOptions
+from specgen.serve.formats.openai import read_request
+from specgen.serve.formats.request import with_call_form
+from tests.helpers.common import NOW
+from tests.helpers.server import FIXED, running, session_of
+from tests.helpers.sessions import opened
+from tests.tiny import TinyConfig
+from tests.tiny.file import add_tokenizer, write_and_close
+from tests.tiny.vocabulary import tiny_vocabulary
+
+_WIDTH, _N_CTX = 512, 4096
+
+
+def write_scripted_model(
+    path: Path, config: TinyConfig, tokens: Sequence[int] = (), start: int = 1
+) -> Path:
+    """Write a model that says these tokens behind a prompt of `start` tokens, then the end. All else is equally
+    likely. Its one layer does nothing, and each position has an embedding of its own."""
+    from gguf import GGUFWriter
+
+    vocabulary = tiny_vocabulary(config)
+    n_vocab = len(vocabulary)
+    writer = GGUFWriter(path, "gpt2")
+    writer.add_name("scripted")
+    writer.add_vocab_size(n_vocab)
+    writer.add_context_length(_N_CTX)
+    writer.add_embedding_length(_WIDTH)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(4)
+    writer.add_layer_norm_eps(1e-5)
+    add_tokenizer(writer, config, vocabulary)
+    positions = np.zeros((_N_CTX, _WIDTH), np.float32)
+    output = np.zeros((n_vocab, _WIDTH), np.float32)
+    for k, token in enumerate([*tokens, vocabulary.eot]):
+        positions[start - 1 + k, k] = 1.0
+        output[token, k] = 30.0
+    zeros = {
+        "attn_norm.bias": (_WIDTH,),
+        "attn_qkv.weight": (3 * _WIDTH, _WIDTH),
+        "attn_qkv.bias": (3 * _WIDTH,),
+        "attn_output.weight": (_WIDTH, _WIDTH),
+        "attn_output.bias": (_WIDTH,),
+        "ffn_norm.bias": (_WIDTH,),
+        "ffn_up.weight": (32, _WIDTH),
+        "ffn_up.bias": (32,),
+        "ffn_down.weight": (_WIDTH, 32),
+        "ffn_down.bias": (_WIDTH,),
+    }
+    ones = np.ones(_WIDTH, np.float32)
+    tensors: dict[str, Any] = {
+        "token_embd.weight": np.zeros((n_vocab, _WIDTH), np.float32),
+        "position_embd.weight": positions,
+        "output.weight": output,
+        "output_norm.weight": ones,
+        "output_norm.bias": np.zeros(_WIDTH, np.float32),
+        "blk.0.attn_norm.weight": ones,
+        "blk.0.ffn_norm.weight": ones,
+        **{f"blk.0.{name}": np.zeros(shape, np.float32) for name, shape in zeros.items()},
+    }
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    write_and_close(writer)
+    return path
+
+
+def asked_of(
+    folder: Path,
+    template: str,
+    text: str,
+    body: Mapping[str, Any],
+    *,
+    controls: Sequence[str] = (),
+    draft: DraftSource | None = None,
+) -> dict[str, Any]:
+    """What the server answers to a chat if its model wants to say a text. `draft` may be the word "same", a draft that
+    wants to say it too."""
+    config = TinyConfig(chat_template=template, control_tokens=tuple(controls), add_bos=False)
+    target = write_scripted_model(folder / "target.gguf", config)
+    with opened(target) as session:
+        asked = read_request("chat", body, SamplerOptions(), GenerationOptions())
+        asked = with_call_form(asked, template, session.target.vocabulary.has_control)
+        n_prompt = len(asked.prompt(session.prompts, NOW).tokens)
+        tokens = session.target.vocabulary.tokenize(text, add_special=False, parse_special=True)
+    write_scripted_model(target, config, tokens, n_prompt)
+    source: DraftSource = draft or "none"
+    if draft == "same":
+        source = write_scripted_model(folder / "draft.gguf", config, tokens, n_prompt)
+    session = session_of(target, source, max_tokens=400, drafting=dataclasses.replace(FIXED))
+    with running(session, n_parallel=1, n_ctx=2048) as server:
+        found: dict[str, Any] = server.post("/v1/chat/completions", **body).json()
+    return found

@@ -1,0 +1,224 @@
+"""The grammars of calls and of JSON in whole answers: a model that wants to say something else, at the server."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.scripted import asked_of
+from tests.helpers.templates import FAMILIES
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}},
+    "required": ["path"],
+}
+
+
+def tool(name: str, parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("read", PARAMETERS), tool("read_all", PARAMETERS), tool("list", {})]
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "look"}], "tools": TOOLS}
+#: Its thoughts and answers are messages with a channel.
+HARMONY = (
+    "{%- for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{#- tools functions. <|channel|>analysis<|message|> #}<|start|>assistant"
+)
+READS = (("read", "C"), ("read", "F"))
+THINKS = "{#- <think> #}"
+OPENS = "<think>\n"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A template, its control tokens, and a call of a function as its models write it: the name is NAME, and the
+    arguments that nobody asked for are part of it."""
+
+    template: str
+    call: str
+    controls: tuple[str, ...] = ()
+
+
+FAMILY = {
+    "Hermes": Family(
+        FAMILIES["Hermes"],
+        '<tool_call>\n{"name": "NAME", "arguments": {"path": "a.py", "lines": "x"}}\n</tool_call>',
+        ("<tool_call>", "</tool_call>"),
+    ),
+    "Hermes in plain text": Family(
+        FAMILIES["Hermes"],
+        '<tool_call>\n{"name": "NAME", "arguments": {"path": "a.py", "lines": "x"}}\n</tool_call>',
+    ),
+    "Qwen-Coder": Family(
+        FAMILIES["Qwen-Coder"],
+        "<tool_call>\n<function=NAME>\n<parameter=path>\na.py\n</parameter>\n<parameter=lines>\nx\n"
+        "</parameter>\n</function>\n</tool_call>",
+    ),
+    "Mistral": Family(
+        FAMILIES["Mistral"],
+        '[TOOL_CALLS][{"name": "NAME", "arguments": {"path": "a.py", "lines": "x"}}]',
+        ("[TOOL_CALLS]",),
+    ),
+    "Devstral": Family(
+        FAMILIES["Devstral"],
+        '[TOOL_CALLS]NAME[ARGS]{"path": "a.py", "lines": "x"}',
+        ("[TOOL_CALLS]", "[ARGS]"),
+    ),
+    "Kimi": Family(
+        FAMILIES["Kimi"].replace("section|", "tool_section|"),
+        '<|tool_section|><|one|>functions.NAME:0<|args|>{"path": "a.py", "lines": "x"}<|/one|>'
+        "<|/tool_section|>",
+        ("<|tool_section|>", "<|one|>", "<|args|>", "<|/one|>", "<|/tool_section|>"),
+    ),
+    "DeepSeek": Family(
+        FAMILIES["DeepSeek"],
+        '<calls>\n<call name="NAME">\n<arg name="path" string="true">a.py</arg>\n'
+        '<arg name="lines" string="false">x</arg>\n</call>\n</calls>',
+    ),
+    "Llama": Family(
+        FAMILIES["Llama"], '{"name": "NAME", "parameters": {"path": "a.py", "lines": "x"}}'
+    ),
+    "gpt-oss": Family(
+        HARMONY,
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"
+        '{"path": "a.py", "lines": "x"}<|call|>',
+        (
+            *("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
+            *("<|call|>", "<|return|>", "<|constrain|>"),
+        ),
+    ),
+}
+
+
+def message_of(answer: dict[str, Any]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """The content, the thoughts, and the calls of an answer."""
+    message = answer["choices"][0]["message"]
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    return (
+        message["content"] or "",
+        message.get("reasoning_content") or "",
+        [(call["name"], json.loads(call["arguments"])) for call in calls],
+    )
+
+
+def is_right(name: str, arguments: dict[str, Any]) -> bool:
+    if name == "list":
+        return arguments == {}
+    is_whole = {"path"} <= arguments.keys() <= {"path", "lines"}
+    return is_whole and name in ("read", "read_all") and isinstance(arguments.get("lines", 0), int)
+
+
+def said_by(
+    folder: Path, name: str, text: str, added: str = "", draft: str = "ngram", **body: Any
+) -> tuple[str, str, list[tuple[str, Any]]]:
+    """What is made of a text by a family whose template has something `added`."""
+    family = FAMILY[name]
+    text = text.replace("@call", family.call)
+    body = {**ASKED, **body}
+    answer = asked_of(
+        folder, family.template + added, text, body, controls=family.controls, draft=draft
+    )
+    assert "choices" in answer, answer
+    return message_of(answer)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_an_invented_name_is_impossible(tmp_path: Path, name: str) -> None:
+    """With any draft, one that wants to say it too among them, and behind text where the family lets it."""
+    before = "" if name in ("Llama", "gpt-oss") else "In a < b I look. "
+    text = before + FAMILY[name].call.replace("NAME", "reread")
+    plain = said_by(tmp_path, name, text, draft="none")
+    content, _, calls = plain
+    assert calls
+    assert all(is_right(*call) for call in calls)
+    assert content.startswith(before.strip())
+    for draft in ("ngram", "same"):
+        assert said_by(tmp_path, name, text, draft=draft) == plain
+
+
+@pytest.mark.parametrize("name", ["Hermes in plain text", "Qwen-Coder", "DeepSeek", "Llama"])
+def test_text_without_a_mark_is_free(tmp_path: Path, name: str) -> None:
+    text = 'So {"name": "x"} < <tool <tool_cal <tool_cabll> <cal <call> [TOOL_CALL] é'
+    assert said_by(tmp_path, name, text) == (text, "", [])
+
+
+def test_several_calls_and_text_behind_them(tmp_path: Path) -> None:
+    call = FAMILY["Hermes"].call.replace('"x"', "7")
+    calls = [call.replace("NAME", name) for name in ("read", "read_all")]
+    calls.append('<tool_call>\n{"name": "list", "arguments": {}}\n</tool_call>')
+    text = f"One {calls[0]} two {calls[1]}\n{calls[2]} three"
+    arguments = {"path": "a.py", "lines": 7}
+    for name in ("Hermes", "Hermes in plain text"):
+        content, _, found = said_by(tmp_path, name, text)
+        assert content.split() == ["One", "two", "three"]
+        assert found == [("read", arguments), ("read_all", arguments), ("list", {})]
+
+
+@pytest.mark.parametrize("added", [THINKS, OPENS])
+def test_a_call_in_a_thought_is_none(tmp_path: Path, added: str) -> None:
+    begin = "<think>" if added == THINKS else ""
+    thought = f"I may say {FAMILY['Hermes'].call} or not."
+    content, thoughts, calls = said_by(
+        tmp_path, "Hermes", f"{begin}{thought}</think>\n\nSo: @call", added
+    )
+    assert content.startswith("So:")
+    assert thoughts == thought
+    ((name, arguments),) = calls
+    assert is_right(name, arguments)
+
+
+#: Thoughts in front of a text, and what a template has of them.
+THOUGHTS = {
+    "may come": ("Hermes", THINKS, "<think>No < yes.</think>\n\n"),
+    "opened": ("Hermes in plain text", OPENS, "No < yes.</think>\n\n"),
+    "closed": ("DeepSeek", "<think>\n\n</think>\n\n", ""),
+    "gpt-oss": (
+        "gpt-oss",
+        "",
+        "<|channel|>analysis<|message|>No < yes.<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_required_calls_and_schemas_hold_behind_thoughts(tmp_path: Path, name: str) -> None:
+    family, added, thought = THOUGHTS[name]
+    unit = {"properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object", **unit}}}
+    tools = [tool("read", unit), tool("read_all", {})]
+    for said in ("Just text.", "@call"):
+        for draft in ("none", "same"):
+            content, thoughts, calls = said_by(
+                tmp_path, family, thought + said, added, draft, tool_choice="required", tools=tools
+            )
+            assert (content, thoughts) == ("", "No < yes." if thought else "")
+            assert calls
+            for called, arguments in calls:
+                assert (called, arguments.get("unit")) in (*READS, ("read_all", None))
+        content, thoughts, calls = said_by(
+            tmp_path, family, thought + said, added, response_format=schema, tools=[]
+        )
+        assert (thoughts, calls) == ("No < yes." if thought else "", [])
+        assert ("read", json.loads(content)["unit"]) in READS
+
+
+def test_a_model_that_thinks_may_answer_at_once(tmp_path: Path) -> None:
+    schema = {"type": "json_schema", "json_schema": {"schema": PARAMETERS}}
+    text = '{"path": "<think> </think>"}'
+    found = said_by(tmp_path, "Hermes", text, THINKS, response_format=schema, tools=[])
+    assert found == (text, "", [])
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_required_answer_ends_behind_its_first_call(tmp_path: Path, name: str) -> None:
+    text = FAMILY[name].call.replace("NAME", "read").replace('"x"', "7").replace("x\n", "7\n")
+    text = text.replace(">x<", ">7<")
+    for choice in ("required", {"type": "function", "function": {"name": "read"}}):
+        found = said_by(tmp_path, name, text, tool_choice=choice)
+        assert found == ("", "", [("read", {"path": "a.py", "lines": 7})])
