@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.expansion import (
     Expansion,
     NodeBranches,
@@ -18,7 +17,7 @@ from specgen.drafters.expansion import (
 from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.drafter import Ask, Cascade, Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult, draft_up_to
 from specgen.method.tables import Price
 from specgen.system.arrays import Logits

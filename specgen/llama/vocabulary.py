@@ -16,6 +16,9 @@ from specgen.llama.library import llama_cpp
 
 #: The size of the first buffer for a token's bytes; most tokens fit.
 _PIECE_BYTES = 64
+#: A buffer for the tokens of a text of usual length: making the type takes longer than filling it.
+_USUAL_TOKENS = 256
+_Usual = llama_cpp.llama_token * _USUAL_TOKENS
 #: The number of entries that `digest` reads, about.
 _N_SAMPLED = 2048
 #: llama.cpp's attributes of control tokens that take the white space beside them.
@@ -113,9 +116,9 @@ class LlamaVocabulary:
         return _with_stack(min(longest, 4 * LONGEST_RUN) * _FRAME_BYTES, tokenize)
 
     def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
-        capacity = len(data) + 8
+        capacity = max(_USUAL_TOKENS, len(data) + 8)
         while True:
-            buffer = (llama_cpp.llama_token * capacity)()
+            buffer = (llama_cpp.llama_token * capacity)() if capacity > _USUAL_TOKENS else _Usual()
             n: int = llama_cpp.llama_tokenize(
                 self.handle, data, len(data), buffer, capacity, add_special, parse_special
             )

@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.errors import SpecgenError
 from specgen.events import (
     CommittedEvent,
@@ -25,14 +24,14 @@ from specgen.events import (
 )
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Draft
-from specgen.method.drafter import TargetStates
+from specgen.method.drafter import Cascade, TargetStates
 from specgen.method.policy import Offer, Policy, Reason
 from specgen.method.tables import ALONE, Others
 from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
-from specgen.text.sampling.rows import log_probabilities, most_likely
+from specgen.text.sampling.chain import log_probabilities, most_likely
 from specgen.text.tally import Tally, is_impossible
 from specgen.text.text_state import Shaper, TextState, TextStream
 

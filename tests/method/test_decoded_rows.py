@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from specgen.drafters.cascade import Cascade
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
+from specgen.method.drafter import Cascade
 from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan
 from specgen.method.stopping import Stop
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions

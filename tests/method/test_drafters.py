@@ -11,10 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.method.draft import ROOT, Distribution, Draft
-from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
+from specgen.method.drafter import (
+    Cascade,
+    Drafting,
+    TargetStates,
+    draft_alone,
+    propose_together,
+    ready,
+)
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult, draft_up_to
 from specgen.method.stopping import Stop
 from specgen.method.tables import FREE, Price

@@ -17,8 +17,7 @@ from specgen.sampler_options import (
 )
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
 from specgen.text.sampling import Sampler, likeliest
-from specgen.text.sampling.chain import mixture
-from specgen.text.sampling.rows import most_likely
+from specgen.text.sampling.chain import mixture, most_likely
 from tests.helpers.exact_distributions import distribution
 
 #: Few distinct values make ties likely.
