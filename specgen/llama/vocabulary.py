@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -101,18 +102,16 @@ class LlamaVocabulary:
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Tokenize a text. Raise `UsageError` if over a million of its characters follow one another without
         white space (or are white space), where words are found by recursion."""
-
-        def tokenize() -> list[int]:
-            return self._tokenize(text.encode(), add_special, parse_special)
-
+        data = text.encode()
         longest = _longest(_LINES, text) if len(text) > _LINE else 0
         if longest <= _LINE or self.kind != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
-            return tokenize()
+            return self._tokenize(data, add_special, parse_special)
         if longest > LONGEST_RUN and (word := _longest(_WORDS, text)) > LONGEST_RUN:
             raise UsageError(
                 f"{word} characters of the text follow one another without white space, or are white space: "
                 f"{LONGEST_RUN} can be tokenized"
             )
+        tokenize = partial(self._tokenize, data, add_special, parse_special)
         return _with_stack(min(longest, 4 * LONGEST_RUN) * _FRAME_BYTES, tokenize)
 
     def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:

@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.translated import PrefixShaper, Translation
-from specgen.drafters.vocabularies import Lexicon, check_pair, counterpart, n_unfinished
+from specgen.drafters.translated import (
+    Lexicon,
+    PrefixShaper,
+    Translation,
+    counterpart,
+    n_unfinished,
+)
+from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.method.draft import Draft
 from tests.helpers.common import BYTES
