@@ -107,7 +107,7 @@ OWN = ("Arguments", "Options")
 
 def cli_page() -> str:
     """Every command with its options, from what the commands declare."""
-    from specgen.cli import command_line
+    from specgen.cli.app import command_line
 
     introduction = (
         "`--help` after a command shows this text on the terminal. `specgen --install-completion` lets your "

@@ -17,7 +17,7 @@ def main() -> NoReturn:
     is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_heeded:
         signal.signal(signal.SIGINT, _end_at_once)
-    from specgen.cli import main as run_command_line
+    from specgen.cli.app import main as run_command_line
     from specgen.cli.process import open_missing_streams
 
     open_missing_streams()

@@ -383,6 +383,13 @@ class GenerationOptions:
     grammar: Grammar | None = None
     #: Control tokens, by their entries, that are shown in the text, and that the grammar may ask for.
     shown_controls: tuple[str, ...] = ()
+    #: The answer ends before a line, after the first, that begins with fewer spaces and tabs.
+    n_indent: int = 0
+    #: Whether a prefix of the prompt may come from the cache; whether the reading of every piece is an event, and
+    #: whether these have the log-probabilities of its tokens, which no prefix in the cache has.
+    uses_cache: bool = True
+    reports_reading: bool = False
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class ConfigCommand(Command):
         return 0
 
 
-#: The class of this command (`specgen.cli`).
+#: The class of this command (`specgen.cli.app`).
 COMMAND_CLASS = ConfigCommand
 
 

@@ -13,9 +13,9 @@ from typing import TypeAlias
 from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend, Vocabulary
 from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
+from specgen.method.draft_length import WhilePaying, best_nodes
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.stopping import WhilePaying, best_nodes
 from specgen.method.tables import CostTable, Price
 from specgen.method.tree_in_cache import Branches
 from specgen.options import TreeShape
@@ -223,7 +223,7 @@ class Worthwhile(Tree):
     def _frontier(self, n_most: int) -> list[int]:
         """Return as many of the likeliest nodes as are worth the model's batch together."""
         stop, chances = self._stop, self._chances
-        if stop.rule is None:
+        if not stop.values:
             return []
         nodes = [
             node
@@ -240,7 +240,7 @@ class Worthwhile(Tree):
                 break
             # A larger batch may cost less, but that is no gain of a token.
             idle_s, look_s = (
-                max(0.0, stop.rule.value(n_rows, chance) + stop.next_s)
+                max(0.0, stop.value(n_rows, chance) + stop.next_s)
                 for chance in (0.0, chances[node])
             )
             gain_s += look_s - idle_s

@@ -20,7 +20,7 @@ from specgen.measure.prompts import NOW
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import TargetStates, draft_alone
-from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
+from specgen.method.policy import RoundPlan, RoundResult, draft_up_to
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
@@ -204,7 +204,7 @@ def replay(
         start_s = clock() - started
     generation.commit(tokens[0])
     while (done := len(generation.tokens) - generation.n_prompt) < len(tokens):
-        plan, draft, seconds = RoundPlan(Reason("off")), NO_DRAFT, 0.0
+        plan, draft, seconds = RoundPlan("off"), NO_DRAFT, 0.0
         whole: tuple[Draft, ...] = ()
         if cascade is not None:
             started = clock()
@@ -223,11 +223,13 @@ def replay(
             trail.keep_states(states[last : last + 1], generation.tokens, n_read)
         n_rows = 1 + len(draft)
         target_s = costs.rows_s(n_rows)
-        result = RoundResult(plan, draft, path, seconds, target_s, n_rows, committed, whole)
+        result = RoundResult(
+            plan, draft, path, seconds, target_s, n_rows, committed, whole, model_s=seconds
+        )
         policy.observe(result)
         if cascade is not None:
             cascade.observe(result)
-        tally.add_round(result, model_s=seconds)
+        tally.add_round(result)
     return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
 
 

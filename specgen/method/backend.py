@@ -70,19 +70,15 @@ class Vocabulary(Protocol):
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Tokenize. `add_special` adds the beginning-of-text token if the model wants one (`add_bos`);
         `parse_special` turns the names of control tokens into these tokens."""
-        ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to the text; empty for control tokens."""
-        ...
 
     def token_text(self, token_id: int) -> str:
         """Return the token's entry in the token table, for comparisons and messages."""
-        ...
 
     def special_tokens(self) -> dict[str, int]:
         """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 where there is none."""
-        ...
 
     def is_end(self, token_id: int) -> bool: ...
 
@@ -114,35 +110,28 @@ class Backend(Protocol):
     def decode(self, batch: Batch) -> Logits:
         """Extend the cache by a batch. Return float32[n_wanted, n_vocab], the logits of the rows that want them: a
         view, valid and writable until the next decode. Raise `BackendError` if the batch could not be decoded."""
-        ...
 
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
         """Decode, and also return hidden states, float32[n, n_embd], valid until the next decode: with
         `all_rows` those of all rows, as a draft reads them; else the final states of the rows that want
         logits, in a batch of at most `n_outputs` rows. Raise `BackendError` also if there are none."""
-        ...
 
     def length(self, sequence: int) -> int: ...
 
     def text(self, sequence: int) -> Sequence[int]:
         """Return the tokens of a sequence, not to be kept; after a failed decode, perhaps only the first ones."""
-        ...
 
     def checkpoint(self, sequence: int) -> None:
         """Announce, before a draft is decoded, that tokens from here on may be dropped again: `remove` from this
         position on must then succeed and be cheap."""
-        ...
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination` too. Raise
         `BackendError` if sequences cannot share cells."""
-        ...
 
     def remove(self, sequence: int, start: int = 0) -> None:
         """Drop a sequence's cells from position `start` on. Raise `RollbackError` if the cache cannot, perhaps only
         in the next decode; the state of the cache is unknown then."""
-        ...
 
     def close(self) -> None:
         """Free the cache. May be called twice."""
-        ...

@@ -128,7 +128,7 @@ def propose_together(
             for proposal, _ in waiting:
                 proposal.drafting.close()
             break
-        _decode_together(_first_batch(waiting), n_sharing, clock)
+        _decode_next(waiting, n_sharing, clock)
     return proposals
 
 
@@ -144,35 +144,31 @@ def refuse_nonsense(proposal: Proposal, n_max: int, n_vocab: int) -> None:
     """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error: an invalid token in
     the shared batch would fail all answers."""
     draft: object = proposal.draft
-    tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else ()
-    makes_sense = isinstance(draft, Draft) and len(tokens) <= n_max
-    if makes_sense and all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens):
-        return
-    what = f"{list(tokens)}, {n_max} at most" if isinstance(draft, Draft) else repr(draft)
+    if isinstance(draft, Draft):
+        tokens: Sequence[object] = draft.tokens
+        are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
+        if are_tokens and len(tokens) <= n_max:
+            return
+    what = f"{list(draft.tokens)}, {n_max} at most" if isinstance(draft, Draft) else repr(draft)
     proposal.draft = NO_DRAFT
     proposal.error = BackendError(f"the drafter proposed nonsense: {what}")
 
 
-def _first_batch(waiting: Sequence[tuple[Proposal, Ask]]) -> list[tuple[Proposal, Ask]]:
-    """Return the proposals that wait for a decode in the same cache as the first one, as many as fit into a batch."""
-    backend, n_rows, n_wanted = waiting[0][1].backend, 0, 0
-    most, found = max(backend.n_batch, backend.n_outputs), list[tuple[Proposal, Ask]]()
-    for proposal, ask in waiting:
-        n_more, n_more_wanted = len(ask.batch), sum(ask.batch.wants_logits)
-        fits = n_rows + n_more <= most and n_wanted + n_more_wanted <= backend.n_outputs
-        if ask.backend is backend and (fits or not found):  # the first one always gets its turn
-            found.append((proposal, ask))
-            n_rows, n_wanted = n_rows + n_more, n_wanted + n_more_wanted
-    return found
-
-
-def _decode_together(
-    together: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Callable[[], float]
+def _decode_next(
+    waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Callable[[], float]
 ) -> None:
-    """Decode the rows that several drafts need in one batch, and resume each draft with its logits."""
-    backend, costs, batch = together[0][1].backend, together[0][1].costs, Batch()
-    for _, ask in together:
-        batch.extend(ask.batch)
+    """Decode the rows that the first waiting draft needs, and in the same batch those of others in the same cache, as
+    many as fit; resume each draft with its logits."""
+    backend, costs, batch = waiting[0][1].backend, waiting[0][1].costs, Batch()
+    most, n_wanted = max(backend.n_batch, backend.n_outputs), 0
+    together: list[tuple[Proposal, Ask]] = []
+    for proposal, ask in waiting:
+        n_more = sum(ask.batch.wants_logits)
+        fits = len(batch) + len(ask.batch) <= most and n_wanted + n_more <= backend.n_outputs
+        if ask.backend is backend and (fits or not together):  # the first one always gets its turn
+            together.append((proposal, ask))
+            batch.extend(ask.batch)
+            n_wanted += n_more
     started, before_s = clock(), backend.decode_s
     result: Logits | Exception
     try:

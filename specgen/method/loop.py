@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen.errors import BackendError, SpecgenError
 from specgen.events import Event, NoticeEvent
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft, NoTokenAllowedError
+from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Proposal, propose_together, refuse_nonsense
-from specgen.method.policy import Reason, RoundPlan, RoundResult
-from specgen.method.tables import Others
+from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.tree_in_cache import keep_path, pack
 from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
@@ -24,33 +23,6 @@ if TYPE_CHECKING:
 
 #: The most committed tokens that are decoded in a round's batch; if there are more, they are decoded before.
 _MAX_PENDING = 16
-
-
-@dataclass(slots=True)
-class _Turn:
-    """One sequence's part in a round: the draft that is verified, what the free drafter found and the others
-    proposed, the rows of its pending tokens in the batch, and the seconds of the draft model's decodes and of all
-    drafting."""
-
-    sequence: AnswerState
-    plan: RoundPlan
-    proposed: tuple[Draft, ...] = ()
-    draft: Draft = NO_DRAFT
-    pending: range = range(1)
-    model_s: float = 0.0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoded:
-    """A round's batch after the decode: the logits of each turn's root and nodes, hidden states if a drafter reads
-    them, the target's seconds and decoded rows, and the number of turns that shared them."""
-
-    logits: Logits
-    hidden: Hidden | None
-    target_s: float
-    n_rows: int
-    n_turns: int
 
 
 class Loop:
@@ -98,22 +70,23 @@ class Loop:
         if self._interrupted():
             return [event for sequence in active for event in sequence.interrupt(self.now_s)]
         started, target, batch, events = self.clock(), self.target, Batch(), list[Event]()
-        turns = [self._plan(sequence, active, events) for sequence in active]
+        turns = [(each, self._plan(each, len(active), events)) for each in active]
         self._propose(turns, events)
+        for sequence, result in turns:
+            self._pack(batch, sequence, result, target.n_batch // len(turns))
 
-        for turn in turns:
-            self._pack(batch, turn, target.n_batch // len(turns))
-        n_own, before_s, n_before_rows = len(batch), target.decode_s, target.n_decoded_rows
+        n_own, before_s, n_before_rows = len(batch.tokens), target.decode_s, target.n_decoded_rows
         logits, hidden, other_s = self.decode(batch, active, events)
         target_s = target.decode_s - before_s - other_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
-        n_rows = target.n_decoded_rows - n_before_rows - (len(batch) - n_own)
-        decoded = _Decoded(logits, hidden, target_s, n_rows, len(turns))
+        n_rows = target.n_decoded_rows - n_before_rows - (len(batch.tokens) - n_own)
 
         first = 0
-        for turn in turns:
-            self._finish(turn, first, decoded, events)
-            first += 1 + len(turn.draft)
+        for sequence, result in turns:
+            result.target_s, result.n_rows, result.n_sequences = target_s, n_rows, len(turns)
+            end = first + 1 + len(result.draft)
+            self._finish(sequence, result, logits[first:end], hidden, first, events)
+            first = end
         wall_s = self.clock() - started - other_s
         for sequence in active:  # they share the batch's time equally
             sequence.tally.wall_s += wall_s / len(active)
@@ -121,73 +94,73 @@ class Loop:
 
     # --- the steps of a round ---------------------------------------------------------------
 
-    def _plan(
-        self, sequence: AnswerState, active: Sequence[AnswerState], events: list[Event]
-    ) -> _Turn:
+    def _plan(self, sequence: AnswerState, n_sequences: int, events: list[Event]) -> RoundResult:
         """Plan the sequence's draft, and note what its free drafter finds."""
         if sequence.cascade is None:
-            return _Turn(sequence, RoundPlan(Reason(sequence.why_undrafted)))
+            return RoundResult(RoundPlan(sequence.why_undrafted))
         started = self.clock()
-        # How much the others will draft is not known yet: about as much as in the last round.
-        others = Others(len(active) - 1, sum(each.n_rows for each in active) - sequence.n_rows)
-        n_most = self.target.n_outputs // len(active) - 1  # the root wants logits, too
         try:
-            offer = sequence.offer(n_most, others)
+            # The root wants logits, too.
+            offer = sequence.offer(self.target.n_outputs // n_sequences - 1)
             plan = sequence.policy.plan(offer)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
             self._end_drafting(sequence, error, events)
-            return _Turn(sequence, RoundPlan(Reason("failed")))
-        return _Turn(sequence, plan, (offer.found,), seconds=self.clock() - started)
+            return RoundResult(RoundPlan("failed"))
+        return RoundResult(plan, proposed=(offer.found,), draft_s=self.clock() - started)
 
-    def _propose(self, turns: Sequence[_Turn], events: list[Event]) -> None:
-        drafting = [turn for turn in turns if len(turn.plan.found) + turn.plan.n_max]
+    def _propose(
+        self, turns: Sequence[tuple[AnswerState, RoundResult]], events: list[Event]
+    ) -> None:
+        """Let the drafters draft side by side, and cut what they propose to what is verified."""
+        drafting = [turn for turn in turns if len(turn[1].plan.found) + turn[1].plan.n_max]
         draftings = [
-            turn.sequence.cascade.propose(turn.sequence.tokens, turn.plan)
-            for turn in drafting
-            if turn.sequence.cascade is not None
+            sequence.cascade.propose(sequence.tokens, result.plan)
+            for sequence, result in drafting
+            if sequence.cascade is not None
         ]
         proposals = propose_together(draftings, self.clock, self._interrupted)
-        for turn, proposal in zip(drafting, proposals, strict=True):
-            self._cut_to_plan(turn, proposal, events)
+        for (sequence, result), proposal in zip(drafting, proposals, strict=True):
+            self._take(sequence, result, proposal, events)
 
-    def _cut_to_plan(self, turn: _Turn, proposal: Proposal, events: list[Event]) -> None:
-        started, sequence, plan = self.clock(), turn.sequence, turn.plan
+    def _take(
+        self, sequence: AnswerState, result: RoundResult, proposal: Proposal, events: list[Event]
+    ) -> None:
+        started, plan = self.clock(), result.plan
         if proposal.error is None:
             refuse_nonsense(proposal, len(plan.found) + plan.n_max, self.target.n_vocab)
         if proposal.error is None:
             allowed = draft = proposal.draft
-            turn.proposed += (draft,)
             if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole
                 allowed = sequence.state.within_grammar(draft)
-            turn.draft = plan.stop.cut(allowed)
-            if not len(turn.draft):
+            result.proposed += (draft,)
+            result.draft = plan.stop.cut(allowed)
+            if not len(result.draft):
                 why = "unsure" if len(draft) or draft.looks else "not ready"
                 is_forbidden = len(draft) and not len(allowed)
-                turn.plan = replace(plan, reason=Reason("grammar" if is_forbidden else why))
+                result.plan = replace(plan, reason="grammar" if is_forbidden else why)
         else:
-            turn.plan = replace(plan, reason=Reason("failed"))
+            result.plan = replace(plan, reason="failed")
             self._end_drafting(sequence, proposal.error, events)
         seconds = proposal.seconds + self.clock() - started
         # Decoder heads, which read the last hidden state alone, ask for no decode: all their drafting counts as one.
         asks = sequence.trail is None or sequence.trail.all_rows
-        turn.model_s = proposal.model_s if asks else seconds
-        turn.seconds += seconds
+        result.model_s = proposal.model_s if asks else seconds
+        result.draft_s += seconds
 
-    def _pack(self, batch: Batch, turn: _Turn, n_room: int) -> None:
+    def _pack(self, batch: Batch, sequence: AnswerState, result: RoundResult, n_room: int) -> None:
         """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows. Usually
         only the last token is missing; a grammar may have forced more. If these do not fit, all but the last are
         decoded first."""
-        sequence, target, tokens = turn.sequence, self.target, turn.sequence.tokens
-        first, last = sequence.slot.first, len(tokens) - 1
-        n_held = target.length(first)
-        if last - n_held >= max(1, min(n_room - len(turn.draft), _MAX_PENDING)):
+        target, tokens, first = self.target, sequence.tokens, sequence.slot.first
+        n_held, last = target.length(first), len(tokens) - 1
+        if last - n_held >= max(1, min(n_room - len(result.draft), _MAX_PENDING)):
             while n_held < last:
                 silent, end = Batch(), min(last, n_held + target.n_batch)
                 for position in range(n_held, end):
                     silent.add(tokens[position], position, (first,), False)
                 self.decode_text(sequence, silent)
                 n_held = end
-        turn.pending = pack(batch, target, sequence.slot, tokens[n_held:], turn.draft)
+        result.rows = pack(batch, target, sequence.slot, tokens[n_held:], result.draft)
 
     def decode_text(self, sequence: AnswerState, batch: Batch) -> Logits:
         """Decode rows of a text, and keep their hidden states for drafters that read those of all rows."""
@@ -205,33 +178,41 @@ class Loop:
         answer's rows. Here these are 0; `AnswerLoop` overrides this to append a piece of another answer's prompt."""
         # The same draft serves all sequences.
         trail = next((each.trail for each in active if each.trail is not None), None)
-        if trail is None or not (trail.all_rows or len(batch) <= self.target.n_outputs):
+        if trail is None or not (trail.all_rows or len(batch.tokens) <= self.target.n_outputs):
             return self.target.decode(batch), None, 0.0
         return *self.target.decode_hidden(batch, all_rows=trail.all_rows), 0.0
 
-    def _finish(self, turn: _Turn, first: int, decoded: _Decoded, events: list[Event]) -> None:
-        """Verify, commit and learn. `first` is the root's row of the logits."""
-        sequence, draft, n_before = turn.sequence, turn.draft, len(turn.sequence.tokens)
-        sequence.n_rows = 1 + len(draft)
-        logits = decoded.logits[first : first + sequence.n_rows]
+    def _finish(
+        self,
+        sequence: AnswerState,
+        result: RoundResult,
+        logits: Logits,
+        hidden: Hidden | None,
+        first: int,
+        events: list[Event],
+    ) -> None:
+        """Verify, commit and learn. `first` is the root's row among those that want logits."""
+        draft, n_before = result.draft, len(sequence.tokens)
         try:
             verdict = self.verify(sequence, draft, logits)
         except BackendError as error:  # the grammar allows no token, or a logit is not a number
             sequence.failure = error
             return
-        events += self._commit(turn, verdict, logits, decoded.hidden, first)
-        result = RoundResult(
-            turn.plan,
-            draft,
-            verdict.path,
-            turn.seconds,
-            decoded.target_s,
-            decoded.n_rows,
-            tuple(sequence.tokens[n_before:]),
-            turn.proposed,
-        )
-        sequence.tally.add_round(result, decoded.n_turns, turn.model_s)
-        self._learn(sequence, result, events)
+        events += sequence.commit_verdict(draft, verdict, logits, self.now_s, result.plan)
+        result.path, result.committed = verdict.path, tuple(sequence.tokens[n_before:])
+        kept = verdict.path[: len(result.committed)]  # the text may end on the path
+        keep_path(self.target, sequence.slot, draft, kept)
+        if hidden is not None and (trail := sequence.trail) is not None:
+            pending = result.rows if trail.all_rows else range(first, first + 1)
+            rows = [*pending, *(pending[-1] + 1 + node for node in kept)]
+            trail.keep_states(hidden[rows], sequence.tokens, n_before + len(kept))
+        sequence.tally.add_round(result)
+        sequence.policy.observe(result)
+        if sequence.cascade is not None:
+            try:
+                sequence.cascade.observe(result)
+            except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+                self._end_drafting(sequence, error, events)
 
     def verify(self, sequence: AnswerState, draft: Draft, logits: Logits) -> Verdict:
         """Return which nodes are accepted, and the target's own token, from the logits at the root and at each node,
@@ -255,28 +236,6 @@ class Loop:
         if verdict.path and verdict.path[-1] in dead_ends:
             raise NoTokenAllowedError
         return verdict
-
-    def _commit(
-        self, turn: _Turn, verdict: Verdict, logits: Logits, hidden: Hidden | None, first: int
-    ) -> list[Event]:
-        """Extend the text; the cache and a draft's trail keep what belongs to it."""
-        sequence, reason, n_before = turn.sequence, turn.plan.reason, len(turn.sequence.tokens)
-        events = sequence.commit_verdict(turn.draft, verdict, logits, self.now_s, reason)
-        kept = verdict.path[: len(sequence.tokens) - n_before]  # the text may end on the path
-        keep_path(self.target, sequence.slot, turn.draft, kept)
-        if hidden is not None and (trail := sequence.trail) is not None:
-            pending = turn.pending if trail.all_rows else range(first, first + 1)
-            rows = [*pending, *(pending[-1] + 1 + node for node in kept)]
-            trail.keep_states(hidden[rows], sequence.tokens, n_before + len(kept))
-        return events
-
-    def _learn(self, sequence: AnswerState, result: RoundResult, events: list[Event]) -> None:
-        sequence.policy.observe(result)
-        if sequence.cascade is not None:
-            try:
-                sequence.cascade.observe(result)
-            except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
-                self._end_drafting(sequence, error, events)
 
     def _end_drafting(self, sequence: AnswerState, error: Exception, events: list[Event]) -> None:
         sequence.cascade, sequence.why_undrafted = None, "failed"

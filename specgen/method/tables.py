@@ -8,7 +8,6 @@ is in `verify.py`.)
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +18,9 @@ from specgen.method.draft import ROOT, Draft
 from specgen.system.arrays import ProbArray
 
 # --- costs: a decode that takes d times the expected seconds corrects what it says something about by a power of d
-_SIZE_RATE = 0.12  # the exponent for the entry of its size,
-_NEW_SIZE_RATE = 0.5  # the same in the first decodes of a size,
-_N_NEW = 3  # which are so many,
-_SPEED_RATE = 0.12  # and that for the machine's present speed, which affects all sizes
+_COST_RATE = (
+    0.1  # the exponent for the machine's present speed, and at least that for the size's entry
+)
 _MAX_DEVIATION = 1.5  # the largest d: a machine that is busy for a moment says nothing of the model
 # --- acceptance
 #: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
@@ -35,9 +33,7 @@ _N_PRIOR = 6.0  # the prior acceptance of a bin counts as so many judged tokens
 _FADING = 1.0 - 1.0 / 1500.0  # of an observation's weight with each later one: 1500 are remembered
 _TEXT_RATE = 0.12  # how fast the present text's deviation is learnt, in log-odds an observation
 _MOST_OF_TEXT = 2.5  # the largest such deviation
-_N_HERE = (
-    20.0  # frequencies of confidences in all texts count as this many looks in the present one
-)
+_N_HERE = 20.0  # the confidences of all texts count as so many looks in the present one
 _LEAST = 0.002  # rates keep at least this far from 0 and from 1
 _N_RANKS = 3  # siblings behind this many others, or more, are counted together
 NGRAM_ORIGINS = ("ngram", "lookup")  # of tokens that need no model
@@ -65,17 +61,6 @@ class Price:
 FREE = Price(0.0, 0.0)  # nothing worth counting
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
-    """The other sequences in a batch of the target, and the number of their rows, at least one each."""
-
-    n_sequences: int = 0
-    n_rows: int = 0
-
-
-ALONE = Others()
-
-
 class CostTable:
     """The seconds that a model's batches take, by their rows; every decode corrects them. Sizes between two known
     ones are interpolated; fewer rows than any known size cost what that does, and more cost in proportion to their
@@ -83,13 +68,12 @@ class CostTable:
 
     def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
         self._seconds = {n: s for n, s in sorted((seconds or {}).items()) if n > 0 and s > 0.0}
-        self._sizes = list(self._seconds)
         self._n_observed: dict[int, int] = {}
         self._slowness = 1.0  # the machine's present seconds over those of the table
-        self._n_sharing = 1  # the sequences that the last decodes served at once
+        self.n_sharing = 1  # the sequences that the last decode served at once
 
     def __bool__(self) -> bool:
-        return bool(self._sizes)
+        return bool(self._seconds)
 
     @property
     def known(self) -> dict[int, float]:
@@ -101,61 +85,52 @@ class CostTable:
 
     def seconds(self, n_rows: int) -> float:
         """Return the expected seconds of a batch; 0 for no rows. Raise `LookupError` if no size is known."""
-        sizes, known = self._sizes, self._seconds
+        known = self._seconds
         if n_rows <= 0:
             return 0.0
         if n_rows in known:
             return self._slowness * known[n_rows]
-        if not sizes:
+        if not known:
             raise LookupError("no decode was measured")
-        index = bisect.bisect_left(sizes, n_rows)
-        below, above = sizes[max(0, index - 1)], sizes[min(index, len(sizes) - 1)]
-        if n_rows > above:
-            return self._slowness * known[above] * n_rows / above
-        place = (n_rows - below) / (above - below) if above > below else 1.0
-        return self._slowness * (known[below] * (1.0 - place) + known[above] * place)
+        sizes = sorted(known)
+        if n_rows > sizes[-1]:
+            return self._slowness * known[sizes[-1]] * n_rows / sizes[-1]
+        between = np.interp(n_rows, sizes, [known[size] for size in sizes])
+        return self._slowness * float(between)
 
     def seconds_each(self, n_rows: int) -> float:
-        """Return one sequence's part of a decode in which it and the others of the last decodes have `n_rows` rows
+        """Return one sequence's part of a decode in which it and the others of the last decode have `n_rows` rows
         each; 0 while nothing is known."""
-        n = self._n_sharing
-        return self.seconds(n_rows * n) / n if self._sizes else 0.0
+        return self.seconds(n_rows * self.n_sharing) / self.n_sharing if self._seconds else 0.0
 
-    def share_of_batch(self, n_rows: int, n_batch_rows: int, n_sequences: int) -> float:
-        """Return the share, in [0, 1], that one of N sequences pays of a batch in which it has `n_rows` rows: an
-        equal part of v(N), and of the rest as much as its drafted rows are of all."""
-        if n_sequences == 1:
-            return 1.0
-        plain_s = self.seconds(n_sequences)
-        batch_s = max(plain_s, self.seconds(n_batch_rows))
-        drafted = (n_rows - 1) / max(1, n_batch_rows - n_sequences)
-        return (plain_s / n_sequences + drafted * (batch_s - plain_s)) / batch_s
+    def share_of_batch(self, n_drafted: int, n_rows: int) -> float:
+        """Return the share, in [0, 1], that one of N sequences pays of a batch: an equal part of v(N), the cost without
+        drafts, and of the rest as much as its drafted rows are of all."""
+        n = self.n_sharing
+        if n == 1 or n_rows <= n:
+            return 1.0 / n
+        plain_s, batch_s = self.seconds(n), max(self.seconds(n), self.seconds(n_rows))
+        return (plain_s / n + n_drafted / (n_rows - n) * (batch_s - plain_s)) / batch_s
 
     def set_seconds(self, n_rows: int, seconds: float) -> None:
         """Set the measured seconds of a size; they replace earlier ones."""
         if n_rows > 0 and seconds > 0.0:
-            if n_rows not in self._seconds:
-                bisect.insort(self._sizes, n_rows)
             self._seconds[n_rows] = seconds / self._slowness
 
     def observe(self, n_rows: int, seconds: float, n_sharing: int = 1) -> None:
-        """Learn from a decode of `n_rows` rows, in a round in which `n_sharing` sequences share decodes."""
-        self._n_sharing = n_sharing
+        """Learn from a decode of `n_rows` rows, which served `n_sharing` sequences."""
         if n_rows <= 0 or not seconds > 0.0:
             return
-        n_seen = self._n_observed.get(n_rows, 0)
-        self._n_observed[n_rows] = n_seen + 1
-        expected_s = self.seconds(n_rows) if self._sizes else seconds
+        self.n_sharing = n_sharing
+        expected_s = self.seconds(n_rows) if self._seconds else seconds
         deviation = min(_MAX_DEVIATION, max(1.0 / _MAX_DEVIATION, seconds / expected_s))
-        is_known = n_rows in self._seconds
-        # The other sizes say what to expect of a new one only roughly.
-        rate = _SIZE_RATE if is_known and n_seen >= _N_NEW else _NEW_SIZE_RATE
-        self.set_seconds(n_rows, expected_s * deviation**rate)
-        if is_known:
-            self._slowness *= deviation**_SPEED_RATE
+        is_known, n_seen = n_rows in self._seconds, self._n_observed.get(n_rows, 0)
+        self._n_observed[n_rows] = n_seen + 1
+        self.set_seconds(n_rows, expected_s * deviation ** max(_COST_RATE, 1 / (n_seen + 3)))
+        if is_known:  # the other sizes say what to expect of a new one only roughly
+            self._slowness *= deviation**_COST_RATE
 
 
-@functools.cache
 def origin_of_rank(origin: str, rank: int) -> str:
     """Return the name under which a drafter's tokens with `rank` better siblings are counted: second guesses are
     another matter than first ones."""
@@ -166,8 +141,8 @@ def prior_of(origin: str, confidence: float) -> float:
     """Return the prior acceptance probability of a drafter's token."""
     if ":" in origin:  # behind a better sibling
         return 0.8 * confidence
-    if origin in NGRAM_ORIGINS:  # fitted to texts already
-        return confidence
+    if origin in NGRAM_ORIGINS:  # fitted to texts of another kind
+        return 0.85 * confidence
     # Models are right more often than their confidence when they are unsure, and less often when sure.
     return 0.15 + 0.78 * confidence
 
@@ -175,12 +150,12 @@ def prior_of(origin: str, confidence: float) -> float:
 @dataclass(slots=True)
 class AcceptanceCounts:
     """A drafter's counts in all texts, float64[N_BINS] each, by bin of confidence: judged tokens, accepted ones among
-    these, and confidences that were seen; and what trials of it may still cost, in plain tokens' time."""
+    these, and confidences that were seen; and the time that it may lose, in plain decodes (see `policy.py`)."""
 
     n_judged: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
-    trial_credit: float = 0.0
+    credit: float = 0.0
 
 
 class AcceptanceRates:
@@ -189,16 +164,14 @@ class AcceptanceRates:
     of this text: some texts suit a draft better than others."""
 
     def __init__(self, origin: str = "model", counts: AcceptanceCounts | None = None) -> None:
-        self.origin = origin
         self.counts = counts if counts is not None else AcceptanceCounts()
         self._prior = [prior_of(origin, middle) for middle in _MIDDLES]
         self._deviation = 0.0
         self._seen_here = np.zeros(N_BINS)
-        self.version = 0  # the number of looks and judgements: each may change the rates
         self._curve: tuple[float, ...] | None = None
 
     def acceptance(self, confidence: float) -> float:
-        return self.curve()[bisect.bisect_left(BIN_EDGES, confidence)]
+        return (self._curve or self.curve())[bisect.bisect_left(BIN_EDGES, confidence)]
 
     def curve(self) -> tuple[float, ...]:
         """Return the acceptance probabilities by bin: those in all texts, shifted by this text's deviation."""
@@ -222,16 +195,11 @@ class AcceptanceRates:
         """Return the acceptance probability of a token whose confidence is not known yet."""
         return float(np.array(self.curve()) @ self.frequencies())
 
-    @property
-    def n_judged(self) -> float:
-        return float(self.counts.n_judged.sum())
-
     def see(self, confidence: float) -> None:
         index = bisect.bisect_left(BIN_EDGES, confidence)
         self.counts.n_seen *= _FADING
         self.counts.n_seen[index] += 1.0
         self._seen_here[index] += 1.0
-        self.version += 1
 
     def judge(self, confidence: float, *, accepted: bool) -> None:
         """Learn whether a token was accepted; all tokens before it were."""
@@ -242,37 +210,32 @@ class AcceptanceRates:
         # Only this bin fades: a bin that was not seen for long is not less known.
         n_judged[index] = n_judged.item(index) * _FADING + 1.0
         n_accepted[index] = n_accepted.item(index) * _FADING + accepted
-        self.version += 1
         self._curve = None
 
 
 def judge_drafts(
-    rates: Callable[[str], AcceptanceRates], drafts: Sequence[Draft], text: Sequence[int]
+    rates: Callable[[str], AcceptanceRates],
+    drafts: Sequence[Draft],
+    text: Sequence[int],
+    n_accepted: int,
 ) -> None:
-    """Count, by origin and rank, which drafted tokens are those with which the text goes on, verified or not; the
-    drafts may have common nodes. Drafts with drawn tokens do not count."""
-    judged: set[tuple[int, str, int]] = set()
-    for draft in drafts:
+    """Learn which tokens of each drafter's first draft are those with which the text goes on, verified or not. A drawn
+    token is judged where it was verified, in a chain of which `n_accepted` tokens were accepted, and by the confidence
+    before the draw."""
+    for origin, draft in {each.origins[0]: each for each in reversed(drafts) if each}.items():
+        if draft.is_drawn:
+            if draft.is_chain:
+                for node, confidence in enumerate(draft.looks[: min(len(draft), n_accepted + 1)]):
+                    rates(origin).judge(confidence, accepted=node < n_accepted)
+            continue
         node, ranks = ROOT, draft.ranks()
-        for depth, token in enumerate(() if draft.is_drawn else text):
-            children = draft.children(node)
-            for child in children:
-                place = depth, draft.origins[child], draft.tokens[child]
-                if place not in judged:
-                    judged.add(place)
-                    known = draft.probabilities[child]
-                    origin = origin_of_rank(draft.origins[child], ranks[child])
-                    is_right = draft.tokens[child] == token
-                    rates(origin).judge(1.0 if known is None else known, accepted=is_right)
-            right = [child for child in children if draft.tokens[child] == token]
-            if not right:
+        for token in text:
+            right = None
+            for child in draft.children(node):
+                is_right, known = draft.tokens[child] == token, draft.probabilities[child]
+                right = child if is_right else right
+                of_rank = rates(origin_of_rank(origin, ranks[child]))
+                of_rank.judge(1.0 if known is None else known, accepted=is_right)
+            if right is None:
                 break
-            node = right[-1]
-
-
-def judge_draws(rates: Callable[[str], AcceptanceRates], draft: Draft, n_accepted: int) -> None:
-    """Count which drawn tokens of a verified chain were accepted, by the model's confidence before the draw."""
-    drawn = [node for node, source in enumerate(draft.distributions) if source is not None]
-    for node, confidence in zip(drawn, draft.looks, strict=False):
-        if node <= n_accepted:
-            rates(draft.origins[node]).judge(confidence, accepted=node < n_accepted)
+            node = right

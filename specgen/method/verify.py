@@ -6,7 +6,6 @@ target's logits give after a node, with samplers and grammar; *draft* is the one
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -19,9 +18,7 @@ from specgen.system.arrays import ProbArray
 if TYPE_CHECKING:
     from specgen.options import VerifierName
 
-_N_HALVINGS = (
-    50  # the steps of the bisection for SpecTr's rho: as many as a float's precision allows
-)
+_N_HALVINGS = 50  # of the bisection for SpecTr's rho: as many as a float's precision allows
 
 #: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the samplers.
 TargetAt: TypeAlias = Callable[[int], Distribution]
@@ -36,23 +33,29 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Judges a draft."""
+    """Judges a draft. `wants_draws` says whether it accepts more of a drawn draft than of the draft model's most likely
+    tokens."""
 
     @property
-    def wants_draws(self) -> bool:
-        """Whether it accepts more of a drawn draft than of the draft model's most likely tokens."""
-        ...
+    def wants_draws(self) -> bool: ...
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict: ...
 
 
-class _TreeWalk(abc.ABC):
-    """Goes down a draft from the root as long as `choose` accepts one of the nodes that come next. In independent
-    walks a token is tried as often as it was drawn."""
+class ResidualVerifier:
+    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection go on with the
+    residual, normalize(max(0, target - draft)).
+
+    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm
+    2), for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be drawn without
+    replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). In independent walks a token is tried as often as it was
+    drawn.
+    """
 
     wants_draws = True
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
+        """Go down from the root as long as `choose` accepts one of the nodes that come next."""
         node, walks, path = ROOT, draft.walks, list[int]()
         while True:
             depth = len(path)
@@ -67,15 +70,21 @@ class _TreeWalk(abc.ABC):
             node = accepted
             path.append(node)
 
-    @abc.abstractmethod
     def choose(
         self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
     ) -> tuple[int | None, Distribution]:
         """Return which of the nodes tried after one place is accepted, if any, and what the next token is drawn from
         otherwise."""
+        for child in tries:
+            token, source = draft.tokens[child], drawn_from(draft, child)
+            if rng.random() * source.probability(token) < target.probability(token):
+                return child, target
+            # Nothing is left only if the two are equal up to rounding, and so is the target then.
+            target = target.minus(source) or target
+        return None, target
 
 
-class MatchVerifier(_TreeWalk):
+class MatchVerifier(ResidualVerifier):
     """Draw the target's token; go on while it is one of the drafted children. At temperature 0 the target is one
     certain token, so this compares the draft with the argmax.
 
@@ -88,29 +97,10 @@ class MatchVerifier(_TreeWalk):
         self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
     ) -> tuple[int | None, Distribution]:
         token = target.draw(rng)
-        accepted = next((child for child in tries if draft.tokens[child] == token), None)
-        return accepted, Distribution.certain(token)
-
-
-class ResidualVerifier(_TreeWalk):
-    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection go on with the
-    residual, normalize(max(0, target - draft)).
-
-    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm
-    2), for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be drawn without
-    replacement (Jeon et al., arXiv:2402.14160, Algorithm 1).
-    """
-
-    def choose(
-        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-    ) -> tuple[int | None, Distribution]:
         for child in tries:
-            token, source = draft.tokens[child], drawn_from(draft, child)
-            if rng.random() * source.probability(token) < target.probability(token):
+            if draft.tokens[child] == token:
                 return child, target
-            # Nothing is left only if the two are equal up to rounding, and so is the target then.
-            target = target.minus(source) or target
-        return None, target
+        return None, Distribution.certain(token)
 
 
 class SpecTrVerifier(ResidualVerifier):
@@ -231,10 +221,8 @@ class AutoVerifier:
     wants_draws = True
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
-        name: VerifierName = "match"
-        if draft.is_drawn:
-            name = "spectr" if draft.walks else "block"
-        return VERIFIERS[name].verify(draft, target, rng)
+        drawn: VerifierName = "spectr" if draft.walks else "block"
+        return VERIFIERS[drawn if draft.is_drawn else "match"].verify(draft, target, rng)
 
 
 VERIFIERS: Mapping[VerifierName, Verifier] = {

@@ -324,8 +324,9 @@ class Engine:
         request.load, events = LoadOfOthers(), list[Event]()
         with self._failing([request]):
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
-            n_again = 1 if self._reads_rows else 0
-            slot.share_prefix(self.target, request.prompt.tokens, n_again=n_again)
+            n_again, own = int(self._reads_rows), request.settings.generation
+            tokens = request.prompt.tokens[: None if own.uses_cache else 1]
+            slot.share_prefix(self.target, tokens, n_again=n_again)
             request.sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,

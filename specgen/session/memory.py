@@ -127,7 +127,9 @@ class Memory:
             if table and key not in self._unkept:
                 _move_last(costs, key, {n: round(s, 7) for n, s in table.known.items()})
         for key, by_origin in self._acceptance.items():
-            judged = {origin: rates for origin, rates in by_origin.items() if rates.n_judged}
+            judged = {
+                origin: rates for origin, rates in by_origin.items() if rates.counts.n_judged.any()
+            }
             counted = {origin: _entry_of(rates.counts) for origin, rates in judged.items()}
             if counted:
                 _move_last(chances, key, counted)
@@ -263,7 +265,7 @@ class _Counts:
     judged: _Bins
     accepted: _Bins
     seen: _Bins
-    trial_credit: _Number = 0.0
+    credit: _Number = 0.0
 
 
 _COUNTS = TypeAdapter(_Counts)
@@ -271,13 +273,13 @@ _COUNTS = TypeAdapter(_Counts)
 
 def _counts_of(entry: _Counts) -> AcceptanceCounts:
     judged, accepted, seen = map(np.array, (entry.judged, entry.accepted, entry.seen))
-    return AcceptanceCounts(judged, np.minimum(accepted, judged), seen, entry.trial_credit)
+    return AcceptanceCounts(judged, np.minimum(accepted, judged), seen, entry.credit)
 
 
 def _entry_of(counts: AcceptanceCounts) -> dict[str, Any]:
     arrays = (counts.n_judged, counts.n_accepted, counts.n_seen)
     judged, accepted, seen = (each.round(3).tolist() for each in arrays)
-    return asdict(_Counts(judged, accepted, seen, round(counts.trial_credit, 4)))
+    return asdict(_Counts(judged, accepted, seen, round(counts.credit, 4)))
 
 
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:

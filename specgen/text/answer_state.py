@@ -25,8 +25,7 @@ from specgen.events import (
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Cascade, TargetStates
-from specgen.method.policy import Offer, Policy, Reason
-from specgen.method.tables import ALONE, Others
+from specgen.method.policy import Offer, Policy, RoundPlan
 from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
@@ -69,6 +68,7 @@ class AnswerState:
     #: All committed tokens, prompt and answer: those of `state`.
     tokens: list[int] = field(init=False)
     text: TextStream = field(init=False)
+    _prompt_text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
@@ -80,8 +80,6 @@ class AnswerState:
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.
     is_started: bool = False
-    #: The number of its rows in the last round's batch.
-    n_rows: int = 1
     #: The number of the answer's tokens, without the one that ended it.
     n_answer: int = 0
 
@@ -90,9 +88,8 @@ class AnswerState:
         self.n_prompt = len(self.tokens)
         if not self.n_prompt:
             raise ValueError("a sequence needs at least one prompt token")
-        self.text = TextStream(self.options.stop)
-        if self.options.max_tokens == 0:
-            self.finish_reason = "length"
+        self.text = TextStream(self.options.stop, self.options.n_indent)
+        self._prompt_text = TextStream()
 
     @property
     def is_finished(self) -> bool:
@@ -108,7 +105,7 @@ class AnswerState:
         """The number of prompt tokens that the cache held before; all once the prompt is read."""
         return self.n_prompt if self.is_started else self.n_cached
 
-    def offer(self, n_most: int, others: Others = ALONE) -> Offer:
+    def offer(self, n_most: int) -> Offer:
         """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes now.
         There must be a `cascade`."""
         cascade, n_draftable = self.cascade, max(0, self.n_ctx - len(self.tokens))
@@ -120,7 +117,7 @@ class AnswerState:
         n_most = min(n_most, self.policy.n_max, n_draftable)
         found = cascade.look_up(self.tokens, n_most)
         price = cascade.price(len(self.tokens))
-        return Offer(n_left, n_most, found, cascade.model_name, price, others)
+        return Offer(n_left, n_most, found, cascade.model_name, price)
 
     def commit(self, token: int) -> str:
         """Add the target's next token, and return the text that may now be shown.
@@ -148,12 +145,12 @@ class AnswerState:
         verdict: Verdict,
         logits: Logits,
         now_s: float,
-        reason: Reason | None = None,
+        plan: RoundPlan | None = None,
     ) -> list[Event]:
         """Commit the accepted path of a draft, the target's token, and the tokens that the grammar forces after it,
-        up to the end of the answer. `logits` are those at the root and at each node; `reason` is that of the round's
+        up to the end of the answer. `logits` are those at the root and at each node; `plan` is the round's
         plan, None for the prompt. Return the events."""
-        number = 0 if reason is None else self.tally.n_rounds + 1
+        number = 0 if plan is None else self.tally.n_rounds + 1
         own_kind: TokenKind = "plain"
         events: list[Event] = []
         if len(draft):
@@ -180,18 +177,18 @@ class AnswerState:
                 token = draft.tokens[node]
                 piece = Piece(token, self.commit(token), "accepted", draft.origins[node])
             if self.options.logprobs is not None:
-                piece = self._with_logprobs(piece, logits[row + 1], self.options.logprobs)
+                piece = self._with_logprobs(piece, logits[row + 1])
             pieces.append(piece)
             if self.finish_reason is not None:
                 break
         if self.state.has_grammar:
             pieces += self._forced()
-        return [*events, self._committed(pieces, now_s, number, reason)]
+        return [*events, self._committed(pieces, now_s, number, plan)]
 
     def take_forced(self, now_s: float) -> list[Event]:
         """Commit the tokens to which the grammar leaves no alternative before the prompt is read, and return the
         event, if there are any."""
-        pieces = self._forced()
+        pieces = self._forced() if self.options.max_tokens else []
         return [self._committed(pieces, now_s)] if pieces else []
 
     def interrupt(self, now_s: float) -> list[Event]:
@@ -214,22 +211,42 @@ class AnswerState:
         pieces: Sequence[Piece],
         now_s: float,
         number: int = 0,
-        reason: Reason | None = None,
+        plan: RoundPlan | None = None,
     ) -> CommittedEvent:
         text = "".join([piece.text for piece in pieces])
-        why = (None, None) if reason is None else (reason.name, str(reason))
+        why = (None, None) if plan is None else (plan.reason, plan.why)
         return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *why)
 
-    def _with_logprobs(self, piece: Piece, row: Logits, n_top: int) -> Piece:
-        """Return the piece with the target's log-probabilities, from its logits there, float32[n_vocab]."""
-        top = most_likely(row, n_top)
-        own, *others = log_probabilities(row, [piece.token_id, *top])
-        found = zip(top, others, strict=True)
-        tops = tuple(
-            TokenLogprob(token, self.vocabulary.token_bytes(token).decode("utf-8", "replace"), each)
-            for token, each in found
-        )
-        return replace(piece, logprob=own, top_logprobs=tops)
+    def _with_logprobs(self, piece: Piece, row: Logits) -> Piece:
+        """Return the piece with the target's log-probabilities, if they were asked for, from its logits there,
+        float32[n_vocab]."""
+        n_top = self.options.logprobs
+        if n_top is None:
+            return piece
+        tokens = [*dict.fromkeys([*most_likely(row, n_top), piece.token_id])]
+        found = tuple(map(self._with_logprob, tokens, log_probabilities(row, tokens)))
+        own = found[tokens.index(piece.token_id)]
+        return replace(piece, logprob=own.logprob, top_logprobs=found)
+
+    def _with_logprob(self, token: int, logprob: float) -> TokenLogprob:
+        data = self.vocabulary.token_bytes(token)
+        text = data.decode("utf-8", "backslashreplace") or self.vocabulary.token_text(token)
+        return TokenLogprob(token, text, logprob, tuple(data))
+
+    def scored_prompt(self, start: int, logits: Logits) -> tuple[Piece, ...]:
+        """Return the tokens of the prompt whose log-probabilities the `logits` of its rows from `start` on give, if they
+        were asked for. Nothing is said of the first token."""
+        pieces = []
+        for place in range(start + (start > 0), min(start + len(logits) + 1, self.n_prompt)):
+            token = self.tokens[place]
+            shown = self._prompt_text.push(self.vocabulary.token_bytes(token))
+            piece = Piece(token, shown, "forced", "prompt")
+            if place:
+                piece = self._with_logprobs(piece, logits[place - 1 - start])
+            else:
+                piece = replace(piece, top_logprobs=(self._with_logprob(token, 0.0),))
+            pieces.append(piece)
+        return tuple(pieces)
 
     def _rejected_branches(
         self, draft: Draft, accepted: tuple[int, ...]

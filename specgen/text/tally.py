@@ -60,20 +60,19 @@ class Tally:
         self.wall_s += wall_s
         self.start_s, self.n_start_tokens = self.wall_s, n_tokens
 
-    def add_round(self, result: RoundResult, n_sequences: int = 1, model_s: float = 0.0) -> None:
-        """Add a round, whose batch's time `n_sequences` sequences share equally; the draft model decoded for
-        `model_s`."""
+    def add_round(self, result: RoundResult) -> None:
+        """Add a round; the sequences share its batch's time equally."""
         n_committed = min(len(result.path) + 1, len(result.committed))  # the others were forced
         self.n_rounds += 1
         self.n_round_tokens += n_committed
-        self.n_tokens_by_sequences[n_sequences] += n_committed
+        self.n_tokens_by_sequences[result.n_sequences] += n_committed
         self.target_s_by_rows[result.n_rows].append(result.target_s)
-        self.target_s += result.target_s / n_sequences
-        self.draft_s += model_s
+        self.target_s += result.target_s / result.n_sequences
+        self.draft_s += result.model_s
         if len(result.draft):
             self._add_draft(result.draft, result.path[:n_committed])
         else:
-            self.add_undrafted(result.plan.reason.name, str(result.plan.reason))
+            self.add_undrafted(result.plan.reason, result.plan.why)
 
     def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
         """Add rounds that drafted nothing, and why."""

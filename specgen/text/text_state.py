@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -119,14 +120,17 @@ class Shaper:
 
 class TextStream:
     """Turns the bytes of tokens into text, up to a stop string. An incomplete character comes with the token that
-    completes it; bytes that are not UTF-8 become U+FFFD. What may be a prefix of a stop string is held back until more
-    text comes."""
+    completes it; bytes that are not UTF-8 become U+FFFD. A line break before a line that begins with fewer than
+    `n_indent` spaces and tabs is a stop string, too. What may be a prefix of one is held back until more text comes."""
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
+    def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
         if not all(stops):
             raise ValueError("a stop string is empty")
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = tuple(stops)
+        self._short = (
+            re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=([^ \t])|\Z)") if n_indent else None
+        )
         self._held = ""
         self._shown: list[str] = []
         #: The stop string that was found.
@@ -145,13 +149,18 @@ class TextStream:
         text = self._decoder.decode(token_bytes, final)
         if self.stopped_by is not None:
             return ""
-        if self._stops:
+        if self._stops or self._short is not None:
             text = self._held + text
             hits = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
-            n_held = 0 if final else max(n_begun(text, stop) for stop in self._stops)
+            n_held = max((n_begun(text, stop) for stop in self._stops), default=0)
+            if self._short is not None and (short := self._short.search(text)) is not None:
+                n_held = max(n_held, len(text) - short.start())
+                hits += [(short.start(), "\n")] if short[1] else []
             if hits:
                 index, self.stopped_by = min(hits)
                 n_held = len(text) - index
+            elif final:
+                n_held = 0
             text, self._held = text[: len(text) - n_held], text[len(text) - n_held :]
         self._shown.append(text)
         return text

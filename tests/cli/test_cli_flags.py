@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import specgen.cli
-from specgen import cli
-from specgen.cli import command_line, flags
+import specgen.cli.app
+from specgen.cli import flags
+from specgen.cli.app import command_line
 from specgen.cli.command import examples
 from specgen.cli.llama_cpp_options import translated
 from specgen.cli.output import Output
@@ -37,14 +37,14 @@ def test_every_command_takes_its_models_from_the_hub(command: str, option: str) 
     arguments = [*command.split(), option, "nonsense"]
     arguments += ["-m", "target.gguf"] if option in {"-hfd", "--hf-repo-draft"} else []
     arguments += {"fim": ["a.py:1:1"], "batch": ["-", "-"]}.get(command, [])
-    result = CliRunner().invoke(specgen.cli.app, arguments)
+    result = CliRunner().invoke(specgen.cli.app.app, arguments)
     assert isinstance(result.exception, UsageError), result.output
     assert result.exception.message.startswith('"nonsense" does not name a model')
 
 
 def test_models_on_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "")
-    run = specgen.cli.command_line().commands["run"]
+    run = specgen.cli.app.command_line().commands["run"]
 
     def read(*arguments: str) -> list[str]:
         return translated(run.context_class(run, info_name="run"), arguments)
@@ -67,14 +67,14 @@ def test_models_on_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyP
 def test_what_names_no_model_on_the_hub_is_an_error_in_use(
     arguments: list[str], message: str
 ) -> None:
-    result = CliRunner().invoke(specgen.cli.app, ["run", *arguments, "prompt"])
+    result = CliRunner().invoke(specgen.cli.app.app, ["run", *arguments, "prompt"])
     assert isinstance(result.exception, UsageError)
     assert result.exception.message.startswith(message)
 
 
 @pytest.mark.parametrize("command", ["find", "data", "make", "learn"])
 def test_a_target_that_must_be_named_is_missed(command: str) -> None:
-    result = CliRunner().invoke(specgen.cli.app, ["draft", command])
+    result = CliRunner().invoke(specgen.cli.app.app, ["draft", command])
     assert result.exit_code == 2
     assert "Missing option '--target'" in result.stderr
 
@@ -199,23 +199,34 @@ def test_the_help_ends_with_examples_that_are_commands(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("hi", "-c", "nv"), "'nv' is not a whole number"),
-        (("hi", "--temp", "hot"), "'hot' is not a number"),
-        (("hi", "-hf"), "give USER/REPO"),
-        (("Tell", "a", "story"), "put a prompt of several words into quotes"),
+        (("run", "hi", "-c", "nv"), "'nv' is not a whole number"),
+        (("run", "hi", "--temp", "hot"), "'hot' is not a number"),
+        (("run", "hi", "-hf"), "give USER/REPO"),
+        (("run", "Tell", "a", "story"), "put a prompt of several words into quotes"),
+        (("pull", "qwen2.5-coder-1.5b"), "it is `specgen models pull` here"),
     ],
 )
 def test_an_error_of_usage_shows_the_value_or_what_to_do(
     words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = in_process(capsys)("run", *words)
+    result = in_process(capsys)(*words)
     assert result.code == 2
     assert said in result.err
 
 
+def test_a_misspelt_file_names_the_near_one(
+    specgen: Specgen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "coder.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert 'did you mean "coder.gguf"' in specgen("run", "-m", "coder.ggfu", "hi").err
+
+
 def test_the_list_of_commands_says_what_each_command_says() -> None:
     texts = {name: each.help or "" for name, each in command_line().commands.items()}
-    assert {name: text.partition("\n")[0] for name, text in texts.items()} == cli.COMMANDS
+    assert {
+        name: text.partition("\n")[0] for name, text in texts.items()
+    } == specgen.cli.app.COMMANDS
 
 
 def test_names_of_models_and_pairs_are_completed() -> None:

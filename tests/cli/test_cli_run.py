@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from llama_cpp import llama_cpp
 
-import specgen.cli
+import specgen.cli.app
 from specgen.cli.inputs import BUILT_IN
 from specgen.events import FinishedEvent
 from specgen.models.files import memory_file
@@ -60,6 +60,10 @@ def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path:
     assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
     assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
     assert cli(*arguments, "--", PROMPT).out == expected
+    # As with other tools: a model stands before the prompt. With -m it is the prompt.
+    assert cli(*arguments[1:], PROMPT).out == expected
+    assert cli(*arguments[2:], arguments[1], stdin=PROMPT.encode()).out == expected
+    assert cli(*arguments, arguments[1]).out != expected
 
 
 def test_stop_strings_and_limits(cli: Cli) -> None:
@@ -459,7 +463,7 @@ def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(specgen.session.prompts.Prompts, "of_text", broken)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(ZeroDivisionError):
-        specgen.cli.main(["run", "-m", cli.model("target"), PROMPT])
+        specgen.cli.app.main(["run", "-m", cli.model("target"), PROMPT])
 
 
 # --- processes, pipes and terminals
@@ -486,7 +490,7 @@ def test_bytes_that_are_not_utf_8_are_refused_by_every_option(cli: Cli) -> None:
     assert isinstance(sys.stderr, io.TextIOWrapper)
     sys.stderr.reconfigure(errors="backslashreplace")  # as that of a process
     ends = {}
-    for option in specgen.cli.command_line().commands["run"].params:
+    for option in specgen.cli.app.command_line().commands["run"].params:
         name = option.opts[0]
         # A file that is made may have any name.
         if (
@@ -608,8 +612,8 @@ def test_on_a_terminal_colours_show_what_was_accepted(tiny_models: Path) -> None
 @posix
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys, specgen.cli\n"
-        "try: specgen.cli.main(['run', '--help'])\n"
+        "import sys, specgen.cli.app\n"
+        "try: specgen.cli.app.main(['run', '--help'])\n"
         "except SystemExit: pass\n"
         "print([m for m in ('numpy', 'llama_cpp', 'huggingface_hub', 'requests', 'jinja2', 'gguf',"
         " 'psutil') if m in sys.modules])"

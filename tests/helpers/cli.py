@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-import specgen.cli
+import specgen.cli.app
 from tests.helpers.common import ROOT
 
 
@@ -37,7 +37,7 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Specgen:
     def run(*arguments: str | Path) -> Result:
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            specgen.cli.main([str(argument) for argument in arguments])
+            specgen.cli.app.main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         assert isinstance(exit_.value.code, int)
         return Result(exit_.value.code, captured.out, captured.err)

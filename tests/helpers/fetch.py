@@ -28,7 +28,7 @@ from tests.helpers.common import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 #: `specgen`, for `python`.
-MAIN = "import sys; sys.argv[0] = 'specgen'; from specgen.cli import main; main()"
+MAIN = "import sys; sys.argv[0] = 'specgen'; from specgen.cli.app import main; main()"
 
 
 @dataclass(frozen=True, slots=True)

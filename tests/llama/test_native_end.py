@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen import cli
+from specgen.cli import app
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import gguf_file
 from specgen.llama.library import gave_up
@@ -103,9 +103,9 @@ def test_memory_that_runs_out_in_python_is_one_line(
     def fail(*_arguments: object, **_options: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(app, "app", fail)
     with pytest.raises(SystemExit) as end:
-        cli.main([])
+        app.main([])
     assert end.value.code == MemoryLimitError.exit_code
     message, _hint = capsys.readouterr().err.splitlines()
     assert message == "error: there is not enough memory"
@@ -115,9 +115,9 @@ def test_other_imports_that_fail_are_bugs(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_arguments: object, **_options: object) -> None:
         raise ImportError("no module of that name")
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(app, "app", fail)
     with pytest.raises(ImportError, match="no module"):
-        cli.main([])
+        app.main([])
 
 
 def test_the_message_names_the_place_and_no_path() -> None:

@@ -19,7 +19,7 @@ import gguf
 import jsonschema
 from typer.core import TyperOption as Option
 
-from specgen.cli import command_line
+from specgen.cli.app import command_line
 from tests.helpers.sessions import write_models
 from tests.long_runs.forked import run_forked
 from tests.long_runs.mutated_json import mutated

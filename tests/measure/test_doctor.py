@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen import cli
+from specgen.cli import app
 from specgen.cli.doctor import folder_line
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.measure import doctor
@@ -40,7 +40,7 @@ def dying(number: signal.Signals, *, task: str = "") -> list[str]:
 
 def run_cli(*arguments: str) -> int:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["doctor", *arguments])
+        app.main(["doctor", *arguments])
     assert isinstance(caught.value.code, int)
     return caught.value.code
 

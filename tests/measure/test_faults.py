@@ -27,7 +27,7 @@ LIMITED = """
 import resource, sys
 limit = 3 * 2**30
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-from specgen.cli import main
+from specgen.cli.app import main
 main(sys.argv[1:])
 """
 #: Root may write anywhere; without its capabilities it is a user like any other behind an exec.

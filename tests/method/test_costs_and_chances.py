@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.draft import NO_DRAFT
-from specgen.method.policy import Reason, RoundPlan, RoundResult
-from specgen.method.stopping import StoppingRule
+from specgen.method.draft_length import WhilePaying, values_of_looks
+from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.tables import (
     FREE,
     N_BINS,
@@ -169,14 +168,14 @@ def test_a_chance_is_never_certain_and_what_was_counted_makes_sense(
     assert curve.min() - 1e-12 <= acceptance.mean() <= curve.max() + 1e-12
     counts = acceptance.counts
     assert np.all(counts.n_accepted <= counts.n_judged + 1e-9)
-    assert acceptance.n_judged <= len(tokens) + 1e-9
+    assert acceptance.counts.n_judged.sum() <= len(tokens) + 1e-9
 
 
 def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
     acceptance = AcceptanceRates()
     judged(acceptance, {0.55: 0.9}, 20_000)
     # As many as are remembered, not as there were.
-    assert acceptance.n_judged < 2000
+    assert acceptance.counts.n_judged.sum() < 2000
     judged(acceptance, {0.55: 0.2}, 4000, seed=1)
     acceptance = AcceptanceRates(counts=acceptance.counts)
     assert acceptance.acceptance(0.55) < 0.35
@@ -212,9 +211,24 @@ def rule(
     token_s: float,
     frequencies: list[float],
     chances: list[float],
-) -> StoppingRule:
-    known = SimpleNamespace(frequencies=lambda: np.array(frequencies), curve=lambda: chances)
-    return StoppingRule(batch_s, next_s, token_s, cast(AcceptanceRates, known))
+) -> WhilePaying:
+    """The rule of a drafter whose one confidence is accepted with the first of the chances."""
+    known = cast(
+        AcceptanceRates,
+        SimpleNamespace(
+            frequencies=lambda: np.array(frequencies),
+            curve=lambda: chances,
+            acceptance=lambda _: chances[0],
+        ),
+    )
+    return WhilePaying(
+        origin="model",
+        rates=lambda _: known,
+        token_s=token_s,
+        extra_s=[seconds - batch_s[0] for seconds in batch_s],
+        next_s=next_s,
+        values=values_of_looks(batch_s, next_s, token_s, known),
+    )
 
 
 @st.composite
@@ -255,10 +269,10 @@ def test_a_dear_row_is_taken_for_the_cheap_ones_behind_it() -> None:
     step = [1.0, 2.0, 2.0, 2.0, 2.0]
     likely, unlikely = rule(step, 0.0, 1.0, [1.0], [0.8]), rule(step, 0.0, 1.0, [1.0], [0.4])
     assert likely.value(1, 0.8) == pytest.approx(0.64 + 0.512 + 0.4096, abs=0.02)
-    assert likely.is_worth(0, 0.8)
-    assert not unlikely.is_worth(0, 0.4)
+    assert likely.wants_token([0.5])
+    assert not unlikely.wants_token([0.5])
     # By itself it would not be.
-    assert not rule(step[:2], 0.0, 1.0, [1.0], [0.8]).is_worth(0, 0.8)
+    assert not rule(step[:2], 0.0, 1.0, [1.0], [0.8]).wants_token([0.5])
 
 
 # --- the figures of an answer
@@ -273,10 +287,17 @@ def test_the_speed_up_of_the_whole_answer_includes_the_prompt() -> None:
     assert tally.whole_speedup(1, 0.2) is None
 
 
-def decode(n_committed: int, target_s: float) -> RoundResult:
+def decode(n_committed: int, target_s: float, n_sequences: int = 1) -> RoundResult:
     """A round of four rows."""
     path, committed = tuple(range(n_committed - 1)), tuple(range(n_committed))
-    return RoundResult(RoundPlan(Reason("off")), NO_DRAFT, path, 0.0, target_s, 4, committed)
+    return RoundResult(
+        RoundPlan("off"),
+        path=path,
+        target_s=target_s,
+        n_rows=4,
+        committed=committed,
+        n_sequences=n_sequences,
+    )
 
 
 @pytest.mark.parametrize("pace", [0.5, 1.0, 3.0])
@@ -285,7 +306,7 @@ def test_the_price_of_plain_decoding_follows_the_speed_of_the_machine(pace: floa
     tally = Tally()
     assert tally.priced_token_s(costs) is None
     tally.add_round(decode(3, pace * 0.2))
-    tally.add_round(decode(1, pace * 0.2), n_sequences=2)
+    tally.add_round(decode(1, pace * 0.2, n_sequences=2))
     assert tally.priced_token_s(costs) == pytest.approx(pace * (3 * 0.1 + 0.07) / 4)
     assert tally.priced_token_s(CostTable()) is None
 

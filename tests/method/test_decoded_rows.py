@@ -9,9 +9,9 @@ import pytest
 
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
+from specgen.method.draft_length import Stop
 from specgen.method.drafter import Cascade
-from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan
-from specgen.method.stopping import Stop
+from specgen.method.policy import FixedPolicy, Offer, RoundPlan
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
@@ -92,10 +92,10 @@ class EitherDraft(FixedPolicy):
     def plan(self, offer: Offer) -> RoundPlan:
         n_max, found = min(self.n_max, offer.n_most), offer.found.first(3)
         if n_max < 1:
-            return RoundPlan(Reason("no room"))
+            return RoundPlan("no room")
         if len(found) == 3:
-            return RoundPlan(Reason("found"), found=found, drafter=offer.drafter)
-        return RoundPlan(Reason("model"), n_max, stop=UpToTwo(), drafter=offer.drafter)
+            return RoundPlan("found", found=found, drafter=offer.drafter)
+        return RoundPlan("model", n_max, stop=UpToTwo(), drafter=offer.drafter)
 
 
 #: All that decodes with draft models in the target's own vocabulary, along one branch.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.method.draft import ROOT, Distribution, Draft
+from specgen.method.draft_length import Stop
 from specgen.method.drafter import (
     Cascade,
     Drafting,
@@ -22,7 +23,6 @@ from specgen.method.drafter import (
     ready,
 )
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult, draft_up_to
-from specgen.method.stopping import Stop
 from specgen.method.tables import FREE, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits

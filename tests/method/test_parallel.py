@@ -151,7 +151,7 @@ def test_the_decode_predicts_the_more_tokens_the_cheaper_its_rows_are() -> None:
 
 def test_a_draft_whose_rows_cost_too_much_is_not_decoded() -> None:
     plan = planned(1.5, 1.5)
-    assert (plan.n_max, plan.reason.name) == (0, "row cost")
+    assert (plan.n_max, plan.reason) == (0, "row cost")
 
 
 def test_the_price_is_that_of_one_decode() -> None:

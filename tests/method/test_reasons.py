@@ -98,18 +98,18 @@ PLANS: dict[ReasonName, Callable[[], RoundPlan]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_a_policy_says_why(name: ReasonName) -> None:
     plan = PLANS[name]()
-    assert plan.reason.name == name
+    assert plan.reason == name
     drafts = name in ("found", "model", "trial", "fixed")
     assert (plan.n_max + len(plan.found) > 0) == drafts
 
 
 def test_reasons_have_their_numbers() -> None:
-    assert str(PLANS["prefill"]().reason) == "the draft must first read the text, 9.0 s"
-    assert str(PLANS["row cost"]().reason) == (
+    assert PLANS["prefill"]().why == "the draft must first read the text, 9.0 s"
+    assert PLANS["row cost"]().why == (
         "a guess costs 0.05 of a token of the target, and checking it 1.00"
     )
-    assert "of its tokens are expected to be accepted" in str(PLANS["acceptance"]().reason)
-    assert str(PLANS["no room"]().reason) == REASONS["no room"]
+    assert "of its tokens are expected to be accepted" in PLANS["acceptance"]().why
+    assert PLANS["no room"]().why == REASONS["no room"]
 
 
 # --- reasons that only a round shows

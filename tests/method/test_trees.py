@@ -18,6 +18,7 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
+from specgen.method.draft_length import best_nodes
 from specgen.method.drafter import Cascade, Drafter, draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
@@ -25,7 +26,6 @@ from specgen.method.policy import (
     RoundResult,
     draft_up_to,
 )
-from specgen.method.stopping import best_nodes
 from specgen.method.tables import CostTable
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree

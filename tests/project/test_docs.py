@@ -33,7 +33,7 @@ def test_generated_documents_are_up_to_date() -> None:
 
 
 def test_every_option_of_every_command_is_in_the_page() -> None:
-    from specgen.cli import command_line
+    from specgen.cli.app import command_line
 
     page = make_docs.cli_page()
     items = (line.split(": ")[0] for line in page.splitlines() if line.startswith("- `"))

@@ -11,7 +11,8 @@ import pytest
 from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import figures
-from specgen.serve.formats.openai import read_infill, read_request
+from specgen.serve.formats.local_servers import read_infill
+from specgen.serve.formats.openai import read_request
 from specgen.serve.formats.request import (
     BodyError,
     Kind,
@@ -214,10 +215,22 @@ def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
 
 PIECES = [
     Piece(
-        1, "é", "accepted", "model", -0.5, (TokenLogprob(1, "é", -0.5), TokenLogprob(3, "e", -1))
+        1,
+        "é",
+        "accepted",
+        "model",
+        -0.5,
+        (TokenLogprob(1, "\\xa9", -0.5, (0xA9,)), TokenLogprob(3, "e", -1, (0x65,))),
     ),
     Piece(9, "!", "accepted", "grammar"),
-    Piece(2, " b", "bonus", "target", -0.25, (TokenLogprob(2, " b", -0.25),)),
+    Piece(
+        2,
+        " b",
+        "bonus",
+        "target",
+        -0.75,
+        (TokenLogprob(3, "e", -0.5, (0x65,)), TokenLogprob(2, " b", -0.75, (0x20, 0x62))),
+    ),
 ]
 
 
@@ -293,15 +306,16 @@ def test_a_busy_machine_knows_no_gain(others_share: float | None, is_known: bool
 
 
 def test_log_probabilities_of_both() -> None:
-    content = body("chat", logprobs=True)["choices"][0]["logprobs"]["content"]
-    assert [entry["token"] for entry in content] == ["é", " b"]
-    assert content[0]["bytes"] == [0xC3, 0xA9]
-    assert [top["token"] for top in content[0]["top_logprobs"]] == ["é", "e"]
+    asked = {"logprobs": True, "top_logprobs": 1}
+    content = body("chat", **asked)["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["\\xa9", " b"]
+    assert content[0]["bytes"] == [0xA9]  # the token's own, not those of its character
+    assert [top["token"] for each in content for top in each["top_logprobs"]] == ["\\xa9", "e"]
     text = body("completion", logprobs=1)["choices"][0]["logprobs"]
-    assert text["tokens"] == ["é", " b"]
-    assert text["token_logprobs"] == [-0.5, -0.25]
+    assert text["tokens"] == ["\\xa9", " b"]
+    assert text["token_logprobs"] == [-0.5, -0.75]
     assert text["text_offset"] == [0, 2]
-    assert text["top_logprobs"] == [{"é": -0.5, "e": -1}, {" b": -0.25}]
+    assert text["top_logprobs"] == [{"\\xa9": -0.5, "e": -1}, {"e": -0.5, " b": -0.75}]
 
 
 def test_the_tools_that_may_be_called() -> None:

@@ -64,12 +64,12 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
     memory.costs(TARGET, CONTEXT, 0).observe(3, 2.0)
     judge(memory, 20)
     before = memory.acceptance(TARGET, DRAFT, "greedy")["model"].counts
-    before.trial_credit = 2.5
+    before.credit = 2.5
     memory.save()
     again = opened(file)
     assert known(again) == pytest.approx(known(memory), rel=1e-5)
     counts = again.acceptance(TARGET, DRAFT, "greedy")["model"].counts
-    assert counts.trial_credit == 2.5
+    assert counts.credit == 2.5
     for name in ("n_judged", "n_accepted", "n_seen"):
         assert getattr(counts, name) == pytest.approx(getattr(before, name), abs=0.002)
     assert [path.name for path in file.parent.iterdir()] == ["memory.json"]
@@ -95,7 +95,9 @@ def test_another_machine_has_other_costs_and_the_same_chances(file: Path) -> Non
     memory.save()
     other = opened(file, cpu="y")
     assert known(other) == {}
-    assert other.acceptance(TARGET, DRAFT, "greedy")["model"].n_judged == pytest.approx(5, abs=0.1)
+    assert other.acceptance(TARGET, DRAFT, "greedy")[
+        "model"
+    ].counts.n_judged.sum() == pytest.approx(5, abs=0.1)
 
 
 def test_a_model_is_known_by_name_and_size_wherever_it_lies(tmp_path: Path, file: Path) -> None:
@@ -218,7 +220,9 @@ def test_a_damaged_file_is_as_none_and_written_anew(file: Path, text: bytes) -> 
     memory.save()
     again = opened(file)
     assert known(again) == {1: 1.0, 2: 1.5}
-    assert again.acceptance(TARGET, DRAFT, "greedy")["model"].n_judged == pytest.approx(3, abs=0.1)
+    assert again.acceptance(TARGET, DRAFT, "greedy")[
+        "model"
+    ].counts.n_judged.sum() == pytest.approx(3, abs=0.1)
 
 
 def edit(file: Path, **changes: object) -> None:
@@ -276,7 +280,7 @@ FULL = {name: [1.0] * N_BINS for name in ("judged", "accepted", "seen")}
         {"accepted": ["1"] * N_BINS},
         {"seen": [-1.0] * N_BINS},
         {"seen": None},
-        *({"trial_credit": credit} for credit in ("a", float("inf"))),
+        *({"credit": credit} for credit in ("a", float("inf"))),
     ],
 )
 def test_chances_that_make_no_sense_are_not_known_and_spoil_no_others(
@@ -289,7 +293,7 @@ def test_chances_that_make_no_sense_are_not_known_and_spoil_no_others(
     edit(file, chances={**kept, "ngram": changed and {**FULL, **changed}, "lookup": FULL})
     found = opened(file).acceptance(TARGET, DRAFT, "greedy")
     assert set(found) == {"model", "lookup"}
-    assert found["model"].n_judged == pytest.approx(4, abs=0.1)
+    assert found["model"].counts.n_judged.sum() == pytest.approx(4, abs=0.1)
     assert np.all(np.isfinite(found["lookup"].curve()))
 
 

@@ -75,8 +75,9 @@ def test_the_shares_of_a_batch_are_all_of_it(
     n_drafted: list[int], own_s: float, row_s: float
 ) -> None:
     table = CostTable({n: own_s + row_s * n for n in range(1, 60)})
+    table.n_sharing = len(n_drafted)
     n_rows = len(n_drafted) + sum(n_drafted)
-    parts = [table.share_of_batch(1 + n, n_rows, len(n_drafted)) for n in n_drafted]
+    parts = [table.share_of_batch(n, n_rows) for n in n_drafted]
     assert sum(parts) == pytest.approx(1.0)
     assert min(parts) > 0.0
     # Who drafts more pays more.

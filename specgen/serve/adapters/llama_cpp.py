@@ -22,7 +22,7 @@ from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import propose_together
-from specgen.method.policy import Reason, RoundPlan, RoundResult
+from specgen.method.policy import RoundPlan, RoundResult
 from specgen.models.files import cache_folder
 from specgen.options import (
     ContextOptions,
@@ -171,12 +171,12 @@ class SpecgenDraft(LlamaDraftModel):
         sequence.policy.observe(result)
         if sequence.cascade is not None:
             sequence.cascade.observe(result)
-        self.tally.add_round(result, model_s=known.draft_s)
+        self.tally.add_round(result)
 
     def _propose(self, sequence: AnswerState) -> Draft:
         """Begin a round: plan, and draft, unless drafting has failed in this text."""
         cascade, started_s = sequence.cascade, time.perf_counter()
-        plan, draft, proposed = RoundPlan(Reason("failed")), NO_DRAFT, tuple[Draft, ...]()
+        plan, draft, proposed = RoundPlan("failed"), NO_DRAFT, tuple[Draft, ...]()
         if cascade is not None:
             offer = sequence.offer(sequence.policy.n_max)
             plan = sequence.policy.plan(offer)
@@ -189,7 +189,9 @@ class SpecgenDraft(LlamaDraftModel):
                 self._note(f"drafting failed, going on without a draft: {what}")
         self._handed_s = time.perf_counter()
         seconds, n_rows = self._handed_s - started_s, 1 + len(draft)
-        self._round = RoundResult(plan, draft, (), seconds, 0.0, n_rows, proposed=proposed)
+        self._round = RoundResult(
+            plan, draft, draft_s=seconds, n_rows=n_rows, proposed=proposed, model_s=seconds
+        )
         return draft
 
     def check(self, llama: Llama) -> None:

@@ -130,7 +130,7 @@ def _add_block(found: Conversation, turn: _Message, where: str, block: _Block) -
 class MessageWriter(AnswerWriter):
     """Writes one answer, whole or as events."""
 
-    is_named, alive = True, {"type": "ping"}
+    form, alive = "named", {"type": "ping"}
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)

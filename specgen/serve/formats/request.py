@@ -28,6 +28,7 @@ from pydantic_core import from_json
 
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Grammar, SamplerOptions, VerifierName
+from specgen.sampler_options import LARGEST_FACTOR
 from specgen.serve.formats.call_forms import CallForm, form_of
 from specgen.serve.formats.tool_calls import Function, calls_grammar
 from specgen.session.prompts import Prompt, Prompts
@@ -42,7 +43,7 @@ Kind: TypeAlias = Literal["chat", "completion", "prompt"]
 _SILENT = frozenset(
     [
         *("annotations", "betas", "cache_control", "cache_prompt", "client_metadata", "id"),
-        *("context_management", "id_slot", "t_max_prompt_ms"),
+        *("context_management", "id_slot", "keep_alive", "t_max_prompt_ms"),
         *("logprobs", "metadata", "model", "name", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "signature", "status", "stream_options", "strict"),
         *("summary", "type", "user"),
@@ -221,9 +222,11 @@ def _sampler_fields() -> dict[str, Any]:
         several: dict[str, Any] = {"logit_bias": dict[int, float], "dry_breakers": tuple[str, ...]}
         kind = several.get(each.name, type(each.default))
         spellings = [each.replace("-", "_").lstrip("_") for each in each.metadata["spellings"]]
-        names = AliasChoices(each.name, *spellings, f"{spellings[0]}s")
-        most = 2**63 - 1 if kind is int else each.metadata.get("max")
-        limits = Field(None, validation_alias=names, ge=each.metadata.get("min"), le=most)
+        other = each.name.replace("repeat_", "repetition_")
+        names = AliasChoices(each.name, *spellings, f"{spellings[0]}s", other)
+        most = {int: 2**63 - 1, float: LARGEST_FACTOR}.get(kind)
+        least = each.metadata.get("min", most and -most)
+        limits = Field(None, validation_alias=names, ge=least, le=each.metadata.get("max", most))
         found[each.name] = (kind | None, limits)
     return found
 
@@ -433,6 +436,7 @@ class Request:
     warnings: tuple[str, ...] = ()  # what was ignored
     n: int = 1  # answers that are wanted
     streams: bool = False
+    echoes: bool = False  # the text begins with the prompt
     has_usage_alone: bool = False  # in a last chunk of a stream
     speculative: Speculative = field(default_factory=Speculative)
     lines_s: float = 0.0  # an answer of at least a line ends after so many seconds; 0: no limit

@@ -178,7 +178,7 @@ class ResponseWriter(AnswerWriter):
     `hides`, thoughts are also in the form that clients send back.
     """
 
-    is_named = True
+    form = "named"
 
     def __init__(
         self,

@@ -51,6 +51,11 @@ THOUGHT_CONTROLS = tuple(
 )
 
 
+def writes_thoughts(template: str) -> bool:
+    """Return whether a chat template has the marks of thoughts."""
+    return any(family.begin in template for family in FAMILIES)
+
+
 def begun_in(prompt: str) -> ThoughtMarks | None:
     """Return the marks of the thinking block that a template has opened at the end of a prompt."""
     end = prompt.rstrip()

@@ -1,5 +1,5 @@
-"""Where a draft ends: at a fixed confidence, or where another token is not expected to save time. (For the words see
-`policy.py`.)"""
+"""How long a draft gets: to a fixed confidence, or as far as another token is expected to save time. (For the words
+see `policy.py`.)"""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.tables import NGRAM_ORIGINS, AcceptanceRates, origin_of_rank
+from specgen.method.tables import AcceptanceRates, origin_of_rank
 
-#: The logarithms of `whole` at which a rule computes its values, and the distance of two.
+#: The logarithms of `whole` at which the values of looks are computed, and the distance of two.
 _LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)
-_LOG_STEP = float(_LOG_GRID[1] - _LOG_GRID[0])
+_LOG_LEAST, _LOG_STEP = float(_LOG_GRID[0]), float(_LOG_GRID[1] - _LOG_GRID[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Stop:
 
     def cut(self, draft: Draft) -> Draft:
         """Return the nodes of a finished draft that are worth verifying: the first tokens of a chain, or nodes of a
-        tree, likeliest first. No token that was drawn at random is dropped, since that would bias the text."""
+        tree, likeliest first. A draft that was drawn at random stays whole, since the text would be biased."""
         if draft.is_drawn:
             return draft
         if draft.is_chain and self.bound > 0.0:
@@ -53,74 +53,38 @@ class Stop:
         return draft if len(draft) >= self.n_min else NO_DRAFT
 
 
-class StoppingRule:
-    """Optimal stopping: the value, in seconds saved, of going on with a draft of n tokens.
-
-    `extra_s[n]` are the seconds that n drafted tokens add to the target's batch, `next_s` those of a look at the next
-    token, and `token_s` the worth of an accepted token. `rates` say how often the next token falls in a bin of
-    confidence, and how often a token of that bin is accepted.
-
-    With W the whole of the draft so far, look, then add the token or not, then look again or not:
-    V(n, W) = -next_s + the mean over bins b of max(0, W acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
-    + max(0, V(n + 1, W acceptance[b]))), and V(n_max, W) = 0.
-    """
-
-    def __init__(
-        self, extra_s: Sequence[float], next_s: float, token_s: float, rates: AcceptanceRates
-    ) -> None:
-        self._token_s = token_s
-        self._rows_s: list[float] = np.diff(extra_s).tolist()
-        frequencies = rates.frequencies()
-        # Axes: W on the grid, bin b. The token that is looked at turns W into W acceptance[b].
-        log_wholes = np.add.outer(_LOG_GRID, np.log(rates.curve()))
-        gains_s = token_s * np.exp(log_wholes)  # W acceptance[b] token_s
-        #: V, by n and by W on the grid; computed from the longest draft back.
-        self._values: list[list[float]] = [[0.0] * len(_LOG_GRID)]
-        for row_s in reversed(self._rows_s):  # extra_s[n + 1] - extra_s[n]
-            # max(0, V(n + 1, W acceptance[b])), between the grid's places
-            after_s = np.interp(log_wholes, _LOG_GRID, np.maximum(self._values[0], 0.0))
-            values = np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s
-            self._values.insert(0, values.tolist())
-
-    def value(self, n_drafted: int, whole: float) -> float:
-        """Return V, the expected gain of a look at the next token; below 0 the look does not pay."""
-        values, least = self._values[n_drafted], float(_LOG_GRID[0])
-        place = (max(math.log(whole), least) - least) / _LOG_STEP if whole > 0.0 else 0.0
-        index = min(int(place), len(values) - 2)
-        return values[index] + (place - index) * (values[index + 1] - values[index])
-
-    def is_worth(self, n_drafted: int, whole: float) -> bool:
-        """Return whether to add a token to n others; `whole` is the probability that it and they are accepted."""
-        gain_s = whole * self._token_s - self._rows_s[n_drafted]
-        return gain_s + max(0.0, self.value(n_drafted + 1, whole)) > 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhilePaying(Stop):
-    """Drafts as long as another token is expected to save time. `rates` returns the acceptance rates of an origin. An
-    accepted token is worth `token_s` seconds, one from n-grams `ngram_trust` times as much; n drafted tokens add
-    `extra_s[n]` to the target's batch. A look of the drafter `origin` takes `next_s`; without a `rule` it drafts
-    nothing.
-    """
+    """Drafts as long as another token is expected to save time: optimal stopping.
+
+    `rates` returns the acceptance rates of an origin. An accepted token is worth `token_s` seconds; n drafted tokens
+    add `extra_s[n]` to the target's batch. A look of the drafter `origin` takes `next_s`, and has the `values` of
+    `values_of_looks`; without these, nothing is drafted."""
 
     origin: str
     rates: Callable[[str], AcceptanceRates]
     token_s: float
     extra_s: Sequence[float]
-    rule: StoppingRule | None = None
     next_s: float = 0.0
-    ngram_trust: float = 1.0
+    values: Sequence[Sequence[float]] = ()
     needs_confidence: bool = True
 
     def wants_token(self, confidences: Sequence[float]) -> bool:
-        if confidences[-1] < self.p_min or self.rule is None:
+        if confidences[-1] < self.p_min or not self.values:
             return False
-        return self.rule.is_worth(len(confidences) - 1, self._whole(confidences))
+        n, whole = len(confidences), self._whole(confidences)
+        gain_s = whole * self.token_s - (self.extra_s[n] - self.extra_s[n - 1])
+        return gain_s + max(0.0, self.value(n, whole)) > 0.0
 
     def wants_decode(self, confidences: Sequence[float]) -> bool:
-        if self.rule is None:
-            return False
-        return self.rule.value(len(confidences), self._whole(confidences)) > 0.0
+        return bool(self.values) and self.value(len(confidences), self._whole(confidences)) > 0.0
+
+    def value(self, n_drafted: int, whole: float) -> float:
+        """Return the seconds that a look at the next token is expected to save; below 0 it does not pay."""
+        values = self.values[n_drafted]
+        place = (max(math.log(whole), _LOG_LEAST) - _LOG_LEAST) / _LOG_STEP if whole > 0.0 else 0.0
+        index = min(int(place), len(values) - 2)
+        return values[index] + (place - index) * (values[index + 1] - values[index])
 
     def cut(self, draft: Draft) -> Draft:
         if draft.is_drawn:
@@ -148,14 +112,35 @@ class WhilePaying(Stop):
         ):
             acceptance = self.acceptance(origin, confidence, rank)
             wholes.append(acceptance if parent == ROOT else acceptance * wholes[parent])
-        for node, origin in enumerate(draft.origins):
-            if origin in NGRAM_ORIGINS:
-                wholes[node] *= self.ngram_trust
         return wholes
 
     def _whole(self, confidences: Sequence[float]) -> float:
-        rates = self.rates(self.origin)
-        return math.prod(rates.acceptance(each) for each in confidences)
+        acceptance = self.rates(self.origin).acceptance
+        return math.prod([acceptance(each) for each in confidences])
+
+
+def values_of_looks(
+    extra_s: Sequence[float], next_s: float, token_s: float, rates: AcceptanceRates
+) -> list[list[float]]:
+    """Return V, the value in seconds of a look at the next token: by n, the tokens of the draft so far, and by W,
+    their whole, on the grid.
+
+    V(n, W) = -next_s + the mean over bins b of max(0, W acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
+    + max(0, V(n + 1, W acceptance[b]))), and V(n_max, W) = 0: look, then add the token or not, then look again or not.
+    `rates` say how often the next token falls in a bin of confidence, and how often one of that bin is accepted.
+    """
+    frequencies = rates.frequencies()
+    # Axes: W on the grid, bin b. The token that is looked at turns W into W acceptance[b].
+    log_wholes = np.add.outer(_LOG_GRID, np.log(rates.curve()))
+    gains_s = token_s * np.exp(log_wholes)  # W acceptance[b] token_s
+    values = np.zeros(len(_LOG_GRID))
+    found = [values.tolist()]
+    for row_s in np.diff(extra_s)[::-1]:  # extra_s[n + 1] - extra_s[n], from the longest draft back
+        # max(0, V(n + 1, W acceptance[b])), between the grid's places
+        after_s = np.interp(log_wholes, _LOG_GRID, np.maximum(values, 0.0))
+        values = np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s
+        found.append(values.tolist())
+    return found[::-1]
 
 
 def best_nodes(wholes: Sequence[float], token_s: float, extra_s: Sequence[float]) -> list[int]:
@@ -169,4 +154,4 @@ def _best_number(wholes: Sequence[float], token_s: float, extra_s: Sequence[floa
     """Return how many of the first nodes save most time together."""
     n_accepted = itertools.accumulate(wholes[: len(extra_s) - 1], initial=0.0)
     values_s = [n * token_s - cost_s for n, cost_s in zip(n_accepted, extra_s, strict=False)]
-    return max(range(len(values_s)), key=values_s.__getitem__)
+    return values_s.index(max(values_s))

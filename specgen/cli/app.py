@@ -1,0 +1,164 @@
+"""The application: the commands by name, and the exit codes of errors. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+import typer.core
+import typer.main
+
+from specgen import __version__
+from specgen.cli.command import COMMAND_LINE_ERROR, Command, in_words, without_flag_types
+from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors
+from specgen.errors import EXIT_INTERRUPTED, MemoryLimitError, OutputError, SpecgenError
+
+#: By name: what the help says of a command or a group of commands. Its module is imported when it is called.
+COMMANDS = {
+    "run": "Generate an answer to a prompt, faster and unchanged.",
+    "chat": "Talk with a model, at a terminal or in a pipe.",
+    "fim": "Fill a gap in a file, or between two texts, and print the middle.",
+    "batch": "Answer each line of a file, many at once; run it again to resume.",
+    "serve": "Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.",
+    "verify": "Check that drafting does not change what your model says.",
+    "tune": "Measure what drafting is worth for your models on this machine.",
+    "bench": "Measure what drafting gains over plain decoding, on your own prompts.",
+    "config": "Show the defaults of options, and where each comes from.",
+    "worker": "Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.",
+    "doctor": "Show what this machine and this build of llama.cpp can do, and check that it decodes.",
+    "models": "List, show, download and remove models.",
+    "draft": "Find, make or train the best draft for a target.",
+}
+
+
+#: What other tools call these commands.
+_EQUALS = {"ls": "models list", "list": "models list", "pull": "models pull", "rm": "models rm"}
+
+
+class _Group(typer.core.TyperGroup):
+    """A group of commands, which handles errors of standard output for all of them."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return without_flag_types(super().get_params(ctx))
+
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
+        with output_errors():  # --version and --help write here
+            return super().make_context(*arguments, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        with output_errors():
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+
+
+class _CommandLine(_Group):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        self.load(*COMMANDS.keys() & args[:1])
+        return super().resolve_command(ctx, args)
+
+    def load(self, *names: str) -> None:
+        """Put commands, from the modules of their names, in place of the lines that stand for them."""
+        self.commands.update({name: _imported(name) for name in names})
+
+
+def _imported(name: str) -> Any:
+    module = importlib.import_module(f"specgen.cli.{name}")
+    alone = typer.Typer(add_completion=False)
+    if isinstance(app := getattr(module, "app", None), typer.Typer):
+        alone.add_typer(app, name=name, cls=_Group)
+        return typer.main.get_group(alone).commands[name]
+    alone.command(name, cls=getattr(module, "COMMAND_CLASS", Command))(getattr(module, name))
+    return typer.main.get_command(alone)
+
+
+def command_line() -> _CommandLine:
+    """Return the command line with all commands imported."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, _CommandLine)
+    group.load(*COMMANDS)
+    return group
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"specgen {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="specgen",
+    cls=_CommandLine,
+    help="Make a local GGUF model generate faster without changing what it says.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _name, _help in COMMANDS.items():
+    app.command(_name, help=_help)(lambda: None)
+
+_Version = typer.Option(
+    "--version", "-V", help="Show the version and exit.", callback=_show_version, is_eager=True
+)
+
+
+@app.callback()
+def _specgen(version: Annotated[bool, _Version] = False) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit. Errors become exit codes only here."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # File names need not be UTF-8. They are shown with escapes, as on standard error.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = app(arguments, prog_name="specgen", standalone_mode=False)
+    except SpecgenError as error:
+        if isinstance(error, OutputError):
+            flush_or_abandon_stdout()
+        _complain(error.message, error.hint)
+        code = error.exit_code
+    except COMMAND_LINE_ERROR as error:
+        code = _complain_of_usage(error)
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    except (MemoryError, ImportError) as error:
+        # The dynamic loader, if there is no memory for a library.
+        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
+            raise
+        _complain("there is not enough memory", "close other programs, or take a smaller model")
+        code = MemoryLimitError.exit_code
+    end_process(code or 0)
+
+
+def _complain_of_usage(error: Exception) -> int:
+    message = in_words(error.format_message())  # type: ignore[attr-defined]
+    for each in getattr(error.__cause__, "errors", list)():  # pydantic's, which know the value
+        message = message.replace(": it is not ", f": {each['input']!r} is not ")
+    context = getattr(error, "ctx", None)
+    if context is not None and type(error).__name__ == "NoArgsIsHelpError":
+        print(message, file=sys.stderr)
+        return 2
+    command = context.command_path if context is not None else "specgen"
+    hint = f"see `{command} --help`"
+    unknown = re.fullmatch(r"No such command '(\w+)'\.", message)
+    if unknown and unknown[1] in _EQUALS:
+        hint = f"it is `specgen {_EQUALS[unknown[1]]}` here"
+    if "unexpected extra argument" in message and command.endswith(" run"):
+        hint = "put a prompt of several words into quotes"
+    _complain(" ".join(message.split()), hint)
+    return 2
+
+
+def _complain(message: str, hint: str | None) -> None:
+    with contextlib.suppress(OSError):  # the exit code still says what happened
+        print(f"error: {message}", file=sys.stderr)
+        if hint:
+            print(f"hint: {hint}", file=sys.stderr)
