@@ -205,10 +205,9 @@ class Worthwhile(Tree):
     _ranks: list[int] = field(default_factory=list, init=False)
     _chances: list[float] = field(default_factory=list, init=False)
 
-    @property
-    def _stop(self) -> WhilePaying:
+    def __post_init__(self) -> None:
         assert isinstance(self.plan.stop, WhilePaying)
-        return self.plan.stop
+        self._stop = self.plan.stop
 
     def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
         before = 1.0 if node == ROOT else self._chances[node]
@@ -239,18 +238,16 @@ class Worthwhile(Tree):
             if n_rows >= len(stop.extra_s) - 1:
                 break
             # A larger batch may cost less, but that is no gain of a token.
-            idle_s, look_s = (
-                max(0.0, stop.value(n_rows, chance) + stop.next_s)
-                for chance in (0.0, chances[node])
-            )
-            gain_s += look_s - idle_s
+            gain_s += max(0.0, stop.value(n_rows, chances[node]) + stop.next_s)
+            gain_s -= max(0.0, stop.value(n_rows, 0.0) + stop.next_s)
             decode_s = self.request.costs.seconds_each(n + 1)
             if gain_s - decode_s > best_s:
                 n_best, best_s = n + 1, gain_s - decode_s
         return nodes[:n_best]
 
     def _draft(self) -> Draft:
-        return self._stop.cut(super()._draft()).first(self.n_max)  # likeliest first
+        nodes = best_nodes(self._chances, self._stop.token_s, self._stop.extra_s)
+        return super()._draft().only(nodes[: self.n_max])  # likeliest first
 
 
 class Levels(Tree):
@@ -343,7 +340,8 @@ class NodeBranches:
         #: The sequence of each decoded node, and the node on which each sequence ends.
         self._sequences: dict[int, int] = {}
         self._tips: dict[int, int] = {}
-        self._free: list[int] = []
+        #: The sequences of the cache that are left: each takes one more node, wherever in the tree it is.
+        self.free: list[int] = []
         for sequence in self._others:  # an earlier answer may have left cells
             if backend.length(sequence):
                 backend.remove(sequence)
@@ -351,13 +349,8 @@ class NodeBranches:
     def __contains__(self, node: int) -> bool:
         return node in self._sequences and node != ROOT
 
-    @property
-    def n_free(self) -> int:
-        """How many more nodes can be decoded, wherever in the tree they are."""
-        return len(self._free)
-
     def begin(self) -> None:
-        self._free = list(reversed(self._others))
+        self.free = list(reversed(self._others))
         self._sequences = {ROOT: self._trunk}
         self._tips = {self._trunk: ROOT}
 
@@ -365,7 +358,7 @@ class NodeBranches:
         """Return the sequence for a node that is about to be decoded at a position."""
         sequence = self._sequences[parent]
         if self._tips[sequence] != parent:
-            branch = self._free.pop()
+            branch = self.free.pop()
             self._backend.copy(sequence, branch, 0, position)
             sequence = branch
         self._sequences[node] = sequence
@@ -384,4 +377,4 @@ class NodeBranches:
         for other in self._tips:
             if other != trunk:
                 backend.remove(other)
-        self._sequences, self._tips, self._free = {}, {}, []
+        self._sequences, self._tips, self.free = {}, {}, []

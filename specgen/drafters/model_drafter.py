@@ -184,7 +184,8 @@ class ModelDrafter(Drafter):
         return replace(price, next_s=self._guesses.token_s(price.next_s))
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        self._keep_text(context)
+        if self._tree is not None:
+            self._keep_text(context, self._tree)
         n_max = self._make_room(len(context), plan.n_max)
         if n_max < 1:
             return NO_DRAFT
@@ -214,7 +215,7 @@ class ModelDrafter(Drafter):
         # Each node needs a branch and a row of logits.
         return (
             yield from made.grow(
-                first, rows_beyond, lambda: min(self._branches.n_free, backend.n_outputs)
+                first, rows_beyond, lambda: min(len(self._branches.free), backend.n_outputs)
             )
         )
 
@@ -237,11 +238,9 @@ class ModelDrafter(Drafter):
             self._n_agreed = max(self._n_agreed, self._n_text + n_kept)
             self._tree = None
 
-    def _keep_text(self, context: Sequence[int]) -> None:
+    def _keep_text(self, context: Sequence[int], tree: Expansion) -> None:
         """Keep the nodes of the last tree that became text in the cache, and remove the others."""
-        tree, node, n_kept = self._tree, ROOT, 0
-        if tree is None:
-            return
+        node, n_kept = ROOT, 0
         for token in context[self._n_text :]:
             child = tree.child(node, token)
             if child is None or child not in self._branches:

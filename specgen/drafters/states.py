@@ -216,7 +216,7 @@ class LayerDrafter(StatesDrafter):
         nodes_at.begin()
         return (
             yield from made.grow(
-                row, rows_beyond, lambda: min(WIDEST, backend.n_outputs, nodes_at.n_free)
+                row, rows_beyond, lambda: min(WIDEST, backend.n_outputs, len(nodes_at.free))
             )
         )
 

@@ -110,7 +110,8 @@ class Sampler:
         top = float(logits[token_id])
         if top == -np.inf and self._edits:
             raise BackendError("the logit biases and penalties leave no token to choose")
-        check_finite(top)
+        if not math.isfinite(top):
+            raise _not_finite(top)
         if self._takes_best:
             if allows is not None and not allows(np.array([token_id]))[0]:
                 token_id = int(samplers.allowed_top_k(logits, allows, 1).ids()[0])
@@ -324,7 +325,8 @@ def argmax(logits: Logits) -> int:
     Raise `BackendError` if the largest logit is not finite: NaN would win every comparison.
     """
     token_id = int(logits.argmax())
-    check_finite(float(logits[token_id]))
+    if not math.isfinite(logits[token_id]):
+        raise _not_finite(float(logits[token_id]))
     return token_id
 
 
@@ -336,7 +338,8 @@ def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     blocks = logits.reshape(math.gcd(len(logits), _N_BLOCKS), -1)
     maxima, tokens, scores = blocks.max(axis=1), list[int](), list[float]()
     top = float(maxima.max())
-    check_finite(top)
+    if not math.isfinite(top):
+        raise _not_finite(top)
     # Blocks that would not change the sum are left out: a draft computes no logits for rare tokens.
     masses = blocks[maxima > top - _FAR]
     masses -= np.float32(top)
@@ -357,14 +360,12 @@ def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     return tokens, [math.exp(score - top) / total for score in scores]
 
 
-def check_finite(logit: float) -> None:
-    """Raise `BackendError` if the largest logit of a row is not finite."""
-    if not math.isfinite(logit):
-        raise BackendError(
-            f"the model's largest logit is {logit}: the file is damaged, or this build of "
-            "llama.cpp computes wrongly on this machine",
-            hint="run `specgen doctor`",
-        )
+def _not_finite(logit: float) -> BackendError:
+    return BackendError(
+        f"the model's largest logit is {logit}: the file is damaged, or this build of "
+        "llama.cpp computes wrongly on this machine",
+        hint="run `specgen doctor`",
+    )
 
 
 def log_probabilities(logits: Logits, token_ids: Sequence[int]) -> list[float]:
