@@ -48,6 +48,8 @@ class Expansion(ABC):
     is_end: Callable[[int], bool]
     n_max: int
     n_deepest: int
+    #: The most nodes that can be looked beyond at once. A look may change it.
+    n_most: int = field(default=WIDEST, init=False)
     tokens: list[int] = field(default_factory=list, init=False)
     parents: list[int] = field(default_factory=list, init=False)
     #: Children of the root have depth 0.
@@ -60,15 +62,10 @@ class Expansion(ABC):
     #: The nodes that were not looked beyond and may have children.
     _open: list[int] = field(default_factory=list, init=False)
 
-    def grow(
-        self,
-        first: Logits,
-        rows_beyond: RowsBeyond,
-        n_most: Callable[[], int] = lambda: WIDEST,
-    ) -> Drafting:
-        """Grow from the logits beyond the root. There is room for at most `n_most()` looks at once."""
+    def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
+        """Grow from the logits beyond the root."""
         self._take(ROOT, first)
-        while nodes := self._frontier(n_most()):
+        while nodes := self._frontier():
             rows = yield from rows_beyond(nodes)
             for node, row in zip(nodes, rows, strict=True):
                 self._open.remove(node)
@@ -132,7 +129,7 @@ class Expansion(ABC):
         """Add children of a node, or of `ROOT`, by the logits beyond it."""
 
     @abstractmethod
-    def _frontier(self, n_most: int) -> list[int]:
+    def _frontier(self) -> list[int]:
         """Return the nodes to look beyond next, at most `n_most`; none ends the draft."""
 
 
@@ -166,7 +163,7 @@ class Chain(Expansion):
             self._add(node, token, top)
         self._goes_on = plan.wants_decode(self.confidences)
 
-    def _frontier(self, n_most: int) -> list[int]:
+    def _frontier(self) -> list[int]:
         return self._open_nodes() if self._goes_on else []
 
 
@@ -192,8 +189,8 @@ class Tree(Expansion):
         """Add children that are drawn from a distribution."""
         raise NotImplementedError
 
-    def _frontier(self, n_most: int) -> list[int]:
-        return self._open_nodes()[:n_most] if len(self.tokens) < self.n_max else []
+    def _frontier(self) -> list[int]:
+        return self._open_nodes()[: self.n_most] if len(self.tokens) < self.n_max else []
 
 
 @dataclass(eq=False)
@@ -219,7 +216,7 @@ class Worthwhile(Tree):
                 acceptance = self._stop.acceptance(self._stop.origin, probability, rank)
                 self._chances.append(before * acceptance)
 
-    def _frontier(self, n_most: int) -> list[int]:
+    def _frontier(self) -> list[int]:
         """Return as many of the likeliest nodes as are worth the model's batch together."""
         stop, chances = self._stop, self._chances
         if not stop.values:
@@ -232,7 +229,7 @@ class Worthwhile(Tree):
         nodes.sort(key=chances.__getitem__, reverse=True)
         n_taken = len(best_nodes(chances, stop.token_s, stop.extra_s))
         n_best, best_s, gain_s = 0, 0.0, 0.0
-        for n, node in enumerate(nodes[:n_most]):
+        for n, node in enumerate(nodes[: self.n_most]):
             # Tokens behind several nodes compete for the same rows.
             n_rows = max(n_taken + n, self.depths[node] + 1)
             if n_rows >= len(stop.extra_s) - 1:

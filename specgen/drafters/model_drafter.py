@@ -210,14 +210,12 @@ class ModelDrafter(Drafter):
                 branch = self._branches.follow(node, made.parents[node], position)
                 batch.add(made.tokens[node], position, (branch,), True)
             rows: Logits = yield Ask(backend, batch, self._costs)
+            # Each node needs a branch and a row of logits.
+            made.n_most = min(len(self._branches.free), backend.n_outputs)
             return rows[:, : self._n_shared_tokens]
 
-        # Each node needs a branch and a row of logits.
-        return (
-            yield from made.grow(
-                first, rows_beyond, lambda: min(len(self._branches.free), backend.n_outputs)
-            )
-        )
+        made.n_most = min(len(self._branches.free), backend.n_outputs)
+        return (yield from made.grow(first, rows_beyond))
 
     def rewind(self, n_tokens: int) -> None:
         if self._guesses is not None:

@@ -316,7 +316,7 @@ class _RowBuffers:
         )
 
     def check(self, batch: Batch) -> int:
-        n = len(batch)
+        n = len(batch.tokens)
         n_wanted = sum(batch.wants_logits)
         if not 0 < n <= len(self._tokens):
             raise BackendError(f"a batch of {n} rows; 1 to {len(self._tokens)} can be decoded")
@@ -326,8 +326,7 @@ class _RowBuffers:
         return n_wanted
 
     def fill(self, batch: Batch) -> int:
-        n_wanted = self.check(batch)
-        n = len(batch)
+        n_wanted, n = self.check(batch), len(batch.tokens)
         self._tokens[:n] = batch.tokens
         self._positions[:n] = batch.positions
         self._wants_logits[:n] = batch.wants_logits
