@@ -40,7 +40,6 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.system.machine import notes_on_figures
 from specgen.system.progress import counted
 
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
@@ -237,6 +236,8 @@ def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> No
 
 
 def _notes(runs: Runs) -> list[str]:
+    from specgen.render.tables import notes_on_figures
+
     notes = []
     for failure in runs.failures:
         who = f"prompt {failure.prompt} was left out"

@@ -79,7 +79,10 @@ def chat(
     output = replace(output, stats=stats, newline=False)  # each answer ends its line
     path = None if name is None else _session_file(name)
     text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
+    from specgen.session.prompts.thought_reader import showing_thoughts
+
     sources, options = setup.find(output)
+    options = replace(options, generation=showing_thoughts(options.generation))
     with contextlib.ExitStack() as stack:
         from specgen.serve.chat import Chat, check_template
         from specgen.session.calibration import calibrate

@@ -196,7 +196,7 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     target, pair = (names[key] or found.get(key, ("", None))[1] for key in names)
     found |= _profile(profiles, target, pair)
     checked = {
-        key: _checked(where, value, own.get(key, known[key]), context)
+        key: checked(where, value, own.get(key, known[key]), context)
         for key, (where, value) in found.items()
     }
     takes_all = context.command.name in _ANSWERING
@@ -222,7 +222,7 @@ def _entries(
     return found
 
 
-def _checked(where: str, value: Any, option: Any, context: Any) -> Any:
+def checked(where: str, value: Any, option: Any, context: Any) -> Any:
     """Return a value as it would be on the command line. `where` names it."""
     values = value if isinstance(value, list) else [value]
     texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]

@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.flags.server import ModelSetup, limits, model_setup, server
+from specgen.cli.flags.server import ModelSetup, later, limits, model_setup, server
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
@@ -61,7 +61,7 @@ def _memory_size(text: str) -> int:
     ),
     server=server,
     limits=limits,
-    model=model_setup.later(),
+    model=later(model_setup),
     output=flags.loudness,
 )
 def serve(

@@ -20,6 +20,7 @@ from specgen.drafters.vocabularies import check_pair
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
+from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.method.drafter import Cascade, Drafter
 from specgen.method.policy import CostAwarePolicy
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
@@ -143,7 +144,7 @@ class DraftModel(LoadedDraft):
         )
         with contextlib.ExitStack() as on_error:
             on_error.callback(context.close)
-            context.compute_frequent_tokens()
+            compute_frequent_tokens(context)
             others = self.helper.contexts(room) if self.helper is not None else ()
             on_error.pop_all()
         return (context, *others)

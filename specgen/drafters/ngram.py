@@ -14,7 +14,15 @@ from itertools import count
 from typing import NamedTuple
 
 from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft
-from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, Match, Matches
+from specgen.drafters.lookup_texts import (
+    MAX_MATCH,
+    MAX_PLACES,
+    EarlierTexts,
+    Match,
+    Matches,
+    SuffixArray,
+    load_corpus,
+)
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
@@ -190,7 +198,7 @@ class SuffixDrafter(Drafter):
 
 
 class LoadedNgrams(LoadedDraft):
-    """N-grams of the text itself, and of the texts to look up."""
+    """N-grams of the text itself, and of the texts to look up: files, and earlier answers. Raises `UsageError`."""
 
     is_free = True
     can_draw = False
@@ -198,8 +206,24 @@ class LoadedNgrams(LoadedDraft):
 
     def __init__(self, setup: DraftSetup) -> None:
         super().__init__(TEXT_ORIGIN, TEXT_ORIGIN)
-        self._setup = setup
         self.why_chains = setup.why_chains
+        self._drafting = drafting = setup.drafting
+        corpora: list[SuffixArray] = []
+        self._earlier: EarlierTexts | None = None
+        if drafting.lookup_files or drafting.lookup_store:
+            vocabulary, cache = setup.target.vocabulary, setup.cache
+            kind = vocabulary.digest()
+            if drafting.lookup_files:
+                folder = cache / "lookup" if cache is not None else None
+                corpora.append(load_corpus(drafting.lookup_files, vocabulary, kind, folder))
+            if drafting.lookup_store and cache is not None:
+                self._earlier = EarlierTexts(cache / "texts", kind)
+                corpora += self._earlier.arrays()
+        self._corpora = tuple(corpora)
+
+    def keep_text(self, tokens: Sequence[int]) -> None:
+        if self._earlier is not None:
+            self._earlier.add(tokens)
 
     def drafter(self, request: DraftRequest) -> SuffixDrafter:
         n_children, n_deepest = 1, None
@@ -207,9 +231,9 @@ class LoadedNgrams(LoadedDraft):
             n_children, n_deepest = _N_BRANCHES, request.n_deepest
             if request.shape.is_fixed:
                 n_children, n_deepest = max(request.shape.numbers), request.shape.n_levels
-        shortest, longest = self._setup.drafting.ngrams_of
-        corpora = self._setup.corpora
-        return SuffixDrafter(shortest, longest, corpora, n_children=n_children, n_deepest=n_deepest)
+        return SuffixDrafter(
+            *self._drafting.ngrams_of, self._corpora, n_children=n_children, n_deepest=n_deepest
+        )
 
 
 KIND = DraftKind(

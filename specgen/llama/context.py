@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
 from specgen.llama.cache import Cache, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
-from specgen.llama.kernels.attached import attached
-from specgen.llama.kernels.frequent_rows import FrequentRows, can_limit
 from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_ext, set_layer_input
 from specgen.llama.model import LlamaModel
 from specgen.llama.recurrent_rollback import Rewinder
@@ -26,6 +24,14 @@ from specgen.system.arrays import Hidden, Logits
 
 #: GGML's limit of threads.
 MAX_THREADS = 512
+
+
+class ComputedRows(Protocol):
+    """Limits the rows of the output matrix that are computed, in a decode of these tokens."""
+
+    def limit(self, tokens: Sequence[int]) -> contextlib.AbstractContextManager[object]: ...
+
+    def close(self) -> None: ...
 
 
 class LlamaBackend:
@@ -80,7 +86,8 @@ class LlamaBackend:
         self.handle, self._n_snapshots = context.handle, context.n_snapshots
         model.hold()
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
-        self._frequent: FrequentRows | None = None
+        #: Which rows of the output matrix are computed; None: all.
+        self.computed_rows: ComputedRows | None = None
         self._cache = Cache(model, self.handle, context.guards)
         if not self._cache:
             self.close()
@@ -182,19 +189,13 @@ class LlamaBackend:
             set_layer_input(self.handle, layer, True)
         self._layers = tuple(layers)
 
-    def compute_frequent_tokens(self) -> None:
-        """Compute the logits of frequent tokens only from now on, where specgen's kernels can; see `FrequentRows`."""
-        kernels = attached()
-        if kernels is not None and kernels.computes_products and can_limit(self.vocabulary):
-            self._frequent = FrequentRows(self.vocabulary, kernels)
-
     def decode_rows(self, batch: Batch) -> Logits:
         if self.model.is_closed:
             self.model.check_open()
         n_wanted = self._rows.fill(batch)
         started = self._clock()
-        frequent = self._frequent
-        with contextlib.nullcontext() if frequent is None else frequent.limit(batch.tokens):
+        rows = self.computed_rows
+        with contextlib.nullcontext() if rows is None else rows.limit(batch.tokens):
             status: int = self._decode_native(self.handle, self._rows.native)
         self.decode_s += self._clock() - started
         if status != 0:
@@ -262,8 +263,8 @@ class LlamaBackend:
         del self._texts[sequence][start:]
 
     def close(self) -> None:
-        if self._frequent is not None:
-            self._frequent.close()
+        if self.computed_rows is not None:
+            self.computed_rows.close()
         if self.handle:
             with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self.model.call(llama_cpp.llama_free, self.handle)

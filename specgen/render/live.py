@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import Console
 
@@ -21,6 +21,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import Show
+from specgen.render.folding import Thought
 from specgen.render.rows import (
     LEGEND,
     Cell,
@@ -44,9 +45,6 @@ from specgen.render.streams import (
     print_notice,
     reading,
 )
-
-if TYPE_CHECKING:
-    from specgen.render.folding import FoldedThought
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"
@@ -109,8 +107,7 @@ class LiveRenderer(Renderer):
     Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in
     each round, followed by the tokens that this round rejected, struck through (if `show` is ``accepted``).
     The bottom line has the legend and the speed. The cost of a round does not depend on the length of the
-    answer. With `folded`, a thinking block at the beginning is shown dim while it is generated; then a line
-    replaces it. `notice` prints notices; without it there are none.
+    answer. `thought` is how a thinking block at its beginning is shown. `notice` prints notices; without it there are none.
     """
 
     def __init__(
@@ -119,16 +116,16 @@ class LiveRenderer(Renderer):
         show: Show = "accepted",
         notice: Callable[[NoticeEvent], None] | None = None,
         *,
-        folded: type[FoldedThought] | None = None,
+        thought: type[Thought] | None = None,
     ) -> None:
-        self._console, self._show, self._notice, self._folded = console, show, notice, folded
+        self._console, self._show, self._notice, self._kind = console, show, notice, thought
         self._pens = pens(console)
         self._rounds = RoundReader()
         self._region = Region(self._write)
         self._flow = Flow(max(2, console.width))
         self._status = _Status()
         self._rejected: tuple[str, ...] = ()
-        self._thought: FoldedThought | None = None
+        self._thought: Thought | None = None
 
     def handle(self, event: Event) -> None:
         if isinstance(event, FinishedEvent):
@@ -140,8 +137,8 @@ class LiveRenderer(Renderer):
             self._region.erase()
             self._notice(event)
         self._status.update(event)
-        if isinstance(event, PromptEvent) and self._folded is not None:
-            self._thought = self._folded(Flow(self._flow.columns), event.text)
+        if isinstance(event, PromptEvent) and self._kind is not None:
+            self._thought = self._kind(Flow(self._flow.columns), event.text)
         completed = self._rounds.read(event)
         if completed is not None and isinstance(event, CommittedEvent):
             self._add(completed, event)
@@ -281,14 +278,16 @@ def make_renderer(
     stats: bool = True,
     quiet: bool = False,
     verbose: bool = False,
-    folded: type[FoldedThought] | None = None,
+    thinks: bool = False,
+    folded: type[Thought] | None = None,
     newline: bool = False,
 ) -> Renderer:
     """Return the renderer of one generation.
 
     The answer goes to `stdout`, marked as `show` says, or with `json` the events as JSON Lines. Notices (with
-    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. `folded`, for a
-    conversation, always ends an answer's last line, and stands for a thinking block on a terminal.
+    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. With `thinks`,
+    the answer may begin with thoughts. `folded`, for a conversation, always ends an answer's last line, and shows
+    thoughts on a terminal.
     `newline` ends the last line in a pipe, and in a file that standard error shares; on a terminal it always
     ends, and where the summary follows in the same pipe or file.
     """
@@ -300,15 +299,16 @@ def make_renderer(
     notice = None if quiet else partial(print_notice, errors, verbose=verbose)
     is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
     if stdout.isatty() and not is_dumb:
-        return LiveRenderer(console, show, notice, folded=folded)
+        return LiveRenderer(console, show, notice, thought=folded or (Thought if thinks else None))
+    in_chat = folded is not None
+    write = partial(TextRenderer, stdout.buffer, notice, thinks=thinks or in_chat)
     if stdout.isatty():
-        return TextRenderer(stdout.buffer, notice, encoding=console.encoding, is_terminal=True)
+        return write(encoding=console.encoding, is_terminal=True)
     out, err = _status_of(stdout), _status_of(stderr)
     is_pipe = out is not None and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
     is_shared = out is not None and err is not None and os.path.samestat(out, err)  # as with 2>&1
-    in_chat = folded is not None
     ends_line = in_chat or (newline and is_pipe) or ((newline or stats) and is_shared)
-    return TextRenderer(stdout.buffer, notice, ends_line=ends_line, ends_empty=in_chat)
+    return write(ends_line=ends_line, ends_empty=in_chat)
 
 
 def _status_of(stream: TextIO) -> os.stat_result | None:

@@ -453,7 +453,7 @@ class Engine:
     def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
         """Store a finished text for lookups of later answers and for drafts to learn from, if the options ask for
         that. Raise `OutputError` if it cannot be written for learning; it is then written with the next one."""
-        self._session.keep_text(tokens)
+        self._session.ngrams.keep_text(tokens)
         if self._kept is None:
             return
         answer = KeptAnswer(prompt.tokens, tuple(tokens[len(prompt.tokens) :]))

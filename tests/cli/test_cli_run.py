@@ -291,19 +291,6 @@ def test_logit_biases(cli: Cli) -> None:
         assert f"no token {token}" in complaint(cli.run(PROMPT, "-l", f"{token}+1"), 2)
 
 
-def test_dry_breakers_are_read_with_their_escapes(cli: Cli) -> None:
-    def breakers(*texts: str) -> list[str]:
-        own = [argument for text in texts for argument in ("--dry-sequence-breaker", text)]
-        result = cli.run(PROMPT, "--json", "-n", "2", "--dry-multiplier", "0.8", *own)
-        return list(events_of(result)[0]["sampler"]["dry_breakers"])
-
-    assert breakers() == ["\n", ":", '"', "*"]
-    assert breakers("none") == breakers("x", "none") == []
-    assert breakers(r"\n", "ab", r"\\n", r"\q", r"\"") == ["\n", "ab", r"\n", r"\q", '"']
-    empty = cli.run(PROMPT, "--dry-sequence-breaker", "")
-    assert "--dry-sequence-breaker: a text is empty" in complaint(empty, 2)
-
-
 def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("first\n")
     (tmp_path / "b").write_text("\n")

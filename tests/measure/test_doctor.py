@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from specgen.cli import app
-from specgen.cli.doctor import folder_line
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.measure import doctor
 from specgen.models.files import cache_folder
-from specgen.system import processes as child
 from specgen.system.machine import REBUILD, REQUIRED_VERSION, Build
 from tests.helpers.common import posix
 from tests.tiny import TinyConfig, write_tiny_model
@@ -63,16 +61,6 @@ def test_signals_are_named_with_their_cure(number: signal.Signals, hint: str) ->
         doctor.run_child(dying(number), 60)
     assert hint in str(caught.value.hint)
     assert "\n" not in f"{caught.value.message}{caught.value.hint}"
-
-
-def test_codes_of_shells_and_windows_are_signals_too() -> None:
-    for returncode, name in (
-        (128 + 4, "SIGILL"),  # as a shell reports it; the others as Windows does
-        (0xC000001D, "SIGILL"),
-        (0xC0000005 - 2**32, "SIGSEGV"),
-        (0xC0000409, "SIGABRT"),
-    ):
-        assert name in doctor.explained(child.ChildDiedError(returncode, "")).message
 
 
 @pytest.mark.parametrize(
@@ -182,14 +170,6 @@ def test_logits_are_compared_by_the_spread_of_the_others() -> None:
 
 
 # --- what is shown --------------------------------------------------------------------------
-
-
-def test_a_folder_that_cannot_be_written_is_remarked_on(tmp_path: Path) -> None:
-    assert folder_line(tmp_path / "not" / "made") == str(tmp_path / "not" / "made")
-    (tmp_path / "file").touch()
-    assert folder_line(tmp_path / "file" / "x").endswith(
-        ": cannot be written, so nothing is kept there"
-    )
 
 
 def test_the_command_shows_what_it_found(

@@ -99,25 +99,6 @@ def test_records_of_answers(tmp_path: Path) -> None:
     assert load(tmp_path) == load(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('{"text": "a"}\n{"text": ', "line 2 is not a JSON object"),
-        ('{"text": "a"}\n\n[1]', "line 3 is not a JSON object"),
-        ('{"story": "a"}', "no record has text in prompt, turns, content, text, answer"),
-        ("[" * 100_000, "line 1 is not a JSON object"),
-        ("", "no record has text in prompt, turns, content, text, answer"),
-    ],
-)
-def test_records_that_are_none(tmp_path: Path, content: str, expected: str) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_text(content)
-    assert message(path) == f"{path}: {expected}"
-    # In a folder it is a text like others.
-    (tmp_path / "z.txt").write_text("z")
-    assert load(tmp_path) == ([content, "z"] if content else ["z"])
-
-
 def test_what_cannot_be_looked_up_in(tmp_path: Path) -> None:
     path = {name: tmp_path / name for name in ("missing", "binary", "latin", "empty", "circle")}
     path["binary"].write_bytes(b"a\0b")

@@ -203,24 +203,6 @@ def opened_rounds(models: Path, notes: list[str] | None = None) -> SpecgenDraft:
     return SpecgenDraft(target, good, n_ctx=N_CTX, drafting=FIXED, note=told.append)
 
 
-def test_nothing_that_the_draft_model_holds_is_decoded_again(
-    models: Path, texts: list[list[int]]
-) -> None:
-    first, second = texts
-    n_alike = int(np.argmax(np.array(first) != np.array(second)))
-    assert n_alike > 3
-    with opened_rounds(models) as rounds:
-        (context,) = rounds.contexts
-        draft_after(rounds, first[:50])
-        n_decoded = context.n_decoded_rows
-        assert n_decoded == 50 + 3  # the last of four drafted tokens is not decoded
-        draft_after(rounds, [*first[:50], first[50]])
-        assert context.n_decoded_rows - n_decoded <= 2 + 3
-        n_decoded = context.n_decoded_rows
-        draft_after(rounds, second[:50])
-        assert context.n_decoded_rows - n_decoded == 50 - n_alike + 3
-
-
 def test_a_draft_that_fails_ends_with_its_text(
     models: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,15 +133,6 @@ def test_there_is_a_model_for_each_name_that_can_answer(
         assert "models.toml does not say where to get absent" in result.stderr
 
 
-def test_a_broken_list_of_models_harms_no_other_model(ask: Ask, chat_models: Path) -> None:
-    write_registry("this is no TOML")
-    result = ask("models", "list")
-    assert result.exit_code == 0
-    assert "OpenAI" in result.stdout
-    assert result.stderr.count("is not TOML") == result.stderr.count("\n") == 1
-    assert "is not TOML" in ask(PROMPT, *of_files(chat_models)).stderr
-
-
 # --- answers -------------------------------------------------------------------------------------
 
 

@@ -158,7 +158,7 @@ class SpecgenDraft(LlamaDraftModel):
 
     def _end_text(self) -> None:
         if self._sequence is not None:
-            self.session.keep_text(self._sequence.tokens)
+            self.session.ngrams.keep_text(self._sequence.tokens)
         self._sequence = self._round = None
 
     def _observe(self, sequence: AnswerState, known: RoundResult, committed: list[int]) -> None:

@@ -80,6 +80,14 @@ class RequestError(Exception):
         return {"error": error}
 
 
+def check_tokens(request: Request, n_tokens: int) -> None:
+    """Raise `BodyError` if a bias or the prompt names a token that a vocabulary of `n_tokens` lacks."""
+    biased = [("logit_bias", token) for token, _ in request.sampling.logit_bias]
+    for name, token in [*biased, *(("prompt", token) for token in request.tokens or ())]:
+        if not 0 <= token < n_tokens:
+            raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
+
+
 class Answer:
     """One answer to a rendered prompt, in deltas: its thinking block, its content, and its calls of tools."""
 

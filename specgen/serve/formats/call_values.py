@@ -36,6 +36,18 @@ _NAMES = {"True": "true", "False": "false", "None": "null"}
 _MOST_DEPTH = 100
 
 
+def arguments_of(text: str | dict[str, Any] | None) -> Mapping[str, Any] | str:
+    """Return the arguments as an object, or as the text that the model wrote instead."""
+    if isinstance(text, dict):
+        return text
+    text = text or "{}"
+    try:
+        value = from_json(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
 class ArgumentsReader:
     """Reads the arguments of a call in pieces, and writes them as JSON.
 

@@ -301,12 +301,14 @@ class OllamaWriter(AnswerWriter):
         return {"model": self._model, "created_at": created.isoformat(), **said, "done": False}
 
     def _ending(self) -> Json:
-        figures, reason = self._figures(), self._answers[0].finish_reason
+        figures, reason = self._figures(), str(self._answers[0].finish_reason)
+        if self._first.generation.max_tokens == 0:
+            reason = "load"
         timings, usage = figures["timings"], figures["usage"]
         prompt_ns, answer_ns = (int(1e6 * timings[each]) for each in ("prompt_ms", "predicted_ms"))
         return {
             "done": True,
-            "done_reason": "length" if reason == "length" else "stop",
+            "done_reason": "stop" if reason == "tool_calls" else reason,
             "total_duration": prompt_ns + answer_ns,
             "load_duration": 0,
             "prompt_eval_count": usage["prompt_tokens"],

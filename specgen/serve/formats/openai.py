@@ -18,6 +18,7 @@ from specgen.errors import PromptError
 from specgen.events import CommittedEvent, Piece, ReadingEvent, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.call_values import arguments_of
 from specgen.serve.formats.request import (
     AnswerBody,
     AnswerFormat,
@@ -28,7 +29,6 @@ from specgen.serve.formats.request import (
     Kind,
     Parts,
     Request,
-    arguments_of,
     is_begun,
     parse,
     shown,
@@ -51,7 +51,7 @@ _N_INPUTS = 2048
 
 
 class _Call(Fields):
-    id: Annotated[str, Field(min_length=1)]
+    id: str = ""
     name: str = Field(validation_alias=AliasPath("function", "name"), min_length=1)
     #: Some clients send the object.
     arguments: str | dict[str, Any] | None = Field(
@@ -112,7 +112,7 @@ class _Body(AnswerBody):
 class _ChatBody(_Body, ChatBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
     reasoning_effort: str | None = None
-    reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
+    reasoning_format: str = "auto"
     enable_thinking: bool | None = None
     thinking: str | None = Field(None, validation_alias=AliasPath("thinking", "type"))
     continue_final_message: bool | None = None
@@ -228,7 +228,9 @@ def read_completion(
     """Read a body for the continuation of texts, or with `suffix` for the middle between two: a request for
     each prompt. Raise `BodyError`."""
     asked = parse(_CompletionBody, body)
-    empty = asked.request(kind, sampling, **asked.common(generation))
+    empty = asked.request(
+        kind, sampling, splits_reasoning=kind == "prompt", **asked.common(generation)
+    )
     found: list[Request] = []
     for prompt in _inputs("prompt", asked.prompt).values():
         if isinstance(prompt, list):

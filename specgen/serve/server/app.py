@@ -29,7 +29,7 @@ from specgen import __version__
 from specgen.errors import SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, RequestError
+from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, check_tokens
 from specgen.serve.formats.local_servers import (
     read_infill,
     read_llama_cpp_completion,
@@ -49,7 +49,6 @@ from specgen.serve.formats.request import (
     Fields,
     Integer,
     Request,
-    check_tokens,
     parse,
     with_call_form,
 )
@@ -123,6 +122,7 @@ class Server:
             Route("/version", _version),
             Route("/api/version", _version),
             Route("/api/tags", self._tags),
+            Route("/api/ps", self._tags),
             *(Route(f"{start}/models", self._models) for start in ("", "/v1")),
             *(Route(f"{start}/models/{{model:path}}", self._models) for start in ("", "/v1")),
             Route("/metrics", self._show_metrics),
@@ -332,13 +332,15 @@ class Server:
             raise RequestError(404, f"there is no model {name!r}", code="model_not_found")
         return JSONResponse(places[name].about(self._started))
 
-    async def _tags(self, _request: HttpRequest) -> Response:
-        """Return the models in ollama's form."""
+    async def _tags(self, request: HttpRequest) -> Response:
+        """Return the models in ollama's form: all, or those that are loaded."""
+        loads = request.url.path.startswith("/api/ps")
         modified = datetime.datetime.fromtimestamp(self._started, datetime.timezone.utc)
         more = {"modified_at": modified.isoformat(), "digest": "", "details": {"format": "gguf"}}
         found = [
             {"name": name, "model": name, "size": place.entry.n_bytes, **more}
             for name, place in self._pool.places.items()
+            if place.served is not None or not loads
         ]
         return JSONResponse({"models": found})
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from specgen.session.prompts.thoughts import FAMILIES, begun_in
+from dataclasses import replace
+
+from specgen.options import GenerationOptions
+from specgen.session.prompts.thoughts import FAMILIES, THOUGHT_CONTROLS, begun_in
 from specgen.text.prefix import n_begun
 
 _FIRST = tuple(mark for family in FAMILIES for mark in family.first)
@@ -60,6 +63,38 @@ class ThoughtReader:
             text = text.lstrip()
             self._is_beginning = not text
         return text
+
+
+class ThoughtMarker:
+    """Writes an answer to a prompt, in pieces, with its thoughts between ``<think>`` and ``</think>``, whatever the marks
+    of their family."""
+
+    def __init__(self, prompt: str = "") -> None:
+        self._reader = ThoughtReader(prompt)
+        self._next = ["<think>", "</think>", "\n\n"]
+
+    def feed(self, text: str) -> str:
+        return self._marked(*self._reader.feed(text))
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        return self._marked(*self._reader.finish())
+
+    def _marked(self, thought: str, answer: str) -> str:
+        text = ""
+        if (thought or self._reader.is_open) and len(self._next) == 3:
+            text += self._next.pop(0)
+        text += thought
+        if self._reader.is_past and len(self._next) == 2:
+            text += self._next.pop(0)
+        if answer and len(self._next) == 1:
+            text += self._next.pop(0)
+        return text + answer
+
+
+def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
+    """Return options of an answer whose text has the marks of its thoughts."""
+    return replace(options, shown_controls=THOUGHT_CONTROLS)
 
 
 def _is_begun(text: str, marks: tuple[str, ...]) -> bool:
