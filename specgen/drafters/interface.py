@@ -18,7 +18,7 @@ from specgen.method.backend import Backend
 from specgen.method.tables import CostTable
 from specgen.method.tree_in_cache import Branches
 from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
-from specgen.system.arrays import n_common
+from specgen.text.prefix import n_common
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel

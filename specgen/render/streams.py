@@ -88,7 +88,7 @@ class TextRenderer(Renderer):
     With `is_terminal` it is for one without escape codes: control characters are replaced by signs, and notices
     start a line. A prompt that takes long to read has a line in `notice` now and then. `ends_line` ends the last
     line, with `ends_empty` also that of an empty answer. With `thinks`, thoughts of all families stand between ``<think>``
-    and ``</think>``.
+    and ``</think>``; an answer that follows a grammar has none.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TextRenderer(Renderer):
 
     def handle(self, event: Event) -> None:
         if isinstance(event, PromptEvent) and self._thinks:
-            self._marker = ThoughtMarker(event.text)
+            self._marker = ThoughtMarker(event.text, event.grammar)
         elif isinstance(event, FinishedEvent):
             self._in_line = self._in_line or (self._ends_empty and not event.text)
             self.close()

@@ -11,7 +11,7 @@ from specgen.llama import LlamaBackend
 from specgen.session.answer_loop import N_READ_BESIDE
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, RequestSettings, Slot
-from specgen.system.arrays import n_common
+from specgen.text.prefix import n_common
 
 #: Waiting requests among which one is sought that need not wait for another prompt.
 _N_CONSIDERED = 16

@@ -1,8 +1,7 @@
-"""Names for the array types that pass between modules; the largest values of an array; what two texts have in common."""
+"""Names for the array types that pass between modules, and the largest values of an array."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -59,17 +58,3 @@ def _likely(scores: Scores, n: int) -> TokenArray:
     rows, hits = np.nonzero(table[:, columns] >= bound)
     rest = np.flatnonzero(scores[n_grouped:] >= bound)
     return np.concatenate((rows * n_groups + columns[hits], rest + n_grouped))
-
-
-#: Tokens that are compared at once: prompts may have many thousands.
-_PIECE = 256
-
-
-def n_common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common prefix of two texts, in tokens or in characters."""
-    n, n_most = 0, min(len(one), len(other))
-    while n < n_most and list(one[n : n + _PIECE]) == list(other[n : n + _PIECE]):
-        n += _PIECE
-    while n < n_most and one[n] == other[n]:
-        n += 1
-    return min(n, n_most)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
 from specgen.method.backend import Backend
-from specgen.system.arrays import Hidden, n_common
+from specgen.system.arrays import Hidden
+from specgen.text.prefix import n_common
 
 #: The number of states that are kept after they were read, for a text that goes back to an earlier place.
 _N_KEPT = 32

@@ -42,7 +42,8 @@ def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
     messages = (Message("user", "hi"),)
     assert chat() == Request("chat", *DEFAULTS, messages=messages, splits_reasoning=True)
     assert read("completion", prompt="a b") == Request("completion", *DEFAULTS, text="a b")
-    assert read("prompt", prompt="a b") == Request("prompt", *DEFAULTS, text="a b")
+    expected = Request("prompt", *DEFAULTS, text="a b", splits_reasoning=True)
+    assert read("prompt", prompt="a b") == expected
     assert chat(temperature=None, max_tokens=None, stop=None, model="gpt-9") == chat()
     assert chat(stream_options={"include_usage": None}) == chat()
 

@@ -559,11 +559,12 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def add_result(self, identity: str | None, text: str) -> None:
-        """Add the result of a call. Agents shorten conversations: a result whose call is gone becomes text of the
+    def add_result(self, identity: str | None, text: str, name: str | None = None) -> None:
+        """Add the result of a call, by its id or by the `name` of its tool. Agents shorten conversations: a result whose call is gone becomes text of the
         user's turn, since many templates take none without a call."""
         calls = (call for message in self.messages for call in message.tool_calls)
-        names = [call.name for call in calls if call.identity == (identity or "")]
+        found = (call.name for call in calls if call.identity == (identity or ""))
+        names = [each for each in found if name in (None, each)]
         if names:
             self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
         else:

@@ -25,7 +25,7 @@ from specgen.serve.formats.call_forms import (
 from specgen.serve.formats.call_values import ArgumentsReader
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
-from specgen.text.stop_strings import n_begun
+from specgen.text.prefix import n_begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,10 +350,12 @@ class ToolCallParser:
             match(literal, self._rest, 0) if literal else None
             for literal in (between, self._fence or closing)
         ]
-        if found[0] is not None and found[0] != UNCLEAR:
-            return found[0]
         if UNCLEAR in found and not is_last:
             return UNCLEAR
+        place, end = (-1 if each is None else each for each in found)
+        is_closed = end >= 0 and is_last and not self._rest[place:].strip()
+        if place >= max(0, end) and not is_closed:
+            return place
         self._is_behind_call = False
         if found[1] == UNCLEAR:
             self._rest = ""
@@ -377,6 +379,12 @@ class ToolCallParser:
         """Return the end of the calls that begin here, and their names and arguments. The end is `UNCLEAR` if the
         text may go on so."""
         text, form = self._rest, self._form
+        if form.keys is not None and not self._is_behind_call:
+            lead = form.opening[: form.opening.find("{")].strip()
+            found_lead = match(lead, text, len(text[:begin].rstrip()) - len(form.mark))
+            if found_lead == UNCLEAR:
+                return UNCLEAR, []
+            begin = found_lead or begin
         start = begin + len(text[begin:]) - len(text[begin:].lstrip())
         if start == len(text):
             return UNCLEAR, []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specgen.options import GenerationOptions
-from specgen.session.prompts.thoughts import FAMILIES, THOUGHT_CONTROLS, begun_in
-from specgen.text.stop_strings import n_begun
+from specgen.session.prompts.thoughts import FAMILIES, THOUGHT_CONTROLS, begun_in, writes_thoughts
+from specgen.text.prefix import n_begun
 
 _FIRST = tuple(mark for family in FAMILIES for mark in family.first)
 
@@ -67,10 +67,11 @@ class ThoughtReader:
 
 class ThoughtMarker:
     """Writes an answer to a prompt, in pieces, with its thoughts between ``<think>`` and ``</think>``, whatever the marks
-    of their family."""
+    of their family. Programs read an answer that follows a `grammar`: it has no thoughts, unless they are part of it."""
 
-    def __init__(self, prompt: str = "") -> None:
+    def __init__(self, prompt: str = "", grammar: str | None = None) -> None:
         self._reader = ThoughtReader(prompt)
+        self._drops = grammar is not None and not writes_thoughts(grammar)
         self._next = ["<think>", "</think>", "\n\n"]
 
     def feed(self, text: str) -> str:
@@ -81,6 +82,8 @@ class ThoughtMarker:
         return self._marked(*self._reader.finish())
 
     def _marked(self, thought: str, answer: str) -> str:
+        if self._drops:
+            return answer
         text = ""
         if (thought or self._reader.is_open) and len(self._next) == 3:
             text += self._next.pop(0)
@@ -105,3 +108,9 @@ def thought_of(prompt: str, text: str) -> str:
     """Return the thinking block at the beginning of an answer to a prompt; empty if there is none."""
     reader = ThoughtReader(prompt)
     return (reader.feed(text)[0] + reader.finish()[0]).strip()
+
+
+def answer_of(prompt: str, text: str) -> str:
+    """Return an answer to a prompt without its thinking block."""
+    reader = ThoughtReader(prompt)
+    return reader.feed(text)[1] + reader.finish()[1]

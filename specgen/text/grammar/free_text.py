@@ -20,7 +20,7 @@ from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState, Vocabulary
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
-from specgen.text.stop_strings import n_begun
+from specgen.text.prefix import n_begun
 
 #: The state behind a mark, from the tokens that end with it; None if what is behind it is not allowed.
 _Then: TypeAlias = Callable[[tuple[int, ...]], "GrammarState | None"]
@@ -53,8 +53,6 @@ def grammar_start(
 ) -> GrammarState:
     """Return the state of a grammar before an answer, whose thoughts are free. Raise `UsageError` if the grammar is
     invalid."""
-    if grammar.form == "gbnf" and thoughts is not None and thoughts.begin in grammar.text:
-        thoughts = None  # they are part of it
     if grammar.mark and not grammar.is_call:
         return _in_free_text(grammar, vocabulary, thoughts)
     return _WholeAnswer(grammar, vocabulary, thoughts).start
@@ -68,9 +66,11 @@ class _WholeAnswer:
         self, grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None
     ) -> None:
         self._vocabulary, self._thoughts = vocabulary, thoughts
-        rules = "start: SPACE? answer\nSPACE: /[ \\n]{1,4}/" if grammar.mark else ""
-        if thoughts is not None:
-            rules = _around(thoughts, is_call=grammar.is_call)
+        rules = "" if thoughts is None else _around(thoughts, is_call=grammar.is_call)
+        if grammar.mark:  # another call may be on a line of its own
+            rules = f"start: SPACE? whole\nwhole:{rules.removeprefix('start:') or ' answer'}"
+        if rules:
+            rules += "\nSPACE: /[ \\n]{1,4}/"
         self._own = LlguidanceGrammar(vocabulary, grammar, rules)
         self._more: GrammarState | None = None
         if grammar.mark:
@@ -117,18 +117,15 @@ def _around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
     """Return rules, in llguidance's form of Lark, for an answer behind thoughts."""
     final = thoughts.final if is_call else ""
     before = [each for each in thoughts.before if not (final and each.endswith(final))]
-    first, lead, after = (
-        f"({' | '.join(items)} SPACE?){sign}" if items else ""
-        for items, sign in (
-            (["thoughts"] if thoughts.state != "over" else [], "?"),
-            ([*map(literal, before)], "?"),
-            ([*map(literal, thoughts.behind)], "{0,2}"),
-        )
+    lead, after = (
+        f"({' | '.join(map(literal, marks))} SPACE?){sign}" if marks else ""
+        for marks, sign in ((before, "?"), (thoughts.behind, "{0,2}"))
     )
+    if thoughts.state == "over":
+        return f"start: {lead} answer {after}" if lead or after else ""
     return "\n".join(
         [
-            f"start: SPACE? {first} {lead} answer {after}",
-            "SPACE: /[ \\n]{1,4}/",
+            f"start: (SPACE? thoughts SPACE?)? {lead} answer {after}",
             f"thoughts: {literal(thoughts.begin)} thought",
             f"thought[suffix={literal(thoughts.end)}]: /(?s:.*)/",
         ]
@@ -181,8 +178,8 @@ class _Marks:
         self._ends = frozenset(vocabulary.end_tokens())
         self._at_end = ENDED if may_end else None
         self.n_tokens = vocabulary.n_tokens
-        #: Tokens that may not be allowed: those that may go on behind a mark, and ends.
-        self.doubtful = {token for mark in then for token in _crossing(vocabulary, mark)}
+        #: Tokens that may not be allowed: those that may end a mark, and ends.
+        self.doubtful = {token for mark in then for token in _ending(vocabulary, mark)}
         self.doubtful |= self._ends
         #: Where no mark has begun.
         self.plain = _FreeText(self, b"", ())
@@ -196,7 +193,8 @@ class _Marks:
         text = begun + piece
         for mark, then in self._then.items():
             if mark in text:
-                return then((*tokens, token))
+                is_late = self._otherwise is not None and text.partition(mark)[0].strip()
+                return self._otherwise if is_late else then((*tokens, token))
         n = max((n_begun(text, mark) for mark in self._then), default=0)
         if self._otherwise is not None and n < len(text.strip()):
             return self._otherwise
@@ -283,15 +281,13 @@ class _Watched:
 _found: weakref.WeakKeyDictionary[Vocabulary, dict[bytes, list[int]]] = weakref.WeakKeyDictionary()
 
 
-def _crossing(vocabulary: Vocabulary, mark: bytes) -> list[int]:
-    """Return the tokens that may end a mark and go on behind it."""
+def _ending(vocabulary: Vocabulary, mark: bytes) -> list[int]:
+    """Return the tokens that may end a mark."""
     found = _found.setdefault(vocabulary, {})
     if mark not in found:
         ends = tuple(mark[n:] for n in range(len(mark)))
         pieces = map(vocabulary.token_bytes, range(vocabulary.n_tokens))
         found[mark] = [
-            token
-            for token, piece in enumerate(pieces)
-            if (piece.startswith(ends) and piece not in ends) or (mark in piece and piece != mark)
+            token for token, piece in enumerate(pieces) if piece.startswith(ends) or mark in piece
         ]
     return found[mark]
