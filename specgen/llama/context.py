@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
-from specgen.llama.cache import Cache, StateCopies
+from specgen.llama.cache import Cache, Rewinder, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
 from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_ext, set_layer_input
 from specgen.llama.model import LlamaModel
-from specgen.llama.recurrent_rollback import Rewinder
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
