@@ -20,7 +20,7 @@ from specgen.system.progress import Progress, ProgressView
 
 if TYPE_CHECKING:
     from specgen.events import Event, FinishedEvent
-    from specgen.render.folding import FoldedThought
+    from specgen.render.live import FoldedThought
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 

@@ -10,7 +10,7 @@ from typing import Any
 from specgen.llama import LlamaModel
 from specgen.session.prompts.continued import continued
 from specgen.session.prompts.template import Message, ToolCall, render
-from specgen.session.prompts.thought_reader import ThoughtReader
+from specgen.session.prompts.thoughts import ThoughtReader
 from tests.helpers.common import NOW
 from tests.helpers.sessions import opened
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
