@@ -20,7 +20,7 @@ from specgen.system.progress import Progress, ProgressView
 
 if TYPE_CHECKING:
     from specgen.events import Event, FinishedEvent
-    from specgen.render.folding import FoldedThought
+    from specgen.render.live import FoldedThought
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
@@ -63,6 +63,7 @@ class Output:
     )
 
     prefix: str = ""  # of notes
+    thinks: bool = False  # answers may begin with thoughts
 
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:
@@ -105,6 +106,7 @@ class Output:
             stats=self.has_summary,
             quiet=self.quiet,
             verbose=self.verbose > 0,
+            thinks=self.thinks,
             folded=folded,
             newline=self.newline,
         )

@@ -1,28 +1,14 @@
-"""The process: signals, standard streams that cannot be written, and its end."""
+"""Signals, which end a command in order."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import signal
-import sys
-from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
-
-import typer
-
-from specgen.errors import EXIT_BROKEN_PIPE, OutputError
-from specgen.system.processes import has_left_running
 
 #: Ctrl-C; what `kill` sends; a closed terminal (not on Windows).
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
-#: Error numbers that mean that standard output cannot be written.
-_NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
-_CLOSED_PIPE = errno.EINVAL if os.name == "nt" else errno.EPIPE
 
 
 class Interrupt:
@@ -58,59 +44,3 @@ class Interrupt:
         if self._received is not None:
             raise KeyboardInterrupt
         self._received = signal_number
-
-
-def open_missing_streams() -> None:
-    """Open the null device for each closed standard stream, as of daemons: the next file would get its number. To
-    standard output, writing fails with EBADF, so that no lost answer counts as written."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY
-            descriptor = os.open(os.devnull, flags)  # the lowest free number: that of the stream
-            os.set_inheritable(descriptor, True)
-            stream = open(  # noqa: SIM115 - open to the end of the process, as those it replaces
-                descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False
-            )
-            setattr(sys, name, stream)
-
-
-@contextlib.contextmanager
-def output_errors() -> Iterator[None]:
-    """Turn errors of writing to standard output into `OutputError`, or `typer.Exit` if a pipe's reader went away."""
-    try:
-        yield
-    except OSError as error:
-        # Windows reports a closed pipe by another error.
-        is_closed_pipe = isinstance(error, BrokenPipeError) or error.errno == _CLOSED_PIPE
-        if not is_closed_pipe and error.errno not in _NOT_WRITTEN:
-            raise
-        _abandon_stdout()
-        if is_closed_pipe:
-            raise typer.Exit(EXIT_BROKEN_PIPE) from None
-        is_closed = error.errno == errno.EBADF
-        reason = "standard output is closed" if is_closed else error.strerror
-        hint = "make room on the disk" if error.errno == errno.ENOSPC else None
-        raise OutputError(f"the output could not be written: {reason}", hint) from error
-
-
-def flush_or_abandon_stdout() -> None:
-    """Write the rest of stdout's buffer, or discard it if that fails."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        _abandon_stdout()
-
-
-def _abandon_stdout() -> None:
-    """Discard the rest of stdout's buffer: the interpreter flushes it at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def end_process(code: int) -> NoReturn:
-    """Exit with this code: in the usual way, or at once if native code was left running."""
-    if not has_left_running():
-        sys.exit(code)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)

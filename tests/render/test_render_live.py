@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from specgen.events import Event, PromptEvent
 from specgen.options import Show
-from specgen.render.folding import FoldedThought
-from specgen.render.live import LiveRenderer
+from specgen.render.live import FoldedThought, LiveRenderer, Thought
 from specgen.render.rows import clean
 from specgen.render.streams import print_notice
 from tests.helpers.events import Script
@@ -24,12 +23,17 @@ LEGEND = "accepted  corrected  bonus  plain  rejected"
 
 
 def play(
-    terminal: Terminal, events: Sequence[Event], show: Show = "accepted", *, folds: bool = False
+    terminal: Terminal,
+    events: Sequence[Event],
+    show: Show = "accepted",
+    *,
+    folds: bool = False,
+    thinks: bool = False,
 ) -> LiveRenderer:
     """Show events, and leave the view as it is after the last of them."""
     notice = partial(print_notice, terminal.console, verbose=True)
-    folded = FoldedThought if folds else None
-    renderer = LiveRenderer(terminal.console, show, notice, folded=folded)
+    thought = FoldedThought if folds else Thought if thinks else None
+    renderer = LiveRenderer(terminal.console, show, notice, thought=thought)
     for event in events:
         renderer.handle(event)
     return renderer
@@ -282,6 +286,14 @@ def test_a_thought_that_is_broken_off_leaves_its_line_and_so_does_one_of_the_tem
     events = [replace(first, text="<|assistant|>\n<think>\n"), *script.events[1:]]
     play(terminal, events, folds=True)
     assert terminal.rows == [FOLDED.format("0.1", 2), "So."]
+
+
+def test_a_thought_stays_dim_where_nothing_shows_it_again() -> None:
+    terminal = Terminal(rows=12)
+    script = Script().prompt().plain("[THINK]").plain("why ").plain("not[/THINK]").plain("So.")
+    play(terminal, script.finish().events, thinks=True)
+    assert terminal.rows == ["why not", "", "So."]
+    assert "\x1b[2mwhy" in terminal.written
 
 
 @given(

@@ -10,14 +10,13 @@ import pytest
 
 from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import figures
+from specgen.serve.formats.answers import check_tokens, figures
 from specgen.serve.formats.local_servers import read_infill
 from specgen.serve.formats.openai import read_request
 from specgen.serve.formats.request import (
     BodyError,
     Kind,
     Request,
-    check_tokens,
     with_call_form,
 )
 from specgen.session.prompts.template import Message, ToolCall
@@ -43,7 +42,8 @@ def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
     messages = (Message("user", "hi"),)
     assert chat() == Request("chat", *DEFAULTS, messages=messages, splits_reasoning=True)
     assert read("completion", prompt="a b") == Request("completion", *DEFAULTS, text="a b")
-    assert read("prompt", prompt="a b") == Request("prompt", *DEFAULTS, text="a b")
+    expected = Request("prompt", *DEFAULTS, text="a b", splits_reasoning=True)
+    assert read("prompt", prompt="a b") == expected
     assert chat(temperature=None, max_tokens=None, stop=None, model="gpt-9") == chat()
     assert chat(stream_options={"include_usage": None}) == chat()
 
@@ -80,6 +80,28 @@ def test_messages() -> None:
     ]
     expected = (("system", "be brief"), ("user", "one two"), ("assistant", ""))
     assert read("chat", messages=turns).messages == tuple(Message(*each) for each in expected)  # type: ignore[arg-type]
+
+
+def test_other_spellings_of_values() -> None:
+    """What llama.cpp's, vLLM's and ollama's clients send."""
+    assert chat(top_k=-1).sampling.top_k == 0
+    assert chat(repetition_penalty=1.5).sampling.repeat_penalty == 1.5
+    pairs = chat(logit_bias=[[5, -1], [6, False]]).sampling.logit_bias
+    assert pairs == ((5, -1.0), (6, -1e30))
+    for form in ("deepseek-legacy", "parsed", "auto"):
+        assert chat(reasoning_format=form).splits_reasoning
+    for how in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}):
+        assert chat(**how).variables == {"enable_thinking": False}
+    turns = [
+        {"role": "user", "content": {"type": "text", "text": "hi"}},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "x"},
+    ]
+    assert read("chat", messages=turns).messages == (
+        Message("user", "hi"),
+        Message("assistant", "", (ToolCall("", "f", {"a": 1}),)),
+        Message("tool", "x", name="f"),
+    )
 
 
 def test_later_system_messages_are_text_of_the_users_turn() -> None:

@@ -229,6 +229,21 @@ def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:
     assert body["messages"] == [{"role": "user", "content": QUESTION}]
 
 
+def test_thoughts_are_faint_and_no_part_of_the_conversation(markdown: Page) -> None:
+    page = markdown
+    deltas = [{"reasoning_content": "Two and two."}, {"content": "four"}]
+    chunks = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
+    page.route(API, lambda route: reply(route, *chunks))
+    send(page)
+    assert answer(page).strip() == "four"
+    expect(turn(page).locator(".thought")).to_have_text("Two and two.")
+    page.reload()
+    expect(turn(page).locator(".thought")).to_have_text("Two and two.")
+    assert send(page)["messages"][1] == {"role": "assistant", "content": "four"}
+
+
 @pytest.mark.parametrize(
     ("chunk", "end", "message"),
     [

@@ -19,7 +19,7 @@ from specgen.errors import (
 from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
 from specgen.serve.formats.request import BodyError, Request
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser
-from specgen.session.prompts.thought_reader import ThoughtReader
+from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
 
 #: An object of JSON: a body, an event, or a chunk of a stream.
@@ -78,6 +78,14 @@ class RequestError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def check_tokens(request: Request, n_tokens: int) -> None:
+    """Raise `BodyError` if a bias or the prompt names a token that a vocabulary of `n_tokens` lacks."""
+    biased = [("logit_bias", token) for token, _ in request.sampling.logit_bias]
+    for name, token in [*biased, *(("prompt", token) for token in request.tokens or ())]:
+        if not 0 <= token < n_tokens:
+            raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
 
 
 class Answer:

@@ -18,6 +18,7 @@ from specgen.errors import PromptError
 from specgen.events import CommittedEvent, Piece, ReadingEvent, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.call_values import arguments_of
 from specgen.serve.formats.request import (
     AnswerBody,
     AnswerFormat,
@@ -26,9 +27,9 @@ from specgen.serve.formats.request import (
     Conversation,
     Fields,
     Kind,
+    Part,
     Parts,
     Request,
-    arguments_of,
     is_begun,
     parse,
     shown,
@@ -51,7 +52,7 @@ _N_INPUTS = 2048
 
 
 class _Call(Fields):
-    id: Annotated[str, Field(min_length=1)]
+    id: str = ""
     name: str = Field(validation_alias=AliasPath("function", "name"), min_length=1)
     #: Some clients send the object.
     arguments: str | dict[str, Any] | None = Field(
@@ -72,10 +73,13 @@ class _Message(Fields):
     name: str | None = None
     function_call: _Function | None = None
     reasoning_content: Parts = Field(
-        [], validation_alias=AliasChoices("reasoning_content", "reasoning")
+        [], validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
     )
     tool_calls: list[_Call] = []
     tool_call_id: str | None = None
+    # ollama's: pictures beside the text, and the tool whose result this is
+    images: list[Any] = []
+    tool_name: str | None = None
 
 
 class _Body(AnswerBody):
@@ -112,7 +116,7 @@ class _Body(AnswerBody):
 class _ChatBody(_Body, ChatBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
     reasoning_effort: str | None = None
-    reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
+    reasoning_format: str = "auto"
     enable_thinking: bool | None = None
     thinking: str | None = Field(None, validation_alias=AliasPath("thinking", "type"))
     continue_final_message: bool | None = None
@@ -199,9 +203,10 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
     for turn in turns:
         before, last = last, turn.role
         # A turn with calls only has no text. Templates read an empty text as none.
-        text = text_of(turn.content)
+        text = text_of([*turn.content, *[Part(type="image")] * len(turn.images)])
         if turn.role == "function" or turn.role == "tool":  # noqa: PLR1714 - so that mypy sees it
-            found.add_result(turn.name if turn.role == "function" else turn.tool_call_id, text)
+            identity = turn.name if turn.role == "function" else turn.tool_call_id
+            found.add_result(identity, text, turn.tool_name)
             continue
         calls = [
             ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls
@@ -228,7 +233,9 @@ def read_completion(
     """Read a body for the continuation of texts, or with `suffix` for the middle between two: a request for
     each prompt. Raise `BodyError`."""
     asked = parse(_CompletionBody, body)
-    empty = asked.request(kind, sampling, **asked.common(generation))
+    empty = asked.request(
+        kind, sampling, splits_reasoning=kind == "prompt", **asked.common(generation)
+    )
     found: list[Request] = []
     for prompt in _inputs("prompt", asked.prompt).values():
         if isinstance(prompt, list):

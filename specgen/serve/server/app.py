@@ -29,7 +29,7 @@ from specgen import __version__
 from specgen.errors import SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, RequestError
+from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, check_tokens
 from specgen.serve.formats.local_servers import (
     read_infill,
     read_llama_cpp_completion,
@@ -49,7 +49,6 @@ from specgen.serve.formats.request import (
     Fields,
     Integer,
     Request,
-    check_tokens,
     parse,
     with_call_form,
 )
@@ -69,6 +68,7 @@ from specgen.serve.server.model_pool import ModelPool, abilities
 from specgen.serve.server.options import ServerOptions
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt, template_of
+from specgen.session.prompts.continued import of_tokens
 from specgen.session.prompts.infill import infill_prompt
 from specgen.system.files import as_json
 
@@ -123,6 +123,7 @@ class Server:
             Route("/version", _version),
             Route("/api/version", _version),
             Route("/api/tags", self._tags),
+            Route("/api/ps", self._tags),
             *(Route(f"{start}/models", self._models) for start in ("", "/v1")),
             *(Route(f"{start}/models/{{model:path}}", self._models) for start in ("", "/v1")),
             Route("/metrics", self._show_metrics),
@@ -332,13 +333,15 @@ class Server:
             raise RequestError(404, f"there is no model {name!r}", code="model_not_found")
         return JSONResponse(places[name].about(self._started))
 
-    async def _tags(self, _request: HttpRequest) -> Response:
-        """Return the models in ollama's form."""
+    async def _tags(self, request: HttpRequest) -> Response:
+        """Return the models in ollama's form: all, or those that are loaded."""
+        loads = request.url.path.startswith("/api/ps")
         modified = datetime.datetime.fromtimestamp(self._started, datetime.timezone.utc)
         more = {"modified_at": modified.isoformat(), "digest": "", "details": {"format": "gguf"}}
         found = [
             {"name": name, "model": name, "size": place.entry.n_bytes, **more}
             for name, place in self._pool.places.items()
+            if place.served is not None or not loads
         ]
         return JSONResponse({"models": found})
 
@@ -493,7 +496,7 @@ def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
 
 def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
     tokens = parse(_DetokenizeBody, body).tokens
-    text = model.session.prompts.of_tokens(tokens).text if tokens else ""
+    text = of_tokens(model.session.prompts, tokens).text if tokens else ""
     return {"content": text, "prompt": text}  # in llama.cpp's words, and in vLLM's
 
 
