@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from specgen.drafters.cascade import Cascade
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
 from specgen.method.draft_length import Stop
+from specgen.method.drafter import Cascade
 from specgen.method.policy import FixedPolicy, Offer, RoundPlan
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits

@@ -218,7 +218,7 @@ def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> N
 
 
 def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    schema: Any = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
 
     def asked(**more: Any) -> Request:
         form = {"name": "x", "schema": schema, **more}
@@ -233,6 +233,11 @@ def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
     assert error.value.field == "response_format"
     with pytest.raises(BodyError, match="uniqueItems"):
         chat(json_schema=schema)
+    schema = True
+    assert asked(strict=True).warnings == ()
+    schema = {"type": "string", "pattern": r"^$|(^(?:\S+\s+){0,99}\S+$)", "maxLength": 5000}
+    (warning,) = asked().warnings
+    assert "the length beside the pattern" in warning
 
 
 PIECES = [

@@ -19,7 +19,7 @@ from specgen.errors import (
 from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
 from specgen.serve.formats.request import BodyError, Request
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser
-from specgen.session.prompts.thought_reader import ThoughtReader
+from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
 
 #: An object of JSON: a body, an event, or a chunk of a stream.
