@@ -92,17 +92,6 @@ class PromptEvent(_Event, event="prompt"):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadingEvent(_Event, event="reading"):
-    """A piece of a long prompt was decoded, and others follow."""
-
-    #: Tokens of the prompt that the target has read, those from an answer before among them.
-    n_read: int
-    n_prompt_tokens: int
-    #: Estimated seconds until the whole prompt is read.
-    left_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class DraftNode:
     """One token of a draft tree."""
 
@@ -155,10 +144,12 @@ class TokenLogprob:
     """One of the most likely tokens at a position, with `--logprobs`."""
 
     token_id: int
-    #: The token's own bytes as text; an incomplete character shows as U+FFFD.
+    #: The token's own bytes as text, those of an incomplete character as ``\\xe2``; the name of a control token.
     text: str
     #: Natural logarithm of its probability at temperature 1, before samplers and grammar.
     logprob: float
+    #: The bytes that it adds to the text; none for a control token.
+    bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +164,25 @@ class Piece:
     origin: str
     #: With `--logprobs`, the natural logarithm of its probability (as below); null for forced tokens.
     logprob: float | None = None
-    #: With `--logprobs N`, the N most likely tokens at this position, the likeliest first.
+    #: With `--logprobs N`, the N most likely tokens at this position, the likeliest first; then this token, if it is
+    #: none of them.
     top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingEvent(_Event, event="reading"):
+    """A piece of a long prompt was decoded, and others follow."""
+
+    #: Tokens of the prompt that the target has read, those from an answer before among them.
+    n_read: int
+    n_prompt_tokens: int
+    #: Estimated seconds until the whole prompt is read.
+    left_s: float
+    #: Tokens from an answer before, and the seconds spent so far.
+    n_cached_tokens: int = 0
+    spent_s: float = 0.0
+    #: The tokens of this piece with their log-probabilities, if a request asked for them.
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

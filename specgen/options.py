@@ -338,14 +338,14 @@ class Contexts:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to look like, as llama.cpp's GBNF, a JSON schema, or llguidance's form of Lark. It may be a
-    call of a tool."""
+    """What an answer has to look like, as llama.cpp's GBNF, a JSON schema, or llguidance's form of Lark."""
 
     form: Literal["gbnf", "json_schema", "lark"]
     text: str
+    #: The answer has to be a call.
     is_call: bool = False
-    #: In a text that is free otherwise, the grammar holds behind this mark, each time that it comes, or only if the
-    #: text begins with it.
+    #: The grammar holds behind this mark, each time that it comes, or only if the text begins with it. The text before
+    #: is free; behind a call that has to be, only another one may follow.
     mark: str = ""
     is_first: bool = False
 
@@ -383,6 +383,13 @@ class GenerationOptions:
     grammar: Grammar | None = None
     #: Control tokens, by their entries, that are shown in the text, and that the grammar may ask for.
     shown_controls: tuple[str, ...] = ()
+    #: The answer ends before a line, after the first, that begins with fewer spaces and tabs.
+    n_indent: int = 0
+    #: Whether a prefix of the prompt may come from the cache; whether the reading of every piece is an event, and
+    #: whether these have the log-probabilities of its tokens, which no prefix in the cache has.
+    uses_cache: bool = True
+    reports_reading: bool = False
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
@@ -36,7 +35,7 @@ from specgen.method.verify import (
 from specgen.options import DraftOptions, SamplerOptions, TranslateMode, VerifierName
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import TextState
+from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, noisy
 from tests.helpers.fake_generations import (
     GREEDY,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -15,8 +18,14 @@ import typer.main
 
 from specgen import __version__
 from specgen.cli.command import COMMAND_LINE_ERROR, Command, in_words, without_flag_types
-from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors
-from specgen.errors import EXIT_INTERRUPTED, MemoryLimitError, OutputError, SpecgenError
+from specgen.errors import (
+    EXIT_BROKEN_PIPE,
+    EXIT_INTERRUPTED,
+    MemoryLimitError,
+    OutputError,
+    SpecgenError,
+)
+from specgen.system.processes import has_left_running
 
 #: By name: what the help says of a command or a group of commands. Its module is imported when it is called.
 COMMANDS = {
@@ -34,6 +43,15 @@ COMMANDS = {
     "models": "List, show, download and remove models.",
     "draft": "Find, make or train the best draft for a target.",
 }
+
+
+#: What other tools call these commands.
+_EQUALS = {"ls": "models list", "list": "models list", "pull": "models pull", "rm": "models rm"}
+
+
+#: Error numbers that mean that standard output cannot be written.
+_NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
+_CLOSED_PIPE = errno.EINVAL if os.name == "nt" else errno.EPIPE
 
 
 class _Group(typer.core.TyperGroup):
@@ -143,6 +161,9 @@ def _complain_of_usage(error: Exception) -> int:
         return 2
     command = context.command_path if context is not None else "specgen"
     hint = f"see `{command} --help`"
+    unknown = re.fullmatch(r"No such command '(\w+)'\.", message)
+    if unknown and unknown[1] in _EQUALS:
+        hint = f"it is `specgen {_EQUALS[unknown[1]]}` here"
     if "unexpected extra argument" in message and command.endswith(" run"):
         hint = "put a prompt of several words into quotes"
     _complain(" ".join(message.split()), hint)
@@ -154,3 +175,62 @@ def _complain(message: str, hint: str | None) -> None:
         print(f"error: {message}", file=sys.stderr)
         if hint:
             print(f"hint: {hint}", file=sys.stderr)
+
+
+# --- standard streams, and the end of the process
+
+
+def open_missing_streams() -> None:
+    """Open the null device for each closed standard stream, as of daemons: the next file would get its number. To
+    standard output, writing fails with EBADF, so that no lost answer counts as written."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY
+            descriptor = os.open(os.devnull, flags)  # the lowest free number: that of the stream
+            os.set_inheritable(descriptor, True)
+            stream = open(  # noqa: SIM115 - open to the end of the process, as those it replaces
+                descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False
+            )
+            setattr(sys, name, stream)
+
+
+@contextlib.contextmanager
+def output_errors() -> Iterator[None]:
+    """Turn errors of writing to standard output into `OutputError`, or `typer.Exit` if a pipe's reader went away."""
+    try:
+        yield
+    except OSError as error:
+        # Windows reports a closed pipe by another error.
+        is_closed_pipe = isinstance(error, BrokenPipeError) or error.errno == _CLOSED_PIPE
+        if not is_closed_pipe and error.errno not in _NOT_WRITTEN:
+            raise
+        _abandon_stdout()
+        if is_closed_pipe:
+            raise typer.Exit(EXIT_BROKEN_PIPE) from None
+        is_closed = error.errno == errno.EBADF
+        reason = "standard output is closed" if is_closed else error.strerror
+        hint = "make room on the disk" if error.errno == errno.ENOSPC else None
+        raise OutputError(f"the output could not be written: {reason}", hint) from error
+
+
+def flush_or_abandon_stdout() -> None:
+    """Write the rest of stdout's buffer, or discard it if that fails."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _abandon_stdout()
+
+
+def _abandon_stdout() -> None:
+    """Discard the rest of stdout's buffer: the interpreter flushes it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit with this code: in the usual way, or at once if native code was left running."""
+    if not has_left_running():
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -18,12 +18,11 @@ from typer import Argument, Option
 from specgen.cli import flags
 from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Output
-from specgen.cli.process import Interrupt
+from specgen.cli.output import Interrupt, Output
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import Contexts, KernelOptions, SessionOptions
 from specgen.system.files import as_json
-from specgen.system.progress import ProgressView, counted, duration
+from specgen.system.progress import ProgressView, counted
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
@@ -232,6 +231,8 @@ def _pace(tally: Tally, seconds: float, n_before: int) -> str:
         return "starting"
     left = ""
     if n_before < tally.n_done < tally.n_lines:
+        from specgen.render.tables import duration
+
         left_s = seconds / (tally.n_done - n_before) * (tally.n_lines - tally.n_done)
         left = f", {duration(left_s)} left"
     return f"{tally.n_tokens / seconds:.1f} tokens/s{left}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,11 @@ class Command(typer.core.TyperCommand):
         if not ctx.resilient_parsing:
             args = translated(ctx, args)
             try:
-                given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+                given, behind, _ = self.make_parser(ctx).parse_args(args=list(args))
+                if (model := _model_given_first(ctx, given, behind)) is not None:
+                    at = args.index(model)
+                    args = [*args[:at], "--target", *args[at:]]
+                    given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             except COMMAND_LINE_ERROR as error:
                 error.ctx = ctx  # type: ignore[attr-defined]
                 raise
@@ -112,6 +116,28 @@ class Command(typer.core.TyperCommand):
 
     def get_params(self, ctx: Any) -> Any:
         return without_flag_types(super().get_params(ctx))
+
+
+def _model_given_first(ctx: Any, given: Mapping[str, Any], behind: Sequence[str]) -> str | None:
+    """Return the first argument if it is a GGUF file or a model's name in the registry, and no target is given: other
+    tools take the model there. `behind` are the arguments for which the command has no parameter."""
+    parameters = ctx.command.params
+    targets = [each.name for each in parameters if "--target" in each.opts]
+    is_part = ctx.parent is not None and ctx.parent.parent is not None  # such as `draft find`
+    if is_part or not targets or given.get(targets[0]):
+        return None
+    values = [given.get(each.name) for each in parameters if each.param_type_name == "argument"]
+    words = [
+        word for each in values if each for word in ([each] if isinstance(each, str) else each)
+    ]
+    first = next(iter([*words, *behind]), "")
+    if first.endswith(".gguf"):
+        return first if Path(first).is_file() else None
+    if "-" not in first or not re.fullmatch(r"[\w.-]+", first):
+        return None
+    from specgen.models.registry import load_registry
+
+    return first if first in load_registry().models else None
 
 
 def in_words(message: str) -> str:
@@ -170,7 +196,7 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     target, pair = (names[key] or found.get(key, ("", None))[1] for key in names)
     found |= _profile(profiles, target, pair)
     checked = {
-        key: _checked(where, value, own.get(key, known[key]), context)
+        key: checked(where, value, own.get(key, known[key]), context)
         for key, (where, value) in found.items()
     }
     takes_all = context.command.name in _ANSWERING
@@ -196,7 +222,7 @@ def _entries(
     return found
 
 
-def _checked(where: str, value: Any, option: Any, context: Any) -> Any:
+def checked(where: str, value: Any, option: Any, context: Any) -> Any:
     """Return a value as it would be on the command line. `where` names it."""
     values = value if isinstance(value, list) else [value]
     texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]

@@ -123,6 +123,7 @@ def _show(report: DoctorReport, console: Console) -> None:
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     """Return what is shown, by headings and labels."""
     from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
+    from specgen.measure.doctor import features_of
     from specgen.models.files import cache_folder, config_folder, data_folder, packed_folder
     from specgen.system.progress import human_bytes
 
@@ -133,7 +134,7 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     software = {"specgen": report.version}
     if build is not None:
         software["llama-cpp-python"] = f"{build.version}, llama.cpp {build.llama_version}"
-        for part, names in build.features.items():
+        for part, names in features_of(build).items():
             software[f"built in, {part}"] = " ".join(names)
         software["GPU offload"] = "yes" if build.gpu_offload else "no: this build finds no GPU"
         for device in build.devices:

@@ -27,7 +27,6 @@ from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import DraftChoice, Sources, find_models, find_target, name_of
-from specgen.system.machine import notes_on_figures
 from specgen.system.progress import human_bytes
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
@@ -66,7 +65,7 @@ def _alone(target: Path) -> Sources:
 def show_search(search: Search | None, output: Output, *, as_json: bool) -> None:
     """Print the ranking, on a terminal as a table, and what it means; None is one that was interrupted."""
     from specgen.measure.search import advice
-    from specgen.render.tables import draft_lines, print_draft_table
+    from specgen.render.tables import draft_lines, notes_on_figures, print_draft_table
 
     notes: list[str] = []
     if search is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from typer import Argument, Option
@@ -50,6 +51,11 @@ def run(
     """
     output.check(setup.answer)
     text = read_prompt(argument, option, files or (), output.note)
+    if template.chat is not False:
+        from specgen.session.prompts.thoughts import showing_thoughts
+
+        setup = replace(setup, answer=showing_thoughts(setup.answer))
+        output = replace(output, thinks=True)
     with setup.opened(output) as loaded:
         prompt = loaded.prompts.of_text(text, chat=template.chat, system=template.system)
         return show_answer(loaded, prompt, output)[0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from specgen.cli.command import COMMAND_LINE_ERROR
-from specgen.cli.flags.server import N_PARALLEL, ModelSetup, model_setup
+from specgen.cli.flags.server import N_PARALLEL, ModelSetup, options_in
 from specgen.cli.model_loading import load
 from specgen.cli.output import Output
 from specgen.drafters.kinds import refuse_draft
@@ -201,13 +200,11 @@ def read_models(
         try:
             if not isinstance(values, dict):
                 raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
-            wanted = setup(**_given(values, path.parent))
+            table = {key: _in_its_folder(value, path.parent) for key, value in values.items()}
+            wanted = setup(**options_in(table, without=_OF_ALL))
             if wanted.setup.models.target is None and wanted.setup.models.pair is None:
                 raise UsageError('target is missing: give a file or a name, or pair = "NAME"')
             entries.append(loader.entry(name, wanted))
-        except COMMAND_LINE_ERROR as error:
-            message: str = error.format_message()  # type: ignore[attr-defined]
-            raise UsageError(f"{where}: {' '.join(message.split())}", correct(path)) from error
         except SpecgenError as error:
             raise type(error)(f"{where}: {error.message}", error.hint or correct(path)) from error
     if not entries:
@@ -216,21 +213,12 @@ def read_models(
     return entries
 
 
-def _given(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the options in a table of a file, by the long names of options; the name of a file in its folder is
-    that file. Raise `UsageError`, `COMMAND_LINE_ERROR`."""
-    known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - _OF_ALL
-    arguments: list[str] = []
-    for key, value in values.items():
-        if key not in known:
-            raise UsageError(f"{key}: a model has no such option")
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, bool):
-                arguments.append(f"--{key}" if each else f"--no-{key}")
-            else:
-                file = folder / str(each)
-                arguments.append(f"--{key}={file if os.path.isfile(file) else each}")  # noqa: PTH113
-    return model_setup.parse(arguments)
+def _in_its_folder(value: Any, folder: Path) -> Any:
+    """Return the value of an option; the name of a file in the folder is that file."""
+    if isinstance(value, list):
+        return [_in_its_folder(each, folder) for each in value]
+    file = folder / str(value)
+    return str(file) if os.path.isfile(file) else value  # noqa: PTH113
 
 
 def _in_folder(

@@ -21,7 +21,6 @@ from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource
 from specgen.text.prefix import n_common
 
 if TYPE_CHECKING:
-    from specgen.drafters.lookup_texts import SuffixArray
     from specgen.llama import LlamaBackend, LlamaModel
     from specgen.method.drafter import Drafter
     from specgen.method.tables import AcceptanceRates
@@ -123,7 +122,7 @@ class DraftRequest:
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
     """What a draft is opened for: a target, with options. `helpers` are the sources of what drafts for the draft,
-    and so on; `learnt` is a file of weights that it learnt from answers, and `corpora` are texts to look up."""
+    and so on; `learnt` is a file of weights that it learnt from answers, and `cache` a folder for what can be made again."""
 
     target: LlamaModel
     drafting: DraftOptions
@@ -131,7 +130,7 @@ class DraftSetup:
     clock: Callable[[], float]
     helpers: tuple[DraftSource, ...] = ()
     learnt: Path | None = None
-    corpora: tuple[SuffixArray, ...] = ()
+    cache: Path | None = None
 
     @property
     def why_chains(self) -> str | None:
@@ -195,6 +194,9 @@ class LoadedDraft:
     def drafter(self, request: DraftRequest) -> Drafter:
         """Make the drafter of one answer."""
         raise NotImplementedError
+
+    def keep_text(self, tokens: Sequence[int]) -> None:
+        """Store a finished text for later answers, if the options ask for that; nothing by default."""
 
     def notices(self) -> Iterable[str]:
         """Return what the user should know of it."""

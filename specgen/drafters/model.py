@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.expansion import WIDEST
 from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import refuse_draft
@@ -21,11 +20,12 @@ from specgen.drafters.vocabularies import check_pair
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
+from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.method.drafter import Drafter
 from specgen.method.policy import CostAwarePolicy
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Cascade, Shaper, TextState
 
 #: The most tokens that one draft model drafts for another.
 LONGEST_GUESS = 8
@@ -144,7 +144,7 @@ class DraftModel(LoadedDraft):
         )
         with contextlib.ExitStack() as on_error:
             on_error.callback(context.close)
-            context.compute_frequent_tokens()
+            compute_frequent_tokens(context)
             others = self.helper.contexts(room) if self.helper is not None else ()
             on_error.pop_all()
         return (context, *others)

@@ -14,9 +14,17 @@ from itertools import count
 from typing import NamedTuple
 
 from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft
-from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, Match, Matches
+from specgen.drafters.lookup_texts import (
+    MAX_MATCH,
+    MAX_PLACES,
+    EarlierTexts,
+    Match,
+    Matches,
+    SuffixArray,
+    load_corpus,
+)
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import Drafter, Drafting, ready
+from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.method.tables import FREE, Price
 
@@ -46,20 +54,21 @@ class TextIndex(Matches):
         #: By the n-grams of `min_match` tokens: the indices of the tokens that follow them, in order.
         self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def extend(self, token: int) -> None:
-        self._tokens.append(token)
-        if len(self._tokens) > self._min_match:
-            self._places[self._before_last()].append(len(self._tokens) - 1)
+    def follow(self, text: Sequence[int]) -> None:
+        """Add the tokens of a text that are new."""
+        tokens, n = self._tokens, self._min_match
+        for token in text[len(tokens) :]:
+            if len(tokens) >= n:
+                self._places[tuple(tokens[-n:])].append(len(tokens))
+            tokens.append(token)
 
     def rewind(self, n_tokens: int) -> None:
         """Take back all of the text's tokens but the first `n_tokens`."""
-        while len(self._tokens) > max(0, n_tokens):
-            if len(self._tokens) > self._min_match:
-                self._places[self._before_last()].pop()
-            self._tokens.pop()
+        tokens, n = self._tokens, self._min_match
+        while len(tokens) > max(0, n_tokens):
+            tokens.pop()
+            if len(tokens) >= n:
+                self._places[tuple(tokens[-n:])].pop()
 
     def longest(self, ending: Sequence[int]) -> Match | None:
         tokens, length, n_most = self._tokens, self._min_match, min(len(ending), MAX_MATCH)
@@ -77,9 +86,6 @@ class TextIndex(Matches):
             elif length == n_most:
                 break
         return Match(length, tuple(places)) if places else None
-
-    def _before_last(self) -> tuple[int, ...]:
-        return tuple(self._tokens[-1 - self._min_match : -1])
 
 
 def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
@@ -134,15 +140,9 @@ class SuffixDrafter(Drafter):
         return FREE
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(self._draft(context, plan.n_max))
-
-    def rewind(self, n_tokens: int) -> None:
-        self._text.rewind(n_tokens)
-
-    def _draft(self, context: Sequence[int], n_max: int) -> Draft:
-        for token in context[len(self._text) :]:
-            self._text.extend(token)
-        ending, chance, node = list(context[-MAX_MATCH:]), 1.0, ROOT
+        yield from ()  # nothing is decoded
+        self._text.follow(context)
+        n_max, ending, chance, node = plan.n_max, list(context[-MAX_MATCH:]), 1.0, ROOT
         n_deepest = len(ending) + min(n_max, self._n_deepest or n_max)
         matches = [source.longest(ending) for source in self._sources]
         nodes: list[tuple[int, _Guess]] = []
@@ -166,6 +166,9 @@ class SuffixDrafter(Drafter):
         parents, guesses = zip(*nodes, strict=True)
         tokens, origins, confidences = zip(*guesses, strict=True)
         return Draft(tokens, parents, origins, confidences, (None,) * len(nodes))
+
+    def rewind(self, n_tokens: int) -> None:
+        self._text.rewind(n_tokens)
 
     def _guesses(self, matches: Sequence[Match | None]) -> list[_Guess]:
         """Return the tokens that are drafted after these matches, one of each source, likeliest first."""
@@ -195,7 +198,7 @@ class SuffixDrafter(Drafter):
 
 
 class LoadedNgrams(LoadedDraft):
-    """N-grams of the text itself, and of the texts to look up."""
+    """N-grams of the text itself, and of the texts to look up: files, and earlier answers. Raises `UsageError`."""
 
     is_free = True
     can_draw = False
@@ -203,8 +206,24 @@ class LoadedNgrams(LoadedDraft):
 
     def __init__(self, setup: DraftSetup) -> None:
         super().__init__(TEXT_ORIGIN, TEXT_ORIGIN)
-        self._setup = setup
         self.why_chains = setup.why_chains
+        self._drafting = drafting = setup.drafting
+        corpora: list[SuffixArray] = []
+        self._earlier: EarlierTexts | None = None
+        if drafting.lookup_files or drafting.lookup_store:
+            vocabulary, cache = setup.target.vocabulary, setup.cache
+            kind = vocabulary.digest()
+            if drafting.lookup_files:
+                folder = cache / "lookup" if cache is not None else None
+                corpora.append(load_corpus(drafting.lookup_files, vocabulary, kind, folder))
+            if drafting.lookup_store and cache is not None:
+                self._earlier = EarlierTexts(cache / "texts", kind)
+                corpora += self._earlier.arrays()
+        self._corpora = tuple(corpora)
+
+    def keep_text(self, tokens: Sequence[int]) -> None:
+        if self._earlier is not None:
+            self._earlier.add(tokens)
 
     def drafter(self, request: DraftRequest) -> SuffixDrafter:
         n_children, n_deepest = 1, None
@@ -212,9 +231,9 @@ class LoadedNgrams(LoadedDraft):
             n_children, n_deepest = _N_BRANCHES, request.n_deepest
             if request.shape.is_fixed:
                 n_children, n_deepest = max(request.shape.numbers), request.shape.n_levels
-        shortest, longest = self._setup.drafting.ngrams_of
-        corpora = self._setup.corpora
-        return SuffixDrafter(shortest, longest, corpora, n_children=n_children, n_deepest=n_deepest)
+        return SuffixDrafter(
+            *self._drafting.ngrams_of, self._corpora, n_children=n_children, n_deepest=n_deepest
+        )
 
 
 KIND = DraftKind(

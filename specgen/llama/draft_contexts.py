@@ -13,6 +13,7 @@ import numpy as np
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.draft_models import AssistantModel, DflashModel, EagleModel, TrainedModel
+from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.llama.mtp_layers import WANTED_ROWS_ONLY
@@ -154,7 +155,7 @@ class MtpContext(StatesContext):
         if model.why_no_mtp:
             raise BackendError(f"{model.name}: {model.why_no_mtp}")
         super().__init__(model, None, options, n_branches=n_branches, **sizes)
-        self.compute_frequent_tokens()
+        compute_frequent_tokens(self)
         llama_cpp_ext.llama_set_nextn_layer_offset(self.handle, layer)
         #: The contexts of all layers, if this is the first one's.
         self.layers: tuple[MtpContext, ...] = (self,)
@@ -311,7 +312,7 @@ class AssistantContext(StatesContext):
         sizes |= {"n_ctx": target.n_ctx // n_slots, "n_branches": target.n_sequences // n_slots}
         options = replace(options, n_batch=_N_ROWS * n_slots)
         super().__init__(model, target, options, n_slots=n_slots, **sizes)
-        self.compute_frequent_tokens()
+        compute_frequent_tokens(self)
 
     def _rows_of(self, model: AssistantModel, *_: object) -> Rows:
         return Rows(model.n_embd_out, model.n_embd_out, _N_ROWS)

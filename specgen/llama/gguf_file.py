@@ -9,20 +9,22 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.library import forget_log, ggml
 from specgen.system.files import KeptResults
 
-#: Types of values in gguf.h, and the sizes in bytes of those that arrays may be cut to.
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: Types of values in gguf.h.
 _STRING, _ARRAY = 8, 9
-_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 #: The functions that read numbers of 32 bits, by the type.
 _READERS: dict[int | None, tuple[str, Any]] = {
     4: ("gguf_get_val_u32", ctypes.c_uint32),
@@ -62,40 +64,30 @@ class _InitParameters(ctypes.Structure):
 
 
 class GgufMetadata:
-    """The metadata of a GGUF file (None: empty metadata), as a context manager. Raises `BackendError` if it is none."""
+    """The metadata of a GGUF file, as a context manager. Raises `BackendError` if it is none."""
 
-    def __init__(self, file: Path | None) -> None:
-        self._resources = ExitStack()
-        if file is None:
-            self.handle = ggml("gguf_init_empty", ctypes.c_void_p)()
-        else:
-            read = ggml("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParameters)
-            tensors = ctypes.c_void_p()
-            forget_log()
-            self.handle = read(os.fsencode(file), _InitParameters(True, ctypes.pointer(tensors)))
-            if not self.handle:
-                raise BackendError(f"{file}: not a GGUF file")
-            self._tensors = tensors
-            self._resources.callback(ggml("ggml_free", None, ctypes.c_void_p), tensors)
-        self._resources.callback(ggml("gguf_free", None, ctypes.c_void_p), self.handle)
+    def __init__(self, file: Path) -> None:
+        read = ggml("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParameters)
+        self._tensors = ctypes.c_void_p()
+        forget_log()
+        tensors = ctypes.pointer(self._tensors)
+        self.handle = read(os.fsencode(file), _InitParameters(True, tensors))
+        if not self.handle:
+            raise BackendError(f"{file}: not a GGUF file")
 
-    def __enter__(self) -> GgufMetadata:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._resources.close()
+        ggml("gguf_free", None, ctypes.c_void_p)(self.handle)
+        ggml("ggml_free", None, ctypes.c_void_p)(self._tensors)
 
-    def names(self) -> list[str]:
-        name = ggml("gguf_get_key", ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)
-        count = ggml("gguf_get_n_kv", ctypes.c_int64, ctypes.c_void_p)(self.handle)
-        return [name(self.handle, index).decode("utf-8", "replace") for index in range(count)]
-
-    def _find(self, key: str) -> int:
+    def find(self, key: str) -> int:
         find = ggml("gguf_find_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
         return int(find(self.handle, key.encode()))
 
     def get(self, name: str, result: Any, key: str) -> Any:
-        if (index := self._find(key)) < 0:
+        if (index := self.find(key)) < 0:
             return None
         return ggml(name, result, ctypes.c_void_p, ctypes.c_int64)(self.handle, index)
 
@@ -127,31 +119,9 @@ class GgufMetadata:
         if self.length(key) is None or self.get("gguf_get_arr_type", ctypes.c_int, key) != _STRING:
             return
         about = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t)
-        text, index = ggml("gguf_get_arr_str", ctypes.c_char_p, *about), self._find(key)
+        text, index = ggml("gguf_get_arr_str", ctypes.c_char_p, *about), self.find(key)
         for number in range(self.length(key) or 0):
             yield text(self.handle, index, number) or b""
-
-    def remove(self, key: str) -> None:
-        remove = ggml("gguf_remove_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
-        remove(self.handle, key.encode())
-
-    def set(self, key: str, value: int | bytes) -> None:
-        about = (ctypes.c_void_p, ctypes.c_char_p)
-        name, kind = (
-            ("u32", ctypes.c_uint32) if isinstance(value, int) else ("str", ctypes.c_char_p)
-        )
-        ggml(f"gguf_set_val_{name}", None, *about, kind)(self.handle, key.encode(), value)
-
-    def cut(self, key: str, kept: Sequence[int]) -> None:
-        kind: int = self.get("gguf_get_arr_type", ctypes.c_int, key)
-        size = _VALUE_BYTES.get(kind)
-        if size is None:  # texts
-            return
-        address: int = self.get("gguf_get_arr_data", ctypes.c_void_p, key)
-        values = b"".join(ctypes.string_at(address + index * size, size) for index in kept)
-        types = (ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p)
-        write = ggml("gguf_set_arr_data", None, ctypes.c_void_p, *types, ctypes.c_size_t)
-        write(self.handle, key.encode(), kind, values, len(kept))
 
     def tensors(self) -> Iterator[GgufTensor]:
         following = ggml("ggml_get_next_tensor", ctypes.c_void_p, *2 * (ctypes.c_void_p,))

@@ -98,8 +98,23 @@ class DoctorReport:
     def to_json_object(self) -> dict[str, Any]:
         values: dict[str, Any] = {**as_json(self), "healthy": self.healthy}
         if self.build is not None:
-            values["build"]["features"] = as_json(self.build.features)
+            values["build"]["features"] = as_json(features_of(self.build))
         return values
+
+
+def features_of(build: Build) -> dict[str, tuple[str, ...]]:
+    """Return the features of each part of llama.cpp: ``{"CPU": ("AVX2", "FMA", ...), "CUDA": ("ARCHS=800,890",)}``."""
+    parts: dict[str, tuple[str, ...]] = {}
+    part = ""
+    for entry in build.system_info.split("|"):
+        before, _, rest = entry.rpartition(" : ")
+        part = before.strip() or part
+        name, separator, value = (word.strip() for word in rest.partition("="))
+        if not separator or value == "0":
+            continue
+        feature = name if value == "1" else f"{name}={value}"
+        parts[part] = (*parts.get(part, ()), feature)
+    return parts
 
 
 def diagnose(
@@ -145,7 +160,8 @@ def _load(report: DoctorReport, command: Sequence[str]) -> str:
     devices = tuple(Device(**device) for device in answer["devices"])
     report.build = Build(**{**answer, "devices": devices})
     version = f"llama-cpp-python {report.build.version}"
-    if report.build.has_required_version:
+    # Built by anyone: 0.3.36+cu124.
+    if report.build.version.partition("+")[0] == REQUIRED_VERSION:
         return version
     return f"{version}: specgen is made for {REQUIRED_VERSION}; {REBUILD}"
 

@@ -233,7 +233,7 @@ class CostAwarePolicy:
         n_rounds = max(1.0, offer.n_left / max(1.0, self._round_tokens))
         value_s = float(self._values[0][-1]) + price.next_s - price.first_s
         value_s -= _PREFILL_MARGIN * price.prefill_s / n_rounds
-        pays = value_s >= 0.0  # a draft for nothing is judged once it is known
+        pays = value_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
         n_tried = min(self.n_max, _N_TRIED)
         # One trial says little: there is credit for several.
         trials_s = price.prefill_s + 3 * (price.seconds(n_tried) + extra_s[n_tried])

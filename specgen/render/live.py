@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import Console
 
@@ -44,9 +44,8 @@ from specgen.render.streams import (
     print_notice,
     reading,
 )
-
-if TYPE_CHECKING:
-    from specgen.render.folding import FoldedThought
+from specgen.session.prompts.thoughts import ThoughtReader
+from specgen.system.progress import counted
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"
@@ -109,8 +108,7 @@ class LiveRenderer(Renderer):
     Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in
     each round, followed by the tokens that this round rejected, struck through (if `show` is ``accepted``).
     The bottom line has the legend and the speed. The cost of a round does not depend on the length of the
-    answer. With `folded`, a thinking block at the beginning is shown dim while it is generated; then a line
-    replaces it. `notice` prints notices; without it there are none.
+    answer. `thought` is how a thinking block at its beginning is shown. `notice` prints notices; without it there are none.
     """
 
     def __init__(
@@ -119,16 +117,16 @@ class LiveRenderer(Renderer):
         show: Show = "accepted",
         notice: Callable[[NoticeEvent], None] | None = None,
         *,
-        folded: type[FoldedThought] | None = None,
+        thought: type[Thought] | None = None,
     ) -> None:
-        self._console, self._show, self._notice, self._folded = console, show, notice, folded
+        self._console, self._show, self._notice, self._kind = console, show, notice, thought
         self._pens = pens(console)
         self._rounds = RoundReader()
         self._region = Region(self._write)
         self._flow = Flow(max(2, console.width))
         self._status = _Status()
         self._rejected: tuple[str, ...] = ()
-        self._thought: FoldedThought | None = None
+        self._thought: Thought | None = None
 
     def handle(self, event: Event) -> None:
         if isinstance(event, FinishedEvent):
@@ -140,8 +138,8 @@ class LiveRenderer(Renderer):
             self._region.erase()
             self._notice(event)
         self._status.update(event)
-        if isinstance(event, PromptEvent) and self._folded is not None:
-            self._thought = self._folded(Flow(self._flow.columns), event.text)
+        if isinstance(event, PromptEvent) and self._kind is not None:
+            self._thought = self._kind(Flow(self._flow.columns), event.text)
         completed = self._rounds.read(event)
         if completed is not None and isinstance(event, CommittedEvent):
             self._add(completed, event)
@@ -268,6 +266,88 @@ class _Status:
         return coded(fitting, pens["faint"])
 
 
+# --- thoughts
+
+#: Rows of a thinking block that are shown while it is generated.
+_THOUGHT_ROWS = 5
+
+
+class Thought:
+    """The thinking block of one answer, dim above the rest of it."""
+
+    def __init__(self, flow: Flow, prompt: str) -> None:
+        self.flow = flow  # of rows that stand for the answer while the block is open
+        self._reader = ThoughtReader(prompt)
+        self._rows: list[Row] = []
+        self._is_blank = True
+        self._first_s: float | None = None
+        self._last_s, self._n_tokens = 0.0, 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last rows of the block are shown in place of the answer."""
+        return False
+
+    def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:
+        """Take the text that a round added, at `time_s` with `n_tokens` tokens in all; yield what is shown of it."""
+        was_open = self._reader.is_open
+        thoughts, answer = "", []
+        for text, mark in runs:
+            if mark in ("rejected", "aside", "faint") and not self._reader.is_past:
+                continue
+            thought, rest = self._reader.feed(text)
+            thoughts += thought
+            if rest:
+                answer.append(Run(rest, mark))
+        if was_open or self._reader.is_open or thoughts:
+            if self._first_s is None:
+                self._first_s = time_s
+            if self._is_blank:
+                thoughts = thoughts.lstrip()
+                self._is_blank = not thoughts
+            self._last_s, self._n_tokens = time_s, n_tokens
+            yield from self._shown(Run(thoughts, "faint"))
+        if self._first_s is not None and not self._reader.is_open:
+            yield from self.fold()
+        yield from answer
+
+    def fold(self) -> Iterator[Run]:
+        """Yield what ends the thinking block once, if there was one, and then text that was held back as a possible
+        tag."""
+        if self._first_s is not None:
+            about = f"{self._last_s - self._first_s:.1f} s, {counted(self._n_tokens, 'token')}"
+            self._first_s = None
+            yield Run(self._end(about), "faint")
+        if answer := self._reader.finish()[1]:
+            yield Run(answer, "plain")
+
+    def rows(self, n_most: int) -> list[Row]:
+        """Return the last rows of the thinking block."""
+        self._rows = (self._rows + self.flow.take_settled(1, 1))[-_THOUGHT_ROWS:]
+        return (self._rows + self.flow.rows)[-min(n_most, _THOUGHT_ROWS) :]
+
+    def _shown(self, run: Run) -> Iterator[Run]:
+        yield run
+
+    def _end(self, _about: str) -> str:
+        return "\n\n"
+
+
+class FoldedThought(Thought):
+    """The thinking block of one answer: its last rows while it is generated, then one line in its place."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._reader.is_open
+
+    def _shown(self, run: Run) -> Iterator[Run]:
+        self.flow.feed([run])
+        yield from ()
+
+    def _end(self, about: str) -> str:
+        return f"thought for {about} (/think shows it)\n"
+
+
 # --- which renderer
 
 
@@ -281,14 +361,16 @@ def make_renderer(
     stats: bool = True,
     quiet: bool = False,
     verbose: bool = False,
-    folded: type[FoldedThought] | None = None,
+    thinks: bool = False,
+    folded: type[Thought] | None = None,
     newline: bool = False,
 ) -> Renderer:
     """Return the renderer of one generation.
 
     The answer goes to `stdout`, marked as `show` says, or with `json` the events as JSON Lines. Notices (with
-    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. `folded`, for a
-    conversation, always ends an answer's last line, and stands for a thinking block on a terminal.
+    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. With `thinks`,
+    the answer may begin with thoughts. `folded`, for a conversation, always ends an answer's last line, and shows
+    thoughts on a terminal.
     `newline` ends the last line in a pipe, and in a file that standard error shares; on a terminal it always
     ends, and where the summary follows in the same pipe or file.
     """
@@ -300,15 +382,16 @@ def make_renderer(
     notice = None if quiet else partial(print_notice, errors, verbose=verbose)
     is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
     if stdout.isatty() and not is_dumb:
-        return LiveRenderer(console, show, notice, folded=folded)
+        return LiveRenderer(console, show, notice, thought=folded or (Thought if thinks else None))
+    in_chat = folded is not None
+    write = partial(TextRenderer, stdout.buffer, notice, thinks=thinks or in_chat)
     if stdout.isatty():
-        return TextRenderer(stdout.buffer, notice, encoding=console.encoding, is_terminal=True)
+        return write(encoding=console.encoding, is_terminal=True)
     out, err = _status_of(stdout), _status_of(stderr)
     is_pipe = out is not None and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
     is_shared = out is not None and err is not None and os.path.samestat(out, err)  # as with 2>&1
-    in_chat = folded is not None
     ends_line = in_chat or (newline and is_pipe) or ((newline or stats) and is_shared)
-    return TextRenderer(stdout.buffer, notice, ends_line=ends_line, ends_empty=in_chat)
+    return write(ends_line=ends_line, ends_empty=in_chat)
 
 
 def _status_of(stream: TextIO) -> os.stat_result | None:

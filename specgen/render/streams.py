@@ -16,11 +16,13 @@ from specgen.events import (
     Event,
     FinishedEvent,
     NoticeEvent,
+    PromptEvent,
     ReadingEvent,
     VerifiedEvent,
     to_json_object,
 )
 from specgen.render.rows import Cleaner, clean, clean_line
+from specgen.session.prompts.thoughts import ThoughtMarker
 from specgen.system.files import to_line
 
 if TYPE_CHECKING:
@@ -85,7 +87,8 @@ class TextRenderer(Renderer):
 
     With `is_terminal` it is for one without escape codes: control characters are replaced by signs, and notices
     start a line. A prompt that takes long to read has a line in `notice` now and then. `ends_line` ends the last
-    line, with `ends_empty` also that of an empty answer.
+    line, with `ends_empty` also that of an empty answer. With `thinks`, thoughts of all families stand between ``<think>``
+    and ``</think>``; an answer that follows a grammar has none.
     """
 
     def __init__(
@@ -97,15 +100,19 @@ class TextRenderer(Renderer):
         ends_line: bool = False,
         ends_empty: bool = False,
         is_terminal: bool = False,
+        thinks: bool = False,
     ) -> None:
         self._stream, self._encoding = stream, encoding
         self._notice = notice or (lambda _event: None)
         self._ends_line, self._is_terminal = ends_line or is_terminal, is_terminal
         self._in_line, self._ends_empty, self._said_s = False, ends_empty, 0.0
-        self._cleaner = Cleaner()
+        self._cleaner, self._thinks = Cleaner(), thinks
+        self._marker: ThoughtMarker | None = None
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, FinishedEvent):
+        if isinstance(event, PromptEvent) and self._thinks:
+            self._marker = ThoughtMarker(event.text, event.grammar)
+        elif isinstance(event, FinishedEvent):
             self._in_line = self._in_line or (self._ends_empty and not event.text)
             self.close()
         elif isinstance(event, NoticeEvent):
@@ -116,7 +123,10 @@ class TextRenderer(Renderer):
             self._said_s = event.time_s
             self._notice(event)
         elif isinstance(event, CommittedEvent):
-            self._put(self._cleaner.feed(event.text) if self._is_terminal else event.text)
+            self._show(event.text if self._marker is None else self._marker.feed(event.text))
+
+    def _show(self, text: str) -> None:
+        self._put(self._cleaner.feed(text) if self._is_terminal else text)
 
     def _put(self, text: str) -> None:
         if text:
@@ -125,6 +135,8 @@ class TextRenderer(Renderer):
             self._stream.flush()
 
     def _finish(self) -> None:
+        if self._marker is not None:
+            self._show(self._marker.finish())
         self._put(self._cleaner.finish())
         if self._ends_line and self._in_line:
             self._put("\n")

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from specgen.render.rows import clean_line
 from specgen.session.choose_models import name_of
-from specgen.system.progress import counted, duration
+from specgen.system.machine import busy_text, is_busy
+from specgen.system.progress import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,3 +152,19 @@ def batch_summary(tally: Tally, seconds: float, where: str) -> str:
     answers, *others = totals(tally.n_answers, [tally])
     speed = f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s"
     return ", ".join((answers, speed, where, *others))
+
+
+def notes_on_figures(others_share: float | None) -> list[str]:
+    """Return a note on figures that were measured while the machine was busy."""
+    if others_share is None or not is_busy(others_share):
+        return []
+    return [f"{busy_text(others_share)}: run it again when the machine is idle"]
+
+
+def duration(seconds: float) -> str:
+    """Return a time that people wait, in seconds, minutes or hours."""
+    if seconds < 90.0:
+        return f"{seconds:.0f} s"
+    if seconds < 5400.0:
+        return f"{seconds / 60.0:.0f} min"
+    return f"{seconds / 3600.0:.1f} h"

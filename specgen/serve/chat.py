@@ -14,6 +14,7 @@ from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, Pr
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
+from specgen.session.prompts.thoughts import ThoughtMarker, ThoughtReader
 from specgen.session.session import Session
 from specgen.system.files import replace_bytes, to_line, write_errors
 
@@ -56,9 +57,16 @@ class Conversation:
         before = self.files
         for turn in self.turns[n_left_out:]:
             found.append(Message("user", before + turn.question))
-            found.append(Message("assistant", turn.answer or ""))
+            found.append(_answered(turn.answer or ""))
             before = ""
         return found[:-1]
+
+
+def _answered(text: str) -> Message:
+    """Return the message of an answer, with its thoughts apart: templates choose whether the model sees them again."""
+    reader = ThoughtReader()
+    thought, answer = map("".join, zip(reader.feed(text), reader.finish(), strict=True))
+    return Message("assistant", answer, reasoning=thought or None)
 
 
 def read_conversation(path: Path) -> Conversation:
@@ -191,13 +199,14 @@ class Chat:
             sampling = replace(sampling, seed=sampling.seed + self._n_again)
         answer = self._engine.insert(prompt, sampling=sampling, draft=self.drafts)
         text, is_whole, events = "", False, self._engine.stream(answer)
+        marker = ThoughtMarker(prompt.text)
         first: PromptEvent | None = None
         try:
             for event in events:
                 if isinstance(event, PromptEvent):
                     first, self.last = event, None
                 elif isinstance(event, CommittedEvent):
-                    text += event.text
+                    text += marker.feed(event.text)
                 elif isinstance(event, FinishedEvent) and first is not None:
                     is_whole, self.last = event.finish_reason != "interrupted", (first, event)
                     self.answers.append(event)
@@ -206,6 +215,7 @@ class Chat:
                     yield NoticeEvent(event.sequence, event.time_s, self._gone(n_gone))
         finally:
             events.close()  # cancels an answer that nobody waits for
+            text += marker.finish()
             if text or is_whole:
                 *turns, last = self.conversation.turns
                 turns.append(replace(last, answer=text))

@@ -1,5 +1,5 @@
 """A whole answer in a loop: its prompt is read, in pieces, before the rounds, and it is summed up after them. (Where it
-ends: `text/sequence.py`; stop strings: `text/stop_strings.py`.)"""
+ends: `text/answer_state.py`.)"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 
 from specgen.errors import BackendError
-from specgen.events import Event, FinishedEvent, ReadingEvent
+from specgen.events import Event, FinishedEvent, Piece, ReadingEvent
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT
 from specgen.method.loop import Loop
@@ -86,13 +86,19 @@ class AnswerLoop(Loop):
         events = self.begin_reading(sequence, started)
         if self._interrupted() and not sequence.is_finished:
             events += sequence.interrupt(self.now_s)
-        logits = None
+        logits, scored = None, tuple[Piece, ...]()
         if not sequence.is_finished:
             batch, n_batch = Batch(), self.target.n_batch
+            is_scored = sequence.options.prompt_logprobs
+            n_batch = min(n_batch, self.target.n_outputs) if is_scored else n_batch
             is_last = self.add_piece(batch, sequence, min(n_most or n_batch, n_batch))
+            if is_scored:
+                batch.wants_logits = [True] * len(batch)
             rows = self.decode_text(sequence, batch)
-            logits = rows if is_last else None
-        return events + self.after_chunk(sequence, logits, self.target.decode_s - target_s, started)
+            scored = sequence.scored_prompt(batch.positions[0], rows) if is_scored else ()
+            logits = rows[-1:] if is_last else None
+        target_s = self.target.decode_s - target_s
+        return events + self.after_chunk(sequence, logits, target_s, started, scored)
 
     def begin_reading(self, sequence: AnswerState, started: float) -> list[Event]:
         """Note when the first piece of a prompt is read, and commit what a grammar forces before any logits."""
@@ -100,10 +106,11 @@ class AnswerLoop(Loop):
             return []
         sequence.read_since_s = started
         sequence.n_cached = self.target.length(sequence.slot.first)
+        reading = [self._reading(sequence)] if sequence.options.reports_reading else []
         events = sequence.take_forced(started - self._started_s)
         if events:
             sequence.tally.time_to_first_token_s = self.clock() - started
-        return events
+        return [*reading, *events]
 
     def add_piece(self, batch: Batch, sequence: AnswerState, n_most: int) -> bool:
         """Add the next tokens of the text that the cache lacks to a batch. Return whether these are the last ones, whose
@@ -117,13 +124,20 @@ class AnswerLoop(Loop):
         return is_last
 
     def after_chunk(
-        self, sequence: AnswerState, logits: Logits | None, target_s: float, started: float
+        self,
+        sequence: AnswerState,
+        logits: Logits | None,
+        target_s: float,
+        started: float,
+        scored: tuple[Piece, ...] = (),
     ) -> list[Event]:
-        """Record a piece of a prompt, which took `target_s` of the target since `started`. After the
-        last piece, whose `logits` are float32[1, n_vocab], commit the first token."""
+        """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are tokens with
+        their log-probabilities. After the last piece, whose `logits` are float32[1, n_vocab], commit the first token."""
         tally = sequence.tally
         events: list[Event] = []
-        if logits is not None:
+        if logits is not None and sequence.options.max_tokens == 0:
+            sequence.finish("length")
+        elif logits is not None:
             verdict = self.verify(sequence, NO_DRAFT, logits)
             events += sequence.commit_verdict(NO_DRAFT, verdict, logits, self.now_s)
             sequence.is_started = True
@@ -132,14 +146,24 @@ class AnswerLoop(Loop):
         if sequence.is_started and tally.time_to_first_token_s is None:
             assert sequence.read_since_s is not None
             tally.time_to_first_token_s = now - sequence.read_since_s
-        if sequence.is_started or sequence.is_finished:
+        is_last = sequence.is_started or sequence.is_finished
+        if is_last and not (scored or sequence.options.reports_reading):
             return events
-        n_read, n_all = self.target.length(sequence.slot.first), len(sequence.tokens)
-        token_s = tally.wall_s / max(1, n_read - sequence.n_cached)
-        left_s = (n_all - n_read) * token_s
-        n_read = min(n_read, sequence.n_prompt)
-        reading = ReadingEvent(sequence.index, self.now_s, n_read, sequence.n_prompt, left_s)
-        return [*events, reading]
+        return [self._reading(sequence, scored), *events]
+
+    def _reading(self, sequence: AnswerState, scored: tuple[Piece, ...] = ()) -> ReadingEvent:
+        n_read, spent_s = self.target.length(sequence.slot.first), sequence.tally.wall_s
+        token_s = spent_s / max(1, n_read - sequence.n_cached)
+        return ReadingEvent(
+            sequence.index,
+            self.now_s,
+            min(n_read, sequence.n_prompt),
+            sequence.n_prompt,
+            max(0, len(sequence.tokens) - n_read) * token_s,
+            sequence.n_cached,
+            spent_s,
+            scored,
+        )
 
     def finish(self, sequence: AnswerState, costs: CostTable) -> FinishedEvent:
         """Return the summary of a finished sequence. One that had drafts, and is not so short that noise would decide,

@@ -140,6 +140,8 @@ def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str
         if looks_like_reference(name) and not _exists(path):
             raise ModelFileError(f"{name}: no such file", f"a model on the hub is {PREFIX}{name}")
         return path
+    if path.suffix:  # a file's name may be misspelt
+        others = [*others, *(each.name for each in path.parent.glob("*.gguf"))]
     return fetch(registry.model(name, others).name)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.interface import DraftRequest, Key, LoadedDraft
 from specgen.method.backend import Backend
 from specgen.method.draft import Branches
@@ -29,7 +28,7 @@ from specgen.session.request import RequestSettings, Slot
 from specgen.session.session import Session
 from specgen.text.answer_state import AnswerState
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Cascade, Shaper, TextState
 
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
 _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")

@@ -60,7 +60,7 @@ class Engine:
         *,
         n_parallel: int = 1,
         n_ctx: int | None = None,
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] = bool,  # never: bool() is False
         learn_alone: bool = False,
         prepare: Callable[[Request, AnswerState], None] = lambda _request, _generation: None,
     ) -> None:
@@ -110,7 +110,7 @@ class Engine:
         n_ctx: int | None,
         *,
         is_fixed: bool,
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] = bool,
         learn_alone: bool = False,
     ) -> Engine:
         """Return an engine for up to `n_parallel` answers. Unless the number `is_fixed`, it is halved until the
@@ -324,8 +324,9 @@ class Engine:
         request.load, events = LoadOfOthers(), list[Event]()
         with self._failing([request]):
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
-            n_again = 1 if self._reads_rows else 0
-            slot.share_prefix(self.target, request.prompt.tokens, n_again=n_again)
+            n_again, own = int(self._reads_rows), request.settings.generation
+            tokens = request.prompt.tokens[: None if own.uses_cache else 1]
+            slot.share_prefix(self.target, tokens, n_again=n_again)
             request.sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,
@@ -452,7 +453,7 @@ class Engine:
     def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
         """Store a finished text for lookups of later answers and for drafts to learn from, if the options ask for
         that. Raise `OutputError` if it cannot be written for learning; it is then written with the next one."""
-        self._session.keep_text(tokens)
+        self._session.ngrams.keep_text(tokens)
         if self._kept is None:
             return
         answer = KeptAnswer(prompt.tokens, tuple(tokens[len(prompt.tokens) :]))
@@ -464,7 +465,7 @@ class Engine:
 
 
 def generate(
-    session: Session, prompt: Prompt, *, interrupted: Callable[[], bool] = lambda: False
+    session: Session, prompt: Prompt, *, interrupted: Callable[[], bool] = bool
 ) -> Generator[Event, None, None]:
     """Generate an answer in contexts of its own, and yield its events; the last one is a `FinishedEvent`. Raise
     `PromptError` if the prompt does not fit into the context, `MemoryLimitError` if the context does not fit into

@@ -91,7 +91,9 @@ class RequestSettings:
                     f"{n_drafted_max} drafted tokens: drafts have the fixed shape {drafting.tree}"
                 )
             drafting = replace(drafting, max_tokens=min(n_drafted_max, drafting.n_max))
-        before, thoughts = self.generation, thoughts if generation.grammar else None
+        before, grammar = self.generation, generation.grammar
+        if thoughts is not None and (grammar is None or thoughts.begin in grammar.text):
+            thoughts = None  # they are part of the grammar, if there is one
         if (sampling, thoughts) == (self.sampling, self.thoughts) and (
             (generation.grammar, generation.ignore_eos, generation.shown_controls)
             == (before.grammar, before.ignore_eos, before.shown_controls)
@@ -166,9 +168,14 @@ class Request:
 
     @property
     def text(self) -> str:
-        """The whole answer. Raise the error that ended it early, or `RuntimeError` if it is not done."""
+        """The whole answer, of one that follows a grammar without thoughts. Raise the error that ended it early, or
+        `RuntimeError` if it is not done."""
         if self.failure is not None:
             raise self.failure
         if self.finished is None:
             raise RuntimeError(f"answer {self.index} is not done")
+        if self.settings.thoughts is not None:
+            from specgen.session.prompts.thoughts import answer_of
+
+            return answer_of(self.prompt.text, self.finished.text)
         return self.finished.text

@@ -122,7 +122,7 @@ class Scheduler:
             bool(decoding)
             and self._target.model.has_equal_rows
             and self._target.rollback == "cells"
-            and not reading.is_cancelled
+            and not (reading.is_cancelled or reading.settings.generation.prompt_logprobs)
             and all(request.running.trail is None for request in (*decoding, reading))
         )
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from specgen.drafters.interface import DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
-from specgen.drafters.lookup_texts import EarlierTexts, SuffixArray, load_corpus
-from specgen.drafters.ngram import LoadedNgrams
 from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
@@ -86,7 +84,7 @@ class Session:
             self.settings = RequestSettings.of(
                 self.target, options.sampler, options.generation, options.drafting
             )
-            self._load_lookups()
+            self._open_ngrams()
             self._resources.callback(self._close_draft)
             self.change_draft(options.draft)
             on_error.pop_all()
@@ -119,27 +117,6 @@ class Session:
                 check_file(draft)
                 self._ahead.callback(load_ahead(draft, self.options.draft_context.n_gpu_layers))
 
-    def _load_lookups(self) -> None:
-        """Load the files and the earlier answers in which n-grams are looked up. Raise `UsageError`."""
-        drafting, cache = self.options.drafting, self.options.cache
-        self._earlier: EarlierTexts | None = None
-        corpora: list[SuffixArray] = []
-        if drafting.lookup_files or drafting.lookup_store:
-            vocabulary = self.target.vocabulary
-            kind = vocabulary.digest()
-            if drafting.lookup_files:
-                folder = cache / "lookup" if cache is not None else None
-                corpora.append(load_corpus(drafting.lookup_files, vocabulary, kind, folder))
-            if drafting.lookup_store and cache is not None:
-                self._earlier = EarlierTexts(cache / "texts", kind)
-                corpora += self._earlier.arrays()
-        self.corpora = tuple(corpora)
-
-    def keep_text(self, tokens: Sequence[int]) -> None:
-        """Store a finished text for lookups of later answers, if the options ask for that."""
-        if self._earlier is not None:
-            self._earlier.add(tokens)
-
     # --- what drafts -------------------------------------------------------------------------
 
     def change_draft(self, source: DraftSource) -> None:
@@ -152,10 +129,17 @@ class Session:
             helpers=self.options.helpers,
             learnt=learnt_weights(learning, source) if isinstance(source, Path) else None,
         )
-        self.draft = open_draft(source, setup)
+        is_ngrams = source == self.ngrams.name and not setup.helpers
+        self.draft = self.ngrams if is_ngrams else open_draft(source, setup)
         self.draft_source = source
         if source != "none":
             self._ahead.close()
+
+    def _open_ngrams(self) -> None:
+        """Open the n-grams, which also draft beside another draft. Raise `UsageError`."""
+        opened = open_draft("ngram", self._setup)
+        assert opened is not None, "n-grams always draft"
+        self.ngrams: LoadedDraft = opened
 
     def _close_draft(self) -> None:
         if self.draft is not None:
@@ -167,6 +151,7 @@ class Session:
         if drafting != self.options.drafting:
             self.options = replace(self.options, drafting=drafting)
             self.settings = replace(self.settings, drafting=drafting)
+            self._open_ngrams()
             self.change_draft(self.draft_source)
 
     def change_sampling(self, sampling: SamplerOptions) -> None:
@@ -178,7 +163,7 @@ class Session:
     def _setup(self) -> DraftSetup:
         options = self.options
         return DraftSetup(
-            self.target, options.drafting, options.draft_context, self.clock, corpora=self.corpora
+            self.target, options.drafting, options.draft_context, self.clock, cache=options.cache
         )
 
     @property
@@ -195,11 +180,6 @@ class Session:
     def own_vocabulary(self) -> LlamaModel | None:
         """The draft model if it has another vocabulary than the target; else None."""
         return self.draft.own_vocabulary if self.draft is not None else None
-
-    @property
-    def ngrams(self) -> LoadedNgrams:
-        """The n-grams that draft beside another draft."""
-        return LoadedNgrams(self._setup)
 
     @property
     def why_chains(self) -> str | None:

@@ -134,13 +134,6 @@ def busy_text(others_share: float) -> str:
     return f"other programs took {100 * others_share:.0f} % of the machine's cores meanwhile"
 
 
-def notes_on_figures(others_share: float | None) -> list[str]:
-    """Return a note on figures that were measured while the machine was busy."""
-    if others_share is None or not is_busy(others_share):
-        return []
-    return [f"{busy_text(others_share)}: run it again when the machine is idle"]
-
-
 # --- the build of llama.cpp
 
 
@@ -167,26 +160,6 @@ class Build:
     #: Whether layers can be kept on a GPU.
     gpu_offload: bool
     devices: tuple[Device, ...]
-
-    @property
-    def has_required_version(self) -> bool:
-        """Whether this is the version that specgen needs, built by anyone (``0.3.36+cu124``)."""
-        return self.version.partition("+")[0] == REQUIRED_VERSION
-
-    @property
-    def features(self) -> dict[str, tuple[str, ...]]:
-        """The features of each part of llama.cpp: ``{"CPU": ("AVX2", "FMA", ...), "CUDA": ("ARCHS=800,890",)}``."""
-        parts: dict[str, tuple[str, ...]] = {}
-        part = ""
-        for entry in self.system_info.split("|"):
-            before, _, rest = entry.rpartition(" : ")
-            part = before.strip() or part
-            name, separator, value = (word.strip() for word in rest.partition("="))
-            if not separator or value == "0":
-                continue
-            feature = name if value == "1" else f"{name}={value}"
-            parts[part] = (*parts.get(part, ()), feature)
-        return parts
 
 
 #: The module with the llama.cpp that the wheel carries (scripts/build_wheel.py); a checkout has none.

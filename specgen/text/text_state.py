@@ -1,17 +1,22 @@
-"""The committed text of a sequence, its grammar state, and the characters of its tokens."""
+"""The committed text of a sequence, its grammar state, the characters of its tokens, and what drafts for it."""
 
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
+from specgen.errors import BackendError
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
-from specgen.system.arrays import Logits, TokenArray
+from specgen.method.drafter import Drafter, Drafting, ready
+from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import FREE, Price
+from specgen.system.arrays import Logits, TokenArray, best
 from specgen.text.grammar.base import GrammarState
-from specgen.text.sampling import Sampler, top_probability
-from specgen.text.stop_strings import StopScanner
+from specgen.text.prefix import n_begun
+from specgen.text.sampling import Sampler, likeliest
 
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
 _ROOM = 512
@@ -24,20 +29,15 @@ class TextState:
         #: All committed tokens, prompt and answer. Read only; `commit` adds to it.
         self.tokens: list[int] = list(prompt)
         self._grammar = grammar
-        self._history = np.zeros(len(prompt) + _ROOM, np.int64)
-        self._history[: len(prompt)] = self.tokens
-
-    @property
-    def has_grammar(self) -> bool:
-        return self._grammar is not None
+        self.has_grammar = grammar is not None
+        #: The tokens that samplers were shown; the first `_n_shown` are those of the text.
+        self._history, self._n_shown = np.zeros(len(prompt) + _ROOM, np.int64), 0
 
     def commit(self, token: int) -> None:
         """Add a token to the text. Raise ValueError if the grammar does not allow it."""
         if (before := self._grammar) is not None:
             self._grammar = before.after(token)
             before.forget()
-        self._reserve(1)
-        self._history[len(self.tokens)] = token
         self.tokens.append(token)
 
     def history(self, path: Sequence[int], n_last: int) -> TokenArray:
@@ -45,9 +45,12 @@ class TextState:
         until the next call."""
         if n_last == 0:
             return self._history[:0]
-        self._reserve(len(path))
-        end = len(self.tokens) + len(path)
-        self._history[len(self.tokens) : end] = path
+        n_text, end = len(self.tokens), len(self.tokens) + len(path)
+        if end > len(self._history):
+            self._history = np.resize(self._history, 2 * end)
+        self._history[self._n_shown : n_text] = self.tokens[self._n_shown :]
+        self._history[n_text:end] = path
+        self._n_shown = n_text
         return self._history[0 if n_last < 0 else max(0, end - n_last) : end]
 
     def grammar(self, path: Sequence[int] = ()) -> GrammarState | None:
@@ -76,11 +79,6 @@ class TextState:
                 states[node] = state.after(token)
         return draft.only([node for node in states if node != ROOT])
 
-    def _reserve(self, n: int) -> None:
-        n_needed = len(self.tokens) + n
-        if n_needed > len(self._history):
-            self._history = np.resize(self._history, max(n_needed, 2 * len(self._history)))
-
 
 class Shaper:
     """Turns a row of logits into the distribution of the next token, by the samplers and the grammar."""
@@ -106,39 +104,70 @@ class Shaper:
             None if grammar is None or grammar.is_free else grammar.allows,
         )
 
+    def likeliest(
+        self, logits: Logits, path: Sequence[int], n: int
+    ) -> tuple[list[int], list[float]]:
+        """Return the n likeliest tokens of the distribution after the text and `path`, and their probabilities in that
+        proportion, the first as in `top_probability`."""
+        if n <= self._sampler.n_likeliest and not self._looks_back:
+            return likeliest(logits, n)
+        source = self.distribution(logits, path)
+        order = best(source.probs, n)
+        scale = self.top_probability(logits, path) / source.probs[order[0]]
+        return source.token_ids[order].tolist(), (source.probs[order] * scale).tolist()
+
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
         """Return the largest probability of a token: 1 if the grammar forces it, else that of the logits at
         temperature 1."""
-        return 1.0 if self._state.forced(path) is not None else top_probability(logits)
+        return 1.0 if self._state.forced(path) is not None else likeliest(logits, 1)[1][0]
 
 
 class TextStream:
-    """Turns the bytes of tokens into text. An incomplete character comes with the token that completes it; bytes that
-    are not UTF-8 become U+FFFD."""
+    """Turns the bytes of tokens into text, up to a stop string. An incomplete character comes with the token that
+    completes it; bytes that are not UTF-8 become U+FFFD. A line break before a line that begins with fewer than
+    `n_indent` spaces and tabs is a stop string, too. What may be a prefix of one is held back until more text comes."""
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
+    def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
+        if not all(stops):
+            raise ValueError("a stop string is empty")
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._scanner = StopScanner(stops)
-        self._text: list[str] = []
-
-    @property
-    def stopped_by(self) -> str | None:
-        return self._scanner.found
+        self._stops = tuple(stops)
+        self._short = (
+            re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=([^ \t])|\Z)") if n_indent else None
+        )
+        self._held = ""
+        self._shown: list[str] = []
+        #: The stop string that was found.
+        self.stopped_by: str | None = None
 
     @property
     def text(self) -> str:
-        return "".join(self._text)
-
-    def push(self, token_bytes: bytes) -> str:
-        return self._add(self._scanner.push(self._decoder.decode(token_bytes)))
+        return "".join(self._shown)
 
     def flush(self) -> str:
         """Return the rest, at the end of the text; incomplete characters become U+FFFD."""
-        rest = self._decoder.decode(b"", final=True)
-        if self._scanner.found is not None:
+        return self.push(b"", final=True)
+
+    def push(self, token_bytes: bytes, *, final: bool = False) -> str:
+        """Take the bytes of a token; return the text that may be shown now."""
+        text = self._decoder.decode(token_bytes, final)
+        if self.stopped_by is not None:
             return ""
-        text = self._scanner.push(rest)
-        return self._add(text + self._scanner.flush())
+        if self._stops or self._short is not None:
+            text = self._held + text
+            hits = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
+            n_held = max((n_begun(text, stop) for stop in self._stops), default=0)
+            if self._short is not None and (short := self._short.search(text)) is not None:
+                n_held = max(n_held, len(text) - short.start())
+                hits += [(short.start(), "\n")] if short[1] else []
+            if hits:
+                index, self.stopped_by = min(hits)
+                n_held = len(text) - index
+            elif final:
+                n_held = 0
+            text, self._held = text[: len(text) - n_held], text[len(text) - n_held :]
+        self._shown.append(text)
+        return text
 
     def preview(self, before: bytes, token_bytes: bytes) -> str:
         """Decode `token_bytes` after `before` without consuming them."""
@@ -147,7 +176,60 @@ class TextStream:
         decoder.decode(before)
         return decoder.decode(token_bytes, final=True)
 
-    def _add(self, text: str) -> str:
-        if text:
-            self._text.append(text)
-        return text
+
+class Cascade:
+    """What drafts for one text: a drafter that costs nothing, one that decodes, or both.
+
+    In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is planned. Then
+    `propose` carries out the plan: it proposes what was found, or lets the model draft. With `state`, nothing is
+    found that its grammar forbids.
+    """
+
+    def __init__(
+        self,
+        free: Drafter | None = None,
+        model: Drafter | None = None,
+        *,
+        state: TextState | None = None,
+    ) -> None:
+        self.free = free
+        self.model = model
+        #: The name of the drafter that decodes; None if there is none.
+        self.model_name = None if model is None else model.name
+        self._state = state
+
+    def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
+        """Begin a round, and return what the free drafter finds to follow the text; at most `n_max` tokens.
+        The last `n_drafted` tokens of `context` are drafted too."""
+        if self.free is None or n_max < 1:
+            return NO_DRAFT
+        try:
+            next(self.free.propose(context, RoundPlan("fixed", n_max), n_drafted))
+        except StopIteration as ended:
+            found: Draft = ended.value
+        else:
+            raise BackendError(f"{self.free.name} asks for a decode")
+        if self._state is not None:
+            found = self._state.within_grammar(found, context[len(context) - n_drafted :])
+        return found
+
+    def price(self, n_context: int) -> Price:
+        """Return the price of the drafter that decodes, after a text of `n_context` tokens."""
+        return FREE if self.model is None else self.model.price(n_context)
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""
+        if self.model is None or plan.n_max < 1:
+            return ready(plan.found)
+        return self.model.propose(context, plan, n_drafted)
+
+    def observe(self, result: RoundResult) -> None:
+        for drafter in (self.free, self.model):
+            if drafter is not None:
+                drafter.observe(result)
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forget all of the text but its first `n_tokens`; another text follows these."""
+        for drafter in (self.free, self.model):
+            if drafter is not None:
+                drafter.rewind(n_tokens)

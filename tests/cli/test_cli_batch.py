@@ -85,15 +85,6 @@ def test_answers_are_those_of_run(batch: Batch, parallel: str | None, draft: str
     assert answers(batch.out) == {str(n): text for n, text in enumerate(alone, start=1)}
 
 
-def test_unlimited_answers_end_where_those_of_run_end(batch: Batch) -> None:
-    """The batch's context has room for its longest line; a short one does not go on for longer."""
-    long = " ".join(["the cat is in the house"] * 20)
-    batch.answer(["x", long], "-n", "-1", "-np", "2", draft="none")
-    whole = batch("run", "x", "-q", "-n", "-1", draft="none").out
-    assert len(whole) > 500
-    assert answers(batch.out)["1"] == whole
-
-
 def test_requests_in_openai_s_form(batch: Batch) -> None:
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPTS[0]}]
     chat = {"messages": turns, "max_tokens": 9, "logprobs": True, "top_logprobs": 2, "model": "x"}
@@ -248,14 +239,6 @@ def test_a_mended_line_is_answered_with_retry_errors(batch: Batch) -> None:
     assert "--allow-mixed" not in refused.err
     batch.again("--retry-errors")
     assert text_of(records(batch.out)["1"])
-
-
-def test_a_model_without_a_template(batch: Batch) -> None:
-    turns = {"messages": [{"role": "user", "content": "hi"}]}
-    batch.answer([turns, PROMPTS[0]], target="plain", draft="none", code=12)
-    found = records(batch.out)
-    assert "needs a chat template" in found["1"]["error"]["message"]
-    assert text_of(found["2"])
 
 
 def test_from_standard_input_to_standard_output(

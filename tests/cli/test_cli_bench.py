@@ -149,11 +149,6 @@ def test_without_a_draft_n_grams_are_measured(bench: Specgen) -> None:
     assert told == ["plain", "ngram"]
 
 
-def test_without_prompts_our_own_are_taken(bench: Specgen) -> None:
-    outcome = bench("--draft", "none", "-N", "1", "-c", "512", "-n", "2", prompts=None)
-    assert [row[2] for row in rows(outcome)] == ["overall", "code", "edit", "prose", "chat"]
-
-
 # --- what goes wrong
 
 

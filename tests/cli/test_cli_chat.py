@@ -20,6 +20,8 @@ from specgen.errors import BackendError
 from specgen.session.answer_loop import AnswerLoop
 from tests.helpers.cli import Result, in_process
 from tests.helpers.common import ROOT, posix
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import CHATML_TEMPLATE
 
 if TYPE_CHECKING:
     import pexpect
@@ -141,12 +143,6 @@ def test_a_bad_line_is_told_and_the_conversation_goes_on(chat: Chat, line: str, 
     assert [words in error for error in errors] == [True]
 
 
-def test_an_answer_that_was_cut_off_says_so(chat: Chat) -> None:
-    said = "note: the answer was cut off after 3 tokens (-n allows more)\n"
-    assert chat("-n", "3", "--ignore-eos", lines="the cat\n").err.endswith(said)
-    assert chat("-n", "3", "--ignore-eos", "-q", lines="the cat\n").err == ""
-
-
 def test_what_is_no_conversation_at_all(chat: Chat, tmp_path: Path) -> None:
     assert "needs a chat template" in chat(target="plain", draft="none", lines="x\n").err
     bad = chat(lines=b"the cat\ncaf\xe9\nmore\n")
@@ -203,6 +199,28 @@ def test_a_thought_is_unchanged_in_a_pipe_and_shown_when_asked_for(chat: Chat) -
     result = chat("--grammar", grammar, "-n", "99", "-q", lines="the cat\n/think\n")
     assert (result.code, result.out) == (0, f"{text}\n")
     assert result.err == "why not\N{SYMBOL FOR ESCAPE}[2J\n"
+
+
+#: Of gpt-oss's family: the marks are control tokens.
+HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>", "<|call|>")
+
+
+def test_thoughts_between_control_tokens_are_told_apart(
+    chat: Chat, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = TinyConfig(chat_template=CHATML_TEMPLATE, control_tokens=HARMONY)
+    model = str(write_tiny_model(tmp_path / "a.gguf", config))
+    thought = '<|channel|> "analysis" <|message|> "why" <|end|> <|start|> "assistant"'
+    for begin, shown in ((thought, "<think>why</think>\n\nso\n"), ("", "so\n")):
+        grammar = f'root ::= {begin} <|channel|> "final" <|message|> "so"'
+        own = ("-m", model, "-n", "60", "-q", "--grammar", grammar)
+        assert in_process(capsys)("run", *own, "-md", "none", "x").out.rstrip("\n") == shown[:-1]
+        found = chat(*own, lines="x\ny\n/think\n", draft="none")
+        assert (found.out, found.code) == (shown * 2, 0 if begin else 2)
+        assert found.err == "why\n" or "no thinking block" in found.err
+        asked = prompts(chat(*own, "--json", lines="x\ny\n", draft="none"))
+        assert asked[1].count("so") == 1
+        assert "why" not in asked[1]
 
 
 def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(

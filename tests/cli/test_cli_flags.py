@@ -17,7 +17,6 @@ from specgen.cli import flags
 from specgen.cli.app import command_line
 from specgen.cli.command import examples
 from specgen.cli.llama_cpp_options import translated
-from specgen.cli.output import Output
 from specgen.errors import UsageError
 from tests.helpers.cli import Cli, Result, Specgen, complaint, events_of, in_process
 
@@ -70,13 +69,6 @@ def test_what_names_no_model_on_the_hub_is_an_error_in_use(
     result = CliRunner().invoke(specgen.cli.app.app, ["run", *arguments, "prompt"])
     assert isinstance(result.exception, UsageError)
     assert result.exception.message.startswith(message)
-
-
-@pytest.mark.parametrize("command", ["find", "data", "make", "learn"])
-def test_a_target_that_must_be_named_is_missed(command: str) -> None:
-    result = CliRunner().invoke(specgen.cli.app.app, ["draft", command])
-    assert result.exit_code == 2
-    assert "Missing option '--target'" in result.stderr
 
 
 # --- llama.cpp's options
@@ -199,18 +191,27 @@ def test_the_help_ends_with_examples_that_are_commands(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("hi", "-c", "nv"), "'nv' is not a whole number"),
-        (("hi", "--temp", "hot"), "'hot' is not a number"),
-        (("hi", "-hf"), "give USER/REPO"),
-        (("Tell", "a", "story"), "put a prompt of several words into quotes"),
+        (("run", "hi", "-c", "nv"), "'nv' is not a whole number"),
+        (("run", "hi", "--temp", "hot"), "'hot' is not a number"),
+        (("run", "hi", "-hf"), "give USER/REPO"),
+        (("run", "Tell", "a", "story"), "put a prompt of several words into quotes"),
+        (("pull", "qwen2.5-coder-1.5b"), "it is `specgen models pull` here"),
     ],
 )
 def test_an_error_of_usage_shows_the_value_or_what_to_do(
     words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = in_process(capsys)("run", *words)
+    result = in_process(capsys)(*words)
     assert result.code == 2
     assert said in result.err
+
+
+def test_a_misspelt_file_names_the_near_one(
+    specgen: Specgen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "coder.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert 'did you mean "coder.gguf"' in specgen("run", "-m", "coder.ggfu", "hi").err
 
 
 def test_the_list_of_commands_says_what_each_command_says() -> None:
@@ -228,18 +229,6 @@ def test_names_of_models_and_pairs_are_completed() -> None:
         options = {option.opts[0]: option for option in COMMANDS[name].params}
         for key in ("--target", "--draft", "--pair"):
             assert options[key]._custom_shell_complete is not None  # noqa: SLF001 - click's
-
-
-def test_a_note_at_a_terminal_breaks_between_words(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    text = "the draft is not smaller than its target"
-    Output().note(text)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    Output().note(text)
-    lines = ["note: the draft is not smaller", "than its target"]
-    assert capsys.readouterr().err.splitlines() == [f"note: {text}", *lines]
 
 
 # --- the user's defaults in config.toml

@@ -82,14 +82,6 @@ def test_list_as_json_holds_models_pairs_and_the_default(tiny: CatalogueModel) -
     assert pairs["tiny-pair"] == named | {"default": False}
 
 
-def test_show_prints_what_is_known_of_a_model_or_a_pair(tiny: CatalogueModel) -> None:
-    lines = {re.sub(" +", " ", line) for line in run("show", "tiny").stdout.splitlines()}
-    assert {"model tiny", "size bytes 100000", "path -", "pairs tiny-pair"} < lines
-    assert "pypi packages Tiny.Model-part1, ..., Tiny.Model-part4" in lines
-    lines = {re.sub(" +", " ", line) for line in run("show", "tiny-pair").stdout.splitlines()}
-    assert {"target tiny", "draft ngram", "default no"} < lines
-
-
 @pytest.mark.parametrize("name", ["tiny", "tiny-pair"])
 def test_pull_prints_the_path_alone_on_stdout(tiny: CatalogueModel, name: str) -> None:
     result = run("pull", name)
@@ -101,14 +93,6 @@ def test_pull_prints_the_path_alone_on_stdout(tiny: CatalogueModel, name: str) -
     assert run("path", name).stdout == f"{path}\n"
     again = run("pull", name)
     assert (again.stdout, again.stderr) == (result.stdout, "")
-
-
-def test_path_of_what_is_not_on_disk_is_an_error_without_output(tiny: CatalogueModel) -> None:
-    result = run("path", "tiny-pair")
-    assert result.stdout == ""
-    assert isinstance(result.exception, ModelFileError)
-    assert result.exception.message == "tiny is not on this disk"
-    assert result.exception.hint == "`specgen models pull tiny-pair` downloads it"
 
 
 def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(

@@ -60,6 +60,10 @@ def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path:
     assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
     assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
     assert cli(*arguments, "--", PROMPT).out == expected
+    # As with other tools: a model stands before the prompt. With -m it is the prompt.
+    assert cli(*arguments[1:], PROMPT).out == expected
+    assert cli(*arguments[2:], arguments[1], stdin=PROMPT.encode()).out == expected
+    assert cli(*arguments, arguments[1]).out != expected
 
 
 def test_stop_strings_and_limits(cli: Cli) -> None:
@@ -287,19 +291,6 @@ def test_logit_biases(cli: Cli) -> None:
         assert f"no token {token}" in complaint(cli.run(PROMPT, "-l", f"{token}+1"), 2)
 
 
-def test_dry_breakers_are_read_with_their_escapes(cli: Cli) -> None:
-    def breakers(*texts: str) -> list[str]:
-        own = [argument for text in texts for argument in ("--dry-sequence-breaker", text)]
-        result = cli.run(PROMPT, "--json", "-n", "2", "--dry-multiplier", "0.8", *own)
-        return list(events_of(result)[0]["sampler"]["dry_breakers"])
-
-    assert breakers() == ["\n", ":", '"', "*"]
-    assert breakers("none") == breakers("x", "none") == []
-    assert breakers(r"\n", "ab", r"\\n", r"\q", r"\"") == ["\n", "ab", r"\n", r"\q", '"']
-    empty = cli.run(PROMPT, "--dry-sequence-breaker", "")
-    assert "--dry-sequence-breaker: a text is empty" in complaint(empty, 2)
-
-
 def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("first\n")
     (tmp_path / "b").write_text("\n")
@@ -342,12 +333,6 @@ def test_standard_input_that_does_not_end_is_said_to_be_awaited(
     [
         (["--max-tokens", "many"], "--max-tokens"),
         (["--temp", "nan"], "--temp"),
-        (["--temp", "-1"], "--temp"),
-        (["--presence-penalty", "1e300"], "--presence-penalty"),
-        (["--top-p", "1.5"], "--top-p"),
-        (["--seed", "x"], "--seed"),
-        (["--cache-type-k", "q3"], "--cache-type-k"),
-        (["--no-such-option"], "--no-such-option"),
         (["--verifier", "best"], "'match'"),
         (["--ngram-min", "5", "--ngram-max", "2"], "--ngram-min 5"),
         (["--stop", ""], "--stop"),

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from specgen.measure.verify import Difference, GreedyResult, GTest, SampledResult, VerifyReport
-from specgen.options import SamplerOptions
-from specgen.render.verify_report import print_report
 from tests.helpers.bugs import plant
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
 from tests.tiny import TinyConfig, write_tiny_model
@@ -60,15 +54,6 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
         assert "100 draws" in result.out
         assert len(result.out.splitlines()) < 24, "one screen"
         assert result.out.splitlines()[-1] == "Lossless: no defect found."
-
-
-def test_why_rows_depend_on_their_batch(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "depend on their batch" not in verify("--check", "greedy").out
-    monkeypatch.setattr("specgen.llama.LlamaModel.has_kernels", True)
-    monkeypatch.setattr("specgen.llama.LlamaModel.row_exception", "of a SET")
-    result = verify("--check", "greedy")
-    assert "rows of this model depend on their batch: of a SET" in result.out
-    assert json.loads(verify("--json", "--check", "sampled").out)["unequal_rows"] == "of a SET"
 
 
 JSON_KEYS = {
@@ -216,47 +201,3 @@ def test_prompts_longer_than_the_context_are_skipped(verify: Verify, tmp_path: P
 
 
 # --- the report
-
-
-def shown(width: int, difference: Difference, n_impossible: int = 0, p_value: float = 0.3) -> str:
-    """The report of two answers, of which one differs, and of some draws."""
-    equal = GreedyResult(1, "fixed", 1, 64, 40, 30)
-    test = GTest(12.5, 2, p_value, 0)
-    place = SampledResult(2, "fixed", 60, 17, 400, n_impossible, 900, 765, 5e-5, test)
-    report = VerifyReport(
-        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-        "auto",
-        3,
-        SamplerOptions(temperature=0.8),
-        "both",
-        (equal, replace(equal, prompt=2, difference=difference)),
-        (place,),
-        (4,),
-        kernels="llama.cpp on the GPU",
-    )
-    stream = io.StringIO()
-    print_report(report, Console(file=stream, width=width, force_terminal=True, color_system=None))
-    assert max(map(len, stream.getvalue().splitlines())) <= width
-    return " ".join(stream.getvalue().split())
-
-
-@pytest.mark.parametrize("width", [80, 110])
-def test_the_report_is_whole_at_every_width(width: int) -> None:
-    text = shown(width, Difference(18, "C", "ĠD", 0.0126, 0.0141, same_in_batches_of=4))
-    assert "computed by llama.cpp on the GPU" in text
-    assert "1 equal, 1 near-tie, 0 defects; 75% of 80 drafted tokens accepted" in text
-    assert "prompt 2, token 19: near-tie: 'C' plainly, ' D' with drafts; 0.0126 logits" in text
-    assert "plain decoding does the same in batches of 4" in text
-    assert "400 draws" in text
-    assert "p = 0.3 (fails up to 5e-05): fits" in text
-    assert "prompt 4 was skipped" in text
-    assert "…" not in text
-
-
-def test_defects_are_called_by_their_name() -> None:
-    text = shown(110, Difference(18, "C", "ĠD", 0.0126, 0.0), n_impossible=3, p_value=1e-9)
-    assert "token 19: defect" in text
-    assert "batches move no row" in text
-    assert "p = 1e-09" in text
-    assert "3 draws of tokens that the target gives probability 0: defect" in text

@@ -65,15 +65,6 @@ def answers(path: Path) -> dict[str, str]:
     return {custom_id: text_of(record) for custom_id, record in records(path).items()}
 
 
-def greedy_and_seeded(n: int, n_tokens: int) -> list[dict[str, Any]]:
-    """Greedy lines and lines with a seed, whose answers have so many tokens."""
-    return [
-        {"custom_id": f"r{k}", "prompt": f"the cat {k}", "max_tokens": n_tokens, "ignore_eos": True}
-        | ({"temperature": 0.8, "seed": k} if k % 2 else {})
-        for k in range(n)
-    ]
-
-
 def n_results(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 

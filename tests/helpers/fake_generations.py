@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.interface import DraftRequest
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
@@ -28,7 +27,7 @@ from specgen.system.arrays import Logits
 from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 
 GREEDY = SamplerOptions()

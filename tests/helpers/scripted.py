@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from specgen.options import DraftSource, GenerationOptions, SamplerOptions
 from specgen.serve.formats.openai import read_request
 from specgen.serve.formats.request import with_call_form
 from tests.helpers.common import NOW
-from tests.helpers.server import FIXED, running, session_of
+from tests.helpers.server import running, session_of
 from tests.helpers.sessions import opened
 from tests.tiny import TinyConfig
 from tests.tiny.file import add_tokenizer, write_and_close
@@ -75,6 +74,21 @@ def write_scripted_model(
     return path
 
 
+def write_model_that_says(
+    target: Path, template: str, text: str, body: Mapping[str, Any], controls: Sequence[str] = ()
+) -> Path:
+    """Write a model that wants to say a text to a chat, and beside it a draft that wants to say it too."""
+    config = TinyConfig(chat_template=template, control_tokens=tuple(controls), add_bos=False)
+    write_scripted_model(target, config)
+    with opened(target) as session:
+        asked = read_request("chat", body, SamplerOptions(), GenerationOptions())
+        asked = with_call_form(asked, template, session.target.vocabulary.has_control)
+        n_prompt = len(asked.prompt(session.prompts, NOW).tokens)
+        tokens = session.target.vocabulary.tokenize(text, add_special=False, parse_special=True)
+    write_scripted_model(target.parent / "draft.gguf", config, tokens, n_prompt)
+    return write_scripted_model(target, config, tokens, n_prompt)
+
+
 def asked_of(
     folder: Path,
     template: str,
@@ -82,22 +96,13 @@ def asked_of(
     body: Mapping[str, Any],
     *,
     controls: Sequence[str] = (),
-    draft: DraftSource | None = None,
+    draft: str = "none",
 ) -> dict[str, Any]:
-    """What the server answers to a chat if its model wants to say a text. `draft` may be the word "same", a draft that
-    wants to say it too."""
-    config = TinyConfig(chat_template=template, control_tokens=tuple(controls), add_bos=False)
-    target = write_scripted_model(folder / "target.gguf", config)
-    with opened(target) as session:
-        asked = read_request("chat", body, SamplerOptions(), GenerationOptions())
-        asked = with_call_form(asked, template, session.target.vocabulary.has_control)
-        n_prompt = len(asked.prompt(session.prompts, NOW).tokens)
-        tokens = session.target.vocabulary.tokenize(text, add_special=False, parse_special=True)
-    write_scripted_model(target, config, tokens, n_prompt)
-    source: DraftSource = draft or "none"
-    if draft == "same":
-        source = write_scripted_model(folder / "draft.gguf", config, tokens, n_prompt)
-    session = session_of(target, source, max_tokens=400, drafting=dataclasses.replace(FIXED))
+    """What the server answers to a chat if its model wants to say a text. `draft` may be "same", a model that wants to
+    say it too."""
+    target = write_model_that_says(folder / "target.gguf", template, text, body, controls)
+    source: DraftSource = folder / "draft.gguf" if draft == "same" else draft
+    session = session_of(target, source, max_tokens=400)
     with running(session, n_parallel=1, n_ctx=2048) as server:
         found: dict[str, Any] = server.post("/v1/chat/completions", **body).json()
     return found

@@ -6,8 +6,6 @@ these.
 
 from __future__ import annotations
 
-import re
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -113,37 +111,3 @@ def drafts(events: Sequence[Event]) -> Iterator[tuple[int, list[int]]]:
             n_tokens = event.n_tokens
         if isinstance(event, DraftedEvent):
             yield n_tokens, [node.token_id for node in event.nodes]
-
-
-def drafts_of(
-    program: Path,
-    folder: Path,
-    target: str,
-    name: str,
-    n_max: int,
-    sampler: SamplerOptions,
-) -> dict[int, list[int]]:
-    """What llama.cpp's program drafts, by the number of tokens of the answer before."""
-    kind = "draft-eagle3"
-    if name in DFLASHES:
-        kind = "draft-dspark" if DFLASHES[name].rank else "draft-dflash"
-    options = f"""--spec-type {kind} --spec-draft-n-max {n_max} --spec-draft-p-min 0 --temp 0 -n 60 -c 512 -t 1 -td 1 -lv 10
-        -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32"""
-    biases = [each for token, bias in sampler.logit_bias for each in ("-l", f"{token}+{bias:.0f}")]
-    models = ["-m", str(folder / f"{target}.gguf"), "-md", str(folder / f"{name}.gguf")]
-    command = [str(program), *models, *options.split(), *biases, "-p", PROMPT]
-    output = b""
-    for _ in range(8):  # its log is cut off now and then
-        run = subprocess.run(command, capture_output=True, check=True, timeout=120)
-        output = run.stdout + run.stderr
-        if b"n_accept " in output:
-            break
-    pattern = rb"draft candidate   0, pos +\d+: +(\d+) |accepted (\d+)/\d+ draft"
-    found: dict[int, list[int]] = {}
-    place = 0
-    for token, n_accepted in re.findall(pattern, output):
-        if n_accepted:
-            place += 1 + int(n_accepted)
-        else:
-            found.setdefault(place, []).append(int(token))
-    return found

@@ -81,7 +81,7 @@ def test_only_the_groups_of_the_rows_are_computed(
 def test_a_token_that_occurred_is_computed_from_then_on(model_file: Path) -> None:
     rare = 200
     with opened(model_file) as backend:
-        backend.compute_frequent_tokens()
+        frequent_rows.compute_frequent_tokens(backend)
         before = decoded(backend, [5])
         with_it = decoded(backend, [5, rare])
         after = decoded(backend, [5])
@@ -99,7 +99,7 @@ def test_what_occurred_long_ago_is_forgotten(
 ) -> None:
     monkeypatch.setattr(frequent_rows, "MOST_SEEN", 2)
     with opened(model_file) as backend:
-        backend.compute_frequent_tokens()
+        frequent_rows.compute_frequent_tokens(backend)
         decoded(backend, [120, 160, 200])
         row = decoded(backend, [5])[0]
     assert np.isfinite(row[[160, 200]]).all()
@@ -111,7 +111,7 @@ def test_without_kernels_all_rows_are_computed(
 ) -> None:
     kernels.enable(products=False, attention=False)
     with opened(model_file) as backend:
-        backend.compute_frequent_tokens()
+        frequent_rows.compute_frequent_tokens(backend)
         assert np.isfinite(decoded(backend, [5])).all()
 
 

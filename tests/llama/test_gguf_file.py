@@ -10,7 +10,6 @@ import pytest
 
 from specgen.errors import ModelFileError
 from specgen.llama import LlamaModel, gguf_file
-from specgen.llama.gguf_file import FILE_NAME
 from tests.helpers.tiny import with_a_token_twice
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
@@ -116,17 +115,3 @@ def test_a_file_is_read_once_until_it_changes(model: Path, folder: Path, read: l
     with pytest.raises(ModelFileError, match="are both"):
         gguf_file.check_file(model)
     assert read == [model, model]
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [b"", b"\xff\x00", b"[" * 100_000, b"[]", b'{"results": 1}', b'{"results": [null, {}, "a"]}'],
-)
-def test_a_damaged_list_is_made_anew(
-    model: Path, folder: Path, read: list[Path], damaged: bytes
-) -> None:
-    folder.mkdir()
-    (folder / FILE_NAME).write_bytes(damaged)
-    gguf_file.check_file(model)
-    gguf_file.check_file(model)
-    assert read == [model]

@@ -4,7 +4,7 @@ specgen."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 from gguf import GGUFReader
 
-from specgen.errors import BackendError, ModelFileError, UsageError
+from specgen.errors import ModelFileError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import VERDICTS, KernelStatus, ModelTrials
-from specgen.llama.kernels.attached import Kernels, ask_before_loading
+from specgen.llama.kernels.attached import Kernels
 from specgen.llama.kernels.trial import try_kernels, write_skeleton
 from specgen.options import KernelChoice
 from specgen.system import processes
 from specgen.system.processes import ChildTimeoutError, ask_child
-from tests.helpers.cli import Cli
 from tests.helpers.common import linux
 from tests.helpers.kernels import stand_in
 from tests.llama.test_kernels import in_process, python
@@ -240,29 +239,6 @@ def test_a_file_that_cannot_be_loaded_is_not_the_kernels_fault(
         LlamaModel(path)
 
 
-@pytest.fixture
-def unsupported(kernels: Kernels) -> Iterator[None]:
-    """All models are ones on which the kernels died."""
-    assert kernels.computes_products
-    ask_before_loading(lambda _file: "they died of SIGSEGV on loading it")
-    yield
-    ask_before_loading(None)
-    kernels.lacks_attention = False  # else it would be off for all tests of this process
-
-
-@pytest.mark.usefixtures("unsupported")
-def test_a_run_says_that_llama_cpp_serves(cli: Cli) -> None:
-    plain, result = cli.run(PROMPT, "--kernels", "llama.cpp"), cli.run(PROMPT)
-    assert (result.code, result.out) == (0, plain.out)
-    for model in ("target.gguf", "draft.gguf"):
-        note = f"note: {model}: llama.cpp's own code computes this model"
-        (said,) = [line for line in result.err.splitlines() if line.startswith(note)]
-        assert "they died of SIGSEGV on loading it" in said
-        assert "`specgen doctor -m` tries again" in said
-    assert "kernels" not in plain.err
-    assert "died" not in cli.run(PROMPT, "--quiet").err
-
-
 @linux
 def test_every_choice_of_kernels_tries_models(
     tried: Tried, monkeypatch: pytest.MonkeyPatch
@@ -284,21 +260,3 @@ def test_every_choice_of_kernels_tries_models(
 
 
 # --- the doctor -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("problem", ["", "they died of SIGSEGV on loading it"])
-def test_the_doctor_tries_the_kernels_on_the_model(
-    monkeypatch: pytest.MonkeyPatch, model: Path, problem: str
-) -> None:
-    from specgen.llama.kernels import admission as kernels
-    from specgen.measure import doctor
-
-    status = KernelStatus("specgen", "avx2", path=Path("library"))
-    monkeypatch.setattr(kernels, "choose_kernels", lambda *_: status)
-    monkeypatch.setattr(ModelTrials, "problem_of", lambda *_args, **_options: problem)
-    if not problem:
-        assert "tokens in a batch differ by" in doctor.decode_both_ways("CPU", str(model))
-        return
-    with pytest.raises(BackendError, match=f"^specgen's kernels: {problem}") as caught:
-        doctor.decode_both_ways("CPU", str(model))
-    assert "report" in str(caught.value.hint)

@@ -18,13 +18,12 @@ from specgen.errors import UsageError
 from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import (
     VERDICTS,
-    KernelStatus,
     Verdict,
     run_self_test,
     self_test_of,
 )
 from specgen.llama.kernels.attached import ggml_version
-from specgen.system.machine import REBUILD, REQUIRED_VERSION, cpu_name, cpuinfo
+from specgen.system.machine import REBUILD, REQUIRED_VERSION
 from tests.helpers.cli import Cli, complaint, events_of
 from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in
@@ -208,20 +207,6 @@ def test_a_result_is_remembered_until_something_changes(
     assert n_tests(log) == 5
 
 
-def test_processors_for_arm_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = set()
-    for part, features in (("0xd0c", "asimddp"), ("0xd40", "asimddp"), ("0xd40", "asimddp i8mm")):
-        file = tmp_path / "cpuinfo"
-        file.write_text(
-            f"processor: 0\nFeatures: {features}\nCPU implementer: 0x41\nCPU part: {part}\n"
-        )
-        about = cpuinfo(file)
-        monkeypatch.setattr(admission, "cpuinfo", lambda about=about: about)
-        names.add(admission.processor())
-        assert cpu_name(about).endswith(f"0x41 {part}")
-    assert len(names) == 3
-
-
 def test_a_broken_file_is_made_again(tmp_path: Path, library: Path, tested_by: TestedBy) -> None:
     file, log = tmp_path / VERDICTS, tmp_path / "log"
     file.write_text("nonsense")
@@ -314,12 +299,6 @@ def test_kernels_that_cannot_be_used_are_told_of_once_and_refused_if_asked_for(
     assert complaint(cli.run(PROMPT), 2) == said
 
 
-def test_a_choice_that_is_none_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--kernels" in complaint(cli.run(PROMPT, "--kernels", "other"), 2)
-    monkeypatch.setenv("SPECGEN_KERNELS", "other")
-    assert "SPECGEN_KERNELS" in complaint(cli.run(PROMPT), 2)
-
-
 def test_what_was_measured_is_kept_apart_by_who_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,31 +323,3 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
 
 
 # --- the doctor -----------------------------------------------------------------------------
-
-
-def report_with(status: KernelStatus, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from specgen.measure import doctor
-
-    monkeypatch.setenv("SPECGEN_KERNELS", "auto")
-    monkeypatch.setattr(admission, "examine_kernels", lambda *_args, **_options: status)
-    monkeypatch.setattr(doctor, "places_of", lambda _build: [])
-    return doctor.diagnose()
-
-
-def test_the_doctor_shows_who_computes_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specgen.cli.doctor import kernels_line
-
-    status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")
-    report = report_with(status, monkeypatch)
-    (check,) = (check for check in report.checks if check.name == "specgen's kernels")
-    assert (check.passed, check.message) == (True, "all is well")
-    assert kernels_line(report.kernels) == "specgen avx2"
-    assert report.to_json_object()["kernels"]["instructions"] == "avx2"
-    refused = KernelStatus("llama.cpp", reason="they are for ggml 0", hint="mend it")
-    report = report_with(refused, monkeypatch)
-    assert report.healthy
-    line = "llama.cpp's own, not specgen's: they are for ggml 0; mend it"
-    assert kernels_line(report.kernels) == line
-    broken = KernelStatus("llama.cpp", reason="their test failed: SIGILL", is_broken=True)
-    report = report_with(broken, monkeypatch)
-    assert [check.message for check in report.checks if not check.passed] == [broken.reason]

@@ -167,18 +167,6 @@ def test_the_vocabulary_is_byte_exact(model: LlamaModel) -> None:
     assert vocabulary.tokenize("", add_special=False, parse_special=True) == []
 
 
-def test_metadata_of_any_length_is_read(tmp_path: Path) -> None:
-    template = "{# " + "x" * 5000 + " #}"
-    model = LlamaModel(write_tiny_model(tmp_path / "m.gguf", TinyConfig(chat_template=template)))
-    assert model.metadata("tokenizer.chat_template") == template
-    assert model.chat_template() == template
-    assert model.metadata("no.such.key") is None
-    assert model.n_ctx_train == 4096
-    model.close()
-    with pytest.raises(BackendError, match="closed"):
-        _ = model.n_ctx_train
-
-
 # --- files that are no models
 
 
@@ -335,15 +323,6 @@ def test_another_file_of_the_same_name_has_weights_of_its_own(tmp_path: Path) ->
             rows.append(decode(backend, TEXT))
         model.close()
     assert not np.allclose(rows[0], rows[1])
-
-
-def test_weights_are_packed_for_who_computes(tmp_path: Path, kernels: Kernels) -> None:
-    path = write_tiny_model(tmp_path / "one.gguf", TinyConfig())
-    with contextlib.closing(LlamaModel(path)) as ours:
-        kernels.enable(products=False, attention=False)
-        with contextlib.closing(LlamaModel(path)) as theirs:
-            assert ours.kernels != theirs.kernels
-            assert ours.handle != theirs.handle
 
 
 def test_with_layers_on_a_gpu_a_model_says_what_computes_where(

@@ -19,7 +19,7 @@ from specgen.llama.kernels.packed_weights import keep_packed_weights
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from tests.helpers import rows
-from tests.helpers.cli import Cli, Specgen
+from tests.helpers.cli import Cli
 from tests.tiny import TinyConfig, write_tiny_model
 
 CONFIG = TinyConfig(n_embd=64, n_layer=2, tensor_type="q8_0")
@@ -149,31 +149,6 @@ def test_without_room_nothing_is_kept(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
     decoded(model_file)
     assert files(folder) == []
-
-
-def test_a_full_disk_is_noted_once(
-    folder: Path, model_file: Path, specgen: Specgen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = ("run", "-m", model_file, "--draft", "none", "-n", "4", "--raw", "abc")
-    note = f"note: {model_file.name}: its packed weights are not kept"
-    assert note not in specgen(*run).err
-    (kept,) = Path(os.environ["SPECGEN_CACHE"], "packed").glob(f"{model_file.stem}-*")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(free=1000))
-    assert note not in specgen(*run).err, "they are there already"
-    kept.unlink()
-    assert [specgen(*run).err.count(note) for _ in range(2)] == [1, 0]
-
-
-def test_a_folder_that_cannot_be_written_keeps_nothing(
-    tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 1)
-    (tmp_path / "file").touch()
-    keep_packed_weights(tmp_path / "file")
-    try:
-        decoded(model_file)
-    finally:
-        keep_packed_weights(None)
 
 
 @pytest.mark.parametrize("choice", ["auto", "off"])

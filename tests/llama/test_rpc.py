@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -232,43 +232,6 @@ class TestLoss:
             code, _, err = finished(worker.process, 30.0)
         assert code == 0
         assert err.splitlines()[-1].startswith("the worker has ended")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("run", "Hi"),
-        ("batch", "in.jsonl", "out.jsonl"),
-        ("fim", "in.jsonl:1"),
-        ("chat",),
-        ("serve", "--port", "0"),
-        ("verify",),
-        ("tune",),
-        ("bench",),
-        ("draft", "find"),
-        ("draft", "data"),
-        ("draft", "make"),
-    ],
-    ids=" ".join,
-)
-def test_every_command_that_loads_a_target_takes_workers_and_kernels(
-    in_process: Specgen,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    tiny_models: Path,
-    command: Sequence[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("in.jsonl").write_text("Hi\n", encoding="utf-8")
-    endpoint = f"127.0.0.1:{free_port()}"
-    own = [*command, "-m", tiny_models / "target.gguf"]
-    lost = in_process(*own, "--rpc", endpoint)
-    assert lost.code == WorkerLostError.exit_code
-    assert f"cannot reach the worker {endpoint}" in lost.err
-    monkeypatch.setattr("specgen.llama.kernels.admission.library_path", lambda: None)
-    refused = in_process(*own, "--kernels", "specgen")
-    assert (refused.code, refused.out) == (UsageError.exit_code, "")
-    assert "specgen's kernels cannot be used" in refused.err
 
 
 class TestProbe:

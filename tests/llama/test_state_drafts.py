@@ -1,12 +1,11 @@
 """Drafts that read the target's hidden states or its cache: EAGLE-3, DFlash, MTP layers, Gemma 4 assistants, heads.
 
 Whatever they draft, the text is the target's own. `tests/method/test_lossless.py` has them with every sampler
-and verifier; here are files of every make, trees, several answers, and llama.cpp's own program.
+and verifier; here are files of every make, trees and several answers.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.peers import SIMPLE, PeerError, find_program
 from specgen.events import DraftedEvent, NoticeEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.draft_contexts import (
@@ -40,7 +38,6 @@ from tests.helpers.states_drafts import (
     TARGETS,
     answered,
     drafts,
-    drafts_of,
     loaded,
     write_files,
 )
@@ -86,7 +83,6 @@ OTHERS = [
 #: One of each kind.
 KINDS_OF_LAYERS = [of_layers("letters"), of_layers("dflash letters"), of_layers("spark")]
 KINDS = [*KINDS_OF_LAYERS, *OTHERS]
-of_layers_for_every_target = pytest.mark.parametrize("case", OF_LAYERS, ids=str)
 of_every_kind = pytest.mark.parametrize("case", KINDS, ids=str)
 
 
@@ -217,23 +213,6 @@ def test_a_prompt_that_continues_a_kept_text_is_drafted_as_anew(
             assert draft == drafted_anew(opened, text[: len(tokens) + n_tokens], 3)[: len(draft)]
 
 
-@pytest.mark.parametrize("n_max", [1, 4])
-@of_layers_for_every_target
-def test_llama_cpps_own_program_drafts_the_same(folder: Path, case: Case, n_max: int) -> None:
-    try:
-        program = find_program(SIMPLE)
-    except PeerError as error:
-        pytest.skip(error.message)
-    theirs = drafts_of(program, folder, case.target, case.draft, n_max, case.sampler)
-    with case.loaded(folder) as opened:
-        opened.change_drafting(replace(opened.options.drafting, max_tokens=n_max))
-        ours = dict(drafts(answered(opened)[0]))
-    places = sorted(set(theirs) & set(ours))[:-n_max]  # the last ones are shorter
-    assert len(places) > 10
-    for place in places:  # specgen ends a draft with the end of the text
-        assert ours[place] == theirs[place][: len(ours[place])]
-
-
 # --- the text -------------------------------------------------------------------------------------
 
 
@@ -265,23 +244,6 @@ def test_the_text_is_that_of_plain_decoding(
             for event in events
         )
         assert branched or tree != "3,2,1"
-
-
-@of_every_kind
-@pytest.mark.parametrize("tree", ["off", "auto"])
-@pytest.mark.parametrize("policy", ["cost", "threshold", "fixed"])
-def test_n_grams_beside_it_change_no_text(folder: Path, case: Case, policy: str, tree: str) -> None:
-    shape, prompt = parse_tree(tree), PROMPT if policy == "fixed" else PROMPT * 3
-    options = {"policy": policy, "ngrams": True, "n_tokens": 120 if policy == "fixed" else 60}
-    with case.loaded(folder, tree=shape, max_tokens=3, **options) as opened:
-        events, fast = answered(opened, prompt)
-        opened.change_draft("none")
-        assert fast.token_ids == answered(opened, prompt)[1].token_ids
-    made = [event for event in events if isinstance(event, DraftedEvent)]
-    origins = Counter(node.origin for event in made for node in event.nodes)
-    if policy == "fixed" and tree == "off" and case.is_biased:
-        assert len(origins) == 2
-        assert min(origins.values()) > 10
 
 
 @of_every_kind

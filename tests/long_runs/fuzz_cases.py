@@ -20,6 +20,7 @@ import jsonschema
 from typer.core import TyperOption as Option
 
 from specgen.cli.app import command_line
+from specgen.llama.vocabulary import LONGEST_RUN
 from tests.helpers.sessions import write_models
 from tests.long_runs.forked import run_forked
 from tests.long_runs.mutated_json import mutated
@@ -361,6 +362,55 @@ def prompt(base: Base, folder: Path, chance: random.Random) -> Case:
         for draft in (base.model("draft"), "none")
     )
     return Case(fast, stdin=stdin, same_as=plain)
+
+
+#: Ways to cut a text into words that llama.cpp has as regular expressions (jais-2 and superbpe take minutes).
+_PRE_TOKENIZERS = [
+    "deepseek-llm",
+    "deepseek-coder",
+    "deepseek-v3",
+    "falcon",
+    "mpt",
+    "starcoder",
+    "jais",
+    "tekken",
+    "gpt-2",
+    "llama-bpe",
+    "command-r",
+    "qwen2",
+    "qwen35",
+    "stablelm2",
+    "poro-chat",
+    "viking",
+    "bloom",
+    "smollm",
+    "exaone",
+    "gpt-4o",
+    "llama4",
+    "trillion",
+    "bailingmoe",
+    "llada-moe",
+    "seed-coder",
+    "hunyuan-dense",
+    "kimi-k2",
+    "grok-2",
+    "minimax-m2",
+    "joyai-llm",
+    "afmoe",
+    "chatglm-bpe",
+]
+_RUNS = [*"Zz7- \n\té一😀\u00a0\u0301\ufffd", "'s", "aB", "a1", "-\n", "a-", " a", " \n"]
+
+
+@_kind
+def run_of_characters(base: Base, folder: Path, chance: random.Random) -> Case:
+    """The same characters up to the longest text that is accepted, and longer: llama.cpp's regex recurses."""
+    length, unit = chance.choice([300, 30_000, LONGEST_RUN, LONGEST_RUN + 9]), chance.choice(_RUNS)
+    with (folder / "prompt.txt").open("w", encoding="utf-8", newline="") as file:
+        file.write("Once " + unit * (length // len(unit)))
+    config = TinyConfig(pre_tokenizer=chance.choice(_PRE_TOKENIZERS), n_ctx_train=512)
+    model = write_tiny_model(folder / "model.gguf", config)
+    return Case((*base.run(model, "none")[:-1], "-f", "prompt.txt"), limit_s=300.0)
 
 
 _GRAMMARS = (

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from specgen.errors import BackendError, PromptError, SpecgenError
 from specgen.measure.bench import (
@@ -25,7 +23,6 @@ from specgen.measure.bench import (
 )
 from specgen.measure.prompts import BenchPrompt
 from specgen.options import ContextOptions, SessionOptions
-from specgen.render.tables import bench_lines, print_bench_tables
 from specgen.session.memory import Memory, Threads
 
 Log = list[tuple[str, str]]
@@ -223,27 +220,6 @@ def test_counts_and_shares_are_over_all_answers() -> None:
     assert figures.acceptance_rate == pytest.approx(0.25)
     assert figures.mean_accepted_length == pytest.approx((5 * 2.0 + 15 * 4.0) / 20)
     assert figures.first_token == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_tables_show_each_temperature_at_every_width(width: int) -> None:
-    figures = figures_of(
-        [
-            result(name, prompt, speed, category=category, temperature=temperature)
-            for temperature in (0.0, 0.8)
-            for prompt, category in ((1, "[b]code[/b]"), (2, "prose"))
-            for name, speed in (("plain", 10.0), ("[red]a", 25.0))
-        ]
-    )
-    out = io.StringIO()
-    print_bench_tables(figures, Console(file=out, width=width))
-    text = out.getvalue()
-    assert max(map(len, text.splitlines())) <= width
-    assert "2.50 2.50 2.50 2.50 25.00" in " ".join(text.split())
-    assert text.count("\ntemperature") == 1
-    assert text.count("[red]a") == 4
-    assert text.count("[b]code[/b]") == 2
-    assert len({line.count("\t") for line in bench_lines(figures)}) == 1
 
 
 # --- what is compared

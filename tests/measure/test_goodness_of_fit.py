@@ -97,21 +97,6 @@ def test_one_cell_after_pooling_says_nothing() -> None:
     assert (tested.p_value, tested.n_cells, tested.n_pooled) == (1.0, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("probs", "n_drawn", "n_draws", "what"),
-    [
-        *((probs, 0, 10, "probabilit") for probs in ([0.5, 0.4], [1.0, 0.0], [math.nan, 0.5], [])),
-        *(([0.5, 0.5], *numbers, "draws") for numbers in ((0, 0), (5, 4))),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    probs: list[float], n_drawn: int, n_draws: int, what: str
-) -> None:
-    counts = np.array([n_drawn, *[0] * (len(probs) - 1)][: len(probs)], np.int64)
-    with pytest.raises(ValueError, match=what):
-        g_test(counts, np.array(probs), n_draws)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_false_alarm_rate_is_the_nominal_one(shape: str) -> None:
     """At most 1.35 times the level, the worst that two cells may have by their discreteness

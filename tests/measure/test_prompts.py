@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ from specgen.measure.prompts import (
     BenchPrompt,
     evenly_chosen,
     first_of_each,
-    own_prompts,
     read_bench_prompts,
-    trial_prompts,
 )
 
 
@@ -83,13 +80,3 @@ def test_the_first_prompts_of_each_category_are_taken_or_some_spread_evenly() ->
     assert first_of_each(prompts, 9) == prompts
     assert evenly_chosen("abcdef", 3) == ["a", "c", "e"]
     assert evenly_chosen("ab", 5) == ["a", "b"]
-
-
-def test_our_own_prompts_are_as_many_of_each_category() -> None:
-    prompts = own_prompts()
-    assert Counter(prompt.category for prompt in prompts) == dict.fromkeys(
-        ("code", "edit", "prose", "chat"), 4
-    )
-    assert [prompt.number for prompt in prompts] == list(range(1, 17))
-    assert len({prompt.text for prompt in prompts}) == 16
-    assert not {prompt.text for prompt in prompts} & set(trial_prompts()), "held out"

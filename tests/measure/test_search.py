@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from rich.console import Console
 
 from specgen.llama import LlamaBackend
 from specgen.measure.search import (
@@ -35,7 +33,6 @@ from specgen.options import (
     GenerationOptions,
     SessionOptions,
 )
-from specgen.render.tables import print_draft_table
 from specgen.session.calibration import is_pair_measured, known_costs, measure_if_new
 from specgen.session.memory import Memory, Threads
 from specgen.session.session import Session
@@ -171,12 +168,6 @@ def test_where_nothing_gains_other_drafts_are_advised_or_none() -> None:
     assert action.endswith("--draft none")
 
 
-@pytest.mark.parametrize("change", [{"is_interrupted": True}, {"others_share": 0.5}])
-def test_half_a_measurement_and_a_busy_machine_give_no_conclusion(change: dict[str, float]) -> None:
-    found = dataclasses.replace(search(Tried(DRAFT, figures(1.4))), **change)  # type: ignore[arg-type]
-    assert len(advice(found)) == 1
-
-
 def test_of_equals_what_needs_no_model_comes_first_and_not_drafting_before_a_model() -> None:
     tried = [
         Tried(Path("equal.gguf"), figures(1.004)),
@@ -187,22 +178,6 @@ def test_of_equals_what_needs_no_model_comes_first_and_not_drafting_before_a_mod
     ]
     order = [Path("best.gguf"), "ngram", "none", Path("equal.gguf"), Path("worst.gguf")]
     assert [one.draft for one in by_speedup(tried)] == order
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_table_is_whole_at_every_width(width: int) -> None:
-    model = Tried(Path("/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"), figures(1.41))
-    found = search(model, Tried("ngram", figures(1.1)))
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    print_draft_table(found, ("measured so", "it means that", "do this"), console)
-    shown: str = console.file.getvalue()  # type: ignore[attr-defined]
-    assert max(map(len, shown.splitlines())) <= width
-    words = " ".join(shown.split())
-    assert words.startswith("draft speed-up worst tokens/s accepted per-pass ms start")
-    assert "1.41 1.31 14.10 0.60 2.50 4.12 81.60" in words
-    assert "n-grams 1.10" in words
-    assert "none 1.00 0.90 10.00 - 2.50 - 81.60" in words
-    assert "do this" in words
 
 
 # --- threads: which are tried

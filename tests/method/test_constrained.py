@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import Cascade
 from specgen.errors import NoTokenAllowedError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.method.draft import ROOT
@@ -22,7 +21,7 @@ from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOpt
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
 from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import TextState
+from specgen.text.text_state import Cascade, TextState
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
@@ -20,7 +19,7 @@ from specgen.method.tables import FREE, Price, Stop
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, Clock, draft_request, model_drafter

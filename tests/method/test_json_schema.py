@@ -136,35 +136,137 @@ def test_an_empty_schema_is_an_object(vocabulary: LlamaVocabulary) -> None:
         assert isinstance(json.loads(followed(vocabulary, schema_grammar("{}"), seed)), dict)
 
 
+def takes(vocabulary: LlamaVocabulary, grammar: Grammar, text: str) -> bool:
+    state = LlguidanceGrammar(vocabulary, grammar).start
+    for token in [*vocabulary.tokenize_inside(text), *vocabulary.end_tokens()[:1]]:
+        if not state.allows(np.array([token]))[0]:
+            return False
+        state = state.after(token)
+    return True
+
+
 @pytest.mark.parametrize(
-    ("schema", "least", "most"),
+    ("schema", "text", "is_taken"),
     [
-        ({}, -(2**53) + 1, 2**53 - 1),
-        ({"minimum": 0}, 0, 2**53 - 1),
-        ({"exclusiveMaximum": 7}, -(2**53) + 1, 6),
-        ({"multipleOf": 7}, 7, 9007199254740988),
-        ({"type": ["null", "integer"]}, -(2**53) + 1, 2**53 - 1),
-        ({"minimum": 10**17}, 10**17, None),
+        ({"type": "integer"}, "-" + "9" * 18, True),
+        ({"type": "integer"}, "1" * 19, False),
+        ({"type": ["null", "integer"], "minimum": 0}, "1" * 19, False),
+        ({"type": "integer", "minimum": 10**17}, "1" * 18, True),
+        ({"type": "number"}, "0.30000000000000004", True),
+        ({"type": "number"}, "6.02214076e23", True),
+        ({"type": "number"}, "0." + "3" * 19, False),
+        ({"type": "number", "maximum": 4}, "3." + "1" * 19, False),
+        ({"items": {}}, "[1.5, " + "3" * 19 + "]", False),
+        ({"type": "string"}, '"' + "3" * 40 + '"', True),
+        ({"type": "string", "pattern": "^[0-9]{30,}$"}, '"' + "3" * 40 + '"', True),
     ],
 )
-def test_an_integer_without_bounds_ends(
-    vocabulary: LlamaVocabulary, schema: dict[str, Any], least: int, most: int | None
+def test_a_number_ends(
+    vocabulary: LlamaVocabulary, schema: dict[str, Any], text: str, is_taken: bool
 ) -> None:
     """Models wrote digits until the answer reached its limit."""
-    grammar = schema_grammar(json.dumps({"type": "integer"} | schema))
+    assert takes(vocabulary, schema_grammar(json.dumps(schema)), text) is is_taken
 
-    def conforms(number: int) -> bool:
-        state = LlguidanceGrammar(vocabulary, grammar).start
-        for token in [*vocabulary.tokenize_inside(str(number)), *vocabulary.end_tokens()[:1]]:
-            if not state.allows(np.array([token]))[0]:
-                return False
-            state = state.after(token)
-        return True
 
-    assert conforms(least)
-    assert most is None or conforms(most)
-    assert conforms(10**29) == (most is None)
-    assert not conforms(-(10**29))
+CAT = {
+    "type": "object",
+    "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}},
+    "required": ["kind"],
+}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["dog"]}}, "required": ["kind"]}
+PETS = {"$defs": {"Cat": CAT, "Dog": DOG}}
+EITHER = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
+A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        (True, "{}", "1"),
+        ({"properties": {"a": True, "b": False}}, '{"a": 1}', '{"a": 1, "b": 1}'),
+        ({"type": "array", "uniqueItems": False}, "[1, 1]", "{}"),
+        # Formats that the standard does not have, and keywords that nobody knows, are annotations.
+        ({"type": "string", "format": "path"}, '"x"', "1"),
+        ({"type": "integer", "format": "int32", "x-order": 1}, "1", '"x"'),
+        # zod's records
+        ({"propertyNames": {"type": "string"}, "type": "object"}, '{"a": 1}', "1"),
+        (
+            {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}},
+            '{"a": null}',
+            '{"c": null}',
+        ),
+        ({"propertyNames": {"pattern": "^a"}, "type": "object"}, '{"ab": 1}', '{"b": 1}'),
+        # Pydantic's unions
+        ({**PETS, "oneOf": EITHER}, '{"kind": "dog"}', '{"kind": "dog", "lives": 1}'),
+        (
+            {**PETS, "items": {"oneOf": EITHER, "discriminator": {"propertyName": "kind"}}},
+            '[{"kind": "cat", "lives": 9}]',
+            '[{"kind": "cat", "tail": 1}]',
+        ),
+        (
+            {**PETS, "anyOf": EITHER, "nullable": True, "type": "object", "x-a": 1},
+            '{"kind": "dog"}',
+            '{"kind": "dog", "tail": 1}',
+        ),
+        ({**PETS, "allOf": EITHER[:1]}, '{"kind": "cat"}', '{"kind": "cat", "tail": 1}'),
+        # options apart by what they require
+        ({"oneOf": [{"type": "string"}, {"type": ["null", "integer"]}]}, "null", "1.5"),
+        (
+            {"oneOf": [{**DOG, "properties": {"a": {}}, "required": ["a"]}, DOG]},
+            '{"a": 1}',
+            '{"a": 1, "kind": "dog"}',
+        ),
+        (
+            {**A_OR_B, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            '{"b": null}',
+            '{"a": null, "b": null}',
+        ),
+        ({**A_OR_B, "not": {"required": ["b"]}}, '{"a": null}', '{"b": null}'),
+        ({**A_OR_B, "dependentRequired": {"a": ["b"]}}, '{"b": null}', '{"a": null}'),
+        (
+            {**A_OR_B, "dependencies": {"b": {"properties": {"a": {"type": "null"}}}}},
+            '{"a": null, "b": null}',
+            '{"c": null}',
+        ),
+        ({**A_OR_B, "minProperties": 1}, '{"b": null}', "{}"),
+        ({**A_OR_B, "anyOf": [{"required": ["a"]}]}, '{"a": null}', '{"a": null, "c": 1}'),
+    ],
+)
+def test_what_clients_send_is_enforced(
+    vocabulary: LlamaVocabulary, schema: Any, taken: str, refused: str
+) -> None:
+    grammar = schema_grammar(json.dumps(schema))
+    assert takes(vocabulary, grammar, taken)
+    assert not takes(vocabulary, grammar, refused)
+
+
+def test_a_closed_option_takes_nothing_that_conforms_to_another_one() -> None:
+    """Closed here, the options are apart; as they were, a value has both."""
+    one = {"properties": {"a": {}, "id": {}}, "required": ["a", "b"]}
+    both = {"oneOf": [{**one, "type": "object"}, {**one, "type": "object", "required": ["a"]}]}
+    assert lenient_schema_grammar(json.dumps(both))[1] == ("oneOf",)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "more", "left_out"),
+    [
+        (r"^$|(^(?:\S+\s+){0,99}\S+$)".replace("\\\\", "\\"), {"maxLength": 5000}, "length beside"),
+        ("^(?=a)b$", {}, "look-around"),
+        ("^[a-z]+$", {"maxLength": 5000}, ""),
+    ],
+)
+def test_patterns_that_cannot_be_followed_are_left_out(
+    vocabulary: LlamaVocabulary, pattern: str, more: dict[str, Any], left_out: str
+) -> None:
+    """Some were accepted and failed within the answer."""
+    text = json.dumps({"type": "string", "pattern": pattern, **more})
+    grammar, found = lenient_schema_grammar(text)
+    assert left_out in "".join(found)
+    assert bool(found) is bool(left_out)
+    assert takes(vocabulary, grammar, '"abcdefghijklm"')
+    if found:
+        with pytest.raises(UsageError, match=left_out):
+            schema_grammar(text)
 
 
 def test_properties_are_those_that_are_named_in_their_order(vocabulary: LlamaVocabulary) -> None:
@@ -195,7 +297,7 @@ def test_objects_that_hold_together_stay_open() -> None:
         ("{", "is not JSON"),
         ('{"maximum": NaN}', "NaN"),
         ("[1]", "not an object"),
-        ("true", "not an object"),
+        ("false", "schema is false"),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "deep"),
         ('{"items":' * 500 + "{}" + "}" * 500, "recursion"),
         ('{"type": "string", "pattern": "(a|bc){99999999999}"}', "too large"),
@@ -210,14 +312,13 @@ def test_objects_that_hold_together_stay_open() -> None:
         ('{"type": "object", "required": ["a"], "additionalProperties": false}', "'a'"),
         ('{"enum": []}', "empty"),
         ('{"anyOf": []}', "empty"),
-        ('{"not": {"type": "string"}}', '"not"'),
-        ('{"type": "array", "uniqueItems": true}', '"uniqueItems"'),
-        ('{"type": "array", "contains": {}}', '"contains"'),
-        ('{"if": {"type": "string"}, "then": {}}', '"if"'),
-        ('{"dependentRequired": {"a": ["b"]}}', '"dependentRequired"'),
-        ('{"properties": {"a": {"propertyNames": {}}}}', '"propertyNames"'),
+        ('{"not": {"type": "string"}}', "not"),
+        ('{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ('{"type": "array", "contains": {}}', "contains"),
+        ('{"if": {"type": "string"}, "then": {}}', "if"),
+        ('{"properties": {"a": {"propertyNames": {"minLength": 1}}}}', "propertyNames"),
         ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
-        ('{"type": "string", "format": "nonsense"}', "nonsense"),
+        ('{"type": "string", "format": "regex"}', "format regex"),
         ('{"type": "string", "pattern": "^(?=a)b$"}', "look"),
         ('{"type": "string", "pattern": "^(a$"}', "regex"),
         ('{"$ref": "https://example.com/x.json"}', "example.com"),
@@ -239,10 +340,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(schema: str, named: str) -> 
     ("odd", "left_out"),
     [
         ({"type": "integer"}, ()),
-        ({"type": "object", "propertyNames": {"pattern": "^a"}}, ("propertyNames",)),
+        ({"type": "object", "propertyNames": {"minLength": 2}}, ("propertyNames",)),
         ({"not": {"type": "string"}, "contains": {}, "type": "array"}, ("contains", "not")),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("oneOf",)),
-        ({"type": "string", "format": "nonsense"}, ("format nonsense",)),
+        ({"type": "string", "format": "iri"}, ("format iri",)),
+        ({**A_OR_B, "minProperties": 2}, ("minProperties",)),
     ],
 )
 def test_a_lenient_grammar_enforces_the_rest(
@@ -263,7 +365,6 @@ def test_a_lenient_grammar_enforces_the_rest(
         '{"enum": []}',
         '{"$ref": "#/a"}',
         '{"$ref": "https://example.com/x.json"}',
-        '{"properties": {"a": {"type": "string", "pattern": "^(?=a)b$"}}}',
     ],
 )
 def test_a_lenient_grammar_of_what_cannot_be_read_takes_any_object(
@@ -272,6 +373,27 @@ def test_a_lenient_grammar_of_what_cannot_be_read_takes_any_object(
     grammar, (left_out,) = lenient_schema_grammar(schema)
     assert left_out.startswith("it (")
     assert isinstance(json.loads(followed(vocabulary, grammar, 0)), dict)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": 7, "required": ["a"], "minProperties": {}},
+        {"properties": {"a": {}}, "minProperties": []},
+        {"propertyNames": {"pattern": [1]}},
+        {"propertyNames": {"enum": {}}},
+        {"oneOf": [{"required": [[]]}, {"required": {}}, True, 3, {"$ref": 5}, {"$ref": "#/x/y"}]},
+        {"allOf": [{"$ref": "#"}, {"$ref": "#/allOf/7"}, None], "properties": [1]},
+        {"not": {"anyOf": [{"required": [None]}]}, "properties": "x"},
+        {"dependencies": {"a": 3, "b": ["c"]}, "patternProperties": {"(": 1}},
+        {"pattern": 5, "anyOf": {"a": 1}, "enum": 3, "type": [1, None]},
+    ],
+)
+def test_what_is_no_schema_is_no_crash(schema: dict[str, Any]) -> None:
+    for part in (schema, {"items": schema}, {"anyOf": [schema, schema]}):
+        grammar, left_out = lenient_schema_grammar(json.dumps(part))
+        assert grammar.text
+        assert all(left_out)
 
 
 def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:

@@ -121,7 +121,8 @@ def test_every_token_has_the_raw_models(
             continue
         assert piece.logprob == pytest.approx(expected[piece.token_id], abs=1e-5)
         top = (-expected).argsort(kind="stable")[:3].tolist()
-        assert [other.token_id for other in piece.top_logprobs] == top
+        expected_tokens = top if piece.token_id in top else [*top, piece.token_id]
+        assert [other.token_id for other in piece.top_logprobs] == expected_tokens
         for other in piece.top_logprobs:
             assert other.logprob == pytest.approx(expected[other.token_id], abs=1e-5)
             assert other.text == LETTERS.token_text(other.token_id)
@@ -139,7 +140,9 @@ def test_how_many_are_told_is_as_asked() -> None:
     for n in (0, 1, N_VOCAB, 100):
         for piece in run("good", UNFILTERED, logprobs=n):
             assert piece.logprob is not None
-            assert len(piece.top_logprobs) == min(n, N_VOCAB)
+            others = [other.token_id for other in piece.top_logprobs]
+            assert piece.token_id in others
+            assert len(others) == min(n, N_VOCAB) or others.index(piece.token_id) == n
     for piece in run("good", UNFILTERED, logprobs=None):
         assert (piece.logprob, piece.top_logprobs) == (None, ())
 
@@ -213,8 +216,13 @@ def test_a_tiny_models_values_are_its_own(
             continue
         n_checked += 1
         assert piece.logprob == pytest.approx(row[piece.token_id], abs=2e-5)
-        assert len(piece.top_logprobs) == 5
         told = [other.logprob for other in piece.top_logprobs]
+        assert (piece.token_id, piece.logprob) in [
+            (other.token_id, other.logprob) for other in piece.top_logprobs
+        ]
+        if len(told) > 5:
+            assert piece.top_logprobs[5].token_id == piece.token_id
+        told = told[:5]
         assert told == pytest.approx(np.sort(row)[::-1][:5].tolist(), abs=2e-5)
         assert told == sorted(told, reverse=True)
     assert n_checked > 5

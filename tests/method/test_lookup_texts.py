@@ -8,7 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,25 +96,6 @@ def test_records_of_answers(tmp_path: Path) -> None:
         *("a prompt", "an answer", "text", "first turn", "second turn", "content")
     ]
     assert load(tmp_path) == load(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('{"text": "a"}\n{"text": ', "line 2 is not a JSON object"),
-        ('{"text": "a"}\n\n[1]', "line 3 is not a JSON object"),
-        ('{"story": "a"}', "no record has text in prompt, turns, content, text, answer"),
-        ("[" * 100_000, "line 1 is not a JSON object"),
-        ("", "no record has text in prompt, turns, content, text, answer"),
-    ],
-)
-def test_records_that_are_none(tmp_path: Path, content: str, expected: str) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_text(content)
-    assert message(path) == f"{path}: {expected}"
-    # In a folder it is a text like others.
-    (tmp_path / "z.txt").write_text("z")
-    assert load(tmp_path) == ([content, "z"] if content else ["z"])
 
 
 def test_what_cannot_be_looked_up_in(tmp_path: Path) -> None:
@@ -305,18 +285,3 @@ def test_several_processes_add_at_once(tmp_path: Path) -> None:
 
 
 # --- saved arrays
-
-
-def test_a_missing_or_damaged_file_is_not_loaded(tmp_path: Path) -> None:
-    path = tmp_path / "array.npz"
-    assert SuffixArray.load(path) is None
-    assert SuffixArray.load(tmp_path) is None
-    SuffixArray.build([list(range(300))]).save(path)
-    data = path.read_bytes()
-    changed = bytearray(data)
-    changed[700] ^= 1  # among the tokens
-    for damaged in (b"", b"no array", data[:200], data[:-30], bytes(changed)):
-        path.write_bytes(damaged)
-        assert SuffixArray.load(path) is None
-    np.savez(path, tokens=np.arange(4, dtype=np.int32))
-    assert SuffixArray.load(path) is None

@@ -7,7 +7,6 @@ from typing import cast
 
 import pytest
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import (
@@ -24,7 +23,7 @@ from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
-from specgen.text.text_state import TextState
+from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     GREEDY,

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import DraftedEvent
@@ -31,7 +30,7 @@ from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
 from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import TextState
+from specgen.text.text_state import Cascade, TextState
 from tests.helpers.exact_distributions import Fate, all_fates
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (

@@ -285,12 +285,6 @@ def test_a_reference_names_the_files_of_one_model(reference: str, chosen: list[s
         assert hub.choose(names, parse_reference(reference)) == chosen
 
 
-def test_the_reference_that_is_shown_names_the_model_it_stands_for() -> None:
-    names = [*NAMES, "old/tiny-Q8_0.gguf"]
-    for model in hub.models_among(names):
-        assert hub.choose(names, hub.reference_of("a/b", model, names)) == model
-
-
 def test_a_quantisation_is_read_from_a_name() -> None:
     assert hub.quant_of("Q8_0/qwen2.5-1.5b-instruct-q4_k_m-00001-of-00002.gguf") == "Q4_K_M"
     assert hub.quant_of("SmolLM2-135M-Instruct.Q4_1.gguf") == "Q4_1"

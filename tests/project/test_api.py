@@ -82,16 +82,6 @@ def test_options_of_an_answer(files: Path, model: specgen.Model) -> None:
     assert model.generate(PROMPT, json_schema=schema).text.strip() in ("true", "false")
 
 
-def test_a_conversation_decodes_what_is_new(model: specgen.Model) -> None:
-    messages = [specgen.Message("user", "what is it? " * 6)]
-    first = model.generate(messages, max_tokens=N)
-    messages += [specgen.Message("assistant", first.text), specgen.Message("user", "and?")]
-    second = model.generate(messages, max_tokens=N)
-    assert first.finished is not None
-    assert second.finished is not None
-    assert second.finished.n_cached_tokens >= first.finished.n_prompt_tokens // 2
-
-
 def test_many_at_once_and_in_threads_are_each_as_alone(files: Path, model: specgen.Model) -> None:
     prompts = [PROMPT, "else", "a b c d", "zzz", "the", "in"]
     expected = {prompt: plain(files, prompt) for prompt in prompts}

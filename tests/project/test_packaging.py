@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,13 +14,9 @@ from typing import Any
 
 import pytest
 
-from scripts import build_wheel
 from specgen import __version__
-from specgen.system.machine import REQUIRED_VERSION
 from tests.helpers.common import ROOT, posix
 
-#: The name on the package index, where `specgen` belongs to somebody else.
-DISTRIBUTION = "specgen-gguf"
 KERNELS = "specgen/llama/libspecgen-kernels.so"
 
 
@@ -79,37 +74,6 @@ def test_other_compilers_do_not_get_the_flag_and_a_missing_one_is_named(tmp_path
 # --- the Makefile ---------------------------------------------------------------------------
 
 
-def dry_run(target: str) -> str:
-    """The commands that make would run in an empty environment."""
-    make = shutil.which("make")
-    if make is None:
-        pytest.skip("no make")
-    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    command = [make, "--dry-run", "VENV=no-such-folder", target]
-    return subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
-
-
-@posix
-def test_make_builds_llama_cpp_as_required_and_without_pips_cache() -> None:
-    required = re.search(r'"(llama-cpp-python[^"]*)"', (ROOT / "pyproject.toml").read_text())
-    assert required is not None
-    build = next(line for line in dry_run("install").splitlines() if "--no-cache-dir" in line)
-    assert required[1] == f"llama-cpp-python=={REQUIRED_VERSION}"
-    assert f"'{required[1]}'" in build
-    assert 'CMAKE_ARGS="$args"' in build
-
-
-@posix
-def test_ci_runs_lint_format_types_docs_and_tests() -> None:
-    commands = dry_run("check")
-    for command in ("ruff check", "ruff format --check", "mypy", "-m scripts.make_docs --check"):
-        assert command in commands
-    assert "-m pytest" in dry_run("test")
-    script = (ROOT / ".ci" / "run").read_text()
-    assert script.splitlines()[-1] == "make check"
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
-
-
 def test_what_quick_leaves_out_is_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
     listed = re.search(r"^SLOW = ((?:.*\\\n)*.*)\n", makefile, re.MULTILINE)
@@ -123,59 +87,6 @@ def test_what_quick_leaves_out_is_there() -> None:
 
 
 # --- the packages ---------------------------------------------------------------------------
-
-
-def test_what_is_printed_to_install_is_this_project() -> None:
-    assert f'name = "{DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    other = re.compile(
-        r"(?:install|==|[\s'\"`])specgen(?:\[|==)|(?:pip|uv tool|pipx) install '?specgen(?![-_])"
-    )
-    patterns = [
-        f"{folder}/**/*" for folder in ("specgen", "docs", "scripts", "tests", "benchmarks")
-    ]
-    files = {path for pattern in ("*", *patterns) for path in ROOT.glob(pattern)}
-    kinds = {".py", ".md", ".toml", ""}
-    read = {
-        path: path.read_text("utf-8") for path in files if path.suffix in kinds and path.is_file()
-    }
-    del read[Path(__file__).resolve()]
-    assert ROOT / "specgen" / "cli" / "serve.py" in read
-    assert not [f"{path}: {found[0]}" for path in read if (found := other.search(read[path]))]
-    assert other.search("pip install 'specgen[train]'")
-    assert other.search("pip install specgen")
-
-
-def test_links_on_the_package_index_go_to_files_of_this_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from hatchling.metadata.core import ProjectMetadata
-    from hatchling.plugin.manager import PluginManager
-
-    def metadata() -> Any:
-        return ProjectMetadata(str(ROOT), PluginManager()).core
-
-    monkeypatch.delenv("SPECGEN_REPOSITORY", raising=False)
-    assert metadata().readme == (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not metadata().urls
-    repository = "https://example.org/a/b"
-    monkeypatch.setenv("SPECGEN_REPOSITORY", repository)
-    links = [*re.findall(r"\]\(([^)]+)\)", metadata().readme), *metadata().urls.values()]
-    own = re.compile(rf"{repository}/(?:blob|raw)/v{__version__}/(.*)")
-    files = [found[1] for link in links if (found := own.fullmatch(link))]
-    assert len(files) > 20
-    assert all((ROOT / path).is_file() for path in files)
-    assert all(link.startswith("https://") for link in links)
-
-
-def test_a_release_is_built_tested_and_published_by_the_makefile_and_the_tests() -> None:
-    workflow = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
-    machines = re.search(r'make dist MACHINES="([^"]*)"', workflow)
-    assert machines is not None
-    assert set(machines[1].split()) == set(build_wheel.MACHINES)
-    assert "tests/project/test_wheel.py" in workflow
-    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    assert re.search("^USER (?!root)", image, re.MULTILINE)
-    assert '["specgen", "serve"' in image
 
 
 def built(builder: type[Any], root: Path, folder: Path) -> str:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from specgen.system import progress
 from specgen.system.progress import ProgressView
-from tests.helpers.cli import Specgen, tiny_names
 
 
 class Clock:
@@ -105,25 +102,3 @@ COMMANDS = {
     "tune": (["-md", "draft", "-n", "4", "-t", "1"], r"draft\.gguf: 1 of 2"),
     "draft find": (["-n", "4"], r"target\.gguf: 1 of 2"),
 }
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_that_measures_writes_lines_to_standard_error(
-    specgen: Specgen,
-    tiny_models: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-) -> None:
-    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "the cat"}\n{"prompt": "a dog"}\n', encoding="utf-8")
-    options, expected = COMMANDS[command]
-    named = tiny_names(tiny_models, ["-m", "target", "--prompts", prompts, *options])
-    result = specgen(*command.split(), *named)
-    assert result.code == 0, result.err
-    lines = result.err.splitlines()
-    assert any(re.fullmatch(expected, line) for line in lines), lines
-    assert all(line.isprintable() for line in lines)
-    assert not set(lines) & set(result.out.splitlines())
-    assert specgen(*command.split(), *named, "--quiet").err == ""

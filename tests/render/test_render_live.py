@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.events import CommittedEvent, Event, PromptEvent
+from specgen.events import Event, PromptEvent
 from specgen.options import Show
-from specgen.render.folding import FoldedThought
-from specgen.render.live import LiveRenderer
+from specgen.render.live import FoldedThought, LiveRenderer, Thought
 from specgen.render.rows import clean
 from specgen.render.streams import print_notice
 from tests.helpers.events import Script
@@ -24,12 +23,17 @@ LEGEND = "accepted  corrected  bonus  plain  rejected"
 
 
 def play(
-    terminal: Terminal, events: Sequence[Event], show: Show = "accepted", *, folds: bool = False
+    terminal: Terminal,
+    events: Sequence[Event],
+    show: Show = "accepted",
+    *,
+    folds: bool = False,
+    thinks: bool = False,
 ) -> LiveRenderer:
     """Show events, and leave the view as it is after the last of them."""
     notice = partial(print_notice, terminal.console, verbose=True)
-    folded = FoldedThought if folds else None
-    renderer = LiveRenderer(terminal.console, show, notice, folded=folded)
+    thought = FoldedThought if folds else Thought if thinks else None
+    renderer = LiveRenderer(terminal.console, show, notice, thought=thought)
     for event in events:
         renderer.handle(event)
     return renderer
@@ -239,32 +243,6 @@ def test_a_round_writes_little_however_long_the_answer_is() -> None:
     assert max(sizes[200:]) <= max(sizes[100:200]) + 100
 
 
-def test_one_round_is_one_write() -> None:
-    writes: list[str] = []
-
-    class Counting(Terminal):
-        def write(self, text: str) -> int:
-            writes.append(text)
-            return super().write(text)
-
-    terminal = Counting()
-    script = Script().prompt().round([" a", " b"], 1, " c").plain(" d").finish()
-    play(terminal, script.events)
-    n_committed = sum(isinstance(event, CommittedEvent) for event in script.events)
-    assert len(writes) == 1 + n_committed + 1
-
-
-def test_a_terminal_of_another_encoding_gets_what_it_can_show() -> None:
-    class Latin(Terminal):
-        encoding = "latin-1"
-
-    terminal = Latin(20)
-    script = Script().prompt().plain("naïve 漢").round(["\nno " * 20], 0, "\x1b.").events
-    play(terminal, script)
-    terminal.written.encode("latin-1")
-    assert terminal.visible[0].startswith("naïve ??.?no")
-
-
 # --- thinking blocks: seen while they come, and a line in their place after that
 
 FOLDED = "thought for {} s, {} tokens (/think shows it)"
@@ -308,6 +286,14 @@ def test_a_thought_that_is_broken_off_leaves_its_line_and_so_does_one_of_the_tem
     events = [replace(first, text="<|assistant|>\n<think>\n"), *script.events[1:]]
     play(terminal, events, folds=True)
     assert terminal.rows == [FOLDED.format("0.1", 2), "So."]
+
+
+def test_a_thought_stays_dim_where_nothing_shows_it_again() -> None:
+    terminal = Terminal(rows=12)
+    script = Script().prompt().plain("[THINK]").plain("why ").plain("not[/THINK]").plain("So.")
+    play(terminal, script.finish().events, thinks=True)
+    assert terminal.rows == ["why not", "", "So."]
+    assert "\x1b[2mwhy" in terminal.written
 
 
 @given(

@@ -12,7 +12,6 @@ from rich.console import Console
 from specgen.events import FinishedEvent, ReasonCount
 from specgen.render.summary import print_summary, summary_items
 from tests.helpers.events import Script
-from tests.helpers.screen import Terminal
 
 
 def finished(**changes: Any) -> FinishedEvent:
@@ -143,21 +142,3 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
     assert "accepted  corrected  bonus  plain  rejected" in printed(finished(), show_legend=True)
     plain = Script().plain("a").finished()
     assert "legend" not in printed(plain, show_legend=True)
-
-
-@pytest.mark.parametrize("columns", [30, 80])
-def test_on_a_terminal_it_fits_the_window(columns: int) -> None:
-    terminal = Terminal(columns, 100)
-    event = finished(estimated_speedup=0.8, estimate="from 3 decodes")
-    print_summary(terminal.console, event, show_legend=True)
-    shown = "".join("".join(terminal.rows).split())
-    for label, text in items(event).items():
-        assert "".join(label.split()) in shown
-        assert all(word[:10] in shown for word in text.split())
-    assert all(row == row.rstrip() for row in terminal.lines)
-    if columns >= 80:
-        assert terminal.rows[:3] == [
-            "",
-            "answer    8 tokens, 3 rounds, 2.67 tokens per pass of the target",
-            "speed     26.7 tokens/s, first token after 500 ms (12 prompt tokens)",
-        ]

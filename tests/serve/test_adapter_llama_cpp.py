@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 
-from specgen.errors import BackendError, PairError, UsageError
+from specgen.errors import PairError, UsageError
 from specgen.models.files import memory_file
 from specgen.options import DraftOptions, TreeShape
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
@@ -120,19 +120,6 @@ def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.Mon
     check_texts(models, "good", DraftOptions())
 
 
-def test_a_llama_goes_on_without_a_draft_that_was_closed(models: Path) -> None:
-    target = models / "target.gguf"
-    draft = SpecgenDraft(target, models / "good.gguf", drafting=FIXED)
-    with opened_llama(target, draft) as llama:
-        expected = text(llama, PROMPTS[0])
-        draft.close()
-        draft.close()
-        with pytest.raises(BackendError, match="the draft is closed"):
-            text(llama, PROMPTS[0])
-        llama.draft_model = None
-        assert text(llama, PROMPTS[0]) == expected
-
-
 def test_the_pages_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,24 +188,6 @@ def opened_rounds(models: Path, notes: list[str] | None = None) -> SpecgenDraft:
     target, told = models / "target.gguf", [] if notes is None else notes
     good = models / "good.gguf"
     return SpecgenDraft(target, good, n_ctx=N_CTX, drafting=FIXED, note=told.append)
-
-
-def test_nothing_that_the_draft_model_holds_is_decoded_again(
-    models: Path, texts: list[list[int]]
-) -> None:
-    first, second = texts
-    n_alike = int(np.argmax(np.array(first) != np.array(second)))
-    assert n_alike > 3
-    with opened_rounds(models) as rounds:
-        (context,) = rounds.contexts
-        draft_after(rounds, first[:50])
-        n_decoded = context.n_decoded_rows
-        assert n_decoded == 50 + 3  # the last of four drafted tokens is not decoded
-        draft_after(rounds, [*first[:50], first[50]])
-        assert context.n_decoded_rows - n_decoded <= 2 + 3
-        n_decoded = context.n_decoded_rows
-        draft_after(rounds, second[:50])
-        assert context.n_decoded_rows - n_decoded == 50 - n_alike + 3
 
 
 def test_a_draft_that_fails_ends_with_its_text(

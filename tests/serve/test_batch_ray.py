@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
-import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from specgen.errors import BackendError, ModelFileError, SpecgenError
@@ -27,16 +22,10 @@ from tests.helpers.batch import (
     SETTINGS,
     Collected,
     actor_job,
-    answers,
-    greedy_and_seeded,
     lines_of,
-    n_results,
     open_tiny,
-    wait_for_results,
 )
 from tests.helpers.cli import Specgen
-from tests.helpers.common import ROOT
-from tests.project.test_layers import imported, modules
 
 # --- where actors go
 
@@ -227,16 +216,6 @@ def test_a_batch_ends_without_free_cpus_and_after_an_interruption(
         run(ray, actor_job(target), lines, patience_s=0.01)
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-def test_what_ray_prints_is_shown_with_verbose_only_and_is_no_result(
-    capsys: pytest.CaptureFixture[str], target: Path, *, verbose: bool
-) -> None:
-    run(FakeRay(), actor_job(target), lines_of("a"), verbose=verbose)
-    sys.stdout.write("result\n")
-    out, err = capsys.readouterr()
-    assert (out, err) == ("result\n", "chatter\n" if verbose else "")
-
-
 # --- the command line
 
 
@@ -268,87 +247,3 @@ def test_what_cannot_be_a_cluster_is_refused(
 
 
 # --- real clusters
-
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None or os.name == "nt",
-    reason="specgen-gguf[ray] is not installed",
-)
-
-#: A head without CPUs and two nodes with one CPU each; says its address, and the raylets' process ids.
-CLUSTER = """
-import json, sys
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=0, include_dashboard=False))
-nodes = [cluster.add_node(num_cpus=1, object_store_memory=80_000_000) for _ in range(2)]
-raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
-print("CLUSTER", json.dumps([cluster.address, raylets]), flush=True)
-sys.stdin.read()
-cluster.shutdown()
-"""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[tuple[str, list[int]]]:
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": str(ROOT), **quiet},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        line = next(line for line in process.stdout if line.startswith("CLUSTER "))
-        address, raylets = json.loads(line.removeprefix("CLUSTER "))
-        yield address, raylets
-    finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=30)
-        process.kill()
-        process.communicate()
-
-
-@needs_ray
-def test_answers_are_those_of_one_machine_though_actor_and_driver_are_killed(
-    cluster: tuple[str, list[int]], target: Path, tmp_path: Path, specgen: Specgen
-) -> None:
-    """Greedy lines and lines with a seed; nothing is lost, and nothing doubled."""
-    address, raylets = cluster
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = greedy_and_seeded(60, n_tokens=300)
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = ["-m", str(target), "-md", "none", "-t", "1", "-np", "2"]
-    local = specgen("batch", source, tmp_path / "local.jsonl", *own)
-    assert local.code == 0, local.err
-    command = [sys.executable, "-m", "specgen", "batch", str(source), str(out), *own]
-    command += ["--ray", address]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    driver = subprocess.Popen(command, **pipes)
-    wait_for_results(out, 12, driver)
-    driver.kill()
-    assert driver.communicate()[0] == ""
-    n_before = n_results(out)
-    assert n_before < 60
-    driver = subprocess.Popen(command, **pipes)
-    wait_for_results(out, n_before + 4, driver)
-    (actor,) = (
-        child
-        for child in psutil.Process(raylets[0]).children()
-        if "ray::Actor" in " ".join([child.name(), *child.cmdline()])
-    )
-    actor.kill()
-    stdout, stderr = driver.communicate(timeout=PATIENCE_S)
-    assert (driver.returncode, stdout) == (BackendError.exit_code, ""), stderr
-    assert f"has results for {n_before} of 60 lines" in stderr
-    assert "run it again to answer them" in stderr
-    again = specgen("batch", source, out, *own, "--ray", address)
-    assert again.code == 0, again.err
-    assert answers(out) == answers(tmp_path / "local.jsonl")
-
-
-def test_one_module_imports_ray() -> None:
-    importers = {module for module, path in modules().items() if "ray" in imported(path)}
-    assert importers == {"specgen.serve.batch.on_ray"}

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scripted import asked_of
+import specgen
+from tests.helpers.cli import in_process
+from tests.helpers.scripted import asked_of, write_model_that_says
 from tests.helpers.templates import FAMILIES
 
 PARAMETERS = {
@@ -206,6 +208,29 @@ def test_required_calls_and_schemas_hold_behind_thoughts(tmp_path: Path, name: s
         )
         assert (thoughts, calls) == ("No < yes." if thought else "", [])
         assert ("read", json.loads(content)["unit"]) in READS
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_run_prints_json_without_thoughts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """So does Python's interface."""
+    family, added, thought = THOUGHTS[name]
+    template, schema = FAMILY[family].template + added, json.dumps({"enum": ["yes", "no"]})
+    body = {"messages": ASKED["messages"]}
+    target = write_model_that_says(
+        tmp_path / "m.gguf", template, thought + "no", body, FAMILY[family].controls
+    )
+    run = in_process(capsys)
+    for rule in (["-j", schema], ["--grammar", 'root ::= "\\"no\\"" | "\\"yes\\""']):
+        for draft in ("none", "ngram", tmp_path / "draft.gguf"):
+            result = run("run", "-m", target, "-md", draft, "--temp", "0", "-q", *rule, "look")
+            assert result.out in ('"yes"', '"no"'), result
+    with specgen.load(target, "none") as model:
+        answer = model.generate("look", json_schema=schema)
+        assert answer.text in ('"yes"', '"no"')
+        assert answer.finished is not None
+        assert ("No < yes." in answer.finished.text) == bool(thought)
 
 
 def test_a_model_that_thinks_may_answer_at_once(tmp_path: Path) -> None:

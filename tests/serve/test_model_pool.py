@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect
 
 from specgen.errors import ModelFileError
 from specgen.events import FinishedEvent
@@ -296,19 +295,3 @@ def test_a_client_that_goes_away_while_it_waits(files: Path) -> None:
             wait_until(lambda: server.pool.n_open == 1, "the end of the request")
         assert server.ask("a").status_code == 200
         assert server.loads == ["a"]
-
-
-def test_the_page_offers_the_models(browser: Browser, files: Path) -> None:
-    with serving(files, n_loaded=1) as server, browser.new_context() as context:
-        page = context.new_page()
-        page.set_default_timeout(1000 * PATIENCE_S)
-        page.goto(str(server.http.base_url))
-        about, model = page.locator("#about"), page.get_by_label("Model")
-        expect(about).to_have_text("loaded when it is asked")
-        model.select_option("b")
-        page.get_by_label("Question").fill("the cat")
-        page.get_by_role("button", name="Send").click()
-        expect(about).to_have_text("drafts from b-draft", timeout=1000 * PATIENCE_S)
-        model.select_option("c")
-        expect(about).to_have_text("loaded when it is asked")
-        assert server.loads == ["b"]

@@ -10,13 +10,13 @@ import pytest
 
 from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import figures
-from specgen.serve.formats.openai import read_infill, read_request
+from specgen.serve.formats.answers import check_tokens, figures
+from specgen.serve.formats.local_servers import read_infill
+from specgen.serve.formats.openai import read_request
 from specgen.serve.formats.request import (
     BodyError,
     Kind,
     Request,
-    check_tokens,
     with_call_form,
 )
 from specgen.session.prompts.template import Message, ToolCall
@@ -42,7 +42,8 @@ def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
     messages = (Message("user", "hi"),)
     assert chat() == Request("chat", *DEFAULTS, messages=messages, splits_reasoning=True)
     assert read("completion", prompt="a b") == Request("completion", *DEFAULTS, text="a b")
-    assert read("prompt", prompt="a b") == Request("prompt", *DEFAULTS, text="a b")
+    expected = Request("prompt", *DEFAULTS, text="a b", splits_reasoning=True)
+    assert read("prompt", prompt="a b") == expected
     assert chat(temperature=None, max_tokens=None, stop=None, model="gpt-9") == chat()
     assert chat(stream_options={"include_usage": None}) == chat()
 
@@ -79,6 +80,28 @@ def test_messages() -> None:
     ]
     expected = (("system", "be brief"), ("user", "one two"), ("assistant", ""))
     assert read("chat", messages=turns).messages == tuple(Message(*each) for each in expected)  # type: ignore[arg-type]
+
+
+def test_other_spellings_of_values() -> None:
+    """What llama.cpp's, vLLM's and ollama's clients send."""
+    assert chat(top_k=-1).sampling.top_k == 0
+    assert chat(repetition_penalty=1.5).sampling.repeat_penalty == 1.5
+    pairs = chat(logit_bias=[[5, -1], [6, False]]).sampling.logit_bias
+    assert pairs == ((5, -1.0), (6, -1e30))
+    for form in ("deepseek-legacy", "parsed", "auto"):
+        assert chat(reasoning_format=form).splits_reasoning
+    for how in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}):
+        assert chat(**how).variables == {"enable_thinking": False}
+    turns = [
+        {"role": "user", "content": {"type": "text", "text": "hi"}},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "x"},
+    ]
+    assert read("chat", messages=turns).messages == (
+        Message("user", "hi"),
+        Message("assistant", "", (ToolCall("", "f", {"a": 1}),)),
+        Message("tool", "x", name="f"),
+    )
 
 
 def test_later_system_messages_are_text_of_the_users_turn() -> None:
@@ -195,7 +218,7 @@ def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> N
 
 
 def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    schema: Any = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
 
     def asked(**more: Any) -> Request:
         form = {"name": "x", "schema": schema, **more}
@@ -210,14 +233,31 @@ def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
     assert error.value.field == "response_format"
     with pytest.raises(BodyError, match="uniqueItems"):
         chat(json_schema=schema)
+    schema = True
+    assert asked(strict=True).warnings == ()
+    schema = {"type": "string", "pattern": r"^$|(^(?:\S+\s+){0,99}\S+$)", "maxLength": 5000}
+    (warning,) = asked().warnings
+    assert "the length beside the pattern" in warning
 
 
 PIECES = [
     Piece(
-        1, "é", "accepted", "model", -0.5, (TokenLogprob(1, "é", -0.5), TokenLogprob(3, "e", -1))
+        1,
+        "é",
+        "accepted",
+        "model",
+        -0.5,
+        (TokenLogprob(1, "\\xa9", -0.5, (0xA9,)), TokenLogprob(3, "e", -1, (0x65,))),
     ),
     Piece(9, "!", "accepted", "grammar"),
-    Piece(2, " b", "bonus", "target", -0.25, (TokenLogprob(2, " b", -0.25),)),
+    Piece(
+        2,
+        " b",
+        "bonus",
+        "target",
+        -0.75,
+        (TokenLogprob(3, "e", -0.5, (0x65,)), TokenLogprob(2, " b", -0.75, (0x20, 0x62))),
+    ),
 ]
 
 
@@ -293,15 +333,16 @@ def test_a_busy_machine_knows_no_gain(others_share: float | None, is_known: bool
 
 
 def test_log_probabilities_of_both() -> None:
-    content = body("chat", logprobs=True)["choices"][0]["logprobs"]["content"]
-    assert [entry["token"] for entry in content] == ["é", " b"]
-    assert content[0]["bytes"] == [0xC3, 0xA9]
-    assert [top["token"] for top in content[0]["top_logprobs"]] == ["é", "e"]
+    asked = {"logprobs": True, "top_logprobs": 1}
+    content = body("chat", **asked)["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["\\xa9", " b"]
+    assert content[0]["bytes"] == [0xA9]  # the token's own, not those of its character
+    assert [top["token"] for each in content for top in each["top_logprobs"]] == ["\\xa9", "e"]
     text = body("completion", logprobs=1)["choices"][0]["logprobs"]
-    assert text["tokens"] == ["é", " b"]
-    assert text["token_logprobs"] == [-0.5, -0.25]
+    assert text["tokens"] == ["\\xa9", " b"]
+    assert text["token_logprobs"] == [-0.5, -0.75]
     assert text["text_offset"] == [0, 2]
-    assert text["top_logprobs"] == [{"é": -0.5, "e": -1}, {" b": -0.25}]
+    assert text["top_logprobs"] == [{"\\xa9": -0.5, "e": -1}, {"e": -0.5, " b": -0.75}]
 
 
 def test_the_tools_that_may_be_called() -> None:

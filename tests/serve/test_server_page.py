@@ -8,24 +8,21 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, expect
 
 from specgen.serve.server.options import ServerOptions
-from tests.helpers.browser import browser, contrast, luminance
+from tests.helpers.browser import browser
 from tests.helpers.common import ROOT
 from tests.helpers.server import (
-    N_CTX,
     PATIENCE_S,
     Running,
-    running,
-    session_of,
     tiny_server,
     wait_until,
 )
-from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.tiny import CHATML_TEMPLATE
 
 __all__ = ["browser"]
 
@@ -232,6 +229,21 @@ def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:
     assert body["messages"] == [{"role": "user", "content": QUESTION}]
 
 
+def test_thoughts_are_faint_and_no_part_of_the_conversation(markdown: Page) -> None:
+    page = markdown
+    deltas = [{"reasoning_content": "Two and two."}, {"content": "four"}]
+    chunks = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
+    page.route(API, lambda route: reply(route, *chunks))
+    send(page)
+    assert answer(page).strip() == "four"
+    expect(turn(page).locator(".thought")).to_have_text("Two and two.")
+    page.reload()
+    expect(turn(page).locator(".thought")).to_have_text("Two and two.")
+    assert send(page)["messages"][1] == {"role": "assistant", "content": "four"}
+
+
 @pytest.mark.parametrize(
     ("chunk", "end", "message"),
     [
@@ -276,58 +288,6 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Browser, tmp_path: Pa
             send(page)
             assert answer(page)
             assert "right" not in page.evaluate("JSON.stringify(localStorage)")
-
-
-def test_a_model_that_has_neither_a_draft_nor_a_chat_template(
-    browser: Browser, tmp_path: Path
-) -> None:
-    model = write_tiny_model(tmp_path / "bare.gguf", TinyConfig(chat_template=None))
-    with running(session_of(model, "none")) as server, opened(browser, server.url) as page:
-        expect(page.locator("#about")).to_have_text("bare · no drafts")
-        expect(page.get_by_label("Drafts")).to_be_disabled()
-        expect(page.get_by_role("alert")).to_contain_text("no chat template")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_can_be_read(page: Page, scheme: Literal["light", "dark"]) -> None:
-    """The contrast is at least 4.5 to 1, as the accessibility guidelines (WCAG, AA) want it."""
-    page.emulate_media(color_scheme=scheme)
-    paper = luminance(page.locator("body"), "backgroundColor")
-    for kind in (*KINDS, "forced", "error", "figures"):
-        sample = page.locator("body").evaluate_handle(
-            "(body, kind) => body.appendChild(Object.assign("
-            "document.createElement('span'), { className: kind }))",
-            kind,
-        )
-        element = sample.as_element()
-        assert element is not None
-        assert contrast(luminance(element, "color"), paper) >= 4.5
-    button = page.get_by_role("button", name="Send")
-    assert contrast(luminance(button, "color"), luminance(button, "backgroundColor")) >= 4.5
-    assert (paper > 0.5) == (scheme == "light")
-
-
-def test_a_narrow_window_with_a_huge_table_and_long_code(markdown: Page) -> None:
-    """Neither the page nor the conversation scrolls sideways, and everything is within reach."""
-    markdown.set_viewport_size({"width": 320, "height": 568})
-    row = "| " + " | ".join(f"a_long_word_{n}" for n in range(60)) + " |\n"
-    text = row + "|" + " --- |" * 60 + "\n" + row * 300 + "\n```\n" + "code " * 400 + "\n```\n"
-    markdown.route(API, lambda route: reply(route, with_pieces({"text": text, "kind": "plain"})))
-    send(markdown, "a" * 200)
-    answer(markdown)
-    assert turn(markdown).locator("tr").count() == 301
-    for wide in ("html", "main"):
-        sizes = markdown.locator(wide).evaluate("element => [element.scrollWidth, innerWidth]")
-        assert sizes[0] <= sizes[1] == 320
-    buttons = (markdown.get_by_role("button", name=name) for name in ("Send", "Copy code"))
-    for part in (question(markdown), *buttons):
-        box = part.bounding_box()
-        assert box is not None
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= 320
-    log = markdown.get_by_role("log").bounding_box()
-    assert log is not None
-    assert log["height"] >= 150
 
 
 # --- Markdown --------------------------------------------------------------------------------
@@ -425,26 +385,6 @@ def test_markdown_that_cannot_be_read_is_shown_as_text(markdown: Page, text: str
     expect(turn(markdown).get_by_role("alert")).to_be_hidden()
 
 
-@pytest.mark.parametrize("has_clipboard", [True, False])
-def test_the_answer_and_its_code_are_copied(
-    browser: Browser, server: Running, has_clipboard: bool
-) -> None:
-    """Without a clipboard of its own, as over plain HTTP in a network, a page copies from a text field."""
-    with opened(browser, server.url, colours=False) as page:
-        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-        if not has_clipboard:
-            page.evaluate("void (navigator.clipboard.writeText = () => Promise.reject())")
-        reply_with(page, TEXT)
-        send(page)
-        answer(page)
-        code = "def f(a_b):\n    return 1\n"
-        for name, text in (("Copy code", code), ("Copy answer", TEXT)):
-            page.get_by_role("button", name=name).click()
-            expect(page.get_by_role("button", name="Copied").first).to_be_visible()
-            assert page.evaluate("navigator.clipboard.readText()") == text
-            expect(page.get_by_role("button", name=name)).to_be_visible()
-
-
 # --- what the browser keeps ------------------------------------------------------------------
 
 
@@ -494,62 +434,7 @@ def test_a_reload_keeps_the_conversation_and_the_settings(page: Page) -> None:
     expect(page.get_by_label("Temperature")).to_have_value("0")
 
 
-@pytest.mark.parametrize(
-    "storage",
-    [
-        "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') }",
-        """const session = Object.getOwnPropertyDescriptor(window, "sessionStorage");
-        Object.defineProperty(window, "localStorage", { get() { throw new DOMException('no') } })""",
-        "for (const what of ['turns', 'settings']) localStorage.setItem(`specgen / ${what}`, '[{}, 7')",
-        "localStorage.setItem('specgen / turns', '[{}, 7]')",
-    ],
-    ids=["full", "blocked", "no JSON", "another version"],
-)
-def test_a_storage_that_does_not_work_costs_nothing_else(page: Page, storage: str) -> None:
-    page.add_init_script(storage)
-    page.reload()
-    expect(page.locator("#about")).to_have_text("target · drafts from draft")
-    send(page)
-    assert answer(page)
-    assert page.locator(".turn").count() == 1
-
-
 # --- figures and hints -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("between", "words"),
-    [
-        ((1.42, 1.71), "· 1.4 to 1.7 times as fast as without drafts"),
-        ((0.94, 1.18), "· about as fast as without drafts (0.9 to 1.2 times)"),
-        (None, None),
-    ],
-)
-def test_the_gain_is_told_in_words(
-    page: Page, between: tuple[float, float] | None, words: str | None
-) -> None:
-    timings = {"predicted_n": 20, "predicted_per_second": 31.2, "prompt_n": 3, "cache_n": 0}
-    drafts = {"n_drafted": 9, "n_accepted": 8, "mean_accepted_length": 1.9}
-    drafts["estimated_speedup_range"] = between  # type: ignore[assignment]
-    reply_with(page, "text", timings=timings, speculative=drafts)
-    send(page)
-    answer(page)
-    figures = turn(page).locator(".figures")
-    expect(figures).to_contain_text("1.9 tokens per pass of the target")
-    if words is None:
-        expect(figures).not_to_contain_text("without drafts")
-    else:
-        expect(figures).to_contain_text(words)
-
-
-def test_a_full_context_is_explained(page: Page) -> None:
-    page.get_by_text("More settings").click()
-    page.get_by_label("Max tokens").fill("10000")
-    send(page)
-    answer(page)
-    figures = turn(page).locator(".figures")
-    expect(figures).to_contain_text(f"the context of {N_CTX} tokens is full")
-    expect(figures).to_contain_text(f"-c {2 * N_CTX}")
 
 
 def test_the_libraries_are_those_that_their_table_names() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +13,9 @@ from specgen.method.tables import CostTable
 from specgen.session.calibration import (
     ACCEPTANCE,
     Costs,
-    begin,
     complete,
     expected_gain,
     measure_sizes,
-    time_batch,
     timed_batch_sizes,
 )
 from specgen.system.arrays import Logits
@@ -53,15 +50,6 @@ def backend(
 def timed_sizes(model: TimedBackend) -> list[int]:
     """What was decoded after the few tokens with which the context begins."""
     return model.sizes[4:]
-
-
-@pytest.mark.parametrize("n_max", [1, 2, 4, 8, 9, 17, 129])
-def test_sizes_of_batches_reach_from_one_to_the_largest_in_small_steps(n_max: int) -> None:
-    sizes = timed_batch_sizes(n_max)
-    assert sizes[0] == 1
-    assert sizes[-1] == n_max
-    assert all(a < b <= max(a + 1, 1.25 * a) for a, b in itertools.pairwise(sizes))
-    assert len(sizes) < 25
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -116,17 +104,6 @@ def test_a_moment_of_disturbance_does_not_count() -> None:
     assert measure_sizes(slow_once, (1, 2, 3), 1.0)[1] == pytest.approx(0.1)
 
 
-def test_as_many_rows_want_logits_as_may() -> None:
-    """A row whose logits are wanted costs more: those of a round want them all."""
-    model = backend(n_outputs=3)
-    text = begin(model)
-    assert model.length(0) == 4
-    time_batch(model, text, 5)
-    assert model.wanted[-1] == [False, False, True, True, True]
-    time_batch(model, text, 2)
-    assert model.wanted[-1] == [True, True]
-
-
 def test_an_interrupt_ends_it_between_decodes_and_nothing_is_kept() -> None:
     model, table, answers = backend(), CostTable(), iter([False, False, True])
     with pytest.raises(KeyboardInterrupt):
@@ -152,16 +129,6 @@ def test_the_expected_speed_up_is_that_of_the_best_number_of_tokens() -> None:
     assert expected.free_speedup == pytest.approx(3 * 2.19 / 5)
     assert expected.is_worth_it
     assert not expected.rules_out_all
-
-
-def test_where_batches_are_dear_no_draft_model_pays() -> None:
-    expected = expected_gain(DEAR)
-    assert expected.n_drafted == 1
-    assert expected.speedup == pytest.approx(31.7 * 1.7 / (56.0 + 8.7))
-    assert not expected.is_worth_it
-    assert expected.rules_out_all
-    only_longest = expected_gain(Costs({1: 31.7, 2: 1000.0, 3: 1000.0, 4: 98.0}, 8.7))
-    assert (only_longest.n_drafted, round(only_longest.speedup, 2)) == (3, 0.65)
 
 
 def test_a_batch_that_seemed_to_cost_less_than_a_token_is_not_believed() -> None:

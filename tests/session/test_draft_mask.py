@@ -99,13 +99,6 @@ def test_the_option_names_the_mask_by_its_number_or_its_text(tmp_path: Path) -> 
             models(tmp_path, mask=mask)
 
 
-def test_a_parallel_draft_takes_no_draft_of_its_own(tmp_path: Path) -> None:
-    helper = write_tiny_model(tmp_path / "helper.gguf", TinyConfig().draft(0.2))
-    with pytest.raises(UsageError, match="no draft of its own"):
-        models(tmp_path, metadata=IN_METADATA, helpers=(helper,))
-    models(tmp_path, metadata=IN_METADATA, mask="off", helpers=(helper,)).close()
-
-
 # --- what is drafted
 
 

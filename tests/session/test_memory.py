@@ -13,7 +13,7 @@ import pytest
 
 from specgen.method.tables import N_BINS, AcceptanceRates
 from specgen.options import ContextOptions, Workers
-from specgen.session.memory import Memory, Threads
+from specgen.session.memory import Memory
 
 CONTEXT = ContextOptions(n_threads=2)
 MACHINE = {"cpu": "x", "cores": [2, 4]}
@@ -250,22 +250,6 @@ def test_costs_that_make_no_sense_are_not_known(file: Path, entry: object) -> No
     learn(again, seconds=2.0)
     again.save()
     assert known(opened(file))[1] == 2.0
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        *(3, None, [], {}, {"n_single": 2}, {"n_single": 2.0, "n_batch": 2}),
-        *({"n_single": 2, "n_batch": n} for n in (0, -1, 513, True, "2")),
-    ],
-)
-def test_threads_that_make_no_sense_are_not_taken(file: Path, entry: object) -> None:
-    memory = opened(file)
-    memory.keep_threads(TARGET, CONTEXT, Threads(3, 4))
-    memory.save()
-    assert opened(file).threads(TARGET, CONTEXT) == Threads(3, 4)
-    edit(file, threads=entry)
-    assert opened(file).threads(TARGET, CONTEXT) is None
 
 
 FULL = {name: [1.0] * N_BINS for name in ("judged", "accepted", "seen")}

@@ -59,14 +59,6 @@ def test_a_draft_reads_a_system_message_that_was_asked_for(smollm2: Path) -> Non
     assert found.acceptance_rate > 0.9
 
 
-def test_the_answer_is_text(smollm2: Path) -> None:
-    with alike(smollm2, "ngram") as loaded:
-        found = answered(loaded, "hi", chat=True, now=NOW)
-    assert "Hello" in found.text
-    assert found.finish_reason == "stop"
-    assert found.stopped_by == "<|im_end|>"
-
-
 @pytest.mark.parametrize("draft", ["ngram", "itself"])
 def test_text_beyond_a_sliding_window_is_that_of_plain_decoding(gemma3: Path, draft: str) -> None:
     with alike(gemma3, draft) as loaded:

@@ -20,7 +20,6 @@ from specgen.errors import (
 )
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama.library import llama_cpp
-from specgen.options import SamplerOptions
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
@@ -64,21 +63,6 @@ def plain_answer(models: Path) -> FinishedEvent:
     return finished(run(session_on(models)))
 
 
-@pytest.mark.parametrize("n_draft", [0, 1, 2, 4, 7, 16])
-@pytest.mark.parametrize("draft", ["perfect", "good", "bad", "padded", "ngram"])
-def test_greedy_text_equals_plain_text(models: Path, draft: str, n_draft: int) -> None:
-    plain = plain_answer(models)
-    fast = finished(run(session_on(models, draft, n_draft=n_draft)))
-    assert fast.token_ids == plain.token_ids
-    assert fast.text == plain.text
-    assert fast.finish_reason == plain.finish_reason
-    if n_draft == 0:
-        assert fast.n_drafted == 0
-    elif draft == "perfect":
-        assert fast.acceptance_rate == 1.0
-        assert fast.n_rounds < plain.n_rounds
-
-
 def test_a_short_answer_is_not_compared_with_plain_decoding(models: Path) -> None:
     for n_tokens in (29, 30):
         with session_on(models, "perfect", n_tokens=n_tokens) as loaded:
@@ -107,19 +91,6 @@ def test_no_gain_is_larger_than_the_tokens_of_a_pass_allow(models: Path) -> None
         assert known == (None, None, None)
         loaded.costs.was_busy = True
         assert answered(loaded, PROMPT).estimate is None
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_end_of_text_is_exact(models: Path, seed: int) -> None:
-    """At a high temperature the tiny model ends its texts early and at many places."""
-    sampler = SamplerOptions(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
-    choices: dict[str, Any] = {"sampler": sampler, "n_tokens": 200}
-    plain = finished(run(session_on(models, **choices)))
-    fast = finished(run(session_on(models, "ngram", **choices)))
-    assert fast.token_ids == plain.token_ids
-    assert fast.finish_reason == plain.finish_reason
-    endless = finished(run(session_on(models, **choices, ignore_eos=True)))
-    assert endless.finish_reason == "length"
 
 
 def test_prompts_that_do_not_fit_are_refused_with_numbers(models: Path) -> None:

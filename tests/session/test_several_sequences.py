@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.interface import CacheSlot
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError, NoTokenAllowedError
@@ -24,7 +23,7 @@ from specgen.options import DraftOptions, GenerationOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
 from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import TextState
+from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,

@@ -102,21 +102,6 @@ def test_greedy_text_equals_plain_text(models: Path, name: str) -> None:
             assert fast.n_drafted > 0
 
 
-@pytest.mark.parametrize(
-    ("draft", "changes"),
-    [
-        ("no bos", {}),
-        ("mamba", {}),
-        # Drafting goes on, though the draft has seen so much in training only.
-        ("short", {"n_tokens": 80, "ignore_eos": True}),
-    ],
-)
-def test_other_drafts_are_exact(models: Path, draft: str, changes: dict[str, Any]) -> None:
-    _, fast = run(opened(models, draft=draft, **changes))
-    assert fast.token_ids == plain(models, "target", TEXTS["English"], **changes).token_ids
-    assert fast.n_drafted > (2 * fast.n_rounds if draft == "short" else 0)
-
-
 # --- what the draft is told
 
 
@@ -152,15 +137,3 @@ def test_text_that_is_continued_is_translated(models: Path) -> None:
         assert loaded.prompts.of_text("Hi", chat=False).draft_tokens is None
     with opened(models, "chat", "bpe draft") as loaded:
         assert loaded.prompts.of_text("Hi", now=NOW).draft_tokens is None
-
-
-@pytest.mark.parametrize("draft", ["chat draft", "draft"])
-def test_answers_in_a_conversation_are_exact(models: Path, draft: str) -> None:
-    def answer(session: Session) -> FinishedEvent:
-        with session:
-            prompt = session.prompts.of_text("the cat is", system="in", now=NOW)
-            return outcome(list(generate(session, prompt)))[1]
-
-    fast = answer(opened(models, "chat", draft))
-    assert fast.token_ids == answer(opened(models, "chat", "none")).token_ids
-    assert fast.n_drafted > 0

@@ -9,14 +9,12 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,36 +300,6 @@ def test_a_lesson_waits_while_an_answer_is_in_the_making(learning: Learning, fol
             learner.between_answers(begins=begins)
         said = folder / "said"
         wait_for(lambda: said.exists() and said.read_bytes() == b"-+-+")
-
-
-def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 10.0
-    reader, writer = os.pipe()
-
-    def clock() -> float:
-        nonlocal now_s
-        found = now_s
-        if pauses.is_paused:
-            now_s = 15.0
-            threading.Timer(0.1, os.write, (writer, online_learning.GO)).start()
-        return found
-
-    with os.fdopen(reader, "rb", buffering=0) as stdin:
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
-        ended: list[int] = []
-        monkeypatch.setattr(os, "_exit", ended.append)
-        monkeypatch.setattr(online_learning, "time", SimpleNamespace(monotonic=clock))
-        pauses = online_learning.Pauses()
-        pauses.listen()
-        assert not pauses.wait()
-        assert pauses.clock() == 10.0
-        os.write(writer, online_learning.PAUSE)
-        wait_for(lambda: pauses.is_paused)
-        assert not pauses.wait()
-        assert not pauses.is_paused
-        assert pauses.clock() == 10.0
-        os.close(writer)
-        wait_for(lambda: bool(ended))
 
 
 @pytest.mark.usefixtures("folder")

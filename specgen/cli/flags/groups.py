@@ -73,27 +73,6 @@ class Group:
         changed = (p.replace(default=defaults.get(p.name, p.default)) for p in self.parameters)
         return dataclasses.replace(self, parameters=tuple(changed))
 
-    def later(self) -> Group:
-        """Return the group with a function as its value, which makes it; keywords replace options."""
-        return Group(lambda **values: functools.partial(self, **values), self.parameters)
-
-    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Return the options that a command line names, for `later`. Raise `COMMAND_LINE_ERROR`."""
-        given: dict[str, Any] = {}
-
-        def take(context: typer.Context, **values: Any) -> None:
-            for name, value in values.items():
-                source = context.get_parameter_source(name)
-                if source is not None and source.name == "COMMANDLINE":
-                    given[name] = value
-
-        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        _sign(take, [context.replace(annotation=typer.Context), *self.parameters])
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command()(take)
-        app(arguments, standalone_mode=False)
-        return given
-
     def spellings(self) -> list[str]:
         declared = [parameter.annotation.__metadata__[0] for parameter in self.parameters]
         names = [name for each in declared for name in (each.default, *(each.param_decls or ()))]
@@ -141,7 +120,7 @@ def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command
             code: int = made(**values)
             return code
 
-        _sign(whole, made.parameters)
+        sign(whole, made.parameters)
         del whole.__wrapped__  # typer would inspect the wrapped function instead
         return whole
 
@@ -180,7 +159,8 @@ def _group(
     return Group(make, tuple(parameters), all_parsers, groups)
 
 
-def _sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
+def sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
+    """Give a function these parameters, as typer sees it."""
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {each.name: each.annotation for each in parameters}
 

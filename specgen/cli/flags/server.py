@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+import typer.main
 from typer import Option
 
+from specgen.cli.command import checked
 from specgen.cli.flags import setup
-from specgen.cli.flags.groups import group, panel
+from specgen.cli.flags.groups import Group, group, panel, sign
 from specgen.cli.model_loading import Setup
 from specgen.errors import UsageError
 from specgen.serve.server.options import Limits, ServerOptions, is_loopback
@@ -96,6 +101,34 @@ model_setup = group(
         ),
     ),
 )(ModelSetup)
+
+
+def later(options: Group) -> Group:
+    """Return a group with a function as its value, which makes that of `options`; keywords replace options."""
+    return Group(lambda **values: functools.partial(options, **values), options.parameters)
+
+
+def options_in(table: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the options of a model in a table of a file, by the long names of options, as keywords for `model_setup`.
+    Raise `UsageError`."""
+    given: dict[str, Any] = {}
+
+    def take(**values: Any) -> None:
+        given.update((name, value) for name, value in values.items() if name in found)
+
+    sign(take, model_setup.parameters)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(take)
+    command = typer.main.get_command(app)
+    known = {name: each for each in command.params for name in each.opts}
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        option = known.get(f"--{key}")
+        if option is None or key in without:
+            raise UsageError(f"{key}: a model has no such option")
+        found[option.name or key] = checked(key, value, option, command.context_class(command))
+    command.main([], standalone_mode=False, default_map=found)
+    return given
 
 
 def _keys(path: Path) -> tuple[str, ...]:

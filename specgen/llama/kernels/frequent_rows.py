@@ -9,12 +9,16 @@ distribution is that over the others. Which tokens are computed never changes wh
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.llama.kernels.attached import Kernels
+from specgen.llama.kernels.attached import Kernels, attached
 from specgen.llama.vocabulary import LlamaVocabulary
+
+if TYPE_CHECKING:
+    from specgen.llama.context import LlamaBackend
 
 #: Tokenizers give low ids to frequent tokens. (In answers of Qwen2.5-Coder to prompts in English, half of them about
 #: code, 0.94 of the tokens are among the first 32,768.)
@@ -74,6 +78,9 @@ class FrequentRows:
             self._limit = None
 
 
-def can_limit(vocabulary: LlamaVocabulary) -> bool:
-    """Return whether a draft's vocabulary is so large that leaving out rows saves much."""
-    return vocabulary.n_tokens >= 2 * N_FREQUENT
+def compute_frequent_tokens(backend: LlamaBackend) -> None:
+    """Compute the logits of frequent tokens only from now on, where specgen's kernels can and it saves much."""
+    kernels, vocabulary = attached(), backend.vocabulary
+    is_large = vocabulary.n_tokens >= 2 * N_FREQUENT
+    if kernels is not None and kernels.computes_products and is_large:
+        backend.computed_rows = FrequentRows(vocabulary, kernels)

@@ -214,12 +214,48 @@ _MOST_TOKENS = 4096
 _KEPT = ("general.architecture", "general.alignment")
 #: More than the alignment of tensors.
 _PADDING = 4096
+#: The sizes in bytes of values that arrays may be cut to, by GGUF's types.
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _OF_A_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
+
+
+class _Written(GgufMetadata):
+    """Metadata that are changed and written."""
+
+    def __init__(self) -> None:
+        self.handle, self._tensors = ggml("gguf_init_empty", ctypes.c_void_p)(), ctypes.c_void_p()
+
+    def names(self) -> list[str]:
+        name = ggml("gguf_get_key", ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)
+        count = ggml("gguf_get_n_kv", ctypes.c_int64, ctypes.c_void_p)(self.handle)
+        return [name(self.handle, index).decode("utf-8", "replace") for index in range(count)]
+
+    def remove(self, key: str) -> None:
+        remove = ggml("gguf_remove_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
+        remove(self.handle, key.encode())
+
+    def set(self, key: str, value: int | bytes) -> None:
+        about = (ctypes.c_void_p, ctypes.c_char_p)
+        name, kind = (
+            ("u32", ctypes.c_uint32) if isinstance(value, int) else ("str", ctypes.c_char_p)
+        )
+        ggml(f"gguf_set_val_{name}", None, *about, kind)(self.handle, key.encode(), value)
+
+    def cut(self, key: str, kept: Sequence[int]) -> None:
+        kind: int = self.get("gguf_get_arr_type", ctypes.c_int, key)
+        size = _VALUE_BYTES.get(kind)
+        if size is None:  # texts
+            return
+        address: int = self.get("gguf_get_arr_data", ctypes.c_void_p, key)
+        values = b"".join(ctypes.string_at(address + index * size, size) for index in kept)
+        types = (ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p)
+        write = ggml("gguf_set_arr_data", None, ctypes.c_void_p, *types, ctypes.c_size_t)
+        write(self.handle, key.encode(), kind, values, len(kept))
 
 
 def write_skeleton(file: Path, output: Path) -> None:
     """Write the skeleton of a model, of which all parts are read. Raise `BackendError`, `OSError`."""
-    with opened_parts(file) as (about, tensors), GgufMetadata(None) as made, no_data() as shorter:
+    with opened_parts(file) as (about, tensors), _Written() as made, no_data() as shorter:
         ggml("gguf_set_kv", None, *2 * (ctypes.c_void_p,))(made.handle, about.handle)
         n_tokens = made.length("tokenizer.ggml.tokens") or 0
         kept = _cut_metadata(made, tensors, n_tokens)
@@ -248,7 +284,7 @@ def write_skeleton(file: Path, output: Path) -> None:
         stream.truncate(size + n_bytes)
 
 
-def _cut_metadata(made: GgufMetadata, tensors: Sequence[GgufTensor], n_tokens: int) -> list[int]:
+def _cut_metadata(made: _Written, tensors: Sequence[GgufTensor], n_tokens: int) -> list[int]:
     architecture = made.text("general.architecture")
     n_layers = made.number(f"{architecture}.block_count")
     kept = _kept_layers(tensors, n_layers, made.number(f"{architecture}.nextn_predict_layers"))

@@ -158,13 +158,14 @@ class SpecgenDraft(LlamaDraftModel):
 
     def _end_text(self) -> None:
         if self._sequence is not None:
-            self.session.keep_text(self._sequence.tokens)
+            self.session.ngrams.keep_text(self._sequence.tokens)
         self._sequence = self._round = None
 
     def _observe(self, sequence: AnswerState, known: RoundResult, committed: list[int]) -> None:
         """Let policy and drafter learn from the last draft."""
         for token in committed:
             sequence.state.commit(token)
+        sequence.n_answer += len(committed)
         path, target_s = tuple(range(len(committed) - 1)), time.perf_counter() - self._handed_s
         result = replace(known, path=path, target_s=target_s, committed=tuple(committed))
         sequence.policy.observe(result)

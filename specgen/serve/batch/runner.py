@@ -13,8 +13,9 @@ from typing import Any
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
+from specgen.serve.formats.answers import check_tokens
 from specgen.serve.formats.openai import ChatWriter
-from specgen.serve.formats.request import Request, check_tokens, with_call_form
+from specgen.serve.formats.request import Request, with_call_form
 from specgen.session.calibration import calibrate, target_costs
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt, template_of

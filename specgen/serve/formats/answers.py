@@ -16,10 +16,10 @@ from specgen.errors import (
     SpecgenError,
     UsageError,
 )
-from specgen.events import CommittedEvent, Event, FinishedEvent
+from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
 from specgen.serve.formats.request import BodyError, Request
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser
-from specgen.session.prompts.thought_reader import ThoughtReader
+from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
 
 #: An object of JSON: a body, an event, or a chunk of a stream.
@@ -78,6 +78,14 @@ class RequestError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def check_tokens(request: Request, n_tokens: int) -> None:
+    """Raise `BodyError` if a bias or the prompt names a token that a vocabulary of `n_tokens` lacks."""
+    biased = [("logit_bias", token) for token, _ in request.sampling.logit_bias]
+    for name, token in [*biased, *(("prompt", token) for token in request.tokens or ())]:
+        if not 0 <= token < n_tokens:
+            raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
 
 
 class Answer:
@@ -172,8 +180,9 @@ class AnswerWriter(ABC):
     `identity` makes the id; `created` is in seconds since 1970.
     """
 
-    #: Whether chunks are events, whose name is their `type`; the event that keeps a stream open, if there is one.
-    is_named: ClassVar[bool] = False
+    #: How chunks are streamed: as events, as events whose name is their `type`, or as lines; and the event that keeps a
+    #: stream open, if there is one.
+    form: ClassVar[Literal["events", "named", "lines"]] = "events"
     alive: ClassVar[Json | None] = None
 
     def __init__(
@@ -187,6 +196,7 @@ class AnswerWriter(ABC):
     ) -> None:
         self._first = first = requests[0]
         self._identity, self._created, self._model = identity, created, model
+        self._prompts = prompts
         self._answers = [
             Answer(requests[number // first.n], prompt) for number, prompt in enumerate(prompts)
         ]
@@ -201,6 +211,8 @@ class AnswerWriter(ABC):
         if isinstance(event, CommittedEvent):
             deltas = answer.feed([piece.text for piece in event.pieces])
             return self._add(number, deltas, event)
+        if isinstance(event, ReadingEvent):
+            return self._read(number, event)
         if isinstance(event, FinishedEvent):
             return [*self._add(number, answer.finish(event), None), *self._end(number)]
         return []
@@ -209,6 +221,10 @@ class AnswerWriter(ABC):
         """Return whether an answer, whose first token is `time_s` old, is long enough."""
         limit_s = self._first.lines_s
         return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
+
+    def _read(self, _number: int, _event: ReadingEvent) -> list[Json]:
+        """Return the chunks for a piece of a prompt that was read."""
+        return []
 
     def fail(self, error: Json) -> list[Json]:
         """Return the last chunks if an answer failed, for the body of an error in OpenAI's form."""
@@ -233,8 +249,15 @@ class AnswerWriter(ABC):
         found = figures(finished, n_reasoning, self._first.n)
         wish = self._first.speculative
         found["speculative"] |= {"draft": wish.draft, "max": wish.max, "verifier": wish.verifier}
-        warnings = self._first.warnings
-        return found | ({"warnings": list(warnings)} if warnings else {})
+        warnings = [*self._first.warnings]
+        for each in finished:
+            if each.finish_reason == "context":
+                n, n_own = each.n_prompt_tokens, each.n_tokens
+                what = (
+                    f"the context is full, with {n} tokens of the prompt and {n_own} of the answer"
+                )
+                warnings.append(f"max_tokens: {what}")
+        return found | ({"warnings": warnings} if warnings else {})
 
 
 def figures(

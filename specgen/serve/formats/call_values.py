@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic_core import from_json
 
-from specgen.text.stop_strings import n_begun
+from specgen.text.prefix import n_begun
 
 #: The values of arguments by their keys.
 Arguments = dict[str, Any]
@@ -34,6 +34,18 @@ _ESCAPE_BEGUN = re.compile(
 )
 _NAMES = {"True": "true", "False": "false", "None": "null"}
 _MOST_DEPTH = 100
+
+
+def arguments_of(text: str | dict[str, Any] | None) -> Mapping[str, Any] | str:
+    """Return the arguments as an object, or as the text that the model wrote instead."""
+    if isinstance(text, dict):
+        return text
+    text = text or "{}"
+    try:
+        value = from_json(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
 
 
 class ArgumentsReader:

@@ -1,4 +1,4 @@
-"""OpenAI's older API, chat and text completions and embeddings, and llama.cpp's for a text with a gap.
+"""OpenAI's older API: chat and text completions, and embeddings.
 
 Embeddings have their bodies at the end. The command line gives the defaults of fields that are not there.
 """
@@ -6,7 +6,6 @@ Embeddings have their bodies at the end. The command line gives the defaults of 
 from __future__ import annotations
 
 import base64
-import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AliasChoices, AliasPath, Field
 
 from specgen.errors import PromptError
-from specgen.events import CommittedEvent, Piece
+from specgen.events import CommittedEvent, Piece, ReadingEvent, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.call_values import arguments_of
 from specgen.serve.formats.request import (
     AnswerBody,
     AnswerFormat,
@@ -27,16 +27,16 @@ from specgen.serve.formats.request import (
     Conversation,
     Fields,
     Kind,
+    Part,
     Parts,
     Request,
-    arguments_of,
     is_begun,
     parse,
     shown,
     text_of,
 )
 from specgen.serve.formats.tool_calls import Delta
-from specgen.session.prompts.infill import ContextFile, Gap
+from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import Message, Role, ToolCall
 from specgen.system.arrays import Hidden
 
@@ -52,7 +52,7 @@ _N_INPUTS = 2048
 
 
 class _Call(Fields):
-    id: Annotated[str, Field(min_length=1)]
+    id: str = ""
     name: str = Field(validation_alias=AliasPath("function", "name"), min_length=1)
     #: Some clients send the object.
     arguments: str | dict[str, Any] | None = Field(
@@ -73,10 +73,13 @@ class _Message(Fields):
     name: str | None = None
     function_call: _Function | None = None
     reasoning_content: Parts = Field(
-        [], validation_alias=AliasChoices("reasoning_content", "reasoning")
+        [], validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
     )
     tool_calls: list[_Call] = []
     tool_call_id: str | None = None
+    # ollama's: pictures beside the text, and the tool whose result this is
+    images: list[Any] = []
+    tool_name: str | None = None
 
 
 class _Body(AnswerBody):
@@ -88,14 +91,22 @@ class _Body(AnswerBody):
     has_usage_alone: bool | None = Field(
         None, validation_alias=AliasPath("stream_options", "include_usage")
     )
+    cache_prompt: bool = True
+    return_progress: bool = False
 
     def common(self, generation: GenerationOptions) -> dict[str, Any]:
         """Return what all requests of this API have."""
         n_top = generation.logprobs
         if self.logprobs is not None and self.logprobs is not False:
             n_top = self.top_logprobs if self.logprobs is True else self.logprobs
+        generation = replace(
+            generation,
+            logprobs=n_top,
+            uses_cache=self.cache_prompt,
+            reports_reading=self.return_progress and self.stream,
+        )
         return {
-            "generation": replace(generation, logprobs=n_top),
+            "generation": generation,
             "form": self.response_format,
             "n": self.n,
             "has_usage_alone": bool(self.has_usage_alone),
@@ -105,9 +116,16 @@ class _Body(AnswerBody):
 class _ChatBody(_Body, ChatBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
     reasoning_effort: str | None = None
-    reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
+    reasoning_format: str = "auto"
+    enable_thinking: bool | None = None
+    thinking: str | None = Field(None, validation_alias=AliasPath("thinking", "type"))
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+
+    @property
+    def thinks(self) -> bool | None:
+        found = {"enabled": True, "disabled": False}.get(self.thinking or "")
+        return found if self.enable_thinking is None else self.enable_thinking
 
     def continues(self, messages: Sequence[Message], warnings: list[str]) -> bool:
         """Return whether the answer continues the last message, as it does if nothing says otherwise."""
@@ -121,41 +139,27 @@ class _ChatBody(_Body, ChatBody):
         return False
 
 
-class _TextBody(_Body):
-    """What llama.cpp's own paths have beside OpenAI's fields."""
+class TextBody(_Body):
+    """A body about a text, with what llama.cpp's own paths have beside OpenAI's fields."""
 
     response_fields: list[str] | None = None
     t_max_predict_ms: float = 0.0
-
-    def llama_cpp(self, request: Request) -> Request:
-        """Return the request with an answer in llama.cpp's form."""
-        writer = functools.partial(LlamaCppWriter, fields=self.response_fields)
-        # The last chunk has the usage.
-        return replace(
-            request,
-            has_usage_alone=False,
-            writer=writer,
-            lines_s=self.t_max_predict_ms / 1000.0,
-        )
+    n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
+    n_probs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = 0
 
 
-class _CompletionBody(_TextBody):
+class _CompletionBody(TextBody):
     prompt: Any = None
     suffix: str = ""
+    echo: bool = False
     system: str | None = None  # the system message of a line of a batch
 
-
-class _File(Fields):
-    filename: str = "tmp"
-    text: str
-    time: Any = None  # when an editor saw it
-
-
-class _InfillBody(_TextBody):
-    input_prefix: str = ""
-    prompt: str = ""  # the text with which the gap already starts
-    input_suffix: str = ""
-    input_extra: list[_File] = []
+    def common(self, generation: GenerationOptions) -> dict[str, Any]:
+        found, echoes = super().common(generation), self.echo and not self.suffix
+        generation = found["generation"]
+        if echoes and generation.logprobs is not None:
+            generation = replace(generation, prompt_logprobs=True, uses_cache=False)
+        return {**found, "generation": generation, "echoes": echoes}
 
 
 def read_request(
@@ -188,6 +192,7 @@ def read_chat(
         continues=asked.continues(messages, warnings),
         warnings=warnings,
         effort=asked.reasoning_effort,
+        thinks=asked.thinks,
         splits_reasoning=asked.reasoning_format != "none",
         **asked.common(generation),
     )
@@ -198,9 +203,10 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
     for turn in turns:
         before, last = last, turn.role
         # A turn with calls only has no text. Templates read an empty text as none.
-        text = text_of(turn.content)
+        text = text_of([*turn.content, *[Part(type="image")] * len(turn.images)])
         if turn.role == "function" or turn.role == "tool":  # noqa: PLR1714 - so that mypy sees it
-            found.add_result(turn.name if turn.role == "function" else turn.tool_call_id, text)
+            identity = turn.name if turn.role == "function" else turn.tool_call_id
+            found.add_result(identity, text, turn.tool_name)
             continue
         calls = [
             ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls
@@ -227,7 +233,9 @@ def read_completion(
     """Read a body for the continuation of texts, or with `suffix` for the middle between two: a request for
     each prompt. Raise `BodyError`."""
     asked = parse(_CompletionBody, body)
-    empty = asked.request(kind, sampling, **asked.common(generation))
+    empty = asked.request(
+        kind, sampling, splits_reasoning=kind == "prompt", **asked.common(generation)
+    )
     found: list[Request] = []
     for prompt in _inputs("prompt", asked.prompt).values():
         if isinstance(prompt, list):
@@ -242,17 +250,6 @@ def read_completion(
     return tuple(found)
 
 
-def read_llama_cpp_completion(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> tuple[Request, ...]:
-    """Read a body of llama.cpp's own path for the continuation of a text. What only OpenAI's clients ask for is
-    answered in their form. Raise `BodyError`."""
-    found = read_completion(body, sampling, generation)
-    if len(found) > 1 or found[0].n > 1 or found[0].has_usage_alone:
-        return found
-    return (parse(_TextBody, body).llama_cpp(found[0]),)
-
-
 def _inputs(field: str, value: Any) -> dict[str, str | list[int]]:
     """Return the texts, or lists of tokens, in a field, each by its place. Raise `BodyError`."""
     is_several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
@@ -265,20 +262,6 @@ def _inputs(field: str, value: Any) -> dict[str, str | list[int]]:
             raise BodyError(where, "it is empty" if each == "" else what)
         found[where] = each
     return found
-
-
-def read_infill(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> tuple[Request, ...]:
-    """Read a body in the form of llama.cpp's server, for a text with a gap. Editors also send one without any text,
-    to warm the server up. Raise `BodyError`."""
-    asked = parse(_InfillBody, body)
-    if asked.n > 1:
-        raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
-    files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
-    gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
-    empty = asked.request("completion", sampling, **asked.common(generation))
-    return (asked.llama_cpp(replace(empty, gap=gap)),)
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -297,20 +280,48 @@ class ChatWriter(AnswerWriter):
             "created": self._created,
             "model": self._model,
         }
-        #: By answer: its log-probabilities, and the number of its characters.
+        #: By answer: its log-probabilities, the number of its characters, and its prompt as far as it is a part of it.
         self._logprobs: list[dict[str, list[Any]]] = [{} for _ in self._answers]
         self._n_characters = [0] * len(self._answers)
+        self._echoed = [""] * len(self._answers)
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
-        """Return the first chunk of each answer, with the role, in a chat."""
-        head = {"role": "assistant", "content": ""}
-        numbers = () if self._is_text else range(len(self._answers))
-        return [self._chunk(number, head) for number in numbers]
+        """Return the first chunk of each answer: the role in a chat, the prompt if it is wanted."""
+        numbers = range(len(self._answers))
+        if not self._is_text:
+            return [self._chunk(each, {"role": "assistant", "content": ""}) for each in numbers]
+        if not self._first.echoes or self._first.generation.prompt_logprobs:
+            return []
+        return [self._echo(each, self._prompts[each]) for each in numbers]
+
+    def _read(self, number: int, event: ReadingEvent) -> list[Json]:
+        chunks = []
+        if event.pieces and self._is_text:
+            text = "".join(piece.text for piece in event.pieces)
+            chunks = [self._echo(number, text, event.pieces)]
+        if self._first.generation.reports_reading:
+            progress = {
+                "total": event.n_prompt_tokens,
+                "cache": event.n_cached_tokens,
+                "processed": event.n_read,
+                "time_ms": round(1000.0 * event.spent_s),
+            }
+            chunks.append({**self._chunk(number, {}), "prompt_progress": progress})
+        return chunks
+
+    def _echo(self, number: int, text: str, pieces: Sequence[Piece] = ()) -> Json:
+        chunk = self._chunk(number, {"content": text})
+        if pieces:
+            self._add_logprobs(number, chunk, pieces)
+        self._echoed[number] += text
+        self._n_characters[number] += len(text)
+        return chunk
 
     def whole(self) -> Json:
         choices = []
         for number, answer in enumerate(self._answers):
-            content, thought = answer.text("content"), answer.text("thought")
+            content = self._echoed[number] + answer.text("content")
+            thought = answer.text("thought")
             calls = [_call(each) for each in answer.calls]
             message: Json = {"role": "assistant", "content": content}
             if thought:
@@ -330,11 +341,7 @@ class ChatWriter(AnswerWriter):
             return chunks
         chunks = chunks or [self._chunk(number, {})]
         if self._has_logprobs:
-            start = self._n_characters[number] if self._is_text else None
-            logprobs = _logprobs(event.pieces, start)
-            chunks[0]["choices"][0]["logprobs"] = logprobs
-            for name, values in logprobs.items():
-                self._logprobs[number].setdefault(name, []).extend(values)
+            self._add_logprobs(number, chunks[0], event.pieces)
         if has_pieces:
             chunks[0]["pieces"] = [
                 {"text": piece.text, "kind": piece.kind, "origin": piece.origin}
@@ -342,6 +349,15 @@ class ChatWriter(AnswerWriter):
             ]
         self._n_characters[number] += len(event.text)
         return chunks
+
+    def _add_logprobs(self, number: int, chunk: Json, pieces: Sequence[Piece]) -> None:
+        if self._is_text:
+            found = _text_logprobs(pieces, self._n_characters[number])
+        else:
+            found = {"content": logprob_entries(pieces, self._first.generation.logprobs)}
+        chunk["choices"][0]["logprobs"] = found
+        for name, values in found.items():
+            self._logprobs[number].setdefault(name, []).extend(values)
 
     def _end(self, number: int) -> list[Json]:
         chunks = [self._chunk(number, {}, self._ending(number))]
@@ -381,81 +397,48 @@ def _call(delta: Delta) -> Json:
     return {"id": delta.identity, "type": "function", "function": function}
 
 
-def _logprobs(pieces: Sequence[Piece], start: int | None) -> dict[str, list[Any]]:
-    """Return the log-probabilities of the tokens that the target chose; forced tokens have none. A chat has
-    an entry for each; a completion has lists, with the offset of each token in the text, of which `start`
-    characters come before these tokens."""
-    offsets = itertools.accumulate((len(piece.text) for piece in pieces), initial=start or 0)
-    known = [
-        (piece, piece.logprob, offset)
-        for piece, offset in zip(pieces, offsets, strict=False)
-        if piece.logprob is not None
-    ]
-    if start is not None:
-        return {
-            "tokens": [piece.text for piece, *_ in known],
-            "token_logprobs": [logprob for _, logprob, _ in known],
-            "top_logprobs": [
-                {top.text: top.logprob for top in piece.top_logprobs} for piece, *_ in known
-            ],
-            "text_offset": [offset for *_, offset in known],
+def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
+    """Return an entry for each token that the target chose; forced tokens have no log-probabilities."""
+    return [
+        {
+            **_entry(own),
+            "top_logprobs": [_entry(top) for top in piece.top_logprobs[:n_top]],
         }
+        for piece in pieces
+        for own in _own(piece)
+    ]
+
+
+def _text_logprobs(pieces: Sequence[Piece], start: int) -> dict[str, list[Any]]:
+    """Return the same as lists, with the offset of each token in the text, of which `start` characters come before
+    these tokens. Nothing is known of a prompt's first token."""
+    offsets = itertools.accumulate((len(piece.text) for piece in pieces), initial=start)
+    found = [
+        (piece, own.text, offset)
+        for piece, offset in zip(pieces, offsets, strict=False)
+        for own in _own(piece)
+    ]
     return {
-        "content": [
-            {
-                **_entry(piece.text, logprob),
-                "top_logprobs": [_entry(top.text, top.logprob) for top in piece.top_logprobs],
-            }
-            for piece, logprob, _ in known
-        ]
+        "tokens": [text for _, text, _ in found],
+        "token_logprobs": [piece.logprob for piece, *_ in found],
+        "top_logprobs": [None if each.logprob is None else _by_text(each) for each, *_ in found],
+        "text_offset": [offset for *_, offset in found],
     }
 
 
-def _entry(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8"))}
+def _own(piece: Piece) -> list[TokenLogprob]:
+    return [top for top in piece.top_logprobs if top.token_id == piece.token_id]
 
 
-class LlamaCppWriter(ChatWriter):
-    """Writes a text completion with llama.cpp's fields beside the others. A whole one has only those of `fields`, each
-    by its path (``timings/prompt_n``), if they are given."""
-
-    def __init__(self, *args: Any, fields: Sequence[str] | None = None, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self._fields = fields
-
-    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
-        return [self._filled(each) for each in super()._add(number, deltas, event)]
-
-    def _end(self, number: int) -> list[Json]:
-        return [self._filled(each) for each in super()._end(number)]
-
-    def whole(self) -> Json:
-        body = self._filled(super().whole())
-        if self._fields is None:
-            return body
-        found = {path: _at(body, path) for path in self._fields}
-        return {path: value for path, value in found.items() if value is not None}
-
-    def _filled(self, body: Json) -> Json:
-        (choice,) = body["choices"]
-        reason = choice["finish_reason"]
-        body |= {"index": 0, "content": choice["text"], "stop": reason is not None}
-        if reason is not None:
-            timings = body["timings"]
-            body |= {
-                "stop_type": "eos" if reason == "stop" else "limit",
-                "truncated": False,
-                "tokens_predicted": timings["predicted_n"],
-                "tokens_evaluated": timings["cache_n"] + timings["prompt_n"],
-                "tokens_cached": timings["cache_n"],
-            }
-        return body
+def _by_text(piece: Piece) -> dict[str, float]:
+    """Return the log-probabilities of likely tokens; of those with the same text, the likeliest one's."""
+    found = {top.text: top.logprob for top in reversed(piece.top_logprobs)}
+    return dict(reversed(found.items()))
 
 
-def _at(body: Any, path: str) -> Any:
-    for name in path.split("/"):
-        body = body.get(name) if isinstance(body, dict) else None
-    return body
+def _entry(top: TokenLogprob) -> Json:
+    data = list(top.bytes)
+    return {"id": top.token_id, "token": top.text, "logprob": top.logprob, "bytes": data}
 
 
 # --- embeddings -----------------------------------------------------------------------------------

@@ -24,13 +24,14 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import from_json
 
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Grammar, SamplerOptions, VerifierName
+from specgen.sampler_options import LARGEST_FACTOR
 from specgen.serve.formats.call_forms import CallForm, form_of
 from specgen.serve.formats.tool_calls import Function, calls_grammar
 from specgen.session.prompts import Prompt, Prompts
+from specgen.session.prompts.continued import continued, of_tokens
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
@@ -42,7 +43,7 @@ Kind: TypeAlias = Literal["chat", "completion", "prompt"]
 _SILENT = frozenset(
     [
         *("annotations", "betas", "cache_control", "cache_prompt", "client_metadata", "id"),
-        *("context_management", "id_slot", "t_max_prompt_ms"),
+        *("context_management", "id_slot", "keep_alive", "t_max_prompt_ms"),
         *("logprobs", "metadata", "model", "name", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "signature", "status", "stream_options", "strict"),
         *("summary", "type", "user"),
@@ -134,8 +135,13 @@ class Part(Fields):
     refusal: str | None = None
 
 
-#: Lets a list of parts be a text.
-AS_PARTS = BeforeValidator(lambda value: [{"text": value}] if isinstance(value, str) else value)
+def _as_parts(value: Any) -> Any:
+    value = {"text": value} if isinstance(value, str) else value
+    return [value] if isinstance(value, dict) else value
+
+
+#: Lets a list of parts be a text, or one part.
+AS_PARTS = BeforeValidator(_as_parts)
 Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
@@ -167,14 +173,14 @@ class AnswerFormat(Fields):
     """The form of an answer, with its JSON schema where the APIs have it."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema_: Schema | None = Field(
+    schema_: Schema | bool | None = Field(
         None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
     )
     strict: bool | None = Field(
         None, validation_alias=AliasChoices("strict", AliasPath("json_schema", "strict"))
     )
 
-    def schema_of(self, where: str) -> Schema | None:
+    def schema_of(self, where: str) -> Schema | bool | None:
         """Return the schema; None for a free text."""
         if self.type == "json_schema" and self.schema_ is None:
             raise BodyError(where, "it has no schema")
@@ -214,17 +220,32 @@ class Choice(Fields):
     disable_parallel_tool_use: bool = False
 
 
+def _biases(value: Any) -> Any:
+    """Return biases as an object: llama.cpp's server also takes pairs, with false for tokens that never come."""
+    if not isinstance(value, list) or not all(
+        isinstance(each, list) and len(each) == 2 and isinstance(each[0], int) for each in value
+    ):
+        return value
+    return {token: -LARGEST_FACTOR if bias is False else bias for token, bias in value}
+
+
 def _sampler_fields() -> dict[str, Any]:
     """Return the fields of samplers: llama.cpp's names, with types and limits of the options."""
     found: dict[str, Any] = {}
     for each in (each for each in fields(SamplerOptions) if each.name != "samplers"):
-        several: dict[str, Any] = {"logit_bias": dict[int, float], "dry_breakers": tuple[str, ...]}
-        kind = several.get(each.name, type(each.default))
+        several: dict[str, Any] = {
+            "logit_bias": Annotated[dict[int, float], BeforeValidator(_biases)],
+            "dry_breakers": tuple[str, ...],
+            "top_k": Annotated[int, BeforeValidator(lambda k: 0 if k == -1 else k)],
+        }
+        number = type(each.default)
         spellings = [each.replace("-", "_").lstrip("_") for each in each.metadata["spellings"]]
-        names = AliasChoices(each.name, *spellings, f"{spellings[0]}s")
-        most = 2**63 - 1 if kind is int else each.metadata.get("max")
-        limits = Field(None, validation_alias=names, ge=each.metadata.get("min"), le=most)
-        found[each.name] = (kind | None, limits)
+        other = each.name.replace("repeat_", "repetition_")
+        names = AliasChoices(each.name, *spellings, f"{spellings[0]}s", other)
+        most = {int: 2**63 - 1, float: LARGEST_FACTOR}.get(number)
+        least = each.metadata.get("min", most and -most)
+        limits = Field(None, validation_alias=names, ge=least, le=each.metadata.get("max", most))
+        found[each.name] = (several.get(each.name, number) | None, limits)
     return found
 
 
@@ -249,7 +270,7 @@ class AnswerBody(_Samplers):
     ] = Field((), validation_alias=AliasChoices("stop", "stop_sequences"))
     ignore_eos: bool = False
     grammar: str | None = None
-    json_schema: Schema | None = None
+    json_schema: Schema | bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
     stream: bool = False
     speculative: Speculative = Speculative()
@@ -433,6 +454,7 @@ class Request:
     warnings: tuple[str, ...] = ()  # what was ignored
     n: int = 1  # answers that are wanted
     streams: bool = False
+    echoes: bool = False  # the text begins with the prompt
     has_usage_alone: bool = False  # in a last chunk of a stream
     speculative: Speculative = field(default_factory=Speculative)
     lines_s: float = 0.0  # an answer of at least a line ends after so many seconds; 0: no limit
@@ -452,14 +474,15 @@ class Request:
             tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
             # A text that follows a grammar is whole.
             grammar = self.generation.grammar
-            continues = self.continues and (grammar is None or bool(grammar.mark))
+            is_free = grammar is None or (grammar.mark and not grammar.is_call)
+            continues = self.continues and bool(is_free)
             messages = self.messages[:-1] if continues else self.messages
             prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
             if not self.splits_reasoning:
                 prompt = replace(prompt, thoughts=None)
-            return prompts.continued(prompt, self.messages[-1]) if continues else prompt
+            return continued(prompts, prompt, self.messages[-1]) if continues else prompt
         if self.tokens is not None:
-            return prompts.of_tokens(self.tokens)
+            return of_tokens(prompts, self.tokens)
         if self.kind == "completion":
             return prompts.of_text(self.text, chat=False)
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
@@ -504,7 +527,7 @@ def with_call_form(
             raise BodyError("tools", error.message) from None
     else:
         generation = replace(generation, grammar=grammar)
-        if not grammar.mark:
+        if tools.must_call or other is not None:
             warnings = [f"tools: {warning}" for warning in warnings]
             request = replace(request, warnings=(*request.warnings, *warnings))
     controls = dict.fromkeys((*generation.shown_controls, *form.controls))
@@ -524,14 +547,6 @@ def _with_read_variables(request: Request, template: str) -> Request:
     )
 
 
-def check_tokens(request: Request, n_tokens: int) -> None:
-    """Raise `BodyError` if a bias or the prompt names a token that a vocabulary of `n_tokens` lacks."""
-    biased = [("logit_bias", token) for token, _ in request.sampling.logit_bias]
-    for name, token in [*biased, *(("prompt", token) for token in request.tokens or ())]:
-        if not 0 <= token < n_tokens:
-            raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
-
-
 def is_begun(messages: Sequence[Message]) -> bool:
     """Return whether the last message can be the beginning of an answer."""
     last = messages[-1]
@@ -544,11 +559,12 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def add_result(self, identity: str | None, text: str) -> None:
-        """Add the result of a call. Agents shorten conversations: a result whose call is gone becomes text of the
+    def add_result(self, identity: str | None, text: str, name: str | None = None) -> None:
+        """Add the result of a call, by its id or by the `name` of its tool. Agents shorten conversations: a result whose call is gone becomes text of the
         user's turn, since many templates take none without a call."""
         calls = (call for message in self.messages for call in message.tool_calls)
-        names = [call.name for call in calls if call.identity == identity]
+        found = (call.name for call in calls if call.identity == (identity or ""))
+        names = [each for each in found if name in (None, each)]
         if names:
             self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
         else:
@@ -582,15 +598,3 @@ class Conversation:
 
 def _joined(before: str, text: str) -> str:
     return f"{before}\n\n{text}" if before else text
-
-
-def arguments_of(text: str | dict[str, Any] | None) -> Mapping[str, Any] | str:
-    """Return the arguments as an object, or as the text that the model wrote instead."""
-    if isinstance(text, dict):
-        return text
-    text = text or "{}"
-    try:
-        value = from_json(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, dict) else text

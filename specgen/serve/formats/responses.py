@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.call_values import arguments_of
 from specgen.serve.formats.request import (
     AnswerFormat,
     BodyError,
@@ -24,7 +25,6 @@ from specgen.serve.formats.request import (
     Fields,
     Parts,
     Request,
-    arguments_of,
     parse,
     shown,
     text_of,
@@ -178,7 +178,7 @@ class ResponseWriter(AnswerWriter):
     `hides`, thoughts are also in the form that clients send back.
     """
 
-    is_named = True
+    form = "named"
 
     def __init__(
         self,

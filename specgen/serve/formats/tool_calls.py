@@ -25,7 +25,7 @@ from specgen.serve.formats.call_forms import (
 from specgen.serve.formats.call_values import ArgumentsReader
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
-from specgen.text.stop_strings import n_begun
+from specgen.text.prefix import n_begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class Function:
 
 # --- grammars --------------------------------------------------------------------------------------
 
+#: Small models go on calling for ever.
+_MOST_CALLS = 16
 _CONTROL = re.compile(r"<\|[^<>]+\|>")
 #: What a call's id or number may be.
 _ANY_RULE = "ANY: /[0-9A-Za-z]{1,9}/"
@@ -176,24 +178,29 @@ def calls_grammar(
 ) -> tuple[Grammar, list[str]]:
     """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`,
     or else for text that conforms to the JSON schema `other`; and warnings that name what it cannot enforce
-    of the parameters' schemas. Unless the model `must_call`, it holds from a call's mark on, in a text that is free.
+    of the parameters' schemas. Unless the model `must_call`, it holds from each call's mark on, in a text that is free.
     Raise `UsageError` if no arguments conform to a function's parameters."""
-    rules, is_lazy = _Rules(form), not must_call and other is None
+    rules = _Rules(form)
     calls = rules._new(" | ".join(map(rules.call, functions)))  # noqa: SLF001
-    more = f" ({_form_text(form.between)} {calls})*" if is_parallel and form.between else ""
-    opening, mark = form.opening.lstrip(), form.trigger if is_lazy else ""
+    more = ""
+    if is_parallel and form.between:
+        more = f" ({_form_text(form.between)} {calls}){{0,{_MOST_CALLS - 1}}}"
+    opening, mark = form.opening.lstrip(), form.trigger if other is None else ""
     closing = _form_text(form.closing.rstrip())
-    if _CONTROL.fullmatch(form.closing):  # which may end the answer, and is then no part of it
+    if _CONTROL.fullmatch(form.closing) and not form.between:  # it may end the answer
         closing = f"({closing})?"
+    if not must_call:
+        opening = opening.removeprefix(mark)
+    elif not is_parallel:
+        mark = ""
     lines = [
         f"start: calls{' | other' if other is not None else ''}",
-        f"calls: {_form_text(opening.removeprefix(mark))} {calls}{more} {closing}",
+        f"calls: {_form_text(opening)} {calls}{more} {closing}",
     ]
     if other is not None:
         lines.append(f"other: {in_lark(other)}")
     text = "\n".join([*lines, *rules.lines])
-    is_first = is_lazy and not form.mark
-    return Grammar("lark", text, other is None, mark, is_first), rules.warnings
+    return Grammar("lark", text, must_call, mark, not form.mark), rules.warnings
 
 
 def _form_text(text: str) -> str:
@@ -225,7 +232,7 @@ class ToolCallParser:
     models write calls so, whatever their template says. A call of an unknown function, or one that is broken before
     its arguments, is content, but may be held back until the end of the answer. The result does not depend on how
     the text is cut into pieces. White space around calls is left out. With `one_only`, everything after the first
-    call is left out too. With `calls_only`, a grammar makes sure that the answer is nothing but calls.
+    call is left out too, with `calls_only` what is no call.
     """
 
     def __init__(
@@ -272,7 +279,7 @@ class ToolCallParser:
                 self._rest = "" if is_cut else self._rest
                 break
             more, is_call = self._to_call(is_last=is_last, is_cut=is_cut)
-            deltas += more
+            deltas += [each for each in more if each.kind != "content" or not self._calls_only]
         return deltas
 
     def _to_call(self, *, is_last: bool, is_cut: bool) -> tuple[list[Delta], bool]:
@@ -330,8 +337,6 @@ class ToolCallParser:
 
     def _without_call(self, content: str, begun: int | None) -> str:
         """Return the content of an answer that was cut, without what there is of a call at its end."""
-        if self._calls_only:
-            return ""
         content = content[:begun]
         return (
             content[: len(content) - n_begun(content, self._form.mark)] if self.n_calls else content
@@ -345,10 +350,12 @@ class ToolCallParser:
             match(literal, self._rest, 0) if literal else None
             for literal in (between, self._fence or closing)
         ]
-        if found[0] is not None and found[0] != UNCLEAR:
-            return found[0]
         if UNCLEAR in found and not is_last:
             return UNCLEAR
+        place, end = (-1 if each is None else each for each in found)
+        is_closed = end >= 0 and is_last and not self._rest[place:].strip()
+        if place >= max(0, end) and not is_closed:
+            return place
         self._is_behind_call = False
         if found[1] == UNCLEAR:
             self._rest = ""
@@ -372,6 +379,12 @@ class ToolCallParser:
         """Return the end of the calls that begin here, and their names and arguments. The end is `UNCLEAR` if the
         text may go on so."""
         text, form = self._rest, self._form
+        if form.keys is not None and not self._is_behind_call:
+            lead = form.opening[: form.opening.find("{")].strip()
+            found_lead = match(lead, text, len(text[:begin].rstrip()) - len(form.mark))
+            if found_lead == UNCLEAR:
+                return UNCLEAR, []
+            begin = found_lead or begin
         start = begin + len(text[begin:]) - len(text[begin:].lstrip())
         if start == len(text):
             return UNCLEAR, []

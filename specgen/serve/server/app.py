@@ -6,15 +6,14 @@ import asyncio
 import datetime
 import functools
 import logging
-import mimetypes
 import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
+from pydantic import AliasChoices, Field
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -24,14 +23,19 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
 from specgen.errors import SpecgenError
-from specgen.events import CommittedEvent
+from specgen.events import CommittedEvent, Event, FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, RequestError
+from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, check_tokens
+from specgen.serve.formats.local_servers import (
+    read_infill,
+    read_llama_cpp_completion,
+    read_ollama_chat,
+    read_ollama_generate,
+)
 from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.openai import (
     ChatWriter,
@@ -39,20 +43,18 @@ from specgen.serve.formats.openai import (
     read_chat,
     read_completion,
     read_embedding_request,
-    read_infill,
-    read_llama_cpp_completion,
 )
 from specgen.serve.formats.request import (
     BodyError,
     Fields,
     Integer,
     Request,
-    check_tokens,
     parse,
     with_call_form,
 )
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import (
+    PAGE,
     AccessCheck,
     DrainingServer,
     EventStream,
@@ -62,25 +64,14 @@ from specgen.serve.server.http import (
 )
 from specgen.serve.server.jobs import Insert, Job, ServedEmbedder, ServedModel
 from specgen.serve.server.metrics import ServerMetrics
-from specgen.serve.server.model_pool import ModelPool, Place
+from specgen.serve.server.model_pool import ModelPool, abilities
 from specgen.serve.server.options import ServerOptions
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt, template_of
+from specgen.session.prompts.continued import of_tokens
 from specgen.session.prompts.infill import infill_prompt
 from specgen.system.files import as_json
 
-# Some machines map .js to plain text, and browsers do not run such a script.
-for _ending in (".js", ".mjs"):
-    mimetypes.add_type("text/javascript", _ending)
-#: The page's own files only: no scripts or styles from elsewhere, or in the answers of a model, and no look-up
-#: of the hosts that an answer has links to.
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "X-DNS-Prefetch-Control": "off",
-    "Cache-Control": "no-cache",
-}
 #: Reads a body; the command line gives the defaults of samplers and of ends.
 Reader: TypeAlias = Callable[
     [Mapping[str, Any], SamplerOptions, GenerationOptions], tuple[Request, ...]
@@ -93,29 +84,21 @@ _READERS: Mapping[str, Reader] = {
     **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
     **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
     **dict.fromkeys(["/infill", "/v1/infill"], read_infill),
+    "/api/chat": read_ollama_chat,
+    "/api/generate": read_ollama_generate,
 }
 _log = logging.getLogger("specgen.serve.server")
 
 
-class _PageFiles(StaticFiles):
-    """The files of the page, with its headers."""
-
-    def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        response = super().file_response(*args, **kwargs)
-        response.headers.update(_PAGE_HEADERS)
-        return response
-
-
-_PAGE = _PageFiles(directory=Path(__file__).parent / "page")
-
-
 async def _page(request: HttpRequest) -> Response:
-    return await _PAGE.get_response("index.html", request.scope)
+    return await PAGE.get_response("index.html", request.scope)
 
 
 class _TokenizeBody(Fields):
-    content: str
-    add_special: bool = False
+    content: str = Field(validation_alias=AliasChoices("content", "prompt"))
+    add_special: bool = Field(
+        False, validation_alias=AliasChoices("add_special", "add_special_tokens")
+    )
     parse_special: bool = True
     with_pieces: bool = False
 
@@ -138,10 +121,14 @@ class Server:
             Route("/health", self._health),
             Route("/v1/health", self._health),
             Route("/version", _version),
+            Route("/api/version", _ollama_version),
+            Route("/api/tags", self._tags),
+            Route("/api/ps", self._tags),
             *(Route(f"{start}/models", self._models) for start in ("", "/v1")),
             *(Route(f"{start}/models/{{model:path}}", self._models) for start in ("", "/v1")),
             Route("/metrics", self._show_metrics),
             Route("/props", self._props),
+            Route("/tokenizer_info", self._tokenizer_info),
             Route("/slots", self._slots),
             *(
                 self._post(path, functools.partial(self._complete, read))
@@ -149,12 +136,22 @@ class Server:
             ),
             self._post("/embeddings", self._embed, embeds=True),
             self._post("/v1/embeddings", self._embed, embeds=True),
-            self._work("/v1/messages/count_tokens", self._count_tokens),
+            self._work(
+                "/v1/messages/count_tokens", functools.partial(self._count_tokens, read_messages)
+            ),
+            *(
+                self._work(
+                    f"{path}/input_tokens", functools.partial(self._count_tokens, _READERS[path])
+                )
+                for path in _READERS
+                if path.endswith(("/chat/completions", "/responses"))
+            ),
+            self._work("/api/show", self._show),
             self._work("/tokenize", _tokenize),
             self._work("/detokenize", _detokenize),
             self._work("/apply-template", self._apply_template),
             Route("/", _page),
-            Mount("/page", _PAGE),
+            Mount("/page", PAGE),
         ]
         options = self._options
         cors = Middleware(
@@ -222,7 +219,7 @@ class Server:
                 chunks,
                 end,
                 self._limits.client_s,
-                named=writer.is_named,
+                form=writer.form,
                 alive=writer.alive,
             )
         return JSONResponse(await while_connected(request.receive, _whole(writer, chunks)))
@@ -293,9 +290,10 @@ class Server:
 
         return self._post(path, answer)
 
-    def _count_tokens(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
-        (asked,) = self._read(model, read_messages, body)
-        return {"input_tokens": len(_prompt(asked, model).tokens)}
+    def _count_tokens(self, read: Reader, model: ServedModel, body: Mapping[str, Any]) -> Any:
+        (asked,) = self._read(model, read, body)
+        counted = {"input_tokens": len(_prompt(asked, model).tokens)}
+        return counted if read is read_messages else {"object": "response.input_tokens", **counted}
 
     def _apply_template(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
         (asked,) = self._read(model, read_chat, body)
@@ -328,29 +326,48 @@ class Server:
     async def _models(self, request: HttpRequest) -> Response:
         name, places = request.path_params.get("model"), self._pool.places
         if name is None:
-            return JSONResponse({"object": "list", "data": [*map(self._about, places.values())]})
+            return JSONResponse(
+                {"object": "list", "data": [each.about(self._started) for each in places.values()]}
+            )
         if name not in places:
             raise RequestError(404, f"there is no model {name!r}", code="model_not_found")
-        return JSONResponse(self._about(places[name]))
+        return JSONResponse(places[name].about(self._started))
 
-    def _about(self, place: Place) -> dict[str, Any]:
-        """Return what a list of models says of one. `status` has the form of llama.cpp's server with several
-        models."""
-        model = place.served
-        about = {
-            "id": place.entry.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "specgen",
-            "type": "embeddings" if place.entry.embeds else "llm",
-            "status": {"value": place.status, "failed": place.failure is not None},
+    async def _tags(self, request: HttpRequest) -> Response:
+        """Return the models in ollama's form: all, or those that are loaded."""
+        loads = request.url.path.startswith("/api/ps")
+        modified = datetime.datetime.fromtimestamp(self._started, datetime.timezone.utc)
+        more = {"modified_at": modified.isoformat(), "digest": "", "details": {"format": "gguf"}}
+        found = [
+            {"name": name, "model": name, "size": place.entry.n_bytes, **more}
+            for name, place in self._pool.places.items()
+            if place.served is not None or not loads
+        ]
+        return JSONResponse({"models": found})
+
+    def _show(self, model: ServedModel, _body: Mapping[str, Any]) -> Any:
+        kind = model.target.architecture
+        return {
+            "capabilities": abilities(model),
+            "details": {"format": "gguf", "family": kind, "families": [kind]},
+            "model_info": {
+                "general.architecture": kind,
+                "general.basename": model.name,
+                f"{kind}.context_length": model.engine.n_ctx,
+            },
         }
-        if model is not None:
-            about["meta"] = {
-                "n_vocab": model.target.vocabulary.n_tokens,
-                "n_ctx_train": model.target.n_ctx_train,
-            }
-        return about
+
+    async def _tokenizer_info(self, request: HttpRequest) -> Response:
+        """Return what vLLM's server says of a tokenizer."""
+        model = self._pool.find(request.query_params.get("model")).served
+        if not isinstance(model, ServedModel):
+            raise RequestError(503, "the model is not loaded", "model_not_loaded")
+        vocabulary = model.target.vocabulary
+        names = {
+            f"{role}_token": vocabulary.token_text(token) if token >= 0 else None
+            for role, token in vocabulary.special_tokens().items()
+        }
+        return JSONResponse({**names, "chat_template": model.target.chat_template()})
 
     async def _show_metrics(self, _request: HttpRequest) -> Response:
         return Response(self._pool.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -403,6 +420,11 @@ class Server:
 
 async def _version(_request: HttpRequest) -> Response:
     return JSONResponse({"version": __version__})
+
+
+async def _ollama_version(_request: HttpRequest) -> Response:
+    """Return the first version of ollama with all that is answered here: clients compare it with what they need."""
+    return JSONResponse({"version": "0.9.0", "specgen": __version__})
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:
@@ -480,7 +502,8 @@ def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
 
 def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
     tokens = parse(_DetokenizeBody, body).tokens
-    return {"content": model.session.prompts.of_tokens(tokens).text if tokens else ""}
+    text = of_tokens(model.session.prompts, tokens).text if tokens else ""
+    return {"content": text, "prompt": text}  # in llama.cpp's words, and in vLLM's
 
 
 def _piece(data: bytes) -> str | list[int]:
@@ -504,7 +527,12 @@ async def _chunks(
         for chunk in writer.begin(len(job.answers[0].prompt.tokens)):
             yield chunk
         async for number, event in job.events():
-            if not isinstance(event, SpecgenError):
+            if isinstance(event, SpecgenError):
+                error = RequestError.of(event)
+            elif _is_cut(event):  # an empty answer would look like a whole one
+                timeout = RequestError(503, f"no token came in {limit_s:g} s", "timeout")
+                error = RequestError.ending() if job.is_cut else timeout
+            else:
                 for chunk in writer.feed(number, event):
                     yield chunk
                 if isinstance(event, CommittedEvent):
@@ -512,7 +540,6 @@ async def _chunks(
                     if writer.is_over(number, loop.time() - started_s):
                         end()
                 continue
-            error = RequestError.of(event)
             if not streams:
                 raise error
             for chunk in writer.fail(error.body()):
@@ -522,6 +549,14 @@ async def _chunks(
         if limit is not None:
             limit.cancel()
         end()
+
+
+def _is_cut(event: Event) -> bool:
+    return (
+        isinstance(event, FinishedEvent)
+        and event.finish_reason == "interrupted"
+        and not event.n_tokens
+    )
 
 
 async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:

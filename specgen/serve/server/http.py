@@ -6,18 +6,21 @@ import asyncio
 import contextlib
 import hmac
 import json
+import mimetypes
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import uvicorn
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -37,7 +40,11 @@ _COMMENT = b": waiting\n\n"
 
 def refusal(error: RequestError, path: str) -> JSONResponse:
     """Return the response to a request, in the form of the API that has this path."""
-    body = error_body(error.body()) if path.startswith("/v1/messages") else error.body()
+    body = error.body()
+    if path.startswith("/v1/messages"):
+        body = error_body(body)
+    elif path.startswith("/api/"):  # ollama's
+        body = {"error": error.message}
     return JSONResponse(body, error.status, headers=error.headers)
 
 
@@ -96,8 +103,8 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events: JSON values. The name of a `named` one is its `type`; others end with `data:
-    [DONE]`. While there is none, an `alive` event, or a comment, keeps the stream open.
+    """A stream of JSON values: of lines, or of server-sent events. The name of a ``named`` one is its `type`; others end
+    with `data: [DONE]`. While there is none, an `alive` event, or a comment, keeps the stream open.
 
     `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it accepts no
     data for `client_s` seconds.
@@ -109,13 +116,16 @@ class EventStream(StreamingResponse):
         on_end: Callable[[], None],
         client_s: float,
         *,
-        named: bool = False,
+        form: Literal["events", "named", "lines"] = "events",
         alive: Mapping[str, Any] | None = None,
     ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(self._events(values), headers=headers, media_type="text/event-stream")
-        self._on_end, self._client_s, self._named = on_end, client_s or None, named
-        self._alive = _COMMENT if alive is None else self._encoded(alive)
+        kind = "application/x-ndjson" if form == "lines" else "text/event-stream"
+        super().__init__(self._events(values), headers=headers, media_type=kind)
+        self._on_end, self._client_s, self._form = on_end, client_s or None, form
+        self._alive = b"" if form == "lines" else _COMMENT
+        if alive is not None:
+            self._alive = self._encoded(alive)
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -142,12 +152,42 @@ class EventStream(StreamingResponse):
             if value is nothing:
                 break
             yield self._encoded(value)
-        if not self._named:
+        if self._form == "events":
             yield b"data: [DONE]\n\n"
 
     def _encoded(self, value: Mapping[str, Any]) -> bytes:
-        name = f"event: {value['type']}\n" if self._named else ""
+        if self._form == "lines":
+            return f"{json.dumps(value)}\n".encode()
+        name = f"event: {value['type']}\n" if self._form == "named" else ""
         return f"{name}data: {json.dumps(value)}\n\n".encode()
+
+
+# --- the page ---------------------------------------------------------------------------------------
+
+# Some machines map .js to plain text, and browsers do not run such a script.
+for _ending in (".js", ".mjs"):
+    mimetypes.add_type("text/javascript", _ending)
+#: The page's own files only: no scripts or styles from elsewhere, or in the answers of a model, and no look-up
+#: of the hosts that an answer has links to.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-DNS-Prefetch-Control": "off",
+    "Cache-Control": "no-cache",
+}
+
+
+class _PageFiles(StaticFiles):
+    """The files of the page, with its headers."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_PAGE_HEADERS)
+        return response
+
+
+PAGE = _PageFiles(directory=Path(__file__).parent / "page")
 
 
 # --- access ---------------------------------------------------------------------------------------

@@ -58,6 +58,8 @@ class Job:
         self, answers: Sequence[Request], submitted_s: float, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.answers, self.submitted_s = tuple(answers), submitted_s
+        #: Whether the server ended it.
+        self.is_cut = False
         self._open = dict(enumerate(answers))
         self._loop = loop
         self._queue: asyncio.Queue[JobEvent | None] = asyncio.Queue()
@@ -198,6 +200,7 @@ class ServedModel:
         with self._changed:
             jobs = list(self._jobs)
         for job in jobs:
+            job.is_cut = True
             self.cancel(job)
 
     # --- in the thread -----------------------------------------------------------------------

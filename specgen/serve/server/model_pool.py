@@ -11,14 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.llama.embeddings import Embedder
 from specgen.serve.formats.answers import RequestError
+from specgen.serve.formats.call_forms import form_of
 from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, ServedModel, Turns
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits
+from specgen.session.prompts import template_of
+from specgen.session.prompts.infill import InfillTokens
+from specgen.session.prompts.thoughts import writes_thoughts
 from specgen.system.progress import human_bytes
 
 #: In the words of llama.cpp's server with several models.
@@ -70,6 +74,44 @@ class Place:
     @property
     def is_wanted(self) -> bool:
         return any(not each.done() for each in self.waiting)
+
+    def about(self, created: int) -> dict[str, Any]:
+        """Return what a list of models says of it. `status` has the form of llama.cpp's server with several
+        models."""
+        model = self.served
+        about: dict[str, Any] = {
+            "id": self.entry.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "specgen",
+            "type": "embeddings" if self.entry.embeds else "llm",
+            "status": {"value": self.status, "failed": self.failure is not None},
+        }
+        if model is not None:
+            engine = model.engine if isinstance(model, ServedModel) else model.embedder
+            about["capabilities"] = abilities(model)
+            about["max_model_len"] = engine.n_ctx
+            about["meta"] = {
+                "n_vocab": model.target.vocabulary.n_tokens,
+                "n_ctx": engine.n_ctx,
+                "n_ctx_train": model.target.n_ctx_train,
+            }
+        return about
+
+
+def abilities(model: Served) -> list[str]:
+    """Return what a model can do, in ollama's words, and ``chat`` if it has a template."""
+    if not isinstance(model, ServedModel):
+        return ["embedding"]
+    target, template = model.target, template_of(model.target, has_tools=True) or ""
+    found = {
+        "completion": True,
+        "chat": bool(template),
+        "tools": form_of(template, target.vocabulary.has_control) is not None,
+        "thinking": writes_thoughts(template),
+        "insert": InfillTokens.of(target.vocabulary) is not None,
+    }
+    return [name for name, is_able in found.items() if is_able]
 
 
 class ModelPool:

@@ -86,7 +86,7 @@ def render(
         given["tools"] = mark(list(tools))
     if not _TAKES_TOOLS.search(template):  # Firefunction has names of its own
         functions = mark(_to_json(tools, indent=4)) if tools else ""
-        given |= {"functions": functions, "datetime": now.ctime()}
+        given |= {"functions": functions, "datetime": now.strftime("%b %d %Y")}
     try:
         return environment.rendered(_compiled(template), given)
     except Exception as error:  # a template's expressions can raise anything

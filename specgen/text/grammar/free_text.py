@@ -10,15 +10,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
 
+from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState, Vocabulary
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
-from specgen.text.stop_strings import n_begun
+from specgen.text.prefix import n_begun
 
 #: The state behind a mark, from the tokens that end with it; None if what is behind it is not allowed.
 _Then: TypeAlias = Callable[[tuple[int, ...]], "GrammarState | None"]
@@ -51,74 +53,109 @@ def grammar_start(
 ) -> GrammarState:
     """Return the state of a grammar before an answer, whose thoughts are free. Raise `UsageError` if the grammar is
     invalid."""
-    if grammar.mark:
-        rules = f"start: lead answer /(?s:.)+/?\nlead[suffix={literal(grammar.mark)}]: /(?s:.*)/"
-        own = LlguidanceGrammar(vocabulary, grammar, rules)
-        return _from_marks(own, vocabulary, grammar, thoughts)
-    if grammar.form == "gbnf" and thoughts is not None and thoughts.begin in grammar.text:
-        thoughts = None  # they are part of it
-    rules = "" if thoughts is None else _around(thoughts, is_call=grammar.is_call)
-    own = LlguidanceGrammar(vocabulary, grammar, rules)
-    if thoughts is None or thoughts.state == "over":
-        return own.start
+    if grammar.mark and not grammar.is_call:
+        return _in_free_text(grammar, vocabulary, thoughts)
+    return _WholeAnswer(grammar, vocabulary, thoughts).start
 
-    def thinking(begun: tuple[int, ...]) -> GrammarState:
-        then = {thoughts.end.encode(): lambda tokens: own.fed((*begun, *tokens))}
-        return _Marks(vocabulary, then, may_end=False).plain
 
-    def beginning(state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
-        text = b"".join(map(vocabulary.token_bytes, tokens)).decode(errors="replace").lstrip()
-        if text.startswith(thoughts.begin):
-            return thinking(tokens)
-        return _Watched(state, beginning, tokens) if thoughts.begin.startswith(text) else state
+class _WholeAnswer:
+    """An answer that follows a grammar behind its thoughts. Behind a call only other calls may come: a token that begins
+    neither ends the answer, since a mask of calls and the end would make one of them of a text."""
 
-    if thoughts.state == "open":
-        return thinking(tuple(vocabulary.tokenize_inside(thoughts.begin, parse_special=True)))
-    return _Watched(own.start, beginning)
+    def __init__(
+        self, grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None
+    ) -> None:
+        self._vocabulary, self._thoughts = vocabulary, thoughts
+        rules = "" if thoughts is None else _around(thoughts, is_call=grammar.is_call)
+        if grammar.mark:  # another call may be on a line of its own
+            rules = f"start: SPACE? whole\nwhole:{rules.removeprefix('start:') or ' answer'}"
+        if rules:
+            rules += "\nSPACE: /[ \\n]{1,4}/"
+        self._own = LlguidanceGrammar(vocabulary, grammar, rules)
+        self._more: GrammarState | None = None
+        if grammar.mark:
+            over = LlguidanceGrammar(vocabulary, Grammar("lark", 'start: ""')).start
+            then = {grammar.mark.encode(): partial(self._behind, ())}
+            self._more = _Marks(vocabulary, then, otherwise=over).plain
+
+    @property
+    def start(self) -> GrammarState:
+        thoughts = self._thoughts
+        if thoughts is None or thoughts.state == "over":
+            return self._within(self._own.start)
+        if thoughts.state == "open":
+            begun = self._vocabulary.tokenize_inside(thoughts.begin, parse_special=True)
+            return self._thinking(tuple(begun), thoughts)
+        return _Watched(self._own.start, partial(self._beginning, thoughts))
+
+    def _within(self, state: GrammarState, _tokens: tuple[int, ...] = ()) -> GrammarState:
+        if self._more is None:
+            return state
+        return self._more if state.allows(self._own.ends).any() else _Watched(state, self._within)
+
+    def _behind(self, begun: tuple[int, ...], tokens: tuple[int, ...]) -> GrammarState | None:
+        state = self._own.fed((*begun, *tokens))
+        return None if state is None else self._within(state)
+
+    def _thinking(self, begun: tuple[int, ...], thoughts: ThoughtMarks) -> GrammarState:
+        then = {thoughts.end.encode(): partial(self._behind, begun)}
+        return _Marks(self._vocabulary, then, may_end=False).plain
+
+    def _beginning(
+        self, thoughts: ThoughtMarks, state: GrammarState, tokens: tuple[int, ...]
+    ) -> GrammarState:
+        data = b"".join(map(self._vocabulary.token_bytes, tokens)).lstrip()
+        begin = thoughts.begin.encode()
+        if data.startswith(begin):
+            return self._thinking(tokens, thoughts)
+        if begin.startswith(data):
+            return _Watched(state, partial(self._beginning, thoughts), tokens)
+        return self._within(state)
 
 
 def _around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
     """Return rules, in llguidance's form of Lark, for an answer behind thoughts."""
     final = thoughts.final if is_call else ""
     before = [each for each in thoughts.before if not (final and each.endswith(final))]
-    first, lead, after = (
-        f"({' | '.join(items)} SPACE?){sign}" if items else ""
-        for items, sign in (
-            (["thoughts"] if thoughts.state != "over" else [], "?"),
-            ([*map(literal, before)], "?"),
-            ([*map(literal, thoughts.behind)], "{0,2}"),
-        )
+    lead, after = (
+        f"({' | '.join(map(literal, marks))} SPACE?){sign}" if marks else ""
+        for marks, sign in ((before, "?"), (thoughts.behind, "{0,2}"))
     )
-    if not first and not thoughts.around:
-        return ""
+    if thoughts.state == "over":
+        return f"start: {lead} answer {after}" if lead or after else ""
     return "\n".join(
         [
-            f"start: SPACE? {first} {lead} answer {after}",
-            "SPACE: /[ \\n]{1,4}/",
+            f"start: (SPACE? thoughts SPACE?)? {lead} answer {after}",
             f"thoughts: {literal(thoughts.begin)} thought",
             f"thought[suffix={literal(thoughts.end)}]: /(?s:.*)/",
         ]
     )
 
 
-def _from_marks(
-    own: LlguidanceGrammar, vocabulary: Vocabulary, grammar: Grammar, thoughts: ThoughtMarks | None
+def _in_free_text(
+    grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None
 ) -> GrammarState:
-    """Return the state of a free text in which the grammar holds from each mark on."""
+    """Return the state of a free text in which the grammar holds from each mark on; one that cannot be followed is
+    left out, since nobody asked for it."""
+    rules = f"start: lead answer /(?s:.)+/?\nlead[suffix={literal(grammar.mark)}]: /(?s:.*)/"
+    try:
+        own = LlguidanceGrammar(vocabulary, grammar, rules)
+    except UsageError:
+        return _Marks(vocabulary, {}).plain
 
     def call(tokens: tuple[int, ...]) -> GrammarState | None:
         state = own.fed(tokens)
         return None if state is None else _Watched(state, within)
 
     def within(state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
-        if not state.allows(own.ends).any():
-            return _Watched(state, within)
-        return text.after_token(tokens[-1])
+        is_over = state.allows(own.ends).any()
+        return text.after_token(tokens[-1]) if is_over else _Watched(state, within)
 
     then: dict[bytes, _Then] = {grammar.mark.encode(): call}
     if thoughts is not None and thoughts.state == "may come":
         then[thoughts.begin.encode()] = lambda _tokens: thinking.plain
-    text = _Marks(vocabulary, then, is_first=grammar.is_first)
+    otherwise = _Marks(vocabulary, {}).plain if grammar.is_first else None
+    text = _Marks(vocabulary, then, otherwise=otherwise)
     if thoughts is None or thoughts.state == "over":
         return text.plain
     thinking = _Marks(vocabulary, {thoughts.end.encode(): lambda _tokens: text.plain})
@@ -126,27 +163,27 @@ def _from_marks(
 
 
 class _Marks:
-    """Free text up to one of these marks, and what holds from it on. With `is_first`, nothing is looked for any more
-    if the text does not begin with a mark. It `may_end` before."""
+    """Free text up to one of these marks, and what holds from it on; with `otherwise`, that holds as soon as the text
+    does not begin with a mark. It `may_end` before."""
 
     def __init__(
         self,
         vocabulary: Vocabulary,
         then: Mapping[bytes, _Then],
         *,
-        is_first: bool = False,
+        otherwise: GrammarState | None = None,
         may_end: bool = True,
     ) -> None:
         self._vocabulary, self._then = vocabulary, then
         self._ends = frozenset(vocabulary.end_tokens())
         self._at_end = ENDED if may_end else None
         self.n_tokens = vocabulary.n_tokens
-        #: Tokens that may not be allowed: those that may go on behind a mark, and ends.
-        self.doubtful = {token for mark in then for token in _crossing(vocabulary, mark)}
+        #: Tokens that may not be allowed: those that may end a mark, and ends.
+        self.doubtful = {token for mark in then for token in _ending(vocabulary, mark)}
         self.doubtful |= self._ends
         #: Where no mark has begun.
         self.plain = _FreeText(self, b"", ())
-        self._otherwise = _Marks(vocabulary, {}).plain if is_first else None
+        self._otherwise = otherwise
 
     def next(self, begun: bytes, tokens: tuple[int, ...], token: int) -> GrammarState | None:
         """Return the state behind a token, if what is `begun` of a mark is in `tokens`."""
@@ -156,7 +193,8 @@ class _Marks:
         text = begun + piece
         for mark, then in self._then.items():
             if mark in text:
-                return then((*tokens, token))
+                is_late = self._otherwise is not None and text.partition(mark)[0].strip()
+                return self._otherwise if is_late else then((*tokens, token))
         n = max((n_begun(text, mark) for mark in self._then), default=0)
         if self._otherwise is not None and n < len(text.strip()):
             return self._otherwise
@@ -243,15 +281,13 @@ class _Watched:
 _found: weakref.WeakKeyDictionary[Vocabulary, dict[bytes, list[int]]] = weakref.WeakKeyDictionary()
 
 
-def _crossing(vocabulary: Vocabulary, mark: bytes) -> list[int]:
-    """Return the tokens that may end a mark and go on behind it."""
+def _ending(vocabulary: Vocabulary, mark: bytes) -> list[int]:
+    """Return the tokens that may end a mark."""
     found = _found.setdefault(vocabulary, {})
     if mark not in found:
         ends = tuple(mark[n:] for n in range(len(mark)))
         pieces = map(vocabulary.token_bytes, range(vocabulary.n_tokens))
         found[mark] = [
-            token
-            for token, piece in enumerate(pieces)
-            if (piece.startswith(ends) and piece not in ends) or (mark in piece and piece != mark)
+            token for token, piece in enumerate(pieces) if piece.startswith(ends) or mark in piece
         ]
     return found[mark]

@@ -1,47 +1,50 @@
 """JSON schemas (draft 2020-12) as grammars, which llguidance reads.
 
-llguidance honours a schema or refuses it by the name of a keyword. JSON is written on one line, with
-properties in the schema's order. As in llama.cpp, an object has no other properties than those that the
-schema names, unless `additionalProperties` allows them. A lenient grammar leaves out what cannot be enforced.
+JSON is written on one line, with properties in the schema's order. As in llama.cpp, an object that lists
+properties has no others, unless `additionalProperties` allows them: left open, small models invent properties.
+What no grammar can enforce is refused, or left out by name.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 from specgen.errors import UsageError
 from specgen.options import Grammar
-from specgen.text.grammar.llguidance_grammar import objections_to
+from specgen.text.grammar.llguidance_grammar import objections_to, trouble_with
 
-#: Keywords that do not constrain the text; a reference or an alternative beside them is all of a schema.
-_IGNORED = frozenset(
-    [
-        "$schema",
-        "$id",
-        "$comment",
-        "$defs",
-        "definitions",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-    ]
+#: Schemas within a schema, which describe the same value as it does.
+_IN_PLACE = ("allOf", "anyOf", "oneOf")
+_SCALARS = frozenset(["number", "integer", "string"])
+_TYPES = frozenset(["null", "boolean", "number", "integer", "string", "array", "object"])
+#: Keywords about properties beside the named ones.
+_OPENING = frozenset(["additionalProperties", "patternProperties", "unevaluatedProperties"])
+_ABOUT_PROPERTIES = _OPENING | {
+    *("properties", "required", "minProperties", "maxProperties", "propertyNames"),
+    *("not", "if", "dependencies", "dependentRequired", "dependentSchemas"),
+}
+#: Keywords that constrain a value, but for its type and schemas in place.
+_CONSTRAINTS = _ABOUT_PROPERTIES | {
+    *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"),
+    *("pattern", "minLength", "maxLength", "format", "enum", "const", "multipleOf"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+}
+_OF_SCALARS = frozenset(
+    ["pattern", "minLength", "maxLength", "enum", "const", "multipleOf", "minimum", "maximum"]
 )
-#: Keywords about properties beside the named ones, or about their number.
-_OPENING = frozenset(
-    ["additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"]
-)
-_ALTERNATIVES = ("anyOf", "oneOf")
+#: The standard's formats that llguidance does not know; other unknown formats are annotations.
+_FORMATS = frozenset(
+    ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template")
+) | {"json-pointer", "relative-json-pointer", "regex"}
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
-_UNKNOWN_FORMAT = re.compile("Unknown format: (.*)")
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*?)(?: \(\d+ times\))?$")
 _OUTER_REFERENCE = re.compile("Resource '(.*)' is not present in a registry")
 _N_SHOWN = 300
 #: The most parts of a schema: its values, the characters of its patterns with repetitions written out, and a
@@ -50,23 +53,29 @@ _N_SHOWN = 300
 _MOST_PARTS = 10_000
 #: The most optional properties of an object, any of which may come next; llguidance ends the text above.
 _MOST_OPTIONAL = 500
-#: The largest whole number that every reader of JSON reads as it is. Like llama.cpp, integers have 16 digits at most: a
-#: model may write digits for ever.
-_LARGEST = 2**53 - 1
 _PATTERN_ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
-#: Tells llguidance to ignore what it cannot enforce.
-_LENIENT = {"x-guidance": {"lenient": True}}
+_LENGTHS = ("minLength", "maxLength", "format")
+_DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
+#: Each doubles the forms of an object.
+_MOST_DEPENDENCIES = 4
+#: Options that are compared with each other.
+_MOST_OPTIONS = 100
+#: The characters of a pattern that a message shows.
+_N_NAMED = 60
+#: References that are followed to compare two schemas.
+_DEPTH = 8
+
+Part = dict[str, Any]
 
 
 def schema_grammar(schema: str) -> Grammar:
     """Return the grammar of the JSON texts that conform to a schema; ``{}`` means any object. References
     are resolved within the schema, and never fetched. Raise `UsageError` if the text is no schema, nothing
     conforms to it, or it cannot be enforced."""
-    parsed = _parse(schema) or {"type": "object"}
-    grammar = Grammar("json_schema", json.dumps(_closed(parsed)))
-    is_wrong, messages = objections_to(grammar)
-    if is_wrong:
-        raise UsageError(f"the JSON schema cannot be enforced: {_plain('; '.join(messages))}")
+    grammar, left_out = lenient_schema_grammar(schema)
+    if left_out:
+        names = ", ".join(left_out)
+        raise UsageError(f"the JSON schema cannot be enforced: no grammar can enforce {names}")
     return grammar
 
 
@@ -74,13 +83,21 @@ def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
     """Return a grammar of texts that conform to what can be enforced of a schema, and the names of what it
     leaves out: keywords, or the whole schema, in whose place any object conforms. Raise `UsageError` if the text is no
     schema."""
-    parsed = _closed(_parse(schema) or {"type": "object"})
-    grammar = Grammar("json_schema", json.dumps({**parsed, **_LENIENT}))
+    root = _parse(schema)
+    left_out: list[str] = []
+    for part in list(_parts(root)):
+        _put_in_known_keywords(part, left_out)
+    closed = _close(root)
+    for part in list(_parts(root)):
+        _limit_number_of_properties(part, left_out)
+        _choose_one(root, part, closed, left_out)
+    grammar = Grammar("json_schema", json.dumps(root))
     is_wrong, messages = objections_to(grammar)
     if is_wrong:
-        anything = Grammar("json_schema", json.dumps({"type": "object", **_LENIENT}))
+        anything = Grammar("json_schema", '{"type": "object"}')
         return anything, (f"it ({_plain('; '.join(messages))})",)
-    return grammar, tuple(dict.fromkeys(name for text in messages for name in _names_in(text)))
+    left_out += [name for text in messages for name in _names_in(text)]
+    return grammar, tuple(dict.fromkeys(left_out))
 
 
 def _names_in(message: str) -> list[str]:
@@ -88,17 +105,19 @@ def _names_in(message: str) -> list[str]:
     if keywords is not None:
         return re.findall('"([^"]*)"', keywords[1])
     if form is not None:
-        return [f"format {form[1]}"]
+        return [f"format {form[1]}"] if form[1] in _FORMATS else []
     return ["oneOf"] if message.startswith("oneOf") else [message]
 
 
-def _parse(schema: str) -> dict[str, Any]:
+def _parse(schema: str) -> Part:
     try:
         parsed = json.loads(schema, parse_constant=_refuse_constant)
     except ValueError as error:
         raise UsageError(f"the JSON schema is not JSON: {error}") from error
     except RecursionError as error:
         raise UsageError("the JSON schema is nested too deeply") from error
+    if isinstance(parsed, bool):
+        parsed = {} if parsed else {"allOf": [False]}
     if not isinstance(parsed, dict):
         raise UsageError(f"the JSON schema is {json.dumps(parsed)[:40]}, not an object")
     if _n_parts(parsed) > _MOST_PARTS:
@@ -106,7 +125,8 @@ def _parse(schema: str) -> dict[str, Any]:
             f"the JSON schema is too large: more than {_MOST_PARTS} parts, with the repetitions in patterns "
             "written out, and a tenth of each multipleOf"
         )
-    return parsed
+    parsed.pop("x-guidance", None)  # llguidance's own options
+    return parsed or {"type": "object"}
 
 
 def _n_parts(schema: dict[str, Any]) -> int:
@@ -185,77 +205,300 @@ def _plain(problem: str) -> str:
     return text if len(text) <= _N_SHOWN else f"{text[:_N_SHOWN]}..."
 
 
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with limits of integers, and with ``additionalProperties: false`` in objects that name properties and do not
-    mention others. Objects that are combined with others, for example by ``allOf``, stay unchanged: a
-    property that one of them names is additional for another."""
-    closed: dict[str, Any] = json.loads(json.dumps(schema))
-    parts = list(_parts(closed))
+# --- keywords that llguidance does not know -------------------------------------------------------
+
+
+def _put_in_known_keywords(part: Part, left_out: list[str]) -> None:
+    """Write keywords that llguidance does not know by others, and leave out patterns that it cannot follow."""
+    if part.get("uniqueItems") is False:
+        del part["uniqueItems"]
+    _follow_patterns(part, left_out)
+    names = part.get("propertyNames")
+    if isinstance(names, dict) and names.get("type", "string") == "string":
+        said = names.keys() & {*_CONSTRAINTS, *_IN_PLACE, "$ref"}
+        is_map = not part.keys() & {"properties", "patternProperties"}
+        others = part.get("additionalProperties", True)
+        if said == {"pattern"} and is_map:
+            part["patternProperties"] = {str(names["pattern"]): others}
+        elif said == {"enum"} and is_map:
+            part["properties"] = dict.fromkeys(map(str, _list(names["enum"])), others)
+        if not said or (is_map and said in ({"pattern"}, {"enum"})):
+            del part["propertyNames"]
+            part |= {"additionalProperties": False} if said else {}
+    banned = part.get("not")
+    if isinstance(banned, dict) and part.get("type", "object") == "object":
+        options = banned["anyOf"] if banned.keys() == {"anyOf"} else [banned]
+        names = [_only_required(option) for option in _list(options)]
+        if all(len(each) == 1 for each in names):
+            del part["not"]
+            part["type"] = "object"
+            part["properties"] = {
+                **_properties(part),
+                **{each[0]: False for each in names},
+            }
+    _write_dependencies(part)
+
+
+def _only_required(schema: Any) -> list[str]:
+    """Return the properties that a schema requires, if it says nothing else."""
+    said = schema.keys() - {"title", "description"} if isinstance(schema, dict) else ()
+    return _required(schema) if said == {"required"} else []
+
+
+def _write_dependencies(part: Part) -> None:
+    names = [name for name in _DEPENDENCIES if isinstance(part.get(name), dict)]
+    needs = [each for name in names for each in part[name].items()]
+    if not needs or len(needs) > _MOST_DEPENDENCIES:
+        return
+    for name in names:
+        del part[name]
+    part["allOf"] = [*_list(part.get("allOf"))]
+    for key, needed in needs:
+        then = {"required": [key, *needed]} if isinstance(needed, list) else needed
+        with_key = {"allOf": [{"required": [key]}, then]}
+        part["allOf"].append({"anyOf": [{"properties": {key: False}}, with_key]})
+
+
+def _follow_patterns(part: Part, left_out: list[str]) -> None:
+    pattern, keys = part.get("pattern"), part.get("patternProperties")
+    if isinstance(pattern, str):
+        problem = _trouble(
+            **{name: part[name] for name in _LENGTHS if name in part}, pattern=pattern
+        )
+        if problem and not _trouble(pattern=pattern):
+            left_out.append(f"the length beside the pattern {pattern[:_N_NAMED]} ({problem})")
+            part.pop("minLength", None), part.pop("maxLength", None)
+        elif problem:
+            left_out.append(f"the pattern {pattern[:_N_NAMED]} ({problem})")
+            del part["pattern"]
+    if isinstance(keys, dict) and keys:
+        wrong = "; ".join(filter(None, (_trouble(pattern=key) for key in keys)))
+        if wrong:
+            left_out.append(f"patternProperties ({wrong})")
+            del part["patternProperties"]
+            part.pop("additionalProperties", None)
+
+
+def _trouble(**keywords: Any) -> str:
+    return _tried(json.dumps(keywords))
+
+
+@functools.lru_cache(maxsize=1000)
+def _tried(schema: str) -> str:
+    return _plain(trouble_with(Grammar("json_schema", schema)))
+
+
+def _limit_number_of_properties(part: Part, left_out: list[str]) -> None:
+    """Leave out a number of properties that llguidance cannot enforce: it counts only those that must be there or are
+    not named."""
+    named, required = _properties(part), _required(part)
+    least, most = _count(part, "minProperties"), part.get("maxProperties")
+    if not named.keys() - {*required} or (most is None and least <= len(required)):
+        return
+    is_known = part.get("additionalProperties") is False and "patternProperties" not in part
+    if not is_known or least - len(required) > 1 or most not in (None, len(required) + 1):
+        for name in {"minProperties", "maxProperties"} & part.keys():
+            del part[name]
+            left_out.append(name)
+
+
+# --- objects without other properties -------------------------------------------------------------
+
+
+def _close(root: Part) -> set[int]:
+    """Put ``additionalProperties: false`` in objects that list properties and do not mention others, and return which.
+    A schema that holds together with others, for example by ``allOf``, stays open: a property that one of them names is
+    additional for another."""
+    parts = list(_parts(root))
+    joined: dict[int, Part] = {}
+    closed: set[int] = set()
     for part in parts:
-        _limit_integer(part)
-    if any(
-        "allOf" in part or ("$ref" in part and part.keys() - _IGNORED - {"$ref"}) for part in parts
-    ):
-        return closed
-    todo: list[Any] = [closed]
-    while todo:
-        part = todo.pop()
-        if not isinstance(part, dict):
+        n_places = sum(name in part for name in (*_IN_PLACE, "$ref"))
+        if n_places > 1 or part.keys() & _ABOUT_PROPERTIES or len(_list(part.get("allOf"))) > 1:
+            _gather(root, part, joined, with_it=False)
+    for part in parts:
+        named = part.get("properties")
+        if id(part) in joined or not isinstance(named, dict) or part.keys() & _OPENING:
             continue
-        todo += _children(part)
-        alternatives = [name for name in _ALTERNATIVES if name in part]
-        if alternatives:
-            if len(alternatives) == 1 and not part.keys() - _IGNORED - {*alternatives}:
-                todo += _list(part[alternatives[0]])
-        elif _names_all(part):
+        together: dict[int, Part] = {}
+        _gather(root, part, together, with_it=True)
+        names: set[str] = set()
+        for each in together.values():
+            names |= {*_properties(each)} | {*_required(each)}
+        if names <= named.keys() and _count(part, "minProperties") <= len(named):
             part["additionalProperties"] = False
+            closed.add(id(part))
     return closed
 
 
-def _limit_integer(part: dict[str, Any]) -> None:
-    """Limit an integer on the sides where the schema does not."""
-    kind = part.get("type")
-    kinds = kind if isinstance(kind, list) else [kind]
-    if "integer" not in kinds or "number" in kinds or part.keys() & {"const", "enum"}:
-        return
-    for name, other, sign in (("maximum", "minimum", 1), ("minimum", "maximum", -1)):
-        given = [part[each] for each in _bounds(other) if each in part]
-        numbers = all(type(each) in (int, float) and sign * each < _LARGEST for each in given)
-        if numbers and not part.keys() & {*_bounds(name)}:
-            part[name] = sign * _LARGEST
+def _gather(root: Part, part: Part, found: dict[int, Part], *, with_it: bool) -> None:
+    """Find the schemas within a schema that describe the same value as it does."""
+    todo = [part]
+    while todo:
+        part = todo.pop()
+        inner = [each for name in _IN_PLACE for each in _list(part.get(name))]
+        inner += [
+            part.get("then"),
+            part.get("else"),
+            _target(root, part) if "$ref" in part else None,
+        ]
+        if with_it:
+            found[id(part)] = part
+        with_it = True
+        todo += [each for each in inner if isinstance(each, dict) and id(each) not in found]
 
 
-def _bounds(name: str) -> tuple[str, str]:
-    return name, f"exclusive{name.capitalize()}"
-
-
-def _names_all(part: dict[str, Any]) -> bool:
-    named, required = part.get("properties"), part.get("required", [])
-    if not isinstance(named, dict) or part.keys() & _OPENING:
-        return False
-    return isinstance(required, list) and {*map(str, required)} <= named.keys()
-
-
-def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+def _parts(schema: Any) -> Iterator[Part]:
     todo = [schema]
     while todo:
         part = todo.pop()
         if isinstance(part, dict):
             yield part
-            todo += _children(part)
-            for name in (*_ALTERNATIVES, "allOf"):
+            todo += [part.get("items"), part.get("additionalProperties"), *_list(part.get("items"))]
+            for name in ("prefixItems", *_IN_PLACE):
                 todo += _list(part.get(name))
-
-
-def _children(part: dict[str, Any]) -> list[Any]:
-    """Return the schemas within a schema that describe other values than it does, or are only referred to."""
-    found = [part.get(name) for name in ("items", "additionalProperties")]
-    found += _list(part.get("prefixItems"))
-    for name in ("properties", "patternProperties", "$defs", "definitions"):
-        named = part.get(name)
-        found += named.values() if isinstance(named, dict) else []
-    return found
+            for name in ("properties", "patternProperties", "$defs", "definitions"):
+                named = part.get(name)
+                todo += named.values() if isinstance(named, dict) else []
 
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+# --- one of several -------------------------------------------------------------------------------
+
+
+def _choose_one(root: Part, part: Part, closed: set[int], left_out: list[str]) -> None:
+    """Write ``oneOf`` as ``anyOf``, which is the same if no value conforms to two of the options; and leave out a type
+    beside them that all of them have, which llguidance would join with each."""
+    options = [part] if "$ref" in part else _list(part.get("anyOf", part.get("oneOf")))
+    types = [_types(_target(root, option)) <= _types(part) for option in options]
+    if types and all(types) and not part.keys() & _CONSTRAINTS:
+        part.pop("type", None)
+    if not isinstance(part.get("oneOf"), list):
+        return
+    options = part["oneOf"]
+    if len(options) > _MOST_OPTIONS:
+        left_out.append("oneOf")
+        written = options
+    else:
+        written = [_alone(root, n, options, closed, left_out) for n in range(len(options))]
+    name = "allOf" if "anyOf" in part else "anyOf"
+    value = [*_list(part.get("allOf")), {"anyOf": written}] if "anyOf" in part else written
+    keywords = {(name if each == "oneOf" else each): given for each, given in part.items()}
+    part.clear()
+    part |= keywords | {name: value}
+
+
+def _alone(root: Part, n: int, options: list[Any], closed: set[int], left_out: list[str]) -> Any:
+    """Return an option without values that conform to other ones, as far as that can be said."""
+    option = options[n]
+    if isinstance(option, dict) and option.keys() & {"properties", "required"}:
+        option = {"type": "object", **option}  # other values would conform to all such options
+    whole = option
+    for other in options[:n] + options[n + 1 :]:
+        # What is closed here stays closed, but another option may have other properties in truth.
+        if _are_apart(root, option, other, closed):
+            continue
+        needed = _only_required(other)
+        if needed:
+            given = _required(_target(root, option))
+            bans = [{"properties": {name: False}} for name in needed if name not in given]
+            whole = {"allOf": [whole, {"anyOf": bans} if bans else False]}
+        else:
+            left_out.append("oneOf")
+    return whole
+
+
+def _are_apart(root: Part, one: Any, other: Any, closed: set[int], depth: int = _DEPTH) -> bool:
+    """Return whether it is certain that no value conforms to both schemas, of which the second is as it was before it
+    was closed."""
+    one, other = _target(root, one), _target(root, other)
+    if one is False or other is False:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict) or not depth:
+        return False
+
+    def apart(one: Any, other: Any) -> bool:
+        return _are_apart(root, one, other, closed, depth - 1)
+
+    types = _types(one) & _types(other)
+    values = _values(one), _values(other)
+    if not types or (values[0] and values[1] and not values[0] & values[1]):
+        return True
+    for name, enough in (("allOf", any), ("anyOf", all), ("oneOf", all)):
+        options, others = _list(one.get(name)), _list(other.get(name))
+        if options and enough(apart(each, other) for each in options):
+            return True
+        if others and enough(apart(one, each) for each in others):
+            return True
+    if types <= _SCALARS:
+        scalars = [
+            {name: each[name] for name in each.keys() & _OF_SCALARS} for each in (one, other)
+        ]
+        return _trouble(type=sorted(types), allOf=scalars).startswith("Unsatisfiable")
+    required = _required(one) + _required(other)
+    is_open = id(other) in closed
+    return types == {"object"} and any(
+        apart(_property(one, name), _property(other, name, is_open=is_open)) for name in required
+    )
+
+
+def _target(root: Part, part: Any) -> Any:
+    """Return the schema that a schema refers to, or itself."""
+    for _ in range(_DEPTH):
+        if not isinstance(part, dict) or not isinstance(part.get("$ref"), str):
+            return part
+        base, _, path = part["$ref"].partition("#")
+        if base not in ("", root.get("$id"), root.get("id")):
+            return {}
+        part = root
+        for escaped in unquote(path).split("/")[1:]:
+            name = escaped.replace("~1", "/").replace("~0", "~")
+            if isinstance(part, list):
+                part = part[int(name)] if name.isdecimal() and int(name) < len(part) else {}
+            else:
+                part = part.get(name, {}) if isinstance(part, dict) else {}
+    return {}
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types of values that may conform; an integer is a number too."""
+    if not isinstance(schema, dict):
+        return {*_TYPES}
+    given = schema.get("type") or [_type_of(json.loads(value)) for value in _values(schema)]
+    types = {*map(str, given)} if isinstance(given, list) else {str(given)}
+    types |= {"integer"} if "number" in types else set()
+    return types or {*_TYPES}
+
+
+def _count(part: Part, name: str) -> int:
+    given = part.get(name, 0)
+    return given if isinstance(given, int) else 0
+
+
+def _properties(part: Part) -> Part:
+    given = part.get("properties")
+    return given if isinstance(given, dict) else {}
+
+
+def _required(schema: Any) -> list[str]:
+    return [*map(str, _list(schema.get("required")))] if isinstance(schema, dict) else []
+
+
+def _type_of(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", str: "string"}
+    return names.get(type(value), "null")
+
+
+def _values(schema: Part) -> set[str]:
+    """Return the only values that conform, in JSON; nothing if that is not known."""
+    values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+    is_plain = all(value is None or isinstance(value, (str, int)) for value in values)
+    return {*map(json.dumps, values)} if is_plain else set()
+
+
+def _property(schema: Part, name: str, *, is_open: bool = False) -> Any:
+    is_open |= schema.get("additionalProperties") is not False or "patternProperties" in schema
+    return _properties(schema).get(name, is_open)

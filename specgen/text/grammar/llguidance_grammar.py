@@ -12,6 +12,7 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,15 +27,26 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 #: The form of JSON: a space after commas and colons, and no other white space, since a model could write any
-#: amount of it.
-JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: amount of it. What llguidance cannot enforce, it names as a warning.
+JSON_FORM = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": True,
+}
 _BITS_OF_A_WORD = 32
 #: GBNF allows each way of writing a text in tokens, also where the text is forced.
 _GBNF_OPTIONS = '%llguidance {"no_forcing": true}\n'
 #: The most items that llguidance's parser keeps for a step, some 25 ms, in a grammar of single characters.
 _MOST_ITEMS = 500_000
+#: The most digits in a row of a number, where it may end: models may write digits for ever. Each integer of 18 digits
+#: fits into 64 bits, and each number of 64 bits can be written with 17 digits.
+_MOST_DIGITS = 18
+_DIGITS, _BEHIND_NUMBERS = b"0123456789", [*b",]}"]
 #: Of this many tokens or more, all are found out about at once.
 _VERY_MANY = 512
+#: A pattern is tried with a part of the work that llguidance may do for a token, since a token may have many bytes.
+_TRIAL_FUEL, _TRIAL_BYTES, _TRIAL_STRIDE = 50_000, 24, 31
 _NO_FURTHER = "the grammar cannot be followed any further: "
 #: The prefix of the names of tokens that are no text.
 _SPECIAL = b"\xff"
@@ -71,8 +83,8 @@ class LlguidanceGrammar:
         else:
             limits = LLParserLimits()
         with _panics(UsageError, "the grammar cannot be followed: "):
-            tokenizer, self.ascii_tokens = _tokenizer(vocabulary)
-            matcher = LLMatcher(tokenizer, _compiled(grammar), log_level=0, limits=limits)
+            self.tokenizer = _tokenizer(vocabulary)
+            matcher = LLMatcher(self.tokenizer.own, _compiled(grammar), log_level=0, limits=limits)
         if matcher.is_error():
             raise UsageError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
         self._matcher = matcher
@@ -99,15 +111,22 @@ class LlguidanceGrammar:
 class _State:
     """The state of a grammar after a text. Its matcher never advances: children have copies."""
 
-    __slots__ = ("__weakref__", "_children", "_forced", "_grammar", "_known", "_matcher")
+    __slots__ = (
+        *("__weakref__", "_children", "_forced", "_grammar", "_known", "_matcher", "_n_digits"),
+    )
     is_free = False
 
     def __init__(
-        self, grammar: LlguidanceGrammar, matcher: LLMatcher, known: BoolArray | None = None
+        self,
+        grammar: LlguidanceGrammar,
+        matcher: LLMatcher,
+        known: BoolArray | None = None,
+        n_digits: int = 0,
     ) -> None:
         self._grammar = grammar
         self._matcher = matcher
         self._known = known
+        self._n_digits = n_digits  # at the end of the text
         self._children: dict[int, GrammarState] = {}
         self._forced: int | None = -1  # not known yet
 
@@ -146,7 +165,10 @@ class _State:
                 is_taken = matcher.consume_token(token_id)
             if not is_taken:
                 raise _failure(matcher)
-            self._children[token_id] = _State(self._grammar, matcher)
+            piece = self._grammar.tokenizer.pieces[token_id]
+            n_digits = len(piece) - len(piece.rstrip(_DIGITS))
+            n_digits += self._n_digits if n_digits == len(piece) else 0
+            self._children[token_id] = _State(self._grammar, matcher, n_digits=n_digits)
         return self._children[token_id]
 
     def forget(self) -> None:
@@ -161,7 +183,7 @@ class _State:
         ends = self._grammar.ends
         if self._grammar.checks_few and self._known is None:
             # Two characters that may come next are enough to see that none is forced.
-            letters = self._grammar.ascii_tokens
+            letters = self._grammar.tokenizer.letters
             if np.count_nonzero(self._checked(letters)) > 1:
                 return None
         allowed = self.mask()
@@ -186,7 +208,17 @@ class _State:
             self._known = bits.view(np.bool_)
             if not matcher.is_accepting():  # where nothing is left, llguidance allows the end
                 self._known[self._grammar.ends] = False
+            if self._n_digits and not self._grammar.checks_few:
+                self._end_number(self._known)
         return self._known
+
+    def _end_number(self, allowed: BoolArray) -> None:
+        """Take away the tokens that make a number too long, where it may end and a string may not."""
+        tokenizer = self._grammar.tokenizer
+        heads = tokenizer.heads[allowed]
+        may_end = np.isin(heads, _BEHIND_NUMBERS).any() or allowed[self._grammar.ends].any()
+        if may_end and ord('"') not in heads:
+            allowed[tokenizer.n_digits > max(0, _MOST_DIGITS - self._n_digits)] = False
 
 
 def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
@@ -201,6 +233,25 @@ def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
         return True, [str(error)]
 
 
+def trouble_with(grammar: Grammar) -> str:
+    """Follow a grammar for some bytes, and return why llguidance cannot, or nothing. Patterns can become too large for
+    it at their second character."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    is_wrong, messages = objections_to(grammar)
+    if is_wrong:
+        return "; ".join(messages)
+    limits = LLParserLimits(step_lexer_fuel=_TRIAL_FUEL)
+    matcher = LLMatcher(LLTokenizer("byte"), _compiled(grammar), log_level=0, limits=limits)
+    for step in range(_TRIAL_BYTES):
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))
+        if matcher.is_error() or matcher.is_stopped() or not len(allowed):
+            break
+        matcher.consume_token(int(allowed[_TRIAL_STRIDE * step % len(allowed)]))
+    return _line(matcher.get_error())
+
+
 def literal(text: str) -> str:
     """Return a text as a literal of Lark, which has JSON's form."""
     return json.dumps(text, ensure_ascii=False)
@@ -208,9 +259,7 @@ def literal(text: str) -> str:
 
 def in_lark(schema: Grammar) -> str:
     """Return a JSON schema as an item of Lark."""
-    parsed = json.loads(schema.text)
-    form = {**JSON_FORM, "lenient": parsed.get("x-guidance") == {"lenient": True}}
-    return f"%json {json.dumps({**parsed, 'x-guidance': form})}"
+    return f"%json {json.dumps({**json.loads(schema.text), 'x-guidance': JSON_FORM})}"
 
 
 def _compiled(grammar: Grammar) -> str:
@@ -242,15 +291,25 @@ def _line(text: str) -> str:
 
 # --- tokens -----------------------------------------------------------------------------------
 
-#: Tokenizers of vocabularies, and the tokens of one ASCII character, int64[n].
-_tokenizers: weakref.WeakKeyDictionary[Vocabulary, tuple[LLTokenizer, TokenArray]] = (
-    weakref.WeakKeyDictionary()
-)
+
+@dataclass(frozen=True, slots=True)
+class _Tokenizer:
+    """A vocabulary for llguidance, and about its tokens: the tokens of one ASCII character (int64[n]), the first bytes
+    (uint8[n_tokens]), and with how many digits they begin (int64[n_tokens])."""
+
+    own: LLTokenizer
+    pieces: list[bytes]
+    letters: TokenArray
+    heads: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    n_digits: TokenArray
+
+
+_tokenizers: weakref.WeakKeyDictionary[Vocabulary, _Tokenizer] = weakref.WeakKeyDictionary()
 #: Making one takes up to a second, and two threads may want the same one.
 _making = threading.Lock()
 
 
-def _tokenizer(vocabulary: Vocabulary) -> tuple[LLTokenizer, TokenArray]:
+def _tokenizer(vocabulary: Vocabulary) -> _Tokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     with _making:
@@ -258,12 +317,14 @@ def _tokenizer(vocabulary: Vocabulary) -> tuple[LLTokenizer, TokenArray]:
         if found is None:
             tokens = _Tokens(vocabulary)
             ends = list(vocabulary.end_tokens())
-            letters = [
-                n for n, piece in enumerate(tokens.tokens) if len(piece) == 1 and piece < b"\x80"
-            ]
-            found = (
-                LLTokenizer(TokenizerWrapper(tokens), n_vocab=vocabulary.n_tokens, eos_token=ends),
+            pieces, n_tokens = tokens.tokens, vocabulary.n_tokens
+            letters = [n for n, piece in enumerate(pieces) if len(piece) == 1 and piece < b"\x80"]
+            found = _Tokenizer(
+                LLTokenizer(TokenizerWrapper(tokens), n_vocab=n_tokens, eos_token=ends),
+                pieces,
                 np.array(letters, np.int64),
+                np.array([piece[0] for piece in pieces], np.uint8),
+                np.array([len(each) - len(each.lstrip(_DIGITS)) for each in pieces], np.int64),
             )
             _tokenizers[vocabulary] = found
         return found

@@ -28,7 +28,7 @@ export class Turn {
   // `following(change)` makes a change that may make the turn longer.
   constructor(question, following) {
     this.question = question;
-    this.text = "";
+    this.text = this.thought = "";
     this.element = document.getElementById("turn").content.firstElementChild.cloneNode(true);
     this.#following = following;
     this.#answer = this.#part("answer");
@@ -37,10 +37,12 @@ export class Turn {
   }
 
   // A turn from what `saved` returned.
-  static restored({ question, pieces, figures, error }, following) {
+  static restored({ question, text, thought, pieces, figures, error }, following) {
     const turn = new Turn(question, following);
     turn.#isRunning = false;
-    turn.#add(pieces.map(([text, kind, origin]) => ({ text, kind, origin })));
+    turn.#pieces = pieces.map(([text, kind, origin]) => ({ text, kind, origin }));
+    turn.text = text ?? pieces.map(([text]) => text).join("");
+    turn.thought = thought ?? "";
     turn.draw();
     turn.#show(figures);
     turn.#showError(error);
@@ -50,6 +52,8 @@ export class Turn {
   saved() {
     return {
       question: this.question,
+      text: this.text,
+      thought: this.thought,
       pieces: this.#pieces.map(({ text, kind, origin }) => [text, kind, origin]),
       figures: this.#isRunning ? joined(this.#figures.final(), STOPPED) : this.#part("figures").textContent,
       error: this.#part("error").textContent,
@@ -77,10 +81,13 @@ export class Turn {
   add(chunk) {
     const choice = chunk.choices?.[0];
     const content = choice?.delta?.content ?? "";
-    const plain = content === "" ? [] : [{ text: content, kind: "plain" }];
+    const thought = choice?.delta?.reasoning_content ?? "";
+    const plain = [content, thought].filter((text) => text).map((text) => ({ text, kind: "plain" }));
     const pieces = chunk.pieces ?? plain;
     this.#figures.count(chunk, pieces, performance.now());
-    this.#add(pieces);
+    this.#pieces.push(...pieces);
+    this.text += content;
+    this.thought += thought;
     if (showsTokens()) {
       this.#answer.append(...elements(pieces));
     } else {
@@ -91,16 +98,12 @@ export class Turn {
     this.#show(this.#figures.running());
   }
 
-  #add(pieces) {
-    this.#pieces.push(...pieces);
-    this.text += pieces.map((piece) => piece.text).join("");
-  }
-
   // Show the answer: its tokens or its Markdown.
   draw() {
     clearTimeout(this.#timer);
     this.#timer = null;
     const started = performance.now();
+    this.#part("thought").textContent = showsTokens() ? "" : this.thought.trim();
     if (showsTokens()) {
       this.#answer.replaceChildren(...elements(this.#pieces));
     } else {

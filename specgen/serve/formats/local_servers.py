@@ -1,0 +1,281 @@
+"""The APIs of other local servers: llama.cpp's own paths, for texts and texts with a gap, and ollama's.
+
+Their requests are read as those of OpenAI's API, and their answers have more fields, or another form.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from specgen.events import CommittedEvent, Event
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.openai import (
+    ChatWriter,
+    TextBody,
+    logprob_entries,
+    read_chat,
+    read_completion,
+)
+from specgen.serve.formats.request import BodyError, Fields, Request, Schema, parse, shown
+from specgen.serve.formats.tool_calls import Delta
+from specgen.session.prompts.infill import ContextFile, Gap
+
+# --- llama.cpp ------------------------------------------------------------------------------------
+
+
+class _File(Fields):
+    filename: str = "tmp"
+    text: str
+    time: Any = None  # when an editor saw it
+
+
+class _InfillBody(TextBody):
+    input_prefix: str = ""
+    prompt: str = ""  # the text with which the gap already starts
+    input_suffix: str = ""
+    input_extra: list[_File] = []
+
+
+def read_llama_cpp_completion(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body of llama.cpp's own path for the continuation of a text. What only OpenAI's clients ask for is
+    answered in their form. Raise `BodyError`."""
+    found = read_completion(body, sampling, generation)
+    if len(found) > 1 or found[0].n > 1 or found[0].has_usage_alone:
+        return found
+    return (_as_llama_cpp(parse(TextBody, body), found[0]),)
+
+
+def read_infill(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body in the form of llama.cpp's server, for a text with a gap. Editors also send one without any text,
+    to warm the server up. Raise `BodyError`."""
+    asked = parse(_InfillBody, body)
+    if asked.n > 1:
+        raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
+    files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
+    gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
+    empty = asked.request("completion", sampling, **asked.common(generation))
+    return (_as_llama_cpp(asked, replace(empty, gap=gap)),)
+
+
+def _as_llama_cpp(asked: TextBody, request: Request) -> Request:
+    """Return the request with an answer in llama.cpp's form."""
+    generation = replace(request.generation, n_indent=asked.n_indent)
+    if asked.n_probs:
+        generation = replace(generation, logprobs=asked.n_probs)
+    # The last chunk has the usage.
+    return replace(
+        request,
+        generation=generation,
+        has_usage_alone=False,
+        writer=functools.partial(LlamaCppWriter, fields=asked.response_fields),
+        lines_s=asked.t_max_predict_ms / 1000.0,
+    )
+
+
+class LlamaCppWriter(ChatWriter):
+    """Writes a text completion with llama.cpp's fields beside the others. A whole one has only those of `fields`, each
+    by its path (``timings/prompt_n``), if they are given."""
+
+    def __init__(self, *args: Any, fields: Sequence[str] | None = None, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._fields = fields
+        self._probabilities: list[Json] = []
+
+    def begin(self, n_prompt_tokens: int) -> list[Json]:
+        return [self._filled(each) for each in super().begin(n_prompt_tokens)]
+
+    def feed(self, number: int, event: Event) -> list[Json]:
+        return [self._filled(each) for each in super().feed(number, event)]
+
+    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+        chunks = super()._add(number, deltas, event)
+        if event is not None and self._has_logprobs:
+            found = logprob_entries(event.pieces, self._first.generation.logprobs)
+            chunks[0]["completion_probabilities"] = found
+            self._probabilities += found
+        return chunks
+
+    def whole(self) -> Json:
+        body = self._filled(super().whole())
+        if self._has_logprobs:
+            body["completion_probabilities"] = self._probabilities
+        if self._fields is None:
+            return body
+        found = {path: _at(body, path) for path in self._fields}
+        return {path: value for path, value in found.items() if value is not None}
+
+    def _filled(self, body: Json) -> Json:
+        (choice,) = body["choices"]
+        reason = choice["finish_reason"]
+        body |= {"index": 0, "content": choice["text"], "stop": reason is not None}
+        if reason is not None:
+            timings, stop_type = body["timings"], "eos" if reason == "stop" else "limit"
+            stop_type = "word" if "stop_reason" in choice else stop_type
+            body |= {
+                "stop_type": stop_type,
+                "stopping_word": choice.get("stop_reason", ""),
+                "truncated": False,
+                "tokens_predicted": timings["predicted_n"],
+                "tokens_evaluated": timings["cache_n"] + timings["prompt_n"],
+                "tokens_cached": timings["cache_n"],
+            }
+        return body
+
+
+def _at(body: Any, path: str) -> Any:
+    for name in path.split("/"):
+        body = body.get(name) if isinstance(body, dict) else None
+    return body
+
+
+# --- ollama ---------------------------------------------------------------------------------------
+
+
+class _Body(Fields):
+    messages: list[Any] = []
+    options: dict[str, Any] = {}
+    stream: bool = True
+    format: Schema | Literal["", "json"] = ""
+    think: bool | str | None = None
+    # of /api/generate
+    prompt: str = ""
+    suffix: str = ""
+    system: str = ""
+    images: list[Any] = []
+    raw: bool = False
+
+    def openai(self, **fields: Any) -> dict[str, Any]:
+        """Return the body of a request at OpenAI, with these fields of a text or a chat."""
+        found = {**(self.model_extra or {}), **self.options, **fields, "stream": self.stream}
+        n_most = found.pop("num_predict", None)
+        if n_most is not None:
+            found["max_tokens"] = -1 if isinstance(n_most, int) and n_most < 0 else n_most
+        if self.format == "json":
+            found["response_format"] = {"type": "json_object"}
+        elif self.format:
+            found["response_format"] = {"type": "json_schema", "schema": self.format}
+        if isinstance(self.think, str):
+            found["reasoning_effort"] = self.think
+        elif self.think is not None:
+            found["enable_thinking"] = self.think
+        return found
+
+
+def read_ollama_chat(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body for the next turn of a conversation. Raise `BodyError`."""
+    asked = parse(_Body, body)
+    if not asked.messages:
+        return _loading(asked, sampling, generation, "message")
+    fields = asked.openai(messages=asked.messages)
+    return _written(read_chat(fields, sampling, generation), "message")
+
+
+def read_ollama_generate(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body for the answer to a text, for what follows it as it is, or for what comes before a suffix. Raise
+    `BodyError`."""
+    asked = parse(_Body, body)
+    if not asked.prompt:
+        return _loading(asked, sampling, generation, "response")
+    if asked.raw or asked.suffix:
+        fields = asked.openai(prompt=asked.prompt, suffix=asked.suffix)
+        return _written(read_completion(fields, sampling, generation), "response")
+    system = [{"role": "system", "content": asked.system}] if asked.system else []
+    turn = {"role": "user", "content": asked.prompt, "images": asked.images}
+    fields = asked.openai(messages=[*system, turn])
+    return _written(read_chat(fields, sampling, generation), "response")
+
+
+def _loading(
+    asked: _Body, sampling: SamplerOptions, generation: GenerationOptions, field: str
+) -> tuple[Request, ...]:
+    """Return a request that only lets the model be loaded: for a body without a text."""
+    fields = {"prompt": " ", "max_tokens": 0, "stream": asked.stream}
+    return _written(read_completion(fields, sampling, generation), field)
+
+
+def _written(requests: tuple[Request, ...], field: str) -> tuple[Request, ...]:
+    writer = functools.partial(OllamaWriter, field=field)
+    return tuple(replace(request, n=1, writer=writer) for request in requests)
+
+
+class OllamaWriter(AnswerWriter):
+    """Writes one answer, whole or in lines. `field` has the answer: ``message`` in a chat, or ``response``."""
+
+    form: ClassVar[Literal["lines"]] = "lines"
+
+    def __init__(self, *args: Any, field: str, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._field = field
+        self._logprobs: list[Json] = []
+
+    def fail(self, error: Json) -> list[Json]:
+        return [{"error": error["error"]["message"]}]
+
+    def whole(self) -> Json:
+        (answer,) = self._answers
+        logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
+        text, thought = answer.text("content"), answer.text("thought")
+        return {**self._line(text, thought, answer.calls), **logprobs, **self._ending()}
+
+    def _add(self, _number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+        lines = [
+            self._line(delta.text, "") if delta.kind == "content" else self._line("", delta.text)
+            for delta in deltas
+            if delta.kind in ("content", "thought")
+        ]
+        n_top = self._first.generation.logprobs
+        if event is not None and n_top is not None:
+            found = logprob_entries(event.pieces, n_top)
+            lines = lines or [self._line("", "")]
+            lines[0]["logprobs"] = found
+            self._logprobs += found
+        return lines
+
+    def _end(self, _number: int) -> list[Json]:
+        return [{**self._line("", "", self._answers[0].calls), **self._ending()}]
+
+    def _line(self, text: str, thought: str, calls: list[Delta] | None = None) -> Json:
+        said: Json = {"thinking": thought} if thought else {}
+        if calls:
+            said["tool_calls"] = [
+                {"function": {"name": call.name, "arguments": json.loads(call.text)}}
+                for call in calls
+            ]
+        if self._field == "message":
+            said = {"message": {"role": "assistant", "content": text, **said}}
+        else:
+            said["response"] = text
+        created = datetime.datetime.fromtimestamp(self._created, datetime.timezone.utc)
+        return {"model": self._model, "created_at": created.isoformat(), **said, "done": False}
+
+    def _ending(self) -> Json:
+        figures, reason = self._figures(), str(self._answers[0].finish_reason)
+        if self._first.generation.max_tokens == 0:
+            reason = "load"
+        timings, usage = figures["timings"], figures["usage"]
+        prompt_ns, answer_ns = (int(1e6 * timings[each]) for each in ("prompt_ms", "predicted_ms"))
+        return {
+            "done": True,
+            "done_reason": "stop" if reason == "tool_calls" else reason,
+            "total_duration": prompt_ns + answer_ns,
+            "load_duration": 0,
+            "prompt_eval_count": usage["prompt_tokens"],
+            "prompt_eval_duration": prompt_ns,
+            "eval_count": usage["completion_tokens"],
+            "eval_duration": answer_ns,
+            **own_figures(figures),
+        }

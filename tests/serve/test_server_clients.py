@@ -1,0 +1,501 @@
+"""The server as editors, evaluations, ollama's clients and others use it: what they send, and what they read."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.events import FinishedEvent
+from specgen.session.engine import Engine
+from tests.helpers.server import Running, tiny_server
+from tests.serve.test_server_tools import LARGE, TEMPLATE, tool
+from tests.tiny.config import INFILL_TOKENS
+
+TURNS: list[dict[str, Any]] = [{"role": "user", "content": "the cat is in the"}]
+PROMPT = "the cat é is in the house"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    config = {**LARGE, "control_tokens": INFILL_TOKENS, "chat_template": TEMPLATE}
+    with tiny_server(tmp_path_factory.mktemp("clients"), draft=0.05, **config) as server:
+        yield server
+
+
+def streamed(server: Running, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream, events or lines."""
+    found = server.post(path, stream=True, **body)
+    assert found.status_code == 200, found.text
+    lines = [line.removeprefix("data: ") for line in found.text.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+# --- editors --------------------------------------------------------------------------------------
+
+GAP = {"input_prefix": "the cat ", "input_suffix": " the house", "prompt": "is "}
+EXTRA = [{"text": "a dog", "time": [1, 2], "filename": "a.txt"}]
+FIELDS = ["content", "timings/prompt_n", "timings/prompt_ms", "timings/prompt_per_token_ms"]
+FIELDS += ["timings/predicted_n", "timings/predicted_per_second", "truncated", "tokens_cached"]
+SHARED = {"id_slot": 0, "input_extra": EXTRA, "cache_prompt": True, "t_max_prompt_ms": 500}
+NOTHING = {"input_prefix": "", "input_suffix": "", "prompt": "", "n_predict": 0, "samplers": []}
+SAMPLERS = {"top_k": 40, "samplers": ["top_k", "top_p", "infill"], "stream": False}
+GIVEN = {**SHARED, **GAP, **SAMPLERS, "n_predict": 8, "n_indent": 4, "t_max_predict_ms": 60_000}
+#: The requests of the plugins' own sources: llama.vim (a1c8e6e), llama.vscode (3938fb3).
+EDITORS: dict[str, dict[str, Any]] = {
+    "llama.vim": {**GIVEN, "stop": [], "top_p": 0.9, "response_fields": FIELDS},
+    "llama.vim, ahead": {
+        **SHARED,
+        **NOTHING,
+        "temperature": 0.0,
+        "stream": False,
+        "t_max_prompt_ms": 1,
+        "t_max_predict_ms": 1,
+        "response_fields": [""],
+    },
+    "llama.vscode": {**GIVEN, "top_p": 0.99, "n_cmpl": 1, "model": "any"},
+    "llama.vscode, ahead": {**SHARED, **NOTHING, "t_max_predict_ms": 1},
+    "llama.vscode, with an adapter": {**GIVEN, "lora": [{"id": 0, "scale": 0.5}]},
+}
+
+
+@pytest.mark.parametrize("name", EDITORS)
+def test_what_editors_send(server: Running, name: str) -> None:
+    found = server.post("/infill", **EDITORS[name])
+    assert found.status_code == 200, found.text
+    body = found.json()
+    if name == "llama.vim":
+        assert list(body) == [each for each in FIELDS if "per_token" not in each]
+        assert body["timings/predicted_n"] == 8
+    elif name == "llama.vim, ahead":
+        assert body == {}
+    elif "ahead" in name:
+        assert body["content"] == ""
+    else:
+        ignored = [each.partition(":")[0] for each in body["warnings"]]
+        assert ignored == ["samplers", *(each for each in ("n_cmpl", "lora") if each in ignored)]
+
+
+def test_an_answer_of_no_tokens_warms_the_cache_up(server: Running) -> None:
+    body = {**EDITORS["llama.vscode, ahead"], "input_extra": [{"text": "quite another file " * 3}]}
+    first = server.post("/infill", **body).json()
+    assert first["timings"]["predicted_n"] == 0
+    assert first["timings"]["prompt_n"] > 20
+    again = server.post("/infill", **{**body, "n_predict": 2}).json()
+    assert again["timings"]["prompt_n"] == 1
+    other = server.post("/infill", **{**body, "cache_prompt": False}).json()
+    assert other["timings"]["cache_n"] == 0
+
+
+def test_an_answer_ends_before_a_line_with_less_indentation(server: Running) -> None:
+    grammar = r'root ::= "a\n    b\n  c\n" [a-z]+'
+    for n_indent, text in ((4, "a\n    b"), (2, "a\n    b\n  c")):
+        body = server.post("/infill", **GAP, grammar=grammar, n_indent=n_indent).json()
+        assert (body["content"], body["stop_type"]) == (text, "eos")
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+def exact(server: Running, tokens: list[int]) -> list[list[float]]:
+    """The log-probabilities behind each of the tokens, from answers to all beginnings."""
+    found = []
+    for n in range(1, len(tokens)):
+        body = {"prompt": tokens[:n], "max_tokens": 1, "logit_bias": {}, "n_probs": 100}
+        (entry,) = server.post("/completion", **body).json()["completion_probabilities"]
+        found.append({top["id"]: top["logprob"] for top in entry["top_logprobs"]})
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("n_tokens", [0, 1])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_prompts_log_probabilities(server: Running, n_tokens: int, streams: bool) -> None:
+    """As evaluations ask for them: several prompts of tokens, longer than the rows of a batch that have logits."""
+    text = PROMPT * 3
+    tokens = server.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
+    assert len(tokens) > 2 * server.engine.target.n_outputs
+    body: dict[str, Any] = {"prompt": [tokens, tokens[:5]], "max_tokens": n_tokens, "logprobs": 5}
+    if streams:
+        found: dict[str, list[Any]] = {}
+        said = ""
+        for chunk in streamed(server, "/v1/completions", echo=True, **body):
+            (choice,) = chunk["choices"]
+            if choice["index"] == 0:
+                said += choice["text"]
+                for name, values in (choice["logprobs"] or {}).items():
+                    found.setdefault(name, []).extend(values)
+    else:
+        first, second = server.post("/v1/completions", echo=True, **body).json()["choices"]
+        found, said = first["logprobs"], first["text"]
+        assert second["logprobs"]["token_logprobs"][:5] == found["token_logprobs"][:5]
+        assert len(second["logprobs"]["tokens"]) == 5 + n_tokens
+    assert said.startswith(text)
+    assert {len(values) for values in found.values()} == {len(tokens) + n_tokens}
+    assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+    for place, probabilities in enumerate(exact(server, tokens), 1):
+        own, tops = found["token_logprobs"][place], found["top_logprobs"][place]
+        assert found["tokens"][place] in tops
+        assert own == pytest.approx(probabilities.get(tokens[place], own), abs=1e-4)  # type: ignore[attr-defined]
+        best = sorted(probabilities.values(), reverse=True)[:3]  # type: ignore[attr-defined]
+        assert sorted(tops.values(), reverse=True)[:3] == pytest.approx(best, abs=1e-4)
+    for offset, token in zip(found["text_offset"], found["tokens"], strict=True):
+        assert "\\x" in token or said[offset:].startswith(token)
+
+
+def test_an_echo_without_log_probabilities(server: Running) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3}
+    alone = server.post("/v1/completions", **body).json()["choices"][0]["text"]
+    whole = server.post("/v1/completions", echo=True, **body).json()["choices"][0]
+    assert (whole["text"], whole["logprobs"]) == (PROMPT + alone, None)
+    chunks = streamed(server, "/v1/completions", echo=True, **body)
+    assert "".join(each["choices"][0]["text"] for each in chunks) == PROMPT + alone
+    gap = {"prompt": "the cat ", "suffix": " house", "max_tokens": 3, "echo": True, "logprobs": 1}
+    assert server.post("/v1/completions", **gap).json()["choices"][0]["text"]
+
+
+def test_parts_of_characters_have_their_own_bytes(server: Running) -> None:
+    body: dict[str, Any] = {"grammar": 'root ::= "ü😀ü"', "temperature": 1.0, "seed": 1}
+    asked = {**body, "messages": TURNS, "logprobs": True, "top_logprobs": 2}
+    (choice,) = server.post("/v1/chat/completions", **asked).json()["choices"]
+    content = choice["logprobs"]["content"]
+    for entry in content:
+        assert len(entry["top_logprobs"]) == 2
+        text = bytes(entry["bytes"]).decode(errors="backslashreplace")
+        assert entry["token"] == text or not entry["bytes"]
+    text = server.post("/completion", prompt="x", n_probs=2, **body).json()
+    assert text["choices"][0]["logprobs"]["tokens"] == [
+        each["token"] for each in text["completion_probabilities"]
+    ]
+
+
+def test_the_reading_of_a_prompt_is_shown_if_asked(server: Running) -> None:
+    asked: dict[str, Any] = {"prompt": "quite another text " * 5, "max_tokens": 2}
+    for path in ("/v1/completions", "/completion"):
+        chunks = streamed(server, path, return_progress=True, **asked)
+        found = [each["prompt_progress"] for each in chunks if "prompt_progress" in each]
+        first, last = found[0], found[-1]
+        assert first["processed"] == first["cache"]
+        assert last["processed"] == last["total"] > 20
+        assert last["time_ms"] >= 0
+    assert not any("prompt_progress" in each for each in streamed(server, path, **asked))
+
+
+# --- ollama ---------------------------------------------------------------------------------------
+
+
+def test_ollamas_paths(server: Running) -> None:
+    options = {"num_predict": 6, "temperature": 0, "num_ctx": 64}
+    asked: dict[str, Any] = {"model": "any", "messages": TURNS, "options": options}
+    whole = server.post("/api/chat", stream=False, keep_alive="5m", **asked).json()
+    lines = [json.loads(line) for line in server.post("/api/chat", **asked).text.splitlines()]
+    text = "".join(each["message"]["content"] for each in lines)
+    same = server.post("/v1/chat/completions", messages=TURNS, max_tokens=6).json()
+    assert text == whole["message"]["content"] == same["choices"][0]["message"]["content"]
+    assert [each["done"] for each in lines] == [False] * (len(lines) - 1) + [True]
+    assert lines[-1]["done_reason"] == whole["done_reason"] == "length"
+    assert whole["eval_count"] == 6
+    assert whole["prompt_eval_count"] == same["usage"]["prompt_tokens"]
+    assert [each.partition(":")[0] for each in whole["warnings"]] == ["num_ctx"]
+    said = server.post("/api/generate", stream=False, prompt=TURNS[0]["content"], options=options)
+    assert said.json()["response"] == text
+    raw = {"prompt": PROMPT, "raw": True, "stream": False, "options": options}
+    plain = server.post("/v1/completions", prompt=PROMPT, max_tokens=6).json()
+    assert server.post("/api/generate", **raw).json()["response"] == plain["choices"][0]["text"]
+    assert server.post("/api/chat", n=2, stream=False, **asked).json()["message"]["content"] == text
+    loaded = server.post("/api/generate", model="any", stream=False).json()
+    assert (loaded["response"], loaded["done"]) == ("", True)
+    wrong = server.post("/api/chat", **asked | {"options": {"temperature": "hot"}})
+    assert (wrong.status_code, "temperature" in wrong.json()["error"]) == (400, True)
+    assert server.http.get("/api/version").json()["version"] >= "0.6.4"  # what VS Code wants
+    for path in ("/api/tags", "/api/ps"):
+        (model,) = server.http.get(path).json()["models"]
+        assert model["name"] == "target"
+
+
+def test_ollamas_calls_and_forms(server: Running) -> None:
+    call = {"function": {"name": "weather", "arguments": {"place": "m"}}}
+    turns = [
+        {"role": "user", "content": "hot?", "images": ["aGk="]},
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call, call]},
+        {"role": "tool", "tool_name": "weather", "content": "hot"},
+        {"role": "tool", "content": "cold"},
+    ]
+    tools = [tool("weather", "m", "ft")]
+    body: dict[str, Any] = {"messages": turns, "tools": tools, "stream": False}
+    assert server.post("/api/chat", options={"num_predict": 2}, **body).status_code == 200
+    asked = {**body, "messages": TURNS, "tool_choice": "required", "options": {"num_predict": -1}}
+    found = server.post("/api/chat", **asked).json()
+    assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert isinstance(found["message"]["tool_calls"][0]["function"]["arguments"], dict)
+    *_, last = streamed_lines(server, **{**asked, "stream": True})
+    assert last["message"]["tool_calls"] == found["message"]["tool_calls"]
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
+    formed = server.post("/api/chat", messages=TURNS, format=schema, stream=False).json()
+    assert json.loads(formed["message"]["content"]) == {"a": "x"}
+
+
+def streamed_lines(server: Running, **body: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in server.post("/api/chat", **body).text.splitlines()]
+
+
+# --- what the server says of itself ---------------------------------------------------------------
+
+
+def test_models_say_what_they_can_do(server: Running) -> None:
+    model = server.http.get("/v1/models/target").json()
+    assert model["capabilities"] == ["completion", "chat", "tools", "insert"]
+    assert model["meta"]["n_ctx"] == model["max_model_len"] == server.engine.n_ctx
+    about = server.post("/api/show", model="any").json()
+    assert about["capabilities"] == model["capabilities"]
+    kind = about["model_info"]["general.architecture"]
+    assert about["model_info"][f"{kind}.context_length"] == server.engine.n_ctx
+
+
+def test_tokens_are_counted_for_every_api(server: Running) -> None:
+    tools = [tool("weather", "m", "ft")]
+    for start in ("", "/v1"):
+        chat: dict[str, Any] = {"messages": TURNS, "tools": tools}
+        text: dict[str, Any] = {"input": TURNS[0]["content"], "instructions": "be brief"}
+        for path, body in (("chat/completions", chat), ("responses", text)):
+            counted = server.post(f"{start}/{path}/input_tokens", **body).json()
+            usage = server.post(f"/v1/{path}", **body, max_tokens=1).json()["usage"]
+            assert counted["object"] == "response.input_tokens"
+            assert counted["input_tokens"] == usage.get("prompt_tokens", usage.get("input_tokens"))
+
+
+def test_a_tokenizer_at_a_distance(server: Running) -> None:
+    """As evaluations use a server's tokenizer, by vLLM's names."""
+    about = server.http.get("/tokenizer_info").json()
+    assert about["eos_token"]
+    assert about["chat_template"] == TEMPLATE
+    tokens = server.post("/tokenize", prompt=PROMPT, add_special_tokens=False).json()["tokens"]
+    assert server.post("/detokenize", tokens=tokens).json()["prompt"] == PROMPT
+
+
+def test_a_full_context_is_named(server: Running) -> None:
+    asked: dict[str, Any] = {"ignore_eos": True, "max_tokens": -1}
+    for path, body in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", {"messages": TURNS}),
+        ("/v1/responses", {"input": "x"}),
+    ):
+        found = server.post(path, **asked, **body).json()
+        assert "the context is full" in found["warnings"][-1]
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+ENDED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": TURNS}, "the server ends"),
+    ("/v1/completions", {"prompt": "x"}, "the server ends"),
+    ("/v1/messages", {"messages": TURNS}, "overloaded_error"),
+    ("/v1/responses", {"input": "x"}, "the server ends"),
+    ("/infill", {"input_prefix": "x"}, "the server ends"),
+    ("/api/chat", {"messages": TURNS}, "the server ends"),
+]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(("path", "body", "told"), ENDED, ids=[each[0] for each in ENDED])
+def test_an_answer_without_a_token_is_an_error_when_the_server_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    told: str,
+    streams: bool,
+) -> None:
+    with tiny_server(tmp_path, chat_template=TEMPLATE, control_tokens=INFILL_TOKENS) as server:
+        step = Engine.step
+
+        def ending(engine: Engine) -> Any:
+            """The signal comes when the prompt is about to be read."""
+            for model in server.pool.loaded:
+                model.cancel_all()
+            return step(engine)
+
+        monkeypatch.setattr(Engine, "step", ending)
+        found = server.post(path, stream=streams, **body)
+        assert found.status_code == (200 if streams else 503)
+        assert told in found.text
+        assert '"length"' not in found.text
+        assert "completed" not in found.text
+
+
+# --- odd values -----------------------------------------------------------------------------------
+
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    2**31,
+    2**63,
+    -(2**63),
+    2**200,
+    0.5,
+    -1e308,
+    1e308,
+]
+ODD += [
+    {"schema": True},
+    "",
+    "x",
+    "\x00",
+    "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
+    "1" * 5000,
+]
+ODD += [[], [[]], {}, [None], [""], ["x", 1], [1, 2], [-1], [2**40], {"a": {}}, [{}], {"type": "x"}]
+ODD += [{"type": "function", "function": {}}, {"type": 1}, [[1, 2], [3]], {"": ""}, [[[[1]]]]]
+#: What one field or another reads within its value.
+FIELDS_WITHIN: dict[str, list[Any]] = {
+    "response_format": [{"type": "json_schema", "json_schema": each} for each in ODD],
+    "tools": [[{"type": "function", "function": each}] for each in ODD],
+    "stream_options": [{"include_usage": each} for each in ODD],
+    "speculative": [{"max": each, "draft": each, "verifier": each} for each in ODD],
+    "messages": [
+        [{"role": role, "content": each, "tool_calls": calls, "tool_call_id": each}]
+        for each in ODD
+        for role, calls in (("user", None), ("assistant", each), ("tool", []), ("function", None))
+    ],
+    "input": [
+        [{"type": kind, "role": "user", "content": each, "output": each, "arguments": each}]
+        for each in ODD
+        for kind in ("message", "function_call", "function_call_output", "reasoning", "x")
+    ],
+    "options": [
+        {name: each} for each in ODD for name in ("num_predict", "stop", "seed", "grammar")
+    ],
+    "logit_bias": [{"5": each} for each in ODD] + [{str(each): 1} for each in ODD],
+    "chat_template_kwargs": [{"enable_thinking": each, "x": each} for each in ODD],
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": TURNS},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/messages": {"messages": TURNS},
+    "/v1/responses": {"input": "x"},
+    "/completion": {"prompt": "x"},
+    "/infill": GAP,
+    "/api/chat": {"messages": TURNS, "stream": False},
+    "/api/generate": {"prompt": "x", "stream": False},
+    "/tokenize": {"content": "x"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/embeddings": {"input": "x"},
+}
+FIELD_NAMES = [
+    "messages",
+    "prompt",
+    "input",
+    "input_prefix",
+    "input_suffix",
+    "input_extra",
+    "suffix",
+    "system",
+    "instructions",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "max_tokens",
+    "max_completion_tokens",
+    "n_predict",
+    "stop",
+    "stop_sequences",
+    "ignore_eos",
+    "grammar",
+    "json_schema",
+    "response_format",
+    "text",
+    "format",
+    "output_config",
+    "chat_template_kwargs",
+    "stream",
+    "stream_options",
+    "speculative",
+    "logprobs",
+    "top_logprobs",
+    "n",
+    "n_probs",
+    "n_indent",
+    "n_cmpl",
+    "echo",
+    "seed",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "logit_bias",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_sequence_breakers",
+    "xtc_probability",
+    "mirostat",
+    "samplers",
+    "thinking",
+    "enable_thinking",
+    "think",
+    "reasoning",
+    "reasoning_effort",
+    "reasoning_format",
+    "continue_final_message",
+    "add_generation_prompt",
+    "cache_prompt",
+    "return_progress",
+    "response_fields",
+    "t_max_predict_ms",
+    "options",
+    "images",
+    "raw",
+    "content",
+    "tokens",
+    "with_pieces",
+    "add_special",
+    "include",
+    "metadata",
+    "model",
+]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_no_value_of_a_field_makes_the_server_fail(server: Running, path: str) -> None:
+    """Each is answered or refused by its name; a few of them, by chance."""
+    draws, cases = random.Random(path), list[tuple[str, Any]]()
+    for name in FIELD_NAMES:
+        cases += [(name, value) for value in (*ODD, *FIELDS_WITHIN.get(name, ()))]
+    for name, value in draws.sample(cases, 60):
+        found = server.post(path, **{"max_tokens": 2, **BODIES[path], name: value})
+        assert found.status_code in (200, 400), (name, value, found.text)
+        assert found.status_code == 200 or found.json()["error"], (name, value)
+
+
+@pytest.mark.parametrize("name", ["repeat_penalty", "presence_penalty", "frequency_penalty"])
+def test_a_penalty_that_no_logit_survives_is_refused(server: Running, name: str) -> None:
+    body: dict[str, Any] = {"prompt": "x", "max_tokens": 2, name: -1e308}
+    if name == "repeat_penalty":
+        body[name] = 1e308
+    found = server.post("/v1/completions", **body)
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == name
+
+
+def test_an_answer_of_nothing_is_finished(server: Running) -> None:
+    """Also with a grammar that forces tokens."""
+    for more in ({}, {"grammar": 'root ::= "abc"'}, {"ignore_eos": True}):
+        found = server.post("/v1/completions", prompt=PROMPT, max_tokens=0, **more).json()
+        (choice,) = found["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("", "length")
+        assert found["usage"]["completion_tokens"] == 0
+        assert not math.isnan(found["timings"]["prompt_ms"])
+    request = server.engine.insert(PROMPT, generation=None)
+    assert any(isinstance(event, FinishedEvent) for event in server.engine.stream(request))
