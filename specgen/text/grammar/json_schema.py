@@ -139,7 +139,7 @@ def _n_parts(schema: dict[str, Any]) -> int:
         n_parts += 1
         if isinstance(value, dict):
             todo += value.items()
-            if _n_optional(value) > _MOST_OPTIONAL:
+            if len(_properties(value)) - len(_required(value)) > _MOST_OPTIONAL:
                 raise UsageError(
                     f"the JSON schema is too large: an object has more than {_MOST_OPTIONAL} optional "
                     "properties"
@@ -155,13 +155,6 @@ def _n_parts(schema: dict[str, Any]) -> int:
             multiples.append(_coefficient(value))
     # A number that must be a multiple of several numbers is one of their least common multiple.
     return n_parts + (math.lcm(*multiples) if are_joined else sum(multiples)) // 10
-
-
-def _n_optional(part: dict[str, Any]) -> int:
-    named, required = part.get("properties"), part.get("required", [])
-    if not isinstance(named, dict) or not isinstance(required, list):
-        return 0
-    return len(named) - len(required)
 
 
 def _coefficient(number: float) -> int:
@@ -233,10 +226,7 @@ def _put_in_known_keywords(part: Part, left_out: list[str]) -> None:
         if all(len(each) == 1 for each in names):
             del part["not"]
             part["type"] = "object"
-            part["properties"] = {
-                **_properties(part),
-                **{each[0]: False for each in names},
-            }
+            part["properties"] = _properties(part) | {each[0]: False for each in names}
     _write_dependencies(part)
 
 
@@ -298,9 +288,8 @@ def _limit_number_of_properties(part: Part, left_out: list[str]) -> None:
         return
     is_known = part.get("additionalProperties") is False and "patternProperties" not in part
     if not is_known or least - len(required) > 1 or most not in (None, len(required) + 1):
-        for name in {"minProperties", "maxProperties"} & part.keys():
-            del part[name]
-            left_out.append(name)
+        left_out += [name for name in ("minProperties", "maxProperties") if name in part]
+        part.pop("minProperties", None), part.pop("maxProperties", None)
 
 
 # --- objects without other properties -------------------------------------------------------------
@@ -321,6 +310,8 @@ def _close(root: Part) -> set[int]:
         named = part.get("properties")
         if id(part) in joined or not isinstance(named, dict) or part.keys() & _OPENING:
             continue
+        if named and not any(schema is not False for schema in named.values()):
+            continue  # it lists only what it excludes
         together: dict[int, Part] = {}
         _gather(root, part, together, with_it=True)
         names: set[str] = set()
