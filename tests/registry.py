@@ -12,7 +12,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
@@ -23,7 +22,7 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
 from specgen.drafters.states import LayerDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
-from specgen.method.drafter import Drafter
+from specgen.method.drafter import Cascade, Drafter
 from specgen.method.policy import FixedPolicy
 from specgen.method.verify import (
     AutoVerifier,

@@ -39,6 +39,8 @@ from specgen.options import (
     PolicyName,
     SamplerOptions,
     SessionOptions,
+    TreeShape,
+    parse_tree,
 )
 from specgen.system.progress import counted
 
@@ -158,7 +160,7 @@ def bench(
         draft_context=machine.draft,
         cache=cache_folder(),
     )
-    shapes = list(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"]))
+    shapes = list(dict.fromkeys(_tree_shape(text) for text in trees or ["auto"]))
     chosen = _parse_policies(policies or [drafting.policy])
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
@@ -258,3 +260,11 @@ def _command() -> str:
     token = os.environ.get("HF_TOKEN")
     arguments = [each.replace(token, "TOKEN") if token else each for each in sys.argv[1:]]
     return shlex.join(["specgen", *arguments])
+
+
+def _tree_shape(text: str) -> TreeShape:
+    """Parse a shape in the form of --tree."""
+    try:
+        return parse_tree(text)
+    except ValueError as error:
+        raise UsageError(f"--tree: {error}") from None

@@ -19,8 +19,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Output
-from specgen.cli.process import Interrupt
+from specgen.cli.output import Interrupt, Output
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.system.progress import counted
 
@@ -79,7 +78,7 @@ def chat(
     output = replace(output, stats=stats, newline=False)  # each answer ends its line
     path = None if name is None else _session_file(name)
     text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
-    from specgen.session.prompts.thought_reader import showing_thoughts
+    from specgen.session.prompts.thoughts import showing_thoughts
 
     sources, options = setup.find(output)
     options = replace(options, generation=showing_thoughts(options.generation))
@@ -200,7 +199,7 @@ class _Dialogue:
 
     def _answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
-        from specgen.render.folding import FoldedThought
+        from specgen.render.live import FoldedThought
 
         with without_echo(), self._stop:
             finished = self._output.show_answer(events, FoldedThought)
@@ -263,7 +262,7 @@ class _Dialogue:
     def think(self, _argument: str) -> None:
         from specgen.render.rows import clean
         from specgen.render.streams import make_console
-        from specgen.session.prompts.thought_reader import thought_of
+        from specgen.session.prompts.thoughts import thought_of
 
         last = self._chat.last
         if last is None or not (thought := thought_of(last[0].text, last[1].text)):

@@ -52,7 +52,7 @@ def run(
     output.check(setup.answer)
     text = read_prompt(argument, option, files or (), output.note)
     if template.chat is not False:
-        from specgen.session.prompts.thought_reader import showing_thoughts
+        from specgen.session.prompts.thoughts import showing_thoughts
 
         setup = replace(setup, answer=showing_thoughts(setup.answer))
         output = replace(output, thinks=True)

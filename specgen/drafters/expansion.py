@@ -19,7 +19,7 @@ from specgen.method.policy import RoundPlan
 from specgen.method.tables import CostTable, Price
 from specgen.method.tree_in_cache import Branches
 from specgen.options import TreeShape
-from specgen.system.arrays import Logits, best
+from specgen.system.arrays import Logits
 
 #: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
 #: least probability of guesses after the first.
@@ -48,6 +48,8 @@ class Expansion(ABC):
     is_end: Callable[[int], bool]
     n_max: int
     n_deepest: int
+    #: The most nodes that can be looked beyond at once. A look may change it.
+    n_most: int = field(default=WIDEST, init=False)
     tokens: list[int] = field(default_factory=list, init=False)
     parents: list[int] = field(default_factory=list, init=False)
     #: Children of the root have depth 0.
@@ -60,15 +62,10 @@ class Expansion(ABC):
     #: The nodes that were not looked beyond and may have children.
     _open: list[int] = field(default_factory=list, init=False)
 
-    def grow(
-        self,
-        first: Logits,
-        rows_beyond: RowsBeyond,
-        n_most: Callable[[], int] = lambda: WIDEST,
-    ) -> Drafting:
-        """Grow from the logits beyond the root. There is room for at most `n_most()` looks at once."""
+    def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
+        """Grow from the logits beyond the root."""
         self._take(ROOT, first)
-        while nodes := self._frontier(n_most()):
+        while nodes := self._frontier():
             rows = yield from rows_beyond(nodes)
             for node, row in zip(nodes, rows, strict=True):
                 self._open.remove(node)
@@ -132,7 +129,7 @@ class Expansion(ABC):
         """Add children of a node, or of `ROOT`, by the logits beyond it."""
 
     @abstractmethod
-    def _frontier(self, n_most: int) -> list[int]:
+    def _frontier(self) -> list[int]:
         """Return the nodes to look beyond next, at most `n_most`; none ends the draft."""
 
 
@@ -144,25 +141,29 @@ class Chain(Expansion):
 
     def _take(self, node: int, row: Logits) -> None:
         request, plan, path = self.request, self.plan, (*self.before, *self.tokens)
-        top, self._goes_on = None, False
-        if plan.stop.needs_confidence:
-            top = request.shaper.top_probability(row, path)
-        self.confidences.append(1.0 if top is None else top)
-        # Whether a token is drafted depends on the row, and not on which it is.
-        if not plan.wants_token(self.confidences):
-            return
+        shaper, token, source, top = request.shaper, None, None, None
+        self._goes_on = False
         try:
-            source = request.shaper.distribution(row, path)
+            if plan.stop.needs_confidence and request.draws:
+                top = shaper.top_probability(row, path)
+            elif plan.stop.needs_confidence:
+                (token,), (top,) = shaper.likeliest(row, path, 1)
+            self.confidences.append(1.0 if top is None else top)
+            # Whether a token is drafted depends on the row, and not on which it is.
+            if not plan.wants_token(self.confidences):
+                return
+            if token is None:
+                source = shaper.distribution(row, path)
+                token = source.draw(request.rng) if request.draws else source.mode
         except NoTokenAllowedError:
             return
-        if request.draws:
-            token = source.draw(request.rng)
+        if source is not None and request.draws:
             self._add(node, token, source.probability(token), source)
         else:
-            self._add(node, source.mode, top)
+            self._add(node, token, top)
         self._goes_on = plan.wants_decode(self.confidences)
 
-    def _frontier(self, n_most: int) -> list[int]:
+    def _frontier(self) -> list[int]:
         return self._open_nodes() if self._goes_on else []
 
 
@@ -171,20 +172,14 @@ class Tree(Expansion):
 
     def _take(self, node: int, row: Logits) -> None:
         request, shape, path = self.request, self.request.shape, self._path(node)
+        n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
         try:
-            source = request.shaper.distribution(row, path)
+            if request.draws:
+                self._draw(node, request.shaper.distribution(row, path))
+            else:
+                self._guess(node, *request.shaper.likeliest(row, path, n_guesses))
         except NoTokenAllowedError:
             return
-        if request.draws:
-            self._draw(node, source)
-            return
-        top = request.shaper.top_probability(row, path)
-        order = best(
-            source.probs, max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
-        )
-        # The shaper may drop tokens, and rescales the others to a sum of 1.
-        chances = source.probs[order] * (top / source.probs[order[0]])
-        self._guess(node, source.token_ids[order].tolist(), chances.tolist())
 
     @abstractmethod
     def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
@@ -194,8 +189,8 @@ class Tree(Expansion):
         """Add children that are drawn from a distribution."""
         raise NotImplementedError
 
-    def _frontier(self, n_most: int) -> list[int]:
-        return self._open_nodes()[:n_most] if len(self.tokens) < self.n_max else []
+    def _frontier(self) -> list[int]:
+        return self._open_nodes()[: self.n_most] if len(self.tokens) < self.n_max else []
 
 
 @dataclass(eq=False)
@@ -207,10 +202,9 @@ class Worthwhile(Tree):
     _ranks: list[int] = field(default_factory=list, init=False)
     _chances: list[float] = field(default_factory=list, init=False)
 
-    @property
-    def _stop(self) -> WhilePaying:
+    def __post_init__(self) -> None:
         assert isinstance(self.plan.stop, WhilePaying)
-        return self.plan.stop
+        self._stop = self.plan.stop
 
     def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
         before = 1.0 if node == ROOT else self._chances[node]
@@ -222,7 +216,7 @@ class Worthwhile(Tree):
                 acceptance = self._stop.acceptance(self._stop.origin, probability, rank)
                 self._chances.append(before * acceptance)
 
-    def _frontier(self, n_most: int) -> list[int]:
+    def _frontier(self) -> list[int]:
         """Return as many of the likeliest nodes as are worth the model's batch together."""
         stop, chances = self._stop, self._chances
         if not stop.values:
@@ -235,24 +229,22 @@ class Worthwhile(Tree):
         nodes.sort(key=chances.__getitem__, reverse=True)
         n_taken = len(best_nodes(chances, stop.token_s, stop.extra_s))
         n_best, best_s, gain_s = 0, 0.0, 0.0
-        for n, node in enumerate(nodes[:n_most]):
+        for n, node in enumerate(nodes[: self.n_most]):
             # Tokens behind several nodes compete for the same rows.
             n_rows = max(n_taken + n, self.depths[node] + 1)
             if n_rows >= len(stop.extra_s) - 1:
                 break
             # A larger batch may cost less, but that is no gain of a token.
-            idle_s, look_s = (
-                max(0.0, stop.value(n_rows, chance) + stop.next_s)
-                for chance in (0.0, chances[node])
-            )
-            gain_s += look_s - idle_s
+            gain_s += max(0.0, stop.value(n_rows, chances[node]) + stop.next_s)
+            gain_s -= max(0.0, stop.value(n_rows, 0.0) + stop.next_s)
             decode_s = self.request.costs.seconds_each(n + 1)
             if gain_s - decode_s > best_s:
                 n_best, best_s = n + 1, gain_s - decode_s
         return nodes[:n_best]
 
     def _draft(self) -> Draft:
-        return self._stop.cut(super()._draft()).first(self.n_max)  # likeliest first
+        nodes = best_nodes(self._chances, self._stop.token_s, self._stop.extra_s)
+        return super()._draft().only(nodes[: self.n_max])  # likeliest first
 
 
 class Levels(Tree):
@@ -345,7 +337,8 @@ class NodeBranches:
         #: The sequence of each decoded node, and the node on which each sequence ends.
         self._sequences: dict[int, int] = {}
         self._tips: dict[int, int] = {}
-        self._free: list[int] = []
+        #: The sequences of the cache that are left: each takes one more node, wherever in the tree it is.
+        self.free: list[int] = []
         for sequence in self._others:  # an earlier answer may have left cells
             if backend.length(sequence):
                 backend.remove(sequence)
@@ -353,13 +346,8 @@ class NodeBranches:
     def __contains__(self, node: int) -> bool:
         return node in self._sequences and node != ROOT
 
-    @property
-    def n_free(self) -> int:
-        """How many more nodes can be decoded, wherever in the tree they are."""
-        return len(self._free)
-
     def begin(self) -> None:
-        self._free = list(reversed(self._others))
+        self.free = list(reversed(self._others))
         self._sequences = {ROOT: self._trunk}
         self._tips = {self._trunk: ROOT}
 
@@ -367,7 +355,7 @@ class NodeBranches:
         """Return the sequence for a node that is about to be decoded at a position."""
         sequence = self._sequences[parent]
         if self._tips[sequence] != parent:
-            branch = self._free.pop()
+            branch = self.free.pop()
             self._backend.copy(sequence, branch, 0, position)
             sequence = branch
         self._sequences[node] = sequence
@@ -386,4 +374,4 @@ class NodeBranches:
         for other in self._tips:
             if other != trunk:
                 backend.remove(other)
-        self._sequences, self._tips, self._free = {}, {}, []
+        self._sequences, self._tips, self.free = {}, {}, []

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.expansion import WIDEST
 from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import refuse_draft
@@ -22,7 +21,7 @@ from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
-from specgen.method.drafter import Drafter
+from specgen.method.drafter import Cascade, Drafter
 from specgen.method.policy import CostAwarePolicy
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling import Sampler

@@ -7,18 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
-from specgen.drafters.expansion import (
-    Expansion,
-    NodeBranches,
-    RowsBeyond,
-    expansion,
-    price_after,
-)
+from specgen.drafters.expansion import Expansion, NodeBranches, RowsBeyond, expansion, price_after
 from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.drafter import Ask, Cascade, Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult, draft_up_to
 from specgen.method.tables import Price
 from specgen.system.arrays import Logits
@@ -185,7 +178,8 @@ class ModelDrafter(Drafter):
         return replace(price, next_s=self._guesses.token_s(price.next_s))
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        self._keep_text(context)
+        if self._tree is not None:
+            self._keep_text(context, self._tree)
         n_max = self._make_room(len(context), plan.n_max)
         if n_max < 1:
             return NO_DRAFT
@@ -210,14 +204,12 @@ class ModelDrafter(Drafter):
                 branch = self._branches.follow(node, made.parents[node], position)
                 batch.add(made.tokens[node], position, (branch,), True)
             rows: Logits = yield Ask(backend, batch, self._costs)
+            # Each node needs a branch and a row of logits.
+            made.n_most = min(len(self._branches.free), backend.n_outputs)
             return rows[:, : self._n_shared_tokens]
 
-        # Each node needs a branch and a row of logits.
-        return (
-            yield from made.grow(
-                first, rows_beyond, lambda: min(self._branches.n_free, backend.n_outputs)
-            )
-        )
+        made.n_most = min(len(self._branches.free), backend.n_outputs)
+        return (yield from made.grow(first, rows_beyond))
 
     def rewind(self, n_tokens: int) -> None:
         if self._guesses is not None:
@@ -238,11 +230,9 @@ class ModelDrafter(Drafter):
             self._n_agreed = max(self._n_agreed, self._n_text + n_kept)
             self._tree = None
 
-    def _keep_text(self, context: Sequence[int]) -> None:
+    def _keep_text(self, context: Sequence[int], tree: Expansion) -> None:
         """Keep the nodes of the last tree that became text in the cache, and remove the others."""
-        tree, node, n_kept = self._tree, ROOT, 0
-        if tree is None:
-            return
+        node, n_kept = ROOT, 0
         for token in context[self._n_text :]:
             child = tree.child(node, token)
             if child is None or child not in self._branches:

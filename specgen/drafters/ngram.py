@@ -24,7 +24,7 @@ from specgen.drafters.lookup_texts import (
     load_corpus,
 )
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import Drafter, Drafting, ready
+from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.method.tables import FREE, Price
 
@@ -54,20 +54,21 @@ class TextIndex(Matches):
         #: By the n-grams of `min_match` tokens: the indices of the tokens that follow them, in order.
         self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def extend(self, token: int) -> None:
-        self._tokens.append(token)
-        if len(self._tokens) > self._min_match:
-            self._places[self._before_last()].append(len(self._tokens) - 1)
+    def follow(self, text: Sequence[int]) -> None:
+        """Add the tokens of a text that are new."""
+        tokens, n = self._tokens, self._min_match
+        for token in text[len(tokens) :]:
+            if len(tokens) >= n:
+                self._places[tuple(tokens[-n:])].append(len(tokens))
+            tokens.append(token)
 
     def rewind(self, n_tokens: int) -> None:
         """Take back all of the text's tokens but the first `n_tokens`."""
-        while len(self._tokens) > max(0, n_tokens):
-            if len(self._tokens) > self._min_match:
-                self._places[self._before_last()].pop()
-            self._tokens.pop()
+        tokens, n = self._tokens, self._min_match
+        while len(tokens) > max(0, n_tokens):
+            tokens.pop()
+            if len(tokens) >= n:
+                self._places[tuple(tokens[-n:])].pop()
 
     def longest(self, ending: Sequence[int]) -> Match | None:
         tokens, length, n_most = self._tokens, self._min_match, min(len(ending), MAX_MATCH)
@@ -85,9 +86,6 @@ class TextIndex(Matches):
             elif length == n_most:
                 break
         return Match(length, tuple(places)) if places else None
-
-    def _before_last(self) -> tuple[int, ...]:
-        return tuple(self._tokens[-1 - self._min_match : -1])
 
 
 def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
@@ -142,15 +140,9 @@ class SuffixDrafter(Drafter):
         return FREE
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(self._draft(context, plan.n_max))
-
-    def rewind(self, n_tokens: int) -> None:
-        self._text.rewind(n_tokens)
-
-    def _draft(self, context: Sequence[int], n_max: int) -> Draft:
-        for token in context[len(self._text) :]:
-            self._text.extend(token)
-        ending, chance, node = list(context[-MAX_MATCH:]), 1.0, ROOT
+        yield from ()  # nothing is decoded
+        self._text.follow(context)
+        n_max, ending, chance, node = plan.n_max, list(context[-MAX_MATCH:]), 1.0, ROOT
         n_deepest = len(ending) + min(n_max, self._n_deepest or n_max)
         matches = [source.longest(ending) for source in self._sources]
         nodes: list[tuple[int, _Guess]] = []
@@ -174,6 +166,9 @@ class SuffixDrafter(Drafter):
         parents, guesses = zip(*nodes, strict=True)
         tokens, origins, confidences = zip(*guesses, strict=True)
         return Draft(tokens, parents, origins, confidences, (None,) * len(nodes))
+
+    def rewind(self, n_tokens: int) -> None:
+        self._text.rewind(n_tokens)
 
     def _guesses(self, matches: Sequence[Match | None]) -> list[_Guess]:
         """Return the tokens that are drafted after these matches, one of each source, likeliest first."""

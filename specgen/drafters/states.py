@@ -207,6 +207,7 @@ class LayerDrafter(StatesDrafter):
                 batch.hidden.append(behind[parent])
             rows: Logits = yield Ask(backend, batch, self._costs)
             behind.update((node, backend.state(end)) for node, end in zip(nodes, ends, strict=True))
+            made.n_most = min(n_widest, len(nodes_at.free))
             return rows
 
         row = yield from self._cache.catch_up(context, n_read)
@@ -214,11 +215,9 @@ class LayerDrafter(StatesDrafter):
             row = yield from self._row_after(context[index], index - n_skipped, self._cache.state())
         behind = {ROOT: self._cache.state()}
         nodes_at.begin()
-        return (
-            yield from made.grow(
-                row, rows_beyond, lambda: min(WIDEST, backend.n_outputs, nodes_at.n_free)
-            )
-        )
+        n_widest = min(WIDEST, backend.n_outputs)
+        made.n_most = min(n_widest, len(nodes_at.free))
+        return (yield from made.grow(row, rows_beyond))
 
     def _drop_drafted(self) -> None:
         self._nodes.keep(ROOT, self._cache.length, 0)

@@ -6,22 +6,26 @@ the target's tokenizer would after the text so far.
 
 from __future__ import annotations
 
+import codecs
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeAlias
 
-from specgen.drafters.vocabularies import Lexicon, counterpart, n_unfinished
+import numpy as np
+
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import NO_DRAFT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.method.tables import Price
 from specgen.options import SamplerOptions
-from specgen.system.arrays import Logits
+from specgen.system.arrays import Logits, TokenArray
 from specgen.text.prefix import n_common
-from specgen.text.sampling import Sampler, top_probability
+from specgen.text.sampling import Sampler, likeliest
 from specgen.text.text_state import Shaper, TextState
 
 #: Bytes of the text that are spelled again with what follows them, and those that the target's tokenizer is shown
@@ -32,8 +36,146 @@ _BEFORE, _SHOWN = 48, 32
 _MAX_REPLACED = 4
 #: The most tokens to take back at the end of the text.
 _MAX_HELD_BACK = 4
-#: A token, and the draft's probability for it, if there is one.
-_Spelled: TypeAlias = tuple[int, float | None]
+#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with
+#: a letter or a space.
+_ANCHOR = "\n"
+#: Longer than any run of this byte in a vocabulary.
+_BEHIND_ALL = b"\xff" * 64
+#: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
+_STRAY = re.compile("([\udc80-\udcff]+)")
+#: Tokens, and the end of each in bytes from the start of the text. Bytes that the vocabulary cannot represent belong
+#: to no token.
+Spelled: TypeAlias = list[tuple[int, int]]
+
+
+def n_unfinished(data: bytes) -> int:
+    """Count the bytes of an incomplete character at the end of `data`: 0 to 3. Bytes that cannot start a
+    character are not counted."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(data[-3:])
+    return len(decoder.getstate()[0])
+
+
+def counterpart(token: int, source: Vocabulary, destination: Vocabulary) -> int | None:
+    """Return another vocabulary's token for a control token: by name if the other has a token of the
+    same name, else by role; None if there is none. In the middle of a text the only roles are those of ends: of a
+    turn, or of a text. (Each tokenizer decides how a text begins.)"""
+    is_end = source.is_end(token)
+    named = destination.tokenize(source.token_text(token), add_special=False, parse_special=True)
+    is_one_control = len(named) == 1 and not destination.token_bytes(named[0])
+    if is_one_control and destination.is_end(named[0]) == is_end:
+        return named[0]
+    if not is_end:
+        return None
+    own, theirs = source.special_tokens(), destination.special_tokens()
+    # An end of turn and an end of text replace each other where a vocabulary has only one.
+    roles = ("eos", "eot") if token == own["eos"] != own["eot"] else ("eot", "eos")
+    candidates = [theirs[role] for role in roles if theirs[role] >= 0]
+    return next(iter((*candidates, *destination.end_tokens())), None)
+
+
+class Lexicon:
+    """The tokens of a vocabulary by their bytes, and texts spelled with them, byte for byte.
+
+    Characters go through the vocabulary's own tokenizer. Bytes that are no character (an incomplete character at the
+    end of the text so far, or bytes that are not UTF-8) are spelled with the longest tokens that there are for them.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        letter = vocabulary.tokenize("a", add_special=False, parse_special=False)
+        has_space = b"".join(map(vocabulary.token_bytes, letter)) != b"a"
+        self._anchor = _ANCHOR if has_space else ""
+
+    @cached_property
+    def tokens(self) -> dict[bytes, int]:
+        """Every token that stands for text, by its bytes; of several (that of a byte and that of a character, for
+        example), the one that the tokenizer uses. Reading a whole vocabulary takes a tenth of a second or more."""
+        tokens: dict[bytes, int] = {}
+        for token_id in range(self.vocabulary.n_tokens):
+            data = self.vocabulary.token_bytes(token_id)
+            is_new = bool(data) and data not in tokens
+            if is_new or (data and self._exact(data.decode(errors="replace")) == [token_id]):
+                tokens[data] = token_id
+        return tokens
+
+    def with_prefix(self, prefix: bytes) -> TokenArray:
+        """Return the tokens whose bytes start with `prefix`, or equal it: int64[m], sorted by bytes."""
+        keys, token_ids = self._sorted
+        start = bisect_left(keys, prefix)
+        return token_ids[start : bisect_left(keys, prefix + _BEHIND_ALL, start)]
+
+    def spell(self, data: bytes) -> Spelled:
+        """Return the canonical spelling of a text by itself."""
+        spelled: Spelled = []
+        offset = 0
+        for number, run in enumerate(_STRAY.split(data.decode("utf-8", "surrogateescape"))):
+            raw = run.encode("utf-8", "surrogateescape")
+            is_text = raw and not number % 2
+            spelled += self._of_text(run, offset) if is_text else self._of_bytes(raw, offset)
+            offset += len(raw)
+        return spelled
+
+    def spell_after(self, before: bytes, data: bytes) -> Spelled:
+        """Return the spelling of `data` where `before` precedes it; the ends count from the start of
+        `data`.
+
+        Tokenizers look at the text before, so both are spelled together. A token may reach over the border,
+        if `before` ends where the tokenizer would not end a token. The bytes of that token after the border
+        are then spelled by themselves.
+        """
+        border = len(before)
+        joint = self.spell(before + data)
+        spelled = [(token, end - border) for token, end in joint if end > border]
+        if border and spelled and border not in [end for _, end in joint]:
+            spelled[:1] = self.spell(data[: spelled[0][1]])
+        return spelled
+
+    @cached_property
+    def _sorted(self) -> tuple[list[bytes], TokenArray]:
+        keys = sorted(self.tokens)
+        return keys, np.array([self.tokens[key] for key in keys], np.int64)
+
+    def _of_text(self, text: str, offset: int) -> Spelled:
+        """Spell a text that starts at an offset."""
+        tokens = self._exact(text)
+        if tokens is not None:
+            spelled: Spelled = []
+            for token in tokens:
+                offset += len(self.vocabulary.token_bytes(token))
+                spelled.append((token, offset))
+            return spelled
+        if len(text) == 1:
+            return self._of_bytes(text.encode(), offset)
+        # A part of the text has no token: separate it from the rest.
+        first, second = text[: len(text) // 2], text[len(text) // 2 :]
+        return self._of_text(first, offset) + self._of_text(second, offset + len(first.encode()))
+
+    def _of_bytes(self, data: bytes, offset: int) -> Spelled:
+        spelled: Spelled = []
+        start = 0
+        while start < len(data):
+            longest = (end for end in range(len(data), start, -1) if data[start:end] in self.tokens)
+            end = next(longest, None)
+            if end is not None:
+                spelled.append((self.tokens[data[start:end]], offset + end))
+            start = end or start + 1
+        return spelled
+
+    def _exact(self, text: str) -> list[int] | None:
+        """Return the tokenizer's tokens, without the token or space that it adds at the start; None if their bytes are
+        not those of the text."""
+        text, data = self._anchor + text, text.encode()
+        tokens = self.vocabulary.tokenize(text, add_special=False, parse_special=False)
+        pieces, first = list(map(self.vocabulary.token_bytes, tokens)), 0
+        if not (found := b"".join(pieces)).endswith(data):
+            return None
+        n_added = len(found) - len(data)  # by the anchor, and by the tokenizer before it
+        # A token without bytes stands for something unknown: an anchor that has no token.
+        while first < len(tokens) and (n_added > 0 or not pieces[first]):
+            n_added -= len(pieces[first])
+            first += 1
+        return tokens[first:] if n_added == 0 else None
 
 
 class DraftText:
@@ -89,7 +231,8 @@ class DraftText:
                 self._tell(drafted)
                 drafted, own = NO_DRAFT, counterpart(token, self._target, self._draft)
                 if own is not None:
-                    self._add(own, len(self._bytes))
+                    self.tokens.append(own)
+                    self.ends.append(len(self._bytes))
                 self._border = (len(self._bytes), len(self.tokens))
         self.n_followed = max(self.n_followed, len(context))
         self._tell(drafted)
@@ -109,18 +252,9 @@ class DraftText:
         self._n_told = self._begin(n_left)
         self._cut(n_left)
 
-    def _start(self, index: int) -> int:
-        """Return the offset at which the token before `index` ends."""
-        n_bytes, n_tokens = self._border
-        return self.ends[index - 1] if index > n_tokens else n_bytes
-
     def _begin(self, index: int) -> int:
         """Return the offset at which token `index` starts: after bytes that have no token, if there are any."""
         return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
-
-    def _add(self, token: int, end: int) -> None:
-        self.tokens.append(token)
-        self.ends.append(end)
 
     def _cut(self, n_tokens: int) -> None:
         del self.tokens[n_tokens:], self.ends[n_tokens:]
@@ -133,38 +267,42 @@ class DraftText:
             if not data or not self._bytes.startswith(data, self._n_told):
                 break
             self._n_told += len(data)
-            self._add(token, self._n_told)
+            self.tokens.append(token)
+            self.ends.append(self._n_told)
         if self._n_told < len(self._bytes):
             self._spell()
             self._n_told = len(self._bytes)
 
     def _spell(self) -> None:
         """Spell the bytes that are in no token, together with the text before them."""
-        n_tokens, n_unchanged = len(self.tokens), self.n_unchanged
-        replaced: list[int] = []
-        first = bisect_right(self.ends, self._n_told - _BEFORE, lo=self._border[1])
+        n_tokens, n_unchanged, replaced = len(self.tokens), self.n_unchanged, list[int]()
+        border, first_token = self._border
+        first = bisect_right(self.ends, self._n_told - _BEFORE, lo=first_token)
         if first < n_tokens:
             start = self._begin(first)
         else:  # there may be many bytes that have no token
-            start = max(self._start(first), self._n_told - _BEFORE)
+            last_end = self.ends[first - 1] if first > first_token else border
+            start = max(last_end, self._n_told - _BEFORE)
         joint = self._lexicon.spell(bytes(self._bytes[start:]))
-        common = {0, *(end for _, end in joint)}
+        common = [0, *[end for _, end in joint]]
         for n_kept in range(n_tokens, max(first, n_tokens - _MAX_REPLACED) - 1, -1):
-            place = max(0, self._start(n_kept) - start)
+            place = max(0, (self.ends[n_kept - 1] if n_kept > first_token else border) - start)
             if place in common:
                 offset = start
                 replaced = self.tokens[n_kept:n_unchanged]
                 self._cut(n_kept)
-                new = [(token, end) for token, end in joint if end > place]
                 break
         else:
             before = bytes(self._bytes[start : self._n_told])
-            offset = self._n_told
-            new = self._lexicon.spell_after(before, bytes(self._bytes[self._n_told :]))
-        for token, end in new:
-            self._add(token, offset + end)
+            offset, place = self._n_told, 0
+            joint = self._lexicon.spell_after(before, bytes(self._bytes[self._n_told :]))
+        n_kept = len(self.tokens)
+        for token, end in joint:
+            if end > place:
+                self.tokens.append(token)
+                self.ends.append(offset + end)
         # The same tokens may stand for other bytes, if some bytes have no token.
-        self.n_unchanged += n_common(replaced, [token for token, _ in new])
+        self.n_unchanged += n_common(replaced, self.tokens[n_kept:])
 
 
 class Translation:
@@ -189,50 +327,45 @@ class Translation:
     def translate(self, draft: Draft, before: bytes, held_back: bytes) -> Draft:
         """Translate a chain to the target's tokens. `before` is the end of the text so far; `held_back` is
         the end of `before`, and the draft's tokens start with it."""
-        spelled = list(self._spell(draft, before, held_back))
-        if not spelled:
-            return NO_DRAFT
-        tokens, probabilities = zip(*spelled, strict=True)
-        return Draft.chain(tokens, draft.origins[0], probabilities)
-
-    def _spell(self, draft: Draft, before: bytes, held_back: bytes) -> Iterator[_Spelled]:
-        data = b""
-        end: _Spelled | None = None
+        data, end, end_chance = b"", None, None
         starts: list[tuple[int, float | None]] = []
         for token, probability in zip(draft.tokens, draft.probabilities, strict=True):
             piece = self.draft.token_bytes(token)
             if not piece:
-                is_end = self.draft.is_end(token)
-                own = counterpart(token, self.draft, self.target) if is_end else None
-                end = None if own is None else (own, probability)
+                if self.draft.is_end(token):
+                    end, end_chance = counterpart(token, self.draft, self.target), probability
                 break
             # What is held back counts as the start of what follows.
             starts.append((max(0, len(data) - len(held_back)), probability))
             data += piece
         if not data.startswith(held_back):
-            return
+            return NO_DRAFT
         data = data[len(held_back) :]
         # A part of a character is left out, since the whole character may be spelled differently;
         # unless the text itself has broken off in the middle of it.
         n_open = n_unfinished(before + data)
         if n_open <= len(data):
             data = data[: len(data) - n_open]
-        n_spelled = 0
+        tokens, chances, n_spelled = list[int](), list[float | None](), 0
         for token, token_end in self._target_lexicon.spell_after(before, data):
             if token_end - n_spelled != len(self.target.token_bytes(token)):
-                return  # bytes in between have no token
-            yield token, _product(starts, n_spelled, token_end)
+                break  # bytes in between have no token
+            # Of several tokens for one of the draft's, the first has its probability, the others 1.
+            chance: float | None = 1.0
+            for offset, probability in starts:
+                if n_spelled <= offset < token_end:
+                    if chance is not None and probability is not None:
+                        chance *= probability
+                    else:
+                        chance = None
+            tokens.append(token)
+            chances.append(chance)
             n_spelled = token_end
-        if end is not None and n_spelled == len(data) and not n_open:
-            yield end
-
-
-def _product(starts: Sequence[tuple[int, float | None]], start: int, end: int) -> float | None:
-    """Return the product of the probabilities of the draft's tokens that start between two offsets; 1 if
-    none does, None if one of the probabilities is unknown."""
-    found = [probability for offset, probability in starts if start <= offset < end]
-    known = [probability for probability in found if probability is not None]
-    return math.prod(known) if len(known) == len(found) else None
+        else:
+            if end is not None and n_spelled == len(data) and not n_open:
+                tokens.append(end)
+                chances.append(end_chance)
+        return Draft.chain(tokens, draft.origins[0], chances) if tokens else NO_DRAFT
 
 
 class PrefixShaper(Shaper):
@@ -254,10 +387,14 @@ class PrefixShaper(Shaper):
         token_ids = self._lexicon.with_prefix(self.prefix)
         return Distribution.certain(int(token_ids[logits[token_ids].argmax()]))
 
-    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
+    def likeliest(
+        self, logits: Logits, path: Sequence[int], n: int
+    ) -> tuple[list[int], list[float]]:
         if path or not self.prefix:
-            return super().top_probability(logits, path)
-        return top_probability(logits[self._lexicon.with_prefix(self.prefix)])
+            return super().likeliest(logits, path, n)
+        token_ids = self._lexicon.with_prefix(self.prefix)
+        order, chances = likeliest(logits[token_ids], n)
+        return token_ids[order].tolist(), chances
 
 
 class TranslatedDrafter(Drafter):

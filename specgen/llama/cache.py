@@ -1,10 +1,12 @@
-"""The KV cache of a context, with checks of every native result. Recurrent states go back by `recurrent_rollback`; what is
+"""The KV cache of a context, with checks of every native result. What is
 rejected is decided in `method/verify.py` and dropped by `method/tree_in_cache.py`."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from numpy.typing import NDArray
 from specgen.errors import BackendError, RollbackError
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.model import LlamaModel
+from specgen.method.backend import Batch
+from specgen.system.arrays import Logits
 
 #: The part of a state that llama.cpp can separate from attention cells.
 _PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
@@ -160,3 +164,195 @@ class StateCopies:
     def forget(self, sequence: int) -> None:
         if self._n_shared:
             self.cache.remove(self._n_shared + sequence)
+
+
+# --- rollback of recurrent and hybrid models
+
+# A recurrent model has one state for each sequence, and every token changes it. A rollback must go back to an earlier
+# state. There are three ways; the first one that is possible is used:
+#
+# - llama.cpp's *snapshots*, for some architectures: a decode of n rows of a sequence keeps the states
+#   after each of the last few rows. They reach back to the state after the first row of the last decode,
+#   not to the state before it. The next decode replaces them.
+# - A *copy* of the state (`StateCopies`), made at a checkpoint. The tokens between the checkpoint and the
+#   new end of the sequence are decoded again.
+# - The whole sequence is decoded again from its beginning.
+#
+# A removal only changes the remembered text of the sequence. Before the sequence's next decode, the cache is made to
+# agree with the text: tokens that must be decoded again come before the new rows in the same batch.
+
+#: The most tokens that are decoded again, in each round, before the new rows. If there are more, they are decoded once
+#: in a separate decode, and the state after them is copied. (6 is best for a GPU and 0 for a small model on a CPU.)
+_MAX_REPEATED = 3
+
+
+@dataclass(slots=True)
+class _Text:
+    """A sequence: its tokens, and how many of them the cache holds."""
+
+    tokens: list[int] = field(default_factory=list)
+    #: The number of tokens that the cache holds, and how many of the first are still those of the text.
+    n_cached: int = 0
+    n_agreed: int = 0
+    #: The earliest position that snapshots go back to; `n_cached` if there are none.
+    snapshots_from: int = 0
+    #: The position of the state's copy; None if there is no copy.
+    copied_at: int | None = None
+    #: Whether a checkpoint was set and nothing has been decoded since.
+    checkpoint_due: bool = False
+
+    @property
+    def n_missing(self) -> int:
+        """The number of tokens of the text that the cache does not hold. Valid after `_agree`."""
+        return len(self.tokens) - self.n_cached
+
+
+class Rewinder:
+    """Decodes for a context with recurrent states, and rolls them back. `decode` decodes a batch of at most `n_rows` rows.
+    `n_snapshots` is the number of tokens that llama.cpp's snapshots can go back; 0 if there are none."""
+
+    def __init__(
+        self, copies: StateCopies, decode: Callable[[Batch], Logits], n_rows: int, n_snapshots: int
+    ) -> None:
+        self._cache, self._copies = copies.cache, copies
+        self._decode_rows = decode
+        self._n_rows = n_rows
+        self._n_snapshots = n_snapshots
+        self._texts: defaultdict[int, _Text] = defaultdict(_Text)
+
+    def text(self, sequence: int) -> list[int]:
+        return self._texts[sequence].tokens
+
+    def checkpoint(self, sequence: int) -> None:
+        self._texts[sequence].checkpoint_due = True
+
+    def remove(self, sequence: int, start: int) -> None:
+        text = self._texts[sequence]
+        if start <= 0:
+            self._copies.forget(sequence)
+            self._cache.remove(sequence)
+            self._texts.pop(sequence)
+            return
+        del text.tokens[start:]
+        text.n_agreed = min(text.n_agreed, start)
+        if text.copied_at is not None and text.copied_at > start:
+            self._copies.forget(sequence)
+            text.copied_at = None
+
+    def decode(self, batch: Batch) -> Logits:
+        """Decode a batch that continues the texts of its sequences, after any pending rollback. Raise `BackendError`, or
+        `RollbackError` if the rollback fails."""
+        n_rows = self._check(batch)
+        for sequence in n_rows:
+            self._agree(sequence)
+        n_whole = Counter({s: n + self._texts[s].n_missing for s, n in n_rows.items()})
+        for sequence, n in n_rows.items():
+            self._copy_if_due(sequence, n, n_whole)
+        missing = Batch()
+        for sequence in n_rows:
+            self._add_missing(missing, sequence)
+        if len(missing) + len(batch) > self._n_rows:
+            for sequence in n_rows:
+                self._catch_up(sequence)
+            missing = Batch()
+        missing.extend(batch)
+        logits = self._run(missing)
+        for token, (sequence,) in zip(batch.tokens, batch.sequences, strict=True):
+            self._texts[sequence].tokens.append(token)
+        return logits
+
+    def _check(self, batch: Batch) -> Counter[int]:
+        """Return the number of rows of each sequence. Raise `BackendError` for a wrong position, of which llama.cpp would
+        only warn."""
+        n_rows: Counter[int] = Counter()
+        for position, sequences in zip(batch.positions, batch.sequences, strict=True):
+            if len(sequences) != 1:
+                what = f"a row of sequences {sequences}; a recurrent state belongs to one"
+                raise BackendError(f"{self._cache.name}: {what}")
+            sequence = sequences[0]
+            expected = len(self.text(sequence)) + n_rows[sequence]
+            if position != expected:
+                raise BackendError(
+                    f"{self._cache.name}: a row at position {position}; sequence {sequence} "
+                    f"goes on at {expected}"
+                )
+            n_rows[sequence] += 1
+        return n_rows
+
+    def _agree(self, sequence: int) -> None:
+        """Drop tokens from the cache that are not in the text. It may then hold fewer tokens than the text."""
+        text = self._texts[sequence]
+        if text.n_agreed == text.n_cached:
+            return
+        if text.n_agreed >= text.snapshots_from:
+            self._cache.remove(sequence, text.n_agreed)
+            self._cache.check_length(sequence, text.n_agreed)
+        elif text.copied_at is not None and text.copied_at <= text.n_agreed:
+            self._copies.restore(sequence, text.copied_at)
+            text.n_agreed = text.copied_at
+        else:
+            self._cache.remove(sequence)
+            text.n_agreed = 0
+        # llama.cpp can go back only once between two decodes, so no snapshot can be used any more.
+        text.n_cached = text.snapshots_from = text.n_agreed
+
+    def _copy_if_due(self, sequence: int, n: int, n_whole: Counter[int]) -> None:
+        """Copy the state before n rows are decoded that may be dropped, unless snapshots will be enough. `n_whole` counts
+        all rows of each sequence."""
+        text = self._texts[sequence]
+        if not text.checkpoint_due:
+            return
+        text.checkpoint_due = False
+        reach = self._reach(n_whole[sequence], n_whole)
+        if reach >= n or (reach == n - 1 and n > 1):
+            # In the second case snapshots do not help if all n rows are dropped, which is rare: the text is then
+            # decoded from its beginning.
+            return
+        if text.n_missing and text.copied_at is not None and text.n_missing <= _MAX_REPEATED:
+            return
+        self._catch_up(sequence)
+        if text.copied_at != len(text.tokens):
+            self._copies.save(sequence, len(text.tokens))
+            text.copied_at = len(text.tokens)
+
+    def _catch_up(self, sequence: int) -> None:
+        text = self._texts[sequence]
+        while text.n_missing:
+            batch = Batch()
+            self._add_missing(batch, sequence)
+            self._run(batch)
+
+    def _add_missing(self, batch: Batch, sequence: int) -> None:
+        text = self._texts[sequence]
+        for position in range(text.n_cached, len(text.tokens))[: self._n_rows]:
+            batch.add(text.tokens[position], position, (sequence,), False)
+
+    def _run(self, batch: Batch) -> Logits:
+        n_rows = Counter(sequence for (sequence,) in batch.sequences)
+        try:
+            logits = self._decode_rows(batch)
+        except BaseException:
+            # The cache may hold any part of the batch: keep nothing of it.
+            for sequence in n_rows:
+                text = self._texts[sequence]
+                text.n_agreed, text.copied_at = 0, None
+                text.n_cached = text.snapshots_from = len(text.tokens) + len(batch)
+            raise
+        for sequence, n in n_rows.items():
+            text = self._texts[sequence]
+            text.n_cached += n
+            text.n_agreed = text.n_cached
+            text.snapshots_from = text.n_cached - self._reach(n, n_rows)
+        if len(n_rows) > 1:
+            # If llama.cpp moves the cell of another sequence, its state moves too, but its snapshots do not.
+            for sequence, text in self._texts.items():
+                if sequence not in n_rows:
+                    text.snapshots_from = text.n_cached
+        return logits
+
+    def _reach(self, n: int, n_rows: Counter[int]) -> int:
+        """Return how many tokens snapshots go back after a decode of n rows of a sequence: 0 if a later part of a batch of
+        unequal sequences may move the cell of an earlier one."""
+        if len(n_rows) > 2 and len(set(n_rows.values())) > 1:
+            return 0
+        return min(n - 1, self._n_snapshots)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -13,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
-from specgen.llama.cache import Cache, StateCopies
+from specgen.llama.cache import Cache, Rewinder, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
 from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_ext, set_layer_input
 from specgen.llama.model import LlamaModel
-from specgen.llama.recurrent_rollback import Rewinder
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
@@ -95,6 +93,8 @@ class LlamaBackend:
             why = "the model has no KV cache, so it cannot generate text"
             raise ModelFileError(f"{model.path}: {why}")
         self._rows = _RowBuffers(n_rows, n_sequences, n_outputs, self._cache)
+        #: Views of llama.cpp's results by their addresses, as long as the most rows so far.
+        self._memory: dict[int, NDArray[np.float32]] = {}
         #: The layers whose inputs `decode_hidden` returns for a draft that reads them.
         self._layers: tuple[int, ...] = ()
         #: The tokens of each sequence; not used for models with a recurrent state (see `Rewinder`).
@@ -174,10 +174,12 @@ class LlamaBackend:
     def _values_at(self, pointer: Any, n_rows: int, n_values: int) -> NDArray[np.float32]:
         if not pointer:
             raise BackendError(f"{self.model.name}: llama.cpp gave no results")
-        memory = (ctypes.c_float * (n_rows * n_values)).from_address(
-            ctypes.addressof(pointer.contents)
-        )
-        return np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
+        address, size = ctypes.addressof(pointer.contents), n_rows * n_values
+        memory = self._memory.get(address)
+        if memory is None or len(memory) < size:
+            native = (ctypes.c_float * size).from_address(address)
+            memory = self._memory[address] = np.ctypeslib.as_array(native)
+        return memory[:size].reshape(n_rows, n_values)
 
     def hand_out(self, layers: Sequence[int]) -> None:
         """Let `decode_hidden` with `all_rows` return the inputs of these layers from now on, one behind the other. The
@@ -291,12 +293,12 @@ class _RowBuffers:
         self._n_outputs = n_outputs
         self._with_guards = with_guards = cache.with_guards
         # Plain ctypes arrays: NumPy is slower for the few numbers of a round.
-        self._tokens = (ctypes.c_int32 * n_rows)()
-        self._positions = (ctypes.c_int32 * n_rows)()
+        self._tokens: Any = (ctypes.c_int32 * n_rows)()
+        self._positions: Any = (ctypes.c_int32 * n_rows)()
         self._n_sequences = (ctypes.c_int32 * n_rows)()
         n_most = len(with_guards(tuple(range(n_sequences))))
-        self._sequences = [(ctypes.c_int32 * n_most)() for _ in range(n_rows)]
-        self._wants_logits = (ctypes.c_int8 * n_rows)()
+        self._sequences: list[Any] = [(ctypes.c_int32 * n_most)() for _ in range(n_rows)]
+        self._wants_logits: Any = (ctypes.c_int8 * n_rows)()
         #: The current content of `_sequences`. The next batch mostly needs the same, so nothing is written.
         self._written: list[tuple[int, ...]] = [()] * n_rows
         int32_p = ctypes.POINTER(ctypes.c_int32)
@@ -314,7 +316,7 @@ class _RowBuffers:
         )
 
     def check(self, batch: Batch) -> int:
-        n = len(batch)
+        n = len(batch.tokens)
         n_wanted = sum(batch.wants_logits)
         if not 0 < n <= len(self._tokens):
             raise BackendError(f"a batch of {n} rows; 1 to {len(self._tokens)} can be decoded")
@@ -324,15 +326,14 @@ class _RowBuffers:
         return n_wanted
 
     def fill(self, batch: Batch) -> int:
-        n_wanted = self.check(batch)
-        n = len(batch)
-        struct.pack_into(f"{n}i", self._tokens, 0, *batch.tokens)
-        struct.pack_into(f"{n}i", self._positions, 0, *batch.positions)
-        struct.pack_into(f"{n}?", self._wants_logits, 0, *batch.wants_logits)
+        n_wanted, n = self.check(batch), len(batch.tokens)
+        self._tokens[:n] = batch.tokens
+        self._positions[:n] = batch.positions
+        self._wants_logits[:n] = batch.wants_logits
         for row, sequences in enumerate(batch.sequences):
             if sequences != self._written[row]:
                 native = self._with_guards(sequences)
-                struct.pack_into(f"{len(native)}i", self._sequences[row], 0, *native)
+                self._sequences[row][: len(native)] = native
                 self._n_sequences[row] = len(native)
                 self._written[row] = sequences
         self.native.n_tokens = n

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -16,6 +17,9 @@ from specgen.llama.library import llama_cpp
 
 #: The size of the first buffer for a token's bytes; most tokens fit.
 _PIECE_BYTES = 64
+#: A buffer for the tokens of a text of usual length: making the type takes longer than filling it.
+_USUAL_TOKENS = 256
+_Usual = llama_cpp.llama_token * _USUAL_TOKENS
 #: The number of entries that `digest` reads, about.
 _N_SAMPLED = 2048
 #: llama.cpp's attributes of control tokens that take the white space beside them.
@@ -98,24 +102,22 @@ class LlamaVocabulary:
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Tokenize a text. Raise `UsageError` if over a million of its characters follow one another without
         white space (or are white space), where words are found by recursion."""
-
-        def tokenize() -> list[int]:
-            return self._tokenize(text.encode(), add_special, parse_special)
-
+        data = text.encode()
         longest = _longest(_LINES, text) if len(text) > _LINE else 0
         if longest <= _LINE or self.kind != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
-            return tokenize()
+            return self._tokenize(data, add_special, parse_special)
         if longest > LONGEST_RUN and (word := _longest(_WORDS, text)) > LONGEST_RUN:
             raise UsageError(
                 f"{word} characters of the text follow one another without white space, or are white space: "
                 f"{LONGEST_RUN} can be tokenized"
             )
+        tokenize = partial(self._tokenize, data, add_special, parse_special)
         return _with_stack(min(longest, 4 * LONGEST_RUN) * _FRAME_BYTES, tokenize)
 
     def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
-        capacity = len(data) + 8
+        capacity = max(_USUAL_TOKENS, len(data) + 8)
         while True:
-            buffer = (llama_cpp.llama_token * capacity)()
+            buffer = (llama_cpp.llama_token * capacity)() if capacity > _USUAL_TOKENS else _Usual()
             n: int = llama_cpp.llama_tokenize(
                 self.handle, data, len(data), buffer, capacity, add_special, parse_special
             )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specgen.errors import PromptError
-from specgen.system.files import json_reason
 
 T = TypeVar("T")
 
@@ -104,7 +103,7 @@ def _record(line: str, number: int, where: str) -> BenchPrompt:
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise PromptError(f"{where}: not JSON: {json_reason(error)}", _HINT) from None
+        raise PromptError(f"{where}: not JSON: {_json_reason(error)}", _HINT) from None
     if not isinstance(record, dict):
         raise PromptError(f"{where}: not a JSON object", _HINT)
     turns = record.get("turns")
@@ -116,3 +115,10 @@ def _record(line: str, number: int, where: str) -> BenchPrompt:
         raise PromptError(f"{where}: the category is no text: {category!r}", _HINT)
     # A category is a name in tables whose columns are separated by tabs.
     return BenchPrompt(number, " ".join(category.split()) or _ALL, text)
+
+
+def _json_reason(error: Exception) -> str:
+    """Return why a line is not JSON, by an error of `json.loads`."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -24,6 +24,7 @@ from specgen.options import DraftOptions, PolicyName, SamplerOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
+from specgen.session.prompts.continued import followed_by
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Logits, ProbArray
@@ -333,7 +334,7 @@ def check_sampled(
     # The first token of an answer is chosen without a draft, and decoder heads have nothing to draft
     # the second from: so these are the ones that were said before.
     prompt, forced = prompts[place.prompt], place.answer[-2:]
-    begun = session.prompts.followed_by(prompt, place.answer[: -len(forced)])
+    begun = followed_by(session.prompts, prompt, place.answer[: -len(forced)])
 
     def force_first(_request: Request, sequence: AnswerState) -> None:
         sequence.shaper = _FirstForced(session.settings.sampler, sequence.state, forced)

@@ -22,7 +22,7 @@ from specgen.events import (
     to_json_object,
 )
 from specgen.render.rows import Cleaner, clean, clean_line
-from specgen.session.prompts.thought_reader import ThoughtMarker
+from specgen.session.prompts.thoughts import ThoughtMarker
 from specgen.system.files import to_line
 
 if TYPE_CHECKING:

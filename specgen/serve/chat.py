@@ -14,7 +14,7 @@ from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, Pr
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
-from specgen.session.prompts.thought_reader import ThoughtMarker, ThoughtReader
+from specgen.session.prompts.thoughts import ThoughtMarker, ThoughtReader
 from specgen.session.session import Session
 from specgen.system.files import replace_bytes, to_line, write_errors
 

@@ -1,5 +1,5 @@
 """A whole answer in a loop: its prompt is read, in pieces, before the rounds, and it is summed up after them. (Where it
-ends: `text/sequence.py`; stop strings: `text/stop_strings.py`.)"""
+ends: `text/answer_state.py`.)"""
 
 from __future__ import annotations
 

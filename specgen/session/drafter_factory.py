@@ -9,21 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.interface import DraftRequest, Key, LoadedDraft
 from specgen.method.backend import Backend
-from specgen.method.drafter import TargetStates
+from specgen.method.drafter import Cascade, TargetStates
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.method.tables import AcceptanceRates, CostTable
 from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import VERIFIERS
-from specgen.options import (
-    DRAFT_TEMPERATURE,
-    DraftOptions,
-    SamplerName,
-    SamplerOptions,
-    TreeShape,
-)
+from specgen.options import DRAFT_TEMPERATURE, DraftOptions, SamplerName, SamplerOptions, TreeShape
 from specgen.session.prompts import Prompt
 from specgen.session.request import RequestSettings, Slot
 from specgen.session.session import Session

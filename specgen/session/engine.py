@@ -60,7 +60,7 @@ class Engine:
         *,
         n_parallel: int = 1,
         n_ctx: int | None = None,
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] = bool,  # never: bool() is False
         learn_alone: bool = False,
         prepare: Callable[[Request, AnswerState], None] = lambda _request, _generation: None,
     ) -> None:
@@ -110,7 +110,7 @@ class Engine:
         n_ctx: int | None,
         *,
         is_fixed: bool,
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] = bool,
         learn_alone: bool = False,
     ) -> Engine:
         """Return an engine for up to `n_parallel` answers. Unless the number `is_fixed`, it is halved until the
@@ -465,7 +465,7 @@ class Engine:
 
 
 def generate(
-    session: Session, prompt: Prompt, *, interrupted: Callable[[], bool] = lambda: False
+    session: Session, prompt: Prompt, *, interrupted: Callable[[], bool] = bool
 ) -> Generator[Event, None, None]:
     """Generate an answer in contexts of its own, and yield its events; the last one is a `FinishedEvent`. Raise
     `PromptError` if the prompt does not fit into the context, `MemoryLimitError` if the context does not fit into

@@ -176,7 +176,7 @@ class Request:
         if self.finished is None:
             raise RuntimeError(f"answer {self.index} is not done")
         if self.settings.thoughts is not None:
-            from specgen.session.prompts.thought_reader import answer_of
+            from specgen.session.prompts.thoughts import answer_of
 
             return answer_of(self.prompt.text, self.finished.text)
         return self.finished.text

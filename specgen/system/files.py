@@ -106,13 +106,6 @@ def correct(file: object) -> str:
 # --- JSON
 
 
-def json_reason(error: Exception) -> str:
-    """Return why a line is not JSON, by an error of `json.loads`."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
 def as_json(value: Any) -> Any:
     """Convert dataclasses, dictionaries, lists, tuples, paths, infinities and NaN to what JSON can hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

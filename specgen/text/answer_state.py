@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.errors import SpecgenError
 from specgen.events import (
     CommittedEvent,
@@ -25,13 +24,13 @@ from specgen.events import (
 )
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Draft
-from specgen.method.drafter import TargetStates
+from specgen.method.drafter import Cascade, TargetStates
 from specgen.method.policy import Offer, Policy, RoundPlan
 from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
-from specgen.text.sampling.rows import log_probabilities, most_likely
+from specgen.text.sampling.chain import log_probabilities, most_likely
 from specgen.text.tally import Tally, is_impossible
 from specgen.text.text_state import Shaper, TextState, TextStream
 
@@ -81,8 +80,8 @@ class AnswerState:
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.
     is_started: bool = False
-    #: Whether the last token of `tokens` ends the text; it is then not part of the answer.
-    _has_end_token: bool = False
+    #: The number of the answer's tokens, without the one that ended it.
+    n_answer: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = self.state.tokens
@@ -106,24 +105,13 @@ class AnswerState:
         """The number of prompt tokens that the cache held before; all once the prompt is read."""
         return self.n_prompt if self.is_started else self.n_cached
 
-    @property
-    def n_answer(self) -> int:
-        return len(self.tokens) - self.n_prompt - self._has_end_token
-
-    @property
-    def n_draftable(self) -> int:
-        """The most drafted tokens that could still become part of the answer. The target adds a token of its own, and
-        each row of a batch needs a cell of the context."""
-        n = self.n_ctx - len(self.tokens)
-        if self.options.max_tokens >= 0:
-            n = min(n, self.options.max_tokens - self.n_answer - 1)
-        return max(0, n)
-
     def offer(self, n_most: int) -> Offer:
         """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes now.
         There must be a `cascade`."""
-        cascade, n_draftable = self.cascade, self.n_draftable
+        cascade, n_draftable = self.cascade, max(0, self.n_ctx - len(self.tokens))
         assert cascade is not None, "something drafts"
+        if self.options.max_tokens >= 0:  # the target adds a token of its own
+            n_draftable = min(n_draftable, max(0, self.options.max_tokens - self.n_answer - 1))
         # The answer is expected to get as many tokens again: long answers tend to go on for longer.
         n_left = min(max(_N_EXPECTED, self.n_answer), n_draftable + 1)
         n_most = min(n_most, self.policy.n_max, n_draftable)
@@ -139,9 +127,9 @@ class AnswerState:
         """
         self.state.commit(token)
         if self.vocabulary.is_end(token) or token in self.ends:
-            self._has_end_token = True
             self.finish("stop", self.vocabulary.token_text(token))
             return self.text.flush()
+        self.n_answer += 1
         shown = self.text.push(self.vocabulary.token_bytes(token))
         if self.text.stopped_by is not None:
             self.finish("stop", self.text.stopped_by)
@@ -163,30 +151,39 @@ class AnswerState:
         up to the end of the answer. `logits` are those at the root and at each node; `plan` is the round's
         plan, None for the prompt. Return the events."""
         number = 0 if plan is None else self.tally.n_rounds + 1
-        rejected = self._rejected_branches(draft, verdict)
         own_kind: TokenKind = "plain"
-        if len(draft):
-            last = verdict.path[-1] if verdict.path else ROOT
-            own_kind = "corrected" if draft.children(last) else "bonus"
-        pieces: list[Piece] = []
-        for row, node in zip((ROOT, *verdict.path), (*verdict.path, None), strict=True):
-            token = verdict.next_token if node is None else draft.tokens[node]
-            kind: TokenKind = own_kind if node is None else "accepted"
-            origin = "target" if node is None else draft.origins[node]
-            piece = Piece(token, self.commit(token), kind, origin)
-            pieces.append(self._with_logprobs(piece, logits[row + 1]))
-            if self.is_finished:
-                break
         events: list[Event] = []
         if len(draft):
-            nodes = self._nodes(draft)
-            events = [
-                DraftedEvent(self.index, now_s, number, nodes),
-                VerifiedEvent(
-                    self.index, now_s, number, verdict.path, rejected, verdict.next_token, own_kind
-                ),
+            path, token, bytes_of = verdict.path, verdict.next_token, self.vocabulary.token_bytes
+            own_kind = "corrected" if draft.children(path[-1] if path else ROOT) else "bonus"
+            columns = zip(
+                draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
+            )
+            nodes = [
+                DraftNode(each, bytes_of(each).decode("utf-8", "replace"), parent, origin, chance)
+                for each, parent, origin, chance in columns
             ]
-        return [*events, self._committed([*pieces, *self._forced()], now_s, number, plan)]
+            rejected = self._rejected_branches(draft, path)
+            events = [
+                DraftedEvent(self.index, now_s, number, tuple(nodes)),
+                VerifiedEvent(self.index, now_s, number, path, rejected, token, own_kind),
+            ]
+        pieces: list[Piece] = []
+        for row, node in zip((ROOT, *verdict.path), (*verdict.path, None), strict=True):
+            if node is None:
+                token = verdict.next_token
+                piece = Piece(token, self.commit(token), own_kind, "target")
+            else:
+                token = draft.tokens[node]
+                piece = Piece(token, self.commit(token), "accepted", draft.origins[node])
+            if self.options.logprobs is not None:
+                piece = self._with_logprobs(piece, logits[row + 1])
+            pieces.append(piece)
+            if self.finish_reason is not None:
+                break
+        if self.state.has_grammar:
+            pieces += self._forced()
+        return [*events, self._committed(pieces, now_s, number, plan)]
 
     def take_forced(self, now_s: float) -> list[Event]:
         """Commit the tokens to which the grammar leaves no alternative before the prompt is read, and return the
@@ -216,7 +213,7 @@ class AnswerState:
         number: int = 0,
         plan: RoundPlan | None = None,
     ) -> CommittedEvent:
-        text = "".join(piece.text for piece in pieces)
+        text = "".join([piece.text for piece in pieces])
         why = (None, None) if plan is None else (plan.reason, plan.why)
         return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *why)
 
@@ -251,34 +248,25 @@ class AnswerState:
             pieces.append(piece)
         return tuple(pieces)
 
-    def _nodes(self, draft: Draft) -> tuple[DraftNode, ...]:
-        return tuple(
-            DraftNode(token, self._text_of(token), parent, origin, probability)
-            for token, parent, origin, probability in zip(
-                draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
-            )
-        )
-
-    def _rejected_branches(self, draft: Draft, verdict: Verdict) -> tuple[RejectedBranch, ...]:
+    def _rejected_branches(
+        self, draft: Draft, accepted: tuple[int, ...]
+    ) -> tuple[RejectedBranch, ...]:
         """Return the rejected branches of a draft, one for each leaf: the nodes from where its branch left the
         accepted path. It is called before the commit: if that path ends in the middle of a character, a branch's text
         starts there."""
-        if len(verdict.path) == len(draft):
+        if len(accepted) == len(draft):
             return ()
-        kept, token_bytes = set(verdict.path), self.vocabulary.token_bytes
+        token_bytes = self.vocabulary.token_bytes
         branches = []
         for leaf in draft.leaves():
             path = draft.path(leaf)
-            lost = tuple(node for node in path if node not in kept)
+            lost = tuple([node for node in path if node not in accepted])
             if lost:
                 data = [token_bytes(draft.tokens[node]) for node in path]
                 n_kept = len(path) - len(lost)
                 text = self.text.preview(b"".join(data[:n_kept]), b"".join(data[n_kept:]))
                 branches.append(RejectedBranch(lost, text))
         return tuple(branches)
-
-    def _text_of(self, token: int) -> str:
-        return self.vocabulary.token_bytes(token).decode("utf-8", "replace")
 
     def finish(self, reason: FinishReason, stopped_by: str | None = None) -> None:
         """End the answer. If it is called again, the first reason stays."""
@@ -304,7 +292,7 @@ class AnswerState:
             n_cached_tokens=self.n_cached,
             n_tokens=self.n_answer,
             tokens_per_s=tokens_per_s,
-            ends_grammar=self._has_end_token and self.state.has_grammar,
+            ends_grammar=n_tokens > self.n_answer and self.state.has_grammar,
             plain_tokens_per_s=1.0 / plain_token_s if plain_token_s else None,
             estimated_speedup=speedup,
             estimated_speedup_range=None if speedup is None else (speedup / error, speedup * error),

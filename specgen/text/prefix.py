@@ -1,8 +1,9 @@
-"""How far two texts are the same."""
+"""How far two texts are the same, and where one of them begins at the end of the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import AnyStr
 
 #: Tokens that are compared at once: prompts may have many thousands.
 _PIECE = 256
@@ -16,3 +17,10 @@ def n_common(one: Sequence[object], other: Sequence[object]) -> int:
     while n < n_most and one[n] == other[n]:
         n += 1
     return min(n, n_most)
+
+
+def n_begun(text: AnyStr, mark: AnyStr) -> int:
+    """Return how many characters or bytes at the end of a text may be the beginning of a mark that is not there as a
+    whole."""
+    most = min(len(text), len(mark) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(mark[:n])), 0)

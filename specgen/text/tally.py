@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from specgen.events import FinishedEvent, ReasonCount
-from specgen.method.draft import Draft
 from specgen.method.policy import RoundResult
 from specgen.method.tables import CostTable
 
@@ -31,10 +29,10 @@ class Tally:
     n_forced: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
-    drafted_by_depth: list[int] = field(default_factory=list)
-    accepted_by_depth: list[int] = field(default_factory=list)
-    drafted_by_rank: list[int] = field(default_factory=list)
-    accepted_by_rank: list[int] = field(default_factory=list)
+    drafted_by_depth: Counter[int] = field(default_factory=Counter)
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)
+    drafted_by_rank: Counter[int] = field(default_factory=Counter)
+    accepted_by_rank: Counter[int] = field(default_factory=Counter)
     prompt_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
@@ -69,24 +67,22 @@ class Tally:
         self.target_s_by_rows[result.n_rows].append(result.target_s)
         self.target_s += result.target_s / result.n_sequences
         self.draft_s += result.model_s
-        if len(result.draft):
-            self._add_draft(result.draft, result.path[:n_committed])
-        else:
+        if not len(result.draft):
             self.add_undrafted(result.plan.reason, result.plan.why)
+            return
+        accepted = result.path[:n_committed]
+        depths, ranks = result.draft.depths(), result.draft.ranks()
+        self.n_drafted += len(depths)
+        self.n_accepted += len(accepted)
+        self.drafted_by_depth.update(depths)
+        self.accepted_by_depth.update(range(len(accepted)))
+        self.drafted_by_rank.update(ranks)
+        self.accepted_by_rank.update([ranks[node] for node in accepted])
 
     def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
         """Add rounds that drafted nothing, and why."""
         n_before = self._undrafted[reason].n_rounds if reason in self._undrafted else 0
         self._undrafted[reason] = ReasonCount(reason, text, n_before + n_rounds)
-
-    def _add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
-        self.n_drafted += len(draft)
-        self.n_accepted += len(accepted)
-        _count(self.drafted_by_depth, draft.depths())
-        _count(self.accepted_by_depth, range(len(accepted)))
-        ranks = draft.ranks()
-        _count(self.drafted_by_rank, ranks)
-        _count(self.accepted_by_rank, [ranks[node] for node in accepted])
 
     @property
     def undrafted(self) -> tuple[ReasonCount, ...]:
@@ -108,7 +104,10 @@ class Tally:
         """Return the fields of `FinishedEvent` that the tally has."""
         names = [each.name for each in fields(FinishedEvent) if hasattr(self, each.name)]
         found = {name: getattr(self, name) for name in names}
-        return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+        for name, value in found.items():
+            if isinstance(value, Counter):
+                found[name] = tuple(value[n] for n in range(max(value, default=-1) + 1))
+        return found
 
     def speed(self, n_tokens: int) -> float | None:
         """Return the tokens per second, without the prompt's decode and the tokens that came with it."""
@@ -154,13 +153,6 @@ class Tally:
             n_tokens * costs.seconds(n) / n for n, n_tokens in self.n_tokens_by_sequences.items()
         )
         return observed_s / expected_s * seconds / self.n_round_tokens
-
-
-def _count(counts: list[int], indices: Sequence[int]) -> None:
-    if indices:
-        counts += [0] * (max(indices) + 1 - len(counts))
-    for index in indices:
-        counts[index] += 1
 
 
 def is_impossible(speedup: float, tokens_per_pass: float | None) -> bool:

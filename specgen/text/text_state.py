@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
-from specgen.system.arrays import Logits, TokenArray
+from specgen.system.arrays import Logits, TokenArray, best
 from specgen.text.grammar.base import GrammarState
-from specgen.text.sampling import Sampler, top_probability
-from specgen.text.stop_strings import StopScanner
+from specgen.text.prefix import n_begun
+from specgen.text.sampling import Sampler, likeliest
 
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
 _ROOM = 512
@@ -24,20 +25,15 @@ class TextState:
         #: All committed tokens, prompt and answer. Read only; `commit` adds to it.
         self.tokens: list[int] = list(prompt)
         self._grammar = grammar
-        self._history = np.zeros(len(prompt) + _ROOM, np.int64)
-        self._history[: len(prompt)] = self.tokens
-
-    @property
-    def has_grammar(self) -> bool:
-        return self._grammar is not None
+        self.has_grammar = grammar is not None
+        #: The tokens that samplers were shown; the first `_n_shown` are those of the text.
+        self._history, self._n_shown = np.zeros(len(prompt) + _ROOM, np.int64), 0
 
     def commit(self, token: int) -> None:
         """Add a token to the text. Raise ValueError if the grammar does not allow it."""
         if (before := self._grammar) is not None:
             self._grammar = before.after(token)
             before.forget()
-        self._reserve(1)
-        self._history[len(self.tokens)] = token
         self.tokens.append(token)
 
     def history(self, path: Sequence[int], n_last: int) -> TokenArray:
@@ -45,9 +41,12 @@ class TextState:
         until the next call."""
         if n_last == 0:
             return self._history[:0]
-        self._reserve(len(path))
-        end = len(self.tokens) + len(path)
-        self._history[len(self.tokens) : end] = path
+        n_text, end = len(self.tokens), len(self.tokens) + len(path)
+        if end > len(self._history):
+            self._history = np.resize(self._history, 2 * end)
+        self._history[self._n_shown : n_text] = self.tokens[self._n_shown :]
+        self._history[n_text:end] = path
+        self._n_shown = n_text
         return self._history[0 if n_last < 0 else max(0, end - n_last) : end]
 
     def grammar(self, path: Sequence[int] = ()) -> GrammarState | None:
@@ -76,11 +75,6 @@ class TextState:
                 states[node] = state.after(token)
         return draft.only([node for node in states if node != ROOT])
 
-    def _reserve(self, n: int) -> None:
-        n_needed = len(self.tokens) + n
-        if n_needed > len(self._history):
-            self._history = np.resize(self._history, max(n_needed, 2 * len(self._history)))
-
 
 class Shaper:
     """Turns a row of logits into the distribution of the next token, by the samplers and the grammar."""
@@ -106,39 +100,70 @@ class Shaper:
             None if grammar is None or grammar.is_free else grammar.allows,
         )
 
+    def likeliest(
+        self, logits: Logits, path: Sequence[int], n: int
+    ) -> tuple[list[int], list[float]]:
+        """Return the n likeliest tokens of the distribution after the text and `path`, and their probabilities in that
+        proportion, the first as in `top_probability`."""
+        if n <= self._sampler.n_likeliest and not self._looks_back:
+            return likeliest(logits, n)
+        source = self.distribution(logits, path)
+        order = best(source.probs, n)
+        scale = self.top_probability(logits, path) / source.probs[order[0]]
+        return source.token_ids[order].tolist(), (source.probs[order] * scale).tolist()
+
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
         """Return the largest probability of a token: 1 if the grammar forces it, else that of the logits at
         temperature 1."""
-        return 1.0 if self._state.forced(path) is not None else top_probability(logits)
+        return 1.0 if self._state.forced(path) is not None else likeliest(logits, 1)[1][0]
 
 
 class TextStream:
-    """Turns the bytes of tokens into text. An incomplete character comes with the token that completes it; bytes that
-    are not UTF-8 become U+FFFD."""
+    """Turns the bytes of tokens into text, up to a stop string. An incomplete character comes with the token that
+    completes it; bytes that are not UTF-8 become U+FFFD. A line break before a line that begins with fewer than
+    `n_indent` spaces and tabs is a stop string, too. What may be a prefix of one is held back until more text comes."""
 
     def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
+        if not all(stops):
+            raise ValueError("a stop string is empty")
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._scanner = StopScanner(stops, n_indent)
-        self._text: list[str] = []
-
-    @property
-    def stopped_by(self) -> str | None:
-        return self._scanner.found
+        self._stops = tuple(stops)
+        self._short = (
+            re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=([^ \t])|\Z)") if n_indent else None
+        )
+        self._held = ""
+        self._shown: list[str] = []
+        #: The stop string that was found.
+        self.stopped_by: str | None = None
 
     @property
     def text(self) -> str:
-        return "".join(self._text)
-
-    def push(self, token_bytes: bytes) -> str:
-        return self._add(self._scanner.push(self._decoder.decode(token_bytes)))
+        return "".join(self._shown)
 
     def flush(self) -> str:
         """Return the rest, at the end of the text; incomplete characters become U+FFFD."""
-        rest = self._decoder.decode(b"", final=True)
-        if self._scanner.found is not None:
+        return self.push(b"", final=True)
+
+    def push(self, token_bytes: bytes, *, final: bool = False) -> str:
+        """Take the bytes of a token; return the text that may be shown now."""
+        text = self._decoder.decode(token_bytes, final)
+        if self.stopped_by is not None:
             return ""
-        text = self._scanner.push(rest)
-        return self._add(text + self._scanner.flush())
+        if self._stops or self._short is not None:
+            text = self._held + text
+            hits = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
+            n_held = max((n_begun(text, stop) for stop in self._stops), default=0)
+            if self._short is not None and (short := self._short.search(text)) is not None:
+                n_held = max(n_held, len(text) - short.start())
+                hits += [(short.start(), "\n")] if short[1] else []
+            if hits:
+                index, self.stopped_by = min(hits)
+                n_held = len(text) - index
+            elif final:
+                n_held = 0
+            text, self._held = text[: len(text) - n_held], text[len(text) - n_held :]
+        self._shown.append(text)
+        return text
 
     def preview(self, before: bytes, token_bytes: bytes) -> str:
         """Decode `token_bytes` after `before` without consuming them."""
@@ -146,8 +171,3 @@ class TextStream:
         decoder.setstate(self._decoder.getstate())
         decoder.decode(before)
         return decoder.decode(token_bytes, final=True)
-
-    def _add(self, text: str) -> str:
-        if text:
-            self._text.append(text)
-        return text

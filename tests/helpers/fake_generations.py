@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.interface import DraftRequest
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
@@ -17,7 +16,7 @@ from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Transla
 from specgen.events import Event
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import Drafter, Drafting, ready
+from specgen.method.drafter import Cascade, Drafter, Drafting, ready
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
 from specgen.method.tables import FREE, CostTable, Price
 from specgen.method.tree_in_cache import Branches

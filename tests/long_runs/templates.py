@@ -19,8 +19,7 @@ from scripts import build_peers
 from specgen.errors import PromptError
 from specgen.serve.formats.call_forms import form_of
 from specgen.session.prompts.template import Message, render
-from specgen.session.prompts.thought_reader import ThoughtReader
-from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
+from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
 
 #: Templates whose calls are not read, and why.
 UNREAD = {

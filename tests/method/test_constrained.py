@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import Cascade
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.method.draft import ROOT, NoTokenAllowedError
-from specgen.method.drafter import Drafter
+from specgen.method.drafter import Cascade, Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop

@@ -11,11 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.draft_length import Stop
-from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
+from specgen.method.drafter import (
+    Cascade,
+    Drafting,
+    TargetStates,
+    draft_alone,
+    propose_together,
+    ready,
+)
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult, draft_up_to
 from specgen.method.tables import FREE, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree

@@ -7,7 +7,6 @@ from typing import cast
 
 import pytest
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import (
@@ -20,7 +19,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.method.draft import Draft
-from specgen.method.drafter import Drafter
+from specgen.method.drafter import Cascade, Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop

@@ -16,11 +16,10 @@ from llama_cpp import Llama
 from numpy.typing import NDArray
 from scipy import stats
 
-from specgen.options import (
-    SamplerOptions,
-)
+from specgen.options import SamplerOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
+from specgen.session.prompts.continued import of_tokens
 from specgen.session.session import Session
 from tests.helpers.sessions import options_of
 from tests.tiny import TinyConfig, write_tiny_model
@@ -136,7 +135,7 @@ def test_draws_fit_the_reference(
     counted: collections.Counter[tuple[int, ...]] = collections.Counter()
     n_accepted = 0
     with Session(options, time.perf_counter) as loaded:
-        begun = loaded.prompts.of_tokens(prompt)
+        begun = of_tokens(loaded.prompts, prompt)
         calibrate(loaded)
         with Engine(loaded, n_parallel=8, n_ctx=128) as engine:
             for start in range(0, N_DRAWS, N_AT_ONCE):

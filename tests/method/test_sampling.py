@@ -10,15 +10,10 @@ from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError
 from specgen.method.draft import Distribution, NoTokenAllowedError
-from specgen.sampler_options import (
-    DEFAULT_SAMPLERS,
-    SamplerOptions,
-    parse_samplers,
-)
+from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
-from specgen.text.sampling import Sampler, top_probability
-from specgen.text.sampling.chain import mixture
-from specgen.text.sampling.rows import most_likely
+from specgen.text.sampling import Sampler, likeliest
+from specgen.text.sampling.chain import mixture, most_likely
 from tests.helpers.exact_distributions import distribution
 
 #: Few distinct values make ties likely.
@@ -74,6 +69,19 @@ def test_the_best_are_the_largest_and_the_lowest_ids_among_equals(row: Logits, k
     assert most_likely(row, k) == expected
 
 
+@pytest.mark.parametrize("n_vocab", [5, 4096, 4097, 30_000])
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
+def test_the_likeliest_have_their_softmax_probabilities(n_vocab: int, shift: float) -> None:
+    rng = np.random.default_rng(n_vocab)
+    row = (rng.normal(0.0, 4.0, n_vocab) + shift).astype(np.float32)
+    row[n_vocab // 3 : n_vocab // 2] = -np.inf
+    row[-1] = row[0] = row.max()
+    tokens, chances = likeliest(row, 4)
+    assert tokens == best(row, 4).tolist()
+    masses = np.exp(row.astype(np.float64) - row.max())
+    assert chances == pytest.approx((masses / masses.sum())[tokens], rel=1e-5)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [0, 3])
@@ -87,7 +95,7 @@ def test_logits_that_are_no_numbers_are_refused(
     with pytest.raises(BackendError):
         Sampler(options).distribution(row, np.array([77, 3]))
     with pytest.raises(BackendError):
-        top_probability(row)
+        likeliest(row, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.translated import PrefixShaper, Translation
-from specgen.drafters.vocabularies import Lexicon, check_pair, counterpart, n_unfinished
+from specgen.drafters.translated import (
+    Lexicon,
+    PrefixShaper,
+    Translation,
+    counterpart,
+    n_unfinished,
+)
+from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.method.draft import Draft
 from tests.helpers.common import BYTES
@@ -391,10 +397,10 @@ def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
     shaper.prefix = b"\n"
     assert shaper.distribution(logits).token_ids.tolist() == [1]
     weights = np.exp([0.0, 2.0, 1.0, -1.0])
-    assert shaper.top_probability(logits) == pytest.approx(weights.max() / weights.sum())
+    assert shaper.likeliest(logits, [], 1)[1] == [pytest.approx(weights.max() / weights.sum())]
     # Only the first token is bound.
     assert shaper.distribution(logits, [1]).mode == 3
-    assert shaper.top_probability(logits, [1]) < 1.0
+    assert shaper.likeliest(logits, [1], 1)[1][0] < 1.0
     shaper.prefix = b"\n\n"
     assert shaper.distribution(logits).token_ids.tolist() == [2]
-    assert shaper.top_probability(logits) == pytest.approx(1.0)
+    assert shaper.likeliest(logits, [], 1)[1] == [pytest.approx(1.0)]

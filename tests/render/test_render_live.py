@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from specgen.events import Event, PromptEvent
 from specgen.options import Show
-from specgen.render.folding import FoldedThought, Thought
-from specgen.render.live import LiveRenderer
+from specgen.render.live import FoldedThought, LiveRenderer, Thought
 from specgen.render.rows import clean
 from specgen.render.streams import print_notice
 from tests.helpers.events import Script

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from scripts.make_picture import main, read_events
 from specgen.events import EVENT_TYPES, Event
-from specgen.render.folding import FoldedThought
-from specgen.render.live import make_renderer
+from specgen.render.live import FoldedThought, make_renderer
 from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
 from specgen.system.files import to_line
 from tests.helpers.events import Script

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specgen.errors import PromptError
 from specgen.serve.chat import Chat, Conversation, Turn, read_conversation, save_conversation
 from specgen.session.engine import Engine
-from specgen.session.prompts.thought_reader import ThoughtReader, thought_of
+from specgen.session.prompts.thoughts import ThoughtReader, thought_of
 from tests.helpers.common import NOW
 from tests.helpers.sessions import opened
 

@@ -13,12 +13,7 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import check_tokens, figures
 from specgen.serve.formats.local_servers import read_infill
 from specgen.serve.formats.openai import read_request
-from specgen.serve.formats.request import (
-    BodyError,
-    Kind,
-    Request,
-    with_call_form,
-)
+from specgen.serve.formats.request import BodyError, Kind, Request, with_call_form
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import FINISHED, written
 from tests.helpers.templates import FAMILIES
@@ -42,7 +37,8 @@ def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
     messages = (Message("user", "hi"),)
     assert chat() == Request("chat", *DEFAULTS, messages=messages, splits_reasoning=True)
     assert read("completion", prompt="a b") == Request("completion", *DEFAULTS, text="a b")
-    assert read("prompt", prompt="a b") == Request("prompt", *DEFAULTS, text="a b")
+    expected = Request("prompt", *DEFAULTS, text="a b", splits_reasoning=True)
+    assert read("prompt", prompt="a b") == expected
     assert chat(temperature=None, max_tokens=None, stop=None, model="gpt-9") == chat()
     assert chat(stream_options={"include_usage": None}) == chat()
 
@@ -217,7 +213,7 @@ def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> N
 
 
 def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    schema: Any = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
 
     def asked(**more: Any) -> Request:
         form = {"name": "x", "schema": schema, **more}
@@ -232,6 +228,11 @@ def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
     assert error.value.field == "response_format"
     with pytest.raises(BodyError, match="uniqueItems"):
         chat(json_schema=schema)
+    schema = True
+    assert asked(strict=True).warnings == ()
+    schema = {"type": "string", "pattern": r"^$|(^(?:\S+\s+){0,99}\S+$)", "maxLength": 5000}
+    (warning,) = asked().warnings
+    assert "the length beside the pattern" in warning
 
 
 PIECES = [

@@ -206,13 +206,15 @@ def test_ollamas_paths(server: Running) -> None:
     raw = {"prompt": PROMPT, "raw": True, "stream": False, "options": options}
     plain = server.post("/v1/completions", prompt=PROMPT, max_tokens=6).json()
     assert server.post("/api/generate", **raw).json()["response"] == plain["choices"][0]["text"]
+    assert server.post("/api/chat", n=2, stream=False, **asked).json()["message"]["content"] == text
     loaded = server.post("/api/generate", model="any", stream=False).json()
     assert (loaded["response"], loaded["done"]) == ("", True)
     wrong = server.post("/api/chat", **asked | {"options": {"temperature": "hot"}})
     assert (wrong.status_code, "temperature" in wrong.json()["error"]) == (400, True)
-    assert server.http.get("/api/version").json()["version"]
-    (model,) = server.http.get("/api/tags").json()["models"]
-    assert model["name"] == "target"
+    assert server.http.get("/api/version").json()["version"] >= "0.6.4"  # what VS Code wants
+    for path in ("/api/tags", "/api/ps"):
+        (model,) = server.http.get(path).json()["models"]
+        assert model["name"] == "target"
 
 
 def test_ollamas_calls_and_forms(server: Running) -> None:
@@ -327,7 +329,22 @@ def test_an_answer_without_a_token_is_an_error_when_the_server_ends(
 
 # --- odd values -----------------------------------------------------------------------------------
 
-ODD: list[Any] = [None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**200, 0.5, -1e308, 1e308]
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    2**31,
+    2**63,
+    -(2**63),
+    2**200,
+    0.5,
+    -1e308,
+    1e308,
+]
 ODD += [
     {"schema": True},
     "",

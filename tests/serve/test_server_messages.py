@@ -19,8 +19,9 @@ TOOLS: Any = [
     for each in (tool(name, "m", "ft")["function"] for name in ("weather", "length"))
 ]
 TURNS: Any = [{"role": "user", "content": "the cat is in the"}]
-#: What the template writes when it may think.
-THINKING = "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+#: What the template writes when the model may think, and when it may not.
+THINKING = "{% if enable_thinking is not defined or enable_thinking %}<think>\n"
+THINKING += "{% else %}<think>\n\n</think>\n\n{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,7 @@ def test_a_text_whole_and_streamed(client: anthropic.Anthropic, server: Running)
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "length"}])
 def test_calls_whole_and_streamed(client: anthropic.Anthropic, choice: Any) -> None:
     asked: Any = {"model": "any", "max_tokens": 200, "messages": TURNS, "tools": TOOLS}
+    asked["thinking"] = {"type": "disabled"}
     asked["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
     whole = client.messages.create(**asked)
     (call,) = whole.content
@@ -107,6 +109,7 @@ def test_calls_whole_and_streamed(client: anthropic.Anthropic, choice: Any) -> N
 
 def test_nothing_of_a_cut_call_is_text(client: anthropic.Anthropic) -> None:
     asked: Any = {"model": "any", "max_tokens": 8, "messages": TURNS, "tools": TOOLS}
+    asked["thinking"] = {"type": "disabled"}
     with client.messages.stream(**asked, tool_choice={"type": "any"}) as stream:
         answer = stream.get_final_message()
     assert (answer.content, answer.stop_reason) == ([], "max_tokens")

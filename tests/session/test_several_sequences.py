@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import Cascade
 from specgen.drafters.interface import CacheSlot
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import Draft, NoTokenAllowedError
-from specgen.method.drafter import Drafter, Drafting, ready
+from specgen.method.drafter import Cascade, Drafter, Drafting, ready
 from specgen.method.policy import CostAwarePolicy, RoundPlan
 from specgen.method.tables import CostTable
 from specgen.options import DraftOptions, GenerationOptions

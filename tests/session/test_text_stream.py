@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.text.stop_strings import StopScanner
 from specgen.text.text_state import TextStream
 
 #: Few letters, so that stop strings and their beginnings turn up.
@@ -88,20 +87,20 @@ def test_a_line_with_too_little_indentation_ends_a_text(
 
 @given(LETTERS, st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_no_more_is_held_back_than_may_still_become_a_stop(text: str, stops: list[str]) -> None:
-    scanner = StopScanner(stops)
+    stream = TextStream(stops)
     shown = ""
     for character in text:
-        shown += scanner.push(character)
-        if scanner.found is not None:
+        shown += stream.push(character.encode())
+        if stream.stopped_by is not None:
             return
     rest = text[len(shown) :]
     assert rest == "" or any(stop.startswith(rest) for stop in stops)
-    assert scanner.flush() == rest
+    assert stream.flush() == rest
 
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
-        StopScanner(["a", ""])
+        TextStream(["a", ""])
 
 
 def test_a_preview_keeps_nothing() -> None:

@@ -26,9 +26,7 @@ from specgen.options import (
     Grammar,
     KernelOptions,
     ModelChoice,
-    TreeShape,
     Workers,
-    parse_tree,
     staged,
 )
 from specgen.sampler_options import SamplerOptions, option
@@ -235,14 +233,6 @@ def drafting(**given: Any) -> DraftOptions:
             hint="use a smaller shape, or leave --draft-max out",
         )
     return options
-
-
-def tree_shape(text: str) -> TreeShape:
-    """Parse a shape in the form of --tree."""
-    try:
-        return parse_tree(text)
-    except ValueError as error:
-        raise UsageError(f"--tree: {error}") from None
 
 
 # --- samplers, prompts and answers

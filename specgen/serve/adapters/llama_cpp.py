@@ -165,6 +165,7 @@ class SpecgenDraft(LlamaDraftModel):
         """Let policy and drafter learn from the last draft."""
         for token in committed:
             sequence.state.commit(token)
+        sequence.n_answer += len(committed)
         path, target_s = tuple(range(len(committed) - 1)), time.perf_counter() - self._handed_s
         result = replace(known, path=path, target_s=target_s, committed=tuple(committed))
         sequence.policy.observe(result)

@@ -9,17 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from specgen.errors import (
-    BackendError,
-    PromptError,
-    PromptLengthError,
-    SpecgenError,
-    UsageError,
-)
+from specgen.errors import BackendError, PromptError, PromptLengthError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
 from specgen.serve.formats.request import BodyError, Request
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser
-from specgen.session.prompts.thought_reader import ThoughtReader
+from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
 
 #: An object of JSON: a body, an event, or a chunk of a stream.

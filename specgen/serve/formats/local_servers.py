@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import AliasPath, Field
-
 from specgen.events import CommittedEvent, Event
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
@@ -143,22 +141,8 @@ def _at(body: Any, path: str) -> Any:
 # --- ollama ---------------------------------------------------------------------------------------
 
 
-class _Call(Fields):
-    name: str = Field("", validation_alias=AliasPath("function", "name"))
-    arguments: Any = Field(None, validation_alias=AliasPath("function", "arguments"))
-
-
-class _Message(Fields):
-    role: str
-    content: str = ""
-    thinking: str = ""
-    images: list[Any] = []
-    tool_calls: list[_Call] = []
-    tool_name: str | None = None
-
-
 class _Body(Fields):
-    messages: list[_Message] = []
+    messages: list[Any] = []
     options: dict[str, Any] = {}
     stream: bool = True
     format: Schema | Literal["", "json"] = ""
@@ -194,7 +178,7 @@ def read_ollama_chat(
     asked = parse(_Body, body)
     if not asked.messages:
         return _loading(asked, sampling, generation, "message")
-    fields = asked.openai(messages=_messages(asked.messages))
+    fields = asked.openai(messages=asked.messages)
     return _written(read_chat(fields, sampling, generation), "message")
 
 
@@ -209,9 +193,9 @@ def read_ollama_generate(
     if asked.raw or asked.suffix:
         fields = asked.openai(prompt=asked.prompt, suffix=asked.suffix)
         return _written(read_completion(fields, sampling, generation), "response")
-    system = [_Message(role="system", content=asked.system)] if asked.system else []
-    turns = [*system, _Message(role="user", content=asked.prompt, images=asked.images)]
-    fields = asked.openai(messages=_messages(turns))
+    system = [{"role": "system", "content": asked.system}] if asked.system else []
+    turn = {"role": "user", "content": asked.prompt, "images": asked.images}
+    fields = asked.openai(messages=[*system, turn])
     return _written(read_chat(fields, sampling, generation), "response")
 
 
@@ -225,29 +209,7 @@ def _loading(
 
 def _written(requests: tuple[Request, ...], field: str) -> tuple[Request, ...]:
     writer = functools.partial(OllamaWriter, field=field)
-    return tuple(replace(request, writer=writer) for request in requests)
-
-
-def _messages(turns: list[_Message]) -> list[Json]:
-    """Return the messages in OpenAI's form. Calls have no ids here: results follow in the order of the calls."""
-    found, waiting = list[Json](), list[tuple[str, str]]()
-    for number, turn in enumerate(turns):
-        parts = [{"text": turn.content}, *({"type": "image"} for _ in turn.images)]
-        message: Json = {"role": turn.role, "content": parts, "reasoning": turn.thinking}
-        if turn.tool_calls:
-            own = [(f"call_{number}_{n}", call) for n, call in enumerate(turn.tool_calls)]
-            waiting += [(identity, call.name) for identity, call in own]
-            message["tool_calls"] = [
-                {"id": identity, "function": {"name": call.name, "arguments": call.arguments}}
-                for identity, call in own
-            ]
-        if turn.role == "tool":
-            named = (each for each in waiting if turn.tool_name in (None, each[1]))
-            if (call := next(named, None)) is not None:
-                waiting.remove(call)
-                message["tool_call_id"] = call[0]
-        found.append(message)
-    return found
+    return tuple(replace(request, n=1, writer=writer) for request in requests)
 
 
 class OllamaWriter(AnswerWriter):

@@ -27,6 +27,7 @@ from specgen.serve.formats.request import (
     Conversation,
     Fields,
     Kind,
+    Part,
     Parts,
     Request,
     is_begun,
@@ -72,10 +73,13 @@ class _Message(Fields):
     name: str | None = None
     function_call: _Function | None = None
     reasoning_content: Parts = Field(
-        [], validation_alias=AliasChoices("reasoning_content", "reasoning")
+        [], validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
     )
     tool_calls: list[_Call] = []
     tool_call_id: str | None = None
+    # ollama's: pictures beside the text, and the tool whose result this is
+    images: list[Any] = []
+    tool_name: str | None = None
 
 
 class _Body(AnswerBody):
@@ -199,9 +203,10 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
     for turn in turns:
         before, last = last, turn.role
         # A turn with calls only has no text. Templates read an empty text as none.
-        text = text_of(turn.content)
+        text = text_of([*turn.content, *[Part(type="image")] * len(turn.images)])
         if turn.role == "function" or turn.role == "tool":  # noqa: PLR1714 - so that mypy sees it
-            found.add_result(turn.name if turn.role == "function" else turn.tool_call_id, text)
+            identity = turn.name if turn.role == "function" else turn.tool_call_id
+            found.add_result(identity, text, turn.tool_name)
             continue
         calls = [
             ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls

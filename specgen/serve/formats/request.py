@@ -31,6 +31,7 @@ from specgen.sampler_options import LARGEST_FACTOR
 from specgen.serve.formats.call_forms import CallForm, form_of
 from specgen.serve.formats.tool_calls import Function, calls_grammar
 from specgen.session.prompts import Prompt, Prompts
+from specgen.session.prompts.continued import continued, of_tokens
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
@@ -479,9 +480,9 @@ class Request:
             prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
             if not self.splits_reasoning:
                 prompt = replace(prompt, thoughts=None)
-            return prompts.continued(prompt, self.messages[-1]) if continues else prompt
+            return continued(prompts, prompt, self.messages[-1]) if continues else prompt
         if self.tokens is not None:
-            return prompts.of_tokens(self.tokens)
+            return of_tokens(prompts, self.tokens)
         if self.kind == "completion":
             return prompts.of_text(self.text, chat=False)
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
@@ -558,11 +559,12 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def add_result(self, identity: str | None, text: str) -> None:
-        """Add the result of a call. Agents shorten conversations: a result whose call is gone becomes text of the
+    def add_result(self, identity: str | None, text: str, name: str | None = None) -> None:
+        """Add the result of a call, by its id or by the `name` of its tool. Agents shorten conversations: a result whose call is gone becomes text of the
         user's turn, since many templates take none without a call."""
         calls = (call for message in self.messages for call in message.tool_calls)
-        names = [call.name for call in calls if call.identity == (identity or "")]
+        found = (call.name for call in calls if call.identity == (identity or ""))
+        names = [each for each in found if name in (None, each)]
         if names:
             self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
         else:

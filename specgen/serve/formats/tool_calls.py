@@ -25,7 +25,7 @@ from specgen.serve.formats.call_forms import (
 from specgen.serve.formats.call_values import ArgumentsReader
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
-from specgen.text.stop_strings import n_begun
+from specgen.text.prefix import n_begun
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,14 +44,7 @@ from specgen.serve.formats.openai import (
     read_completion,
     read_embedding_request,
 )
-from specgen.serve.formats.request import (
-    BodyError,
-    Fields,
-    Integer,
-    Request,
-    parse,
-    with_call_form,
-)
+from specgen.serve.formats.request import BodyError, Fields, Integer, Request, parse, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import (
     PAGE,
@@ -68,6 +61,7 @@ from specgen.serve.server.model_pool import ModelPool, abilities
 from specgen.serve.server.options import ServerOptions
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt, template_of
+from specgen.session.prompts.continued import of_tokens
 from specgen.session.prompts.infill import infill_prompt
 from specgen.system.files import as_json
 
@@ -120,7 +114,7 @@ class Server:
             Route("/health", self._health),
             Route("/v1/health", self._health),
             Route("/version", _version),
-            Route("/api/version", _version),
+            Route("/api/version", _ollama_version),
             Route("/api/tags", self._tags),
             Route("/api/ps", self._tags),
             *(Route(f"{start}/models", self._models) for start in ("", "/v1")),
@@ -351,6 +345,7 @@ class Server:
             "details": {"format": "gguf", "family": kind, "families": [kind]},
             "model_info": {
                 "general.architecture": kind,
+                "general.basename": model.name,
                 f"{kind}.context_length": model.engine.n_ctx,
             },
         }
@@ -418,6 +413,11 @@ class Server:
 
 async def _version(_request: HttpRequest) -> Response:
     return JSONResponse({"version": __version__})
+
+
+async def _ollama_version(_request: HttpRequest) -> Response:
+    """Return the first version of ollama with all that is answered here: clients compare it with what they need."""
+    return JSONResponse({"version": "0.9.0", "specgen": __version__})
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:
@@ -495,7 +495,7 @@ def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
 
 def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
     tokens = parse(_DetokenizeBody, body).tokens
-    text = model.session.prompts.of_tokens(tokens).text if tokens else ""
+    text = of_tokens(model.session.prompts, tokens).text if tokens else ""
     return {"content": text, "prompt": text}  # in llama.cpp's words, and in vLLM's
 
 

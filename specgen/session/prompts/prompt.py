@@ -13,7 +13,7 @@ from specgen.errors import PromptError, PromptLengthError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.template import Message, render, unmarked
-from specgen.session.prompts.thoughts import begun_in, mark_before_answer, thoughts_behind
+from specgen.session.prompts.thoughts import thoughts_behind
 from specgen.text.grammar.free_text import ThoughtMarks
 
 #: The tools that a model may call, in the form of OpenAI's API.
@@ -77,8 +77,8 @@ class Prompts:
                 f"{wanted} needs a chat template, and {self.target.name} has none",
                 hint=f"leave {wanted} out: the prompt is then continued as it is",
             )
-        _check_length(self.target.vocabulary, text, self.n_ctx)
-        return _prompt(text, tokenize(self.target.vocabulary, text, parse_special=True))
+        check_length(self.target.vocabulary, text, self.n_ctx)
+        return make_prompt(text, tokenize(self.target.vocabulary, text, parse_special=True))
 
     def of_messages(
         self,
@@ -101,48 +101,7 @@ class Prompts:
         head = chat.head(self.target.vocabulary, *found)
         template = template_of(self.target, has_tools=bool(tools)) or ""
         thoughts = thoughts_behind(found[0], template)
-        return replace(_prompt(*found), head=head, draft_tokens=own, thoughts=thoughts)
-
-    def of_tokens(self, tokens: Sequence[int]) -> Prompt:
-        """Return a prompt of these tokens of the target. Raise `PromptError` if it lacks one of them."""
-        vocabulary = self.target.vocabulary
-        for token in tokens:
-            if not 0 <= token < vocabulary.n_tokens:
-                raise PromptError(
-                    f"there is no token {token}: {self.target.name} has {vocabulary.n_tokens} tokens"
-                )
-        return _prompt(self._text_of(tokens), tokens)
-
-    def followed_by(self, prompt: Prompt, answer: Sequence[int]) -> Prompt:
-        """Return a prompt with the beginning of an answer behind it, for both models."""
-        draft_tokens = prompt.draft_tokens
-        if draft_tokens is not None and self.own_draft is not None:
-            own = self.own_draft.vocabulary.tokenize_inside(self._text_of(answer))
-            draft_tokens = (*draft_tokens, *own)
-        return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
-
-    def continued(self, prompt: Prompt, begun: Message) -> Prompt:
-        """Return a conversation's prompt with the beginning of the model's turn behind it. Where the template opens a
-        thinking block, the turn's reasoning is in it. Raise `PromptLengthError`."""
-        inside, marks = self.target.vocabulary.tokenize_inside, begun_in(prompt.text)
-        _check_length(self.target.vocabulary, begun.content, self.n_ctx)
-        if marks is None:
-            mark = mark_before_answer(prompt.text)
-            answer, text = inside(mark, parse_special=True), mark + begun.content
-            answer += inside(begun.content)
-        else:
-            answer, text = inside(begun.reasoning or ""), ""
-            if begun.content:
-                text = f"{begun.reasoning or ''}{marks.end}\n\n{begun.content}"
-                answer += inside(marks.end, parse_special=True)
-                answer += inside(f"\n\n{begun.content}")
-        # A prompt whose text ends with the mark is one whose answer goes on thinking.
-        thoughts = None if begun.content else prompt.thoughts
-        prompt = replace(prompt, text=prompt.text + text, thoughts=thoughts)
-        return self.followed_by(prompt, answer)
-
-    def _text_of(self, tokens: Sequence[int]) -> str:
-        return b"".join(map(self.target.vocabulary.token_bytes, tokens)).decode(errors="replace")
+        return replace(make_prompt(*found), head=head, draft_tokens=own, thoughts=thoughts)
 
 
 def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
@@ -223,7 +182,7 @@ class _Conversation:
             variables=self.variables,
         )
         text = write()
-        _check_length(vocabulary, text, n_ctx)
+        check_length(vocabulary, text, n_ctx)
         tokens = tokenize(vocabulary, text, parse_special=True)
         names = [vocabulary.token_text(each) for each in set(tokens) if vocabulary.is_control(each)]
         try:
@@ -278,7 +237,8 @@ class _Conversation:
         return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
 
 
-def _prompt(text: str, tokens: Sequence[int]) -> Prompt:
+def make_prompt(text: str, tokens: Sequence[int]) -> Prompt:
+    """Return a prompt of tokens and their text. Raise `PromptError` if there are none."""
     if not tokens:
         raise PromptError("the prompt is empty", hint="give something to continue")
     return Prompt(text, tuple(tokens))
@@ -289,7 +249,7 @@ def _begins(vocabulary: LlamaVocabulary, text: str) -> bool:
     return bool(bos) and text.startswith(bos)
 
 
-def _check_length(vocabulary: LlamaVocabulary, text: str, n_ctx: int | None) -> None:
+def check_length(vocabulary: LlamaVocabulary, text: str, n_ctx: int | None) -> None:
     """Raise `PromptLengthError` if a text has certainly more than `n_ctx` tokens."""
     if n_ctx is None or len(text) <= n_ctx:
         return

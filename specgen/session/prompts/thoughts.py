@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from specgen.options import GenerationOptions
 from specgen.text.grammar.free_text import ThoughtMarks
+from specgen.text.prefix import n_begun
 
 #: By what an answer begins with, or a prompt ends with.
 FAMILIES = (
@@ -73,7 +75,111 @@ def thoughts_behind(prompt: str, template: str) -> ThoughtMarks | None:
     return next((family for family in FAMILIES if family.begin in template), None)
 
 
-def mark_before_answer(prompt: str) -> str:
-    """Return what a model of gpt-oss's family writes between a prompt and the text of its answer."""
-    is_harmony = prompt.endswith("<|start|>assistant")
-    return "<|channel|>final<|message|>" if is_harmony else ""
+# --- the reader
+
+_FIRST = tuple(mark for family in FAMILIES for mark in family.first)
+
+
+class ThoughtReader:
+    """Separates the thinking block at the beginning of an answer to a prompt from the rest, in text that comes in
+    pieces. `is_open` says that the block is open, as some templates leave it, `is_past` that it is over or there is
+    none: a mark further back is part of the answer."""
+
+    def __init__(self, prompt: str = "") -> None:
+        self._marks = begun_in(prompt)
+        self.is_open, self.is_past = self._marks is not None, False
+        self._held, self._is_beginning = "", True
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Return the new parts of the thinking block and of the answer; empty lines between the two belong to
+        neither. The beginning of a mark is held back."""
+        text, self._held = self._held + text, ""
+        if not self.is_open and not self.is_past:
+            begun = text.lstrip()
+            if not begun or _is_begun(begun, _FIRST):
+                self._held = text
+                return "", ""
+            self._marks = next((each for each in FAMILIES if begun.startswith(each.first)), None)
+            if self._marks is not None and begun.startswith(self._marks.begin):
+                self.is_open, text = True, begun.removeprefix(self._marks.begin)
+            else:
+                self.is_past, self._is_beginning = True, self._marks is not None
+        if self.is_past:
+            return "", self._answer(text)
+        assert self._marks is not None
+        thought, end, answer = text.partition(self._marks.end)
+        if end:
+            self.is_open, self.is_past = False, True
+            return thought, self._answer(answer)
+        n_held = n_begun(text, self._marks.end)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held], ""
+
+    def finish(self) -> tuple[str, str]:
+        """Return the text that was held back, in the form of `feed`."""
+        held, self._held = self._held, ""
+        return (held, "") if self.is_open else ("", held)
+
+    def _answer(self, text: str) -> str:
+        """Return new text of the answer, without white space at its beginning and marks around it."""
+        around = self._marks.around if self._marks is not None else ()
+        for mark in around:
+            text = text.replace(mark, "")
+        n_held = max((n_begun(text, mark) for mark in around), default=0)
+        self._held = text[len(text) - n_held :]
+        text = text[: len(text) - n_held]
+        if self._is_beginning:
+            text = text.lstrip()
+            self._is_beginning = not text
+        return text
+
+
+class ThoughtMarker:
+    """Writes an answer to a prompt, in pieces, with its thoughts between ``<think>`` and ``</think>``, whatever the marks
+    of their family. Programs read an answer that follows a `grammar`: it has no thoughts, unless they are part of it."""
+
+    def __init__(self, prompt: str = "", grammar: str | None = None) -> None:
+        self._reader = ThoughtReader(prompt)
+        self._drops = grammar is not None and not writes_thoughts(grammar)
+        self._next = ["<think>", "</think>", "\n\n"]
+
+    def feed(self, text: str) -> str:
+        return self._marked(*self._reader.feed(text))
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        return self._marked(*self._reader.finish())
+
+    def _marked(self, thought: str, answer: str) -> str:
+        if self._drops:
+            return answer
+        text = ""
+        if (thought or self._reader.is_open) and len(self._next) == 3:
+            text += self._next.pop(0)
+        text += thought
+        if self._reader.is_past and len(self._next) == 2:
+            text += self._next.pop(0)
+        if answer and len(self._next) == 1:
+            text += self._next.pop(0)
+        return text + answer
+
+
+def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
+    """Return options of an answer whose text has the marks of its thoughts."""
+    return replace(options, shown_controls=THOUGHT_CONTROLS)
+
+
+def _is_begun(text: str, marks: tuple[str, ...]) -> bool:
+    return any(len(text) < len(mark) and mark.startswith(text) for mark in marks)
+
+
+def thought_of(prompt: str, text: str) -> str:
+    """Return the thinking block at the beginning of an answer to a prompt; empty if there is none."""
+    reader = ThoughtReader(prompt)
+    return (reader.feed(text)[0] + reader.finish()[0]).strip()
+
+
+def answer_of(prompt: str, text: str) -> str:
+    """Return an answer to a prompt without its thinking block."""
+    reader = ThoughtReader(prompt)
+    return reader.feed(text)[1] + reader.finish()[1]

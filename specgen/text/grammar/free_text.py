@@ -20,7 +20,7 @@ from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState, Vocabulary
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
-from specgen.text.stop_strings import n_begun
+from specgen.text.prefix import n_begun
 
 #: The state behind a mark, from the tokens that end with it; None if what is behind it is not allowed.
 _Then: TypeAlias = Callable[[tuple[int, ...]], "GrammarState | None"]

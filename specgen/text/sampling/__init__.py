@@ -1,13 +1,12 @@
 """From logits to a distribution over tokens: llama.cpp's samplers, in its order and with its
 meaning, as pure functions of NumPy arrays.
 
-`chain` puts the samplers that the options ask for into a `Sampler`; `samplers` and `dry` hold them;
-`rows` is what a row of logits says without samplers. The result is a `Distribution` of the method.
+`chain` puts the samplers that the options ask for into a `Sampler`; `samplers` and `dry` hold them. The result is a
+`Distribution` of the method.
 """
 
-from specgen.text.sampling.chain import NO_HISTORY, Sampler
+from specgen.text.sampling.chain import NO_HISTORY, Sampler, argmax, likeliest
 from specgen.text.sampling.dry import DryBreakers
-from specgen.text.sampling.rows import argmax, top_probability
 from specgen.text.sampling.samplers import Allows
 
 __all__ = [
@@ -16,5 +15,5 @@ __all__ = [
     "DryBreakers",
     "Sampler",
     "argmax",
-    "top_probability",
+    "likeliest",
 ]

@@ -7,7 +7,8 @@ result of the one before; those that are switched off cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -17,10 +18,9 @@ import numpy as np
 from specgen.errors import BackendError
 from specgen.method.draft import Distribution
 from specgen.options import SamplerName, SamplerOptions
-from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray
+from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray, best
 from specgen.text.sampling import samplers
 from specgen.text.sampling.dry import DryBreakers, dry_penalties
-from specgen.text.sampling.rows import check_finite
 from specgen.text.sampling.samplers import Allows, Candidates
 
 #: The history for samplers that look at no text.
@@ -56,6 +56,11 @@ class Sampler:
         if isinstance(last, Scale) and last.temperature > 0.0:
             self._temperature = last.temperature
             self._steps.pop()
+        #: How many of a row's likeliest tokens are those of the distribution, and in the same proportion.
+        self.n_likeliest = int(self._takes_best and not self._edits)
+        if self._temperature == 1.0 and not self._edits:
+            kept = [step.n_best if isinstance(step, Cut) else 0 for step in self._steps]
+            self.n_likeliest = max(self.n_likeliest, min(kept, default=0))
         #: How many of the last tokens of the text the chain looks at; -1 is all of them.
         windows = [step.n_history for step in steps if isinstance(step, Edit)]
         self.n_history = -1 if min(windows, default=0) < 0 else max(windows, default=0)
@@ -105,7 +110,8 @@ class Sampler:
         top = float(logits[token_id])
         if top == -np.inf and self._edits:
             raise BackendError("the logit biases and penalties leave no token to choose")
-        check_finite(top)
+        if not math.isfinite(top):
+            raise _not_finite(top)
         if self._takes_best:
             if allows is not None and not allows(np.array([token_id]))[0]:
                 token_id = int(samplers.allowed_top_k(logits, allows, 1).ids()[0])
@@ -304,3 +310,72 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
     amounts = np.array([biases[token_id] for token_id in sorted(biases)], np.float64)
     amounts = np.minimum(amounts, _MOST_BIAS)
     return Edit(lambda _: (token_ids, amounts), samplers.logit_bias)
+
+
+# --- what a row of logits says by itself, before samplers and grammar -------------------------------
+
+#: The most blocks that a row is divided into, and how far below the largest logit that of a block has to be so that its
+#: tokens do not change the sum of the row's e^logit, in float32.
+_N_BLOCKS, _FAR = 64, 40.0
+
+
+def argmax(logits: Logits) -> int:
+    """Return the most likely token of a row, float32[n_vocab]; the lowest id among equals.
+
+    Raise `BackendError` if the largest logit is not finite: NaN would win every comparison.
+    """
+    token_id = int(logits.argmax())
+    if not math.isfinite(logits[token_id]):
+        raise _not_finite(float(logits[token_id]))
+    return token_id
+
+
+def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
+    """Return the n likeliest tokens of a row, float32[n_vocab], the lowest ids first among equals, and their
+    probabilities at temperature 1. The row is written to and restored.
+
+    Raise `BackendError` if the largest logit is not finite."""
+    blocks = logits.reshape(math.gcd(len(logits), _N_BLOCKS), -1)
+    maxima, tokens, scores = blocks.max(axis=1), list[int](), list[float]()
+    top = float(maxima.max())
+    if not math.isfinite(top):
+        raise _not_finite(top)
+    # Blocks that would not change the sum are left out: a draft computes no logits for rare tokens.
+    masses = blocks[maxima > top - _FAR]
+    masses -= np.float32(top)
+    np.exp(masses, out=masses)
+    total = float(masses.sum())
+    while len(tokens) < n:
+        block = int(maxima.argmax())
+        place = int(blocks[block].argmax())
+        score = float(blocks[block, place])
+        if score == -np.inf:
+            break
+        tokens.append(block * blocks.shape[1] + place)
+        scores.append(score)
+        blocks[block, place] = -np.inf
+        maxima[block] = blocks[block].max()
+    for token, score in zip(tokens, scores, strict=True):
+        logits[token] = score
+    return tokens, [math.exp(score - top) / total for score in scores]
+
+
+def _not_finite(logit: float) -> BackendError:
+    return BackendError(
+        f"the model's largest logit is {logit}: the file is damaged, or this build of "
+        "llama.cpp computes wrongly on this machine",
+        hint="run `specgen doctor`",
+    )
+
+
+def log_probabilities(logits: Logits, token_ids: Sequence[int]) -> list[float]:
+    """Return the natural logarithms of these tokens' probabilities, from a row of logits, float32[n_vocab];
+    -inf for an impossible token."""
+    top = float(logits.max())
+    normalizer = top + float(np.log(np.exp(logits - np.float32(top)).sum(dtype=np.float64)))
+    return [float(logits[token_id]) - normalizer for token_id in token_ids]
+
+
+def most_likely(logits: Logits, n: int) -> list[int]:
+    """Return the n most likely tokens of a row, float32[n_vocab], the likeliest first."""
+    return best(logits, n).tolist() if n > 0 else []
