@@ -44,7 +44,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers rpc arm gpu-test test architectures quick pythons dist check lint format format-check types fuzz soak templates llama-cpp-tests docs docs-check install clean FORCE
+.PHONY: help run peers rpc arm gpu-test test architectures quick pythons dist check lint format format-check types fuzz soak templates schemas llama-cpp-tests docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -119,6 +119,9 @@ soak: $(VENV)/.installed-dev ## Ask a server for an hour, rightly and wrongly (S
 
 templates: $(VENV)/.installed-dev ## How calls and thoughts of every chat template are read that llama.cpp ships (TEMPLATES=FOLDER)
 	$(BIN)/python -m tests.long_runs.templates $(TEMPLATES)
+
+schemas: $(VENV)/.installed-dev ## How real JSON schemas are enforced (SCHEMAS=FOLDER, the maskbench/data of guidance-ai/jsonschemabench)
+	$(BIN)/python -m tests.long_runs.schemas $(SCHEMAS)
 
 llama-cpp-tests: $(VENV)/.installed-dev ## Run llama.cpp's own tests of its server against specgen serve (LLAMA_CPP="SOURCE --models FOLDER")
 	$(BIN)/python -m tests.long_runs.llama_cpp_tests $(LLAMA_CPP)

@@ -28,13 +28,7 @@ from specgen.models.files import cache_folder, data_folder, identity_of, learnin
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import DraftChoice, Sources, find_models, find_target, name_of
 from specgen.system.progress import human_bytes
-from specgen.train.draft_builder import (
-    JUDGED_TOKENS,
-    OWN_PROMPTS,
-    DraftBuilder,
-    Kind,
-    plan_time,
-)
+from specgen.train.draft_builder import JUDGED_TOKENS, OWN_PROMPTS, DraftBuilder, Kind, plan_time
 from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:

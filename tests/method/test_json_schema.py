@@ -21,11 +21,7 @@ import pytest
 from specgen.errors import BackendError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel, LlamaVocabulary
-from specgen.options import (
-    GenerationOptions,
-    Grammar,
-    SamplerOptions,
-)
+from specgen.options import GenerationOptions, Grammar, SamplerOptions
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
@@ -373,6 +369,27 @@ def test_a_lenient_grammar_of_what_cannot_be_read_takes_any_object(
     grammar, (left_out,) = lenient_schema_grammar(schema)
     assert left_out.startswith("it (")
     assert isinstance(json.loads(followed(vocabulary, grammar, 0)), dict)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": 7, "required": ["a"], "minProperties": {}},
+        {"properties": {"a": {}}, "minProperties": []},
+        {"propertyNames": {"pattern": [1]}},
+        {"propertyNames": {"enum": {}}},
+        {"oneOf": [{"required": [[]]}, {"required": {}}, True, 3, {"$ref": 5}, {"$ref": "#/x/y"}]},
+        {"allOf": [{"$ref": "#"}, {"$ref": "#/allOf/7"}, None], "properties": [1]},
+        {"not": {"anyOf": [{"required": [None]}]}, "properties": "x"},
+        {"dependencies": {"a": 3, "b": ["c"]}, "patternProperties": {"(": 1}},
+        {"pattern": 5, "anyOf": {"a": 1}, "enum": 3, "type": [1, None]},
+    ],
+)
+def test_what_is_no_schema_is_no_crash(schema: dict[str, Any]) -> None:
+    for part in (schema, {"items": schema}, {"anyOf": [schema, schema]}):
+        grammar, left_out = lenient_schema_grammar(json.dumps(part))
+        assert grammar.text
+        assert all(left_out)
 
 
 def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:

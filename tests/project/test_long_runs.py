@@ -67,6 +67,21 @@ def test_a_server_gives_back_what_it_took(tmp_path: Path) -> None:
     assert counts["ask_wrongly: 400"] > 0
 
 
+def test_real_schemas_are_counted_by_how_they_are_taken(tmp_path: Path) -> None:
+    """A value may have its properties in any order; one that conforms to no schema is never taken."""
+    properties = {"a": {"type": "null"}, "b": {"type": "array", "uniqueItems": True}}
+    values = [({"b": [], "a": None}, True), ({"b": [1, 1]}, False), ({"c": 1}, True)]
+    tests = [{"data": value, "valid": is_valid} for value, is_valid in values]
+    for name, schema in (("one", {"properties": properties}), ("two", {"type": "frog"})):
+        case = {"schema": {"type": "object", **schema}, "tests": tests}
+        (tmp_path / f"{name}.json").write_text(json.dumps(case))
+    done = run("schemas", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.split()
+    for name in ("in part", "refused", "invalid accepted (in part)", "valid rejected (in part)"):
+        assert f"1 {name}" in " ".join(table)
+
+
 def test_what_was_killed_while_it_wrote_breaks_nothing() -> None:
     commands = [each for name in ("run", "lookup store", "batch") for each in ("--command", name)]
     done = run("kills", "--rounds", "6", *commands)

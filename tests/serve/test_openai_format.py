@@ -13,12 +13,7 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import check_tokens, figures
 from specgen.serve.formats.local_servers import read_infill
 from specgen.serve.formats.openai import read_request
-from specgen.serve.formats.request import (
-    BodyError,
-    Kind,
-    Request,
-    with_call_form,
-)
+from specgen.serve.formats.request import BodyError, Kind, Request, with_call_form
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import FINISHED, written
 from tests.helpers.templates import FAMILIES
@@ -218,7 +213,7 @@ def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> N
 
 
 def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    schema: Any = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
 
     def asked(**more: Any) -> Request:
         form = {"name": "x", "schema": schema, **more}
@@ -233,6 +228,11 @@ def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
     assert error.value.field == "response_format"
     with pytest.raises(BodyError, match="uniqueItems"):
         chat(json_schema=schema)
+    schema = True
+    assert asked(strict=True).warnings == ()
+    schema = {"type": "string", "pattern": r"^$|(^(?:\S+\s+){0,99}\S+$)", "maxLength": 5000}
+    (warning,) = asked().warnings
+    assert "the length beside the pattern" in warning
 
 
 PIECES = [

@@ -22,6 +22,7 @@ from specgen.text.grammar.llguidance_grammar import objections_to, trouble_with
 
 #: Schemas within a schema, which describe the same value as it does.
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
+_SCALARS = frozenset(["number", "integer", "string"])
 _TYPES = frozenset(["null", "boolean", "number", "integer", "string", "array", "object"])
 #: Keywords about properties beside the named ones.
 _OPENING = frozenset(["additionalProperties", "patternProperties", "unevaluatedProperties"])
@@ -35,6 +36,9 @@ _CONSTRAINTS = _ABOUT_PROPERTIES | {
     *("pattern", "minLength", "maxLength", "format", "enum", "const", "multipleOf"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 }
+_OF_SCALARS = frozenset(
+    ["pattern", "minLength", "maxLength", "enum", "const", "multipleOf", "minimum", "maximum"]
+)
 #: The standard's formats that llguidance does not know; other unknown formats are annotations.
 _FORMATS = frozenset(
     ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template")
@@ -215,7 +219,7 @@ def _put_in_known_keywords(part: Part, left_out: list[str]) -> None:
         is_map = not part.keys() & {"properties", "patternProperties"}
         others = part.get("additionalProperties", True)
         if said == {"pattern"} and is_map:
-            part["patternProperties"] = {names["pattern"]: others}
+            part["patternProperties"] = {str(names["pattern"]): others}
         elif said == {"enum"} and is_map:
             part["properties"] = dict.fromkeys(map(str, _list(names["enum"])), others)
         if not said or (is_map and said in ({"pattern"}, {"enum"})):
@@ -229,7 +233,7 @@ def _put_in_known_keywords(part: Part, left_out: list[str]) -> None:
             del part["not"]
             part["type"] = "object"
             part["properties"] = {
-                **part.get("properties", {}),
+                **_properties(part),
                 **{each[0]: False for each in names},
             }
     _write_dependencies(part)
@@ -238,7 +242,7 @@ def _put_in_known_keywords(part: Part, left_out: list[str]) -> None:
 def _only_required(schema: Any) -> list[str]:
     """Return the properties that a schema requires, if it says nothing else."""
     said = schema.keys() - {"title", "description"} if isinstance(schema, dict) else ()
-    return _list(schema["required"]) if said == {"required"} else []
+    return _required(schema) if said == {"required"} else []
 
 
 def _write_dependencies(part: Part) -> None:
@@ -287,11 +291,9 @@ def _tried(schema: str) -> str:
 def _limit_number_of_properties(part: Part, left_out: list[str]) -> None:
     """Leave out a number of properties that llguidance cannot enforce: it counts only those that must be there or are
     not named."""
-    named, required = part.get("properties"), _list(part.get("required"))
-    least, most = part.get("minProperties", 0), part.get("maxProperties")
-    if not isinstance(named, dict) or not named.keys() - {*map(str, required)}:
-        return
-    if not isinstance(least, int) or (most is None and least <= len(required)):
+    named, required = _properties(part), _required(part)
+    least, most = _count(part, "minProperties"), part.get("maxProperties")
+    if not named.keys() - {*required} or (most is None and least <= len(required)):
         return
     is_known = part.get("additionalProperties") is False and "patternProperties" not in part
     if not is_known or least - len(required) > 1 or most not in (None, len(required) + 1):
@@ -322,8 +324,8 @@ def _close(root: Part) -> set[int]:
         _gather(root, part, together, with_it=True)
         names: set[str] = set()
         for each in together.values():
-            names |= {*each.get("properties", ())} | {*map(str, _list(each.get("required")))}
-        if names <= named.keys() and not part.get("minProperties", 0) > len(named):
+            names |= {*_properties(each)} | {*_required(each)}
+        if names <= named.keys() and _count(part, "minProperties") <= len(named):
             part["additionalProperties"] = False
             closed.add(id(part))
     return closed
@@ -370,7 +372,7 @@ def _list(value: Any) -> list[Any]:
 def _choose_one(root: Part, part: Part, closed: set[int], left_out: list[str]) -> None:
     """Write ``oneOf`` as ``anyOf``, which is the same if no value conforms to two of the options; and leave out a type
     beside them that all of them have, which llguidance would join with each."""
-    options = _list(part.get("anyOf", part.get("oneOf")))
+    options = [part] if "$ref" in part else _list(part.get("anyOf", part.get("oneOf")))
     types = [_types(_target(root, option)) <= _types(part) for option in options]
     if types and all(types) and not part.keys() & _CONSTRAINTS:
         part.pop("type", None)
@@ -392,17 +394,21 @@ def _choose_one(root: Part, part: Part, closed: set[int], left_out: list[str]) -
 def _alone(root: Part, n: int, options: list[Any], closed: set[int], left_out: list[str]) -> Any:
     """Return an option without values that conform to other ones, as far as that can be said."""
     option = options[n]
+    if isinstance(option, dict) and option.keys() & {"properties", "required"}:
+        option = {"type": "object", **option}  # other values would conform to all such options
+    whole = option
     for other in options[:n] + options[n + 1 :]:
         # What is closed here stays closed, but another option may have other properties in truth.
         if _are_apart(root, option, other, closed):
             continue
-        banned = {*_only_required(other)} - {*_list(_target(root, option).get("required"))}
-        if len(banned) == 1 and "$ref" not in option:
-            no_other = {**option.get("properties", {}), **dict.fromkeys(banned, False)}
-            option = {**option, "type": "object", "properties": no_other}
+        needed = _only_required(other)
+        if needed:
+            given = _required(_target(root, option))
+            bans = [{"properties": {name: False}} for name in needed if name not in given]
+            whole = {"allOf": [whole, {"anyOf": bans} if bans else False]}
         else:
             left_out.append("oneOf")
-    return option
+    return whole
 
 
 def _are_apart(root: Part, one: Any, other: Any, closed: set[int], depth: int = _DEPTH) -> bool:
@@ -427,7 +433,12 @@ def _are_apart(root: Part, one: Any, other: Any, closed: set[int], depth: int = 
             return True
         if others and enough(apart(one, each) for each in others):
             return True
-    required = _list(one.get("required")) + _list(other.get("required"))
+    if types <= _SCALARS:
+        scalars = [
+            {name: each[name] for name in each.keys() & _OF_SCALARS} for each in (one, other)
+        ]
+        return _trouble(type=sorted(types), allOf=scalars).startswith("Unsatisfiable")
+    required = _required(one) + _required(other)
     is_open = id(other) in closed
     return types == {"object"} and any(
         apart(_property(one, name), _property(other, name, is_open=is_open)) for name in required
@@ -454,10 +465,31 @@ def _target(root: Part, part: Any) -> Any:
 
 def _types(schema: Any) -> set[str]:
     """Return the types of values that may conform; an integer is a number too."""
-    given = schema.get("type", []) if isinstance(schema, dict) else []
+    if not isinstance(schema, dict):
+        return {*_TYPES}
+    given = schema.get("type") or [_type_of(json.loads(value)) for value in _values(schema)]
     types = {*map(str, given)} if isinstance(given, list) else {str(given)}
     types |= {"integer"} if "number" in types else set()
     return types or {*_TYPES}
+
+
+def _count(part: Part, name: str) -> int:
+    given = part.get(name, 0)
+    return given if isinstance(given, int) else 0
+
+
+def _properties(part: Part) -> Part:
+    given = part.get("properties")
+    return given if isinstance(given, dict) else {}
+
+
+def _required(schema: Any) -> list[str]:
+    return [*map(str, _list(schema.get("required")))] if isinstance(schema, dict) else []
+
+
+def _type_of(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", str: "string"}
+    return names.get(type(value), "null")
 
 
 def _values(schema: Part) -> set[str]:
@@ -468,6 +500,5 @@ def _values(schema: Part) -> set[str]:
 
 
 def _property(schema: Part, name: str, *, is_open: bool = False) -> Any:
-    named = schema.get("properties")
     is_open |= schema.get("additionalProperties") is not False or "patternProperties" in schema
-    return named.get(name, is_open) if isinstance(named, dict) else is_open
+    return _properties(schema).get(name, is_open)
