@@ -18,8 +18,7 @@ from typer import Argument, Option
 from specgen.cli import flags
 from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Output
-from specgen.cli.process import Interrupt
+from specgen.cli.output import Interrupt, Output
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import Contexts, KernelOptions, SessionOptions
 from specgen.system.files import as_json

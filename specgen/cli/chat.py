@@ -19,8 +19,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Output
-from specgen.cli.process import Interrupt
+from specgen.cli.output import Interrupt, Output
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.system.progress import counted
 

@@ -12,8 +12,7 @@ from typer import Argument, Option
 from specgen.cli import flags
 from specgen.cli.inputs import STDIO, read_text
 from specgen.cli.model_loading import Setup
-from specgen.cli.output import Output, show_answer
-from specgen.cli.process import Interrupt
+from specgen.cli.output import Interrupt, Output, show_answer
 from specgen.errors import OutputError, PromptError, UsageError
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.flags.server import ModelSetup, later, limits, model_setup, server
 from specgen.cli.model_loading import log_shown, use_kernels
-from specgen.cli.output import Output
-from specgen.cli.process import Interrupt
+from specgen.cli.output import Interrupt, Output
 from specgen.errors import UsageError
 from specgen.serve.server.options import Limits, ServerOptions, bound_socket, url_of
 from specgen.system.machine import look_at_machine

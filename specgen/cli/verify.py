@@ -14,7 +14,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.flags.trials import TRIALS, Trials
 from specgen.cli.model_loading import opened
-from specgen.cli.output import Output
+from specgen.cli.output import Interrupt, Output
 from specgen.errors import DefectError, UsageError
 from specgen.measure.prompts import evenly_chosen
 from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoice, SamplerOptions
@@ -23,7 +23,6 @@ from specgen.session.choose_models import find_models
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from specgen.cli.process import Interrupt
     from specgen.measure.verify import GreedyResult, SampledResult, WayName
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session

@@ -12,8 +12,7 @@ from typer import Option
 
 from specgen.cli import flags
 from specgen.cli.model_loading import use_kernels
-from specgen.cli.output import Output
-from specgen.cli.process import Interrupt
+from specgen.cli.output import Interrupt, Output
 from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.options import KernelOptions
 from specgen.serve.server.options import is_loopback

@@ -21,11 +21,7 @@ import pytest
 from specgen.errors import BackendError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel, LlamaVocabulary
-from specgen.options import (
-    GenerationOptions,
-    Grammar,
-    SamplerOptions,
-)
+from specgen.options import GenerationOptions, Grammar, SamplerOptions
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar

@@ -84,8 +84,10 @@ def test_turns_of_one_role_become_one(
 
 
 def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
-    image = {"type": "image", "source": {}}
-    blocks = [{"type": "tool_result", "tool_use_id": "gone", "content": [image]}, image]
+    image = {"type": "image", "source": {"type": "base64", "data": "aGk="}}
+    document = {"type": "document", "source": {"type": "text", "data": "a letter"}}
+    result = {"type": "tool_result", "tool_use_id": "gone", "content": [image]}
+    blocks = [result, image, document]
     call = {"type": "tool_use", "id": "1", "name": "a", "input": None}
     hosted = {"type": "server_tool_use", "id": "2", "name": "web_search", "input": {}}
     found = turns(
@@ -95,7 +97,7 @@ def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
         {"role": "user", "content": None},
     )
     left_out = "[image left out: this model reads text]"
-    first = f"[result of an earlier call]\n{left_out}\n\n{left_out}"
+    first = f"[result of an earlier call]\n{left_out}\n\n{left_out}\n\na letter"
     assert found == [("user", first), ("assistant", ""), ("tool", "")]
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, AliasPath, Field
+from pydantic import AliasChoices, AliasPath, Field, model_validator
 
 from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
@@ -44,6 +44,15 @@ class _Block(Part):
     tool_use_id: str | None = None  # of a call's result
     content: _Blocks = []
     is_error: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_text(cls, value: Any) -> Any:
+        """Give a document that is a text its text."""
+        source = value.get("source") if isinstance(value, dict) else None
+        if isinstance(source, dict) and source.get("type") == "text":
+            return {"type": "text", "text": source.get("data")}
+        return value
 
 
 _Blocks = Annotated[list[_Block], AS_PARTS]

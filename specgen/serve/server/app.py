@@ -44,14 +44,7 @@ from specgen.serve.formats.openai import (
     read_completion,
     read_embedding_request,
 )
-from specgen.serve.formats.request import (
-    BodyError,
-    Fields,
-    Integer,
-    Request,
-    parse,
-    with_call_form,
-)
+from specgen.serve.formats.request import BodyError, Fields, Integer, Request, parse, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import (
     PAGE,
@@ -121,7 +114,7 @@ class Server:
             Route("/health", self._health),
             Route("/v1/health", self._health),
             Route("/version", _version),
-            Route("/api/version", _version),
+            Route("/api/version", _ollama_version),
             Route("/api/tags", self._tags),
             Route("/api/ps", self._tags),
             *(Route(f"{start}/models", self._models) for start in ("", "/v1")),
@@ -352,6 +345,7 @@ class Server:
             "details": {"format": "gguf", "family": kind, "families": [kind]},
             "model_info": {
                 "general.architecture": kind,
+                "general.basename": model.name,
                 f"{kind}.context_length": model.engine.n_ctx,
             },
         }
@@ -419,6 +413,11 @@ class Server:
 
 async def _version(_request: HttpRequest) -> Response:
     return JSONResponse({"version": __version__})
+
+
+async def _ollama_version(_request: HttpRequest) -> Response:
+    """Return the first version of ollama with all that is answered here: clients compare it with what they need."""
+    return JSONResponse({"version": "0.9.0", "specgen": __version__})
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:

@@ -162,13 +162,11 @@ def dynamic_temperature(
 ) -> Candidates:
     """Choose a temperature between t - spread (at least 0) and t + spread: high where the model is unsure,
     low where it is sure. It follows the entropy, divided by the largest entropy of this number of
-    candidates, to the power `exponent`. A spread of 0 or less gives the fixed temperature t.
+    candidates, to the power `exponent`.
 
     (llama.cpp's temp_ext, "entropy" dynamic temperature by kalomaze; Zhu et al.,
     arXiv:2309.02772, for the idea.)
     """
-    if spread <= 0.0:
-        return temperature(candidates, t)
     if candidates.size <= 1:
         return candidates
     low, high = max(0.0, t - spread), t + spread
@@ -206,8 +204,8 @@ def softmax(candidates: Candidates, t: float) -> Distribution:
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
-    """Keep the k most likely tokens; k <= 0 keeps all. Among equals the lower id is kept."""
-    if k <= 0 or (candidates.is_ranked and len(candidates.scores) <= k):
+    """Keep the k most likely tokens (k >= 1). Among equals the lower id is kept."""
+    if candidates.is_ranked and len(candidates.scores) <= k:
         return candidates
     size = min(k, candidates.size)
     if candidates.is_ranked:
@@ -217,12 +215,10 @@ def top_k(candidates: Candidates, k: int) -> Candidates:
 
 def top_p(candidates: Candidates, p: float) -> Candidates:
     """Keep the shortest run of most likely tokens whose mass reaches p: nucleus sampling (Holtzman et al.,
-    arXiv:1904.09751). p >= 1 keeps all.
+    arXiv:1904.09751), for p < 1.
 
     llama.cpp adds in float32, so a token at the very edge may be on the other side there.
     """
-    if p >= 1.0:
-        return candidates
     if candidates.is_ranked:
         cumulative = np.exp(candidates.scores - candidates.scores[0]).cumsum()
         return candidates.first(int(cumulative.searchsorted(p * cumulative[-1])) + 1)
@@ -232,10 +228,8 @@ def top_p(candidates: Candidates, p: float) -> Candidates:
 
 
 def min_p(candidates: Candidates, p: float) -> Candidates:
-    """Keep the tokens at least p times as likely as the most likely one (Nguyen et al., arXiv:2407.01082).
-    p <= 0 keeps all."""
-    if p <= 0.0:
-        return candidates
+    """Keep the tokens at least p times as likely as the most likely one (Nguyen et al., arXiv:2407.01082),
+    for p > 0."""
     top = candidates.top()
     return _at_least(candidates, min(top + math.log(p), top))
 
@@ -243,13 +237,11 @@ def min_p(candidates: Candidates, p: float) -> Candidates:
 def typical(candidates: Candidates, p: float) -> Candidates:
     """Keep the shortest run of most typical tokens whose mass exceeds p. The most typical tokens are those
     whose surprise, -log probability, is nearest to its mean, the entropy (Meister et al.,
-    arXiv:2202.00666). p >= 1 keeps all.
+    arXiv:2202.00666), for p < 1.
 
     Tokens with probability 0 are left out. In llama.cpp one such token makes the entropy NaN, and
     the kept tokens are then arbitrary.
     """
-    if p >= 1.0:
-        return candidates
     masses, total = _masses(candidates.scores)
     possible = np.flatnonzero(masses)
     probs = masses[possible].astype(np.float64) / total
@@ -262,12 +254,12 @@ def typical(candidates: Candidates, p: float) -> Candidates:
 
 def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
     """Keep the tokens whose score is at most n standard deviations below the largest one (Tang et al.,
-    arXiv:2411.07641). n <= 0 keeps all.
+    arXiv:2411.07641), for n > 0.
 
     The standard deviation is that of all finite scores. llama.cpp keeps the others in its
     list, with a score of minus infinity.
     """
-    if n <= 0.0 or candidates.size <= 1:
+    if candidates.size <= 1:
         return candidates
     scores = candidates.scores
     finite = scores if scores.min() > -np.inf else scores[scores > -np.inf]
@@ -278,13 +270,11 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 def xtc(candidates: Candidates, threshold: float) -> Candidates:
     """Remove the most likely candidates: of those with a probability of at least `threshold` only the least
     likely one is kept ("exclude top choices", by p-e-w,
-    github.com/oobabooga/text-generation-webui/pull/6335). A threshold above 1/2 keeps all.
+    github.com/oobabooga/text-generation-webui/pull/6335). The threshold is 1/2 at most.
 
     XTC removes tokens only with a given probability, which the chain takes into account. Return
     `candidates` itself if there is nothing to remove.
     """
-    if threshold > 0.5:
-        return candidates
     masses, total = _masses(candidates.scores)
     # The token that is kept is never one that cannot be drawn, not even at threshold 0.
     above = np.flatnonzero(masses >= max(threshold * total, float(np.finfo(masses.dtype).tiny)))
