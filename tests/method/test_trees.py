@@ -19,12 +19,7 @@ from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.method.drafter import Drafter, draft_alone
-from specgen.method.policy import (
-    CostAwarePolicy,
-    Offer,
-    RoundPlan,
-    RoundResult,
-)
+from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
 from specgen.method.tables import AcceptanceRates, CostTable, WhilePaying
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
