@@ -19,7 +19,7 @@ from specgen.method.tables import (
     CostTable,
     Price,
 )
-from specgen.text.tally import Tally
+from specgen.text.answer_state import Tally
 
 # --- what is expected of a decode
 
