@@ -7,13 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from specgen.drafters.expansion import (
-    Expansion,
-    NodeBranches,
-    RowsBeyond,
-    expansion,
-    price_after,
-)
+from specgen.drafters.expansion import Expansion, NodeBranches, RowsBeyond, expansion, price_after
 from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft

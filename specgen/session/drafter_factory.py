@@ -16,13 +16,7 @@ from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, Threshol
 from specgen.method.tables import AcceptanceRates, CostTable
 from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import VERIFIERS
-from specgen.options import (
-    DRAFT_TEMPERATURE,
-    DraftOptions,
-    SamplerName,
-    SamplerOptions,
-    TreeShape,
-)
+from specgen.options import DRAFT_TEMPERATURE, DraftOptions, SamplerName, SamplerOptions, TreeShape
 from specgen.session.prompts import Prompt
 from specgen.session.request import RequestSettings, Slot
 from specgen.session.session import Session

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from specgen.measure.search import Refused, find_candidates
 from specgen.measure.trial import DraftFigures
 from specgen.models.files import identity_of
-from specgen.models.saved_drafts import SavedDraft, save_draft, saved_draft, saved_drafts_file
+from specgen.session.choose_models import SavedDraft, save_draft, saved_draft, saved_drafts_file
 from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -127,25 +126,6 @@ def test_what_is_named_and_missing_is_an_error_before_anything_is_measured(
 ) -> None:
     for path in (tmp_path / "missing", tmp_path):
         assert f"{path}: there is no such file" in complaint(find("draft", path), 4)
-
-
-def test_candidates_by_name_and_size(tmp_path: Path) -> None:
-    def write(name: str, n_bytes: int) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(n_bytes))
-        return path
-
-    target, small, larger = write("target.gguf", 100), write("small.gguf", 50), write("l.gguf", 101)
-    copy, again = write("copy/target.gguf", 100), write("elsewhere/small.gguf", 50)
-    known = write("known.gguf", 60)
-    # What is named is tried even if it is larger, and is told why it cannot be.
-    candidates, refused = find_candidates([larger, copy, small, small], [known, again], target)
-    assert candidates == [larger, small, known]
-    assert refused == [Refused(copy, "it is the target itself")]
-    assert find_candidates([again, small], [], target)[0] == [again], "the first of equal files"
-    # Of models that only specgen knows of nothing is said.
-    assert find_candidates([], [larger, target, known], target) == ([known], [])
 
 
 # --- what is kept

@@ -95,14 +95,6 @@ def test_pull_prints_the_path_alone_on_stdout(tiny: CatalogueModel, name: str) -
     assert (again.stdout, again.stderr) == (result.stdout, "")
 
 
-def test_path_of_what_is_not_on_disk_is_an_error_without_output(tiny: CatalogueModel) -> None:
-    result = run("path", "tiny-pair")
-    assert result.stdout == ""
-    assert isinstance(result.exception, ModelFileError)
-    assert result.exception.message == "tiny is not on this disk"
-    assert result.exception.hint == "`specgen models pull tiny-pair` downloads it"
-
-
 def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(
     tiny: CatalogueModel, tmp_path: Path, server: WebServer
 ) -> None:

@@ -107,18 +107,6 @@ def test_nothing_is_compiled_twice(
     assert len(compiler.commands()) == 6
 
 
-def test_a_file_whose_flags_are_unknown_is_left_out(source: Path, tmp_path: Path) -> None:
-    old = Compiler(tmp_path / "old", refused="-mavxvnni")
-    assert build(source, old.environment) is not None
-    commands = old.commands()
-    files = compiled(commands)
-    assert sorted(files) == ["amx_int8.cpp", "attach.cpp", "avx2.cpp", "avx512_vnni.cpp"]
-    for words in files.values():
-        assert "-DWITHOUT_AVX_VNNI" in words
-        assert "-DWITHOUT_AVX512_VNNI" not in words
-    assert not any("avx_vnni.o" in word for word in commands[-1])
-
-
 def test_a_failure_is_told_and_leaves_no_older_library(
     source: Path, compiler: Compiler, capsys: pytest.CaptureFixture[str]
 ) -> None:

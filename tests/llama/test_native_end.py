@@ -111,15 +111,6 @@ def test_memory_that_runs_out_in_python_is_one_line(
     assert message == "error: there is not enough memory"
 
 
-def test_other_imports_that_fail_are_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_arguments: object, **_options: object) -> None:
-        raise ImportError("no module of that name")
-
-    monkeypatch.setattr(app, "app", fail)
-    with pytest.raises(ImportError, match="no module"):
-        app.main([])
-
-
 def test_the_message_names_the_place_and_no_path() -> None:
     message = "/somewhere/src/llama-vocab.cpp:12: GGML_ASSERT(a == b) failed\n"
     assert gave_up(message) == "llama.cpp gave up at llama-vocab.cpp:12"

@@ -15,13 +15,7 @@ from specgen.method.policy import FixedPolicy, Offer, RoundPlan
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
-from tests.helpers.fake_backend import (
-    FakeBackend,
-    FakeVocabulary,
-    Language,
-    noisy,
-    random_language,
-)
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, PROMPT, Setup
 from tests.registry import DRAFTERS as CASES
 from tests.registry import ON_FAKES, Text

@@ -10,11 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError
 from specgen.method.draft import Distribution, NoTokenAllowedError
-from specgen.sampler_options import (
-    DEFAULT_SAMPLERS,
-    SamplerOptions,
-    parse_samplers,
-)
+from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
 from specgen.text.sampling import Sampler, likeliest
 from specgen.text.sampling.chain import mixture, most_likely

@@ -20,12 +20,7 @@ from specgen.method.backend import Backend
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.method.draft_length import best_nodes
 from specgen.method.drafter import Cascade, Drafter, draft_alone
-from specgen.method.policy import (
-    CostAwarePolicy,
-    Offer,
-    RoundResult,
-    draft_up_to,
-)
+from specgen.method.policy import CostAwarePolicy, Offer, RoundResult, draft_up_to
 from specgen.method.tables import CostTable
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree

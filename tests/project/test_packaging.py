@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 from specgen import __version__
-from specgen.system.machine import REQUIRED_VERSION
 from tests.helpers.common import ROOT, posix
 
 KERNELS = "specgen/llama/libspecgen-kernels.so"
@@ -74,26 +72,6 @@ def test_other_compilers_do_not_get_the_flag_and_a_missing_one_is_named(tmp_path
 
 
 # --- the Makefile ---------------------------------------------------------------------------
-
-
-def dry_run(target: str) -> str:
-    """The commands that make would run in an empty environment."""
-    make = shutil.which("make")
-    if make is None:
-        pytest.skip("no make")
-    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    command = [make, "--dry-run", "VENV=no-such-folder", target]
-    return subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
-
-
-@posix
-def test_make_builds_llama_cpp_as_required_and_without_pips_cache() -> None:
-    required = re.search(r'"(llama-cpp-python[^"]*)"', (ROOT / "pyproject.toml").read_text())
-    assert required is not None
-    build = next(line for line in dry_run("install").splitlines() if "--no-cache-dir" in line)
-    assert required[1] == f"llama-cpp-python=={REQUIRED_VERSION}"
-    assert f"'{required[1]}'" in build
-    assert 'CMAKE_ARGS="$args"' in build
 
 
 def test_what_quick_leaves_out_is_there() -> None:

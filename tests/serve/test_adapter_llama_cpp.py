@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 
-from specgen.errors import BackendError, PairError, UsageError
+from specgen.errors import PairError, UsageError
 from specgen.models.files import memory_file
 from specgen.options import DraftOptions, TreeShape
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
@@ -118,19 +118,6 @@ def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.Mon
     assert '"costs"' in memory_file().read_text(encoding="utf-8")
     monkeypatch.setattr("specgen.serve.adapters.llama_cpp.calibrate", None)
     check_texts(models, "good", DraftOptions())
-
-
-def test_a_llama_goes_on_without_a_draft_that_was_closed(models: Path) -> None:
-    target = models / "target.gguf"
-    draft = SpecgenDraft(target, models / "good.gguf", drafting=FIXED)
-    with opened_llama(target, draft) as llama:
-        expected = text(llama, PROMPTS[0])
-        draft.close()
-        draft.close()
-        with pytest.raises(BackendError, match="the draft is closed"):
-            text(llama, PROMPTS[0])
-        llama.draft_model = None
-        assert text(llama, PROMPTS[0]) == expected
 
 
 def test_the_pages_example_runs(

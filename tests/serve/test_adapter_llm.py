@@ -19,7 +19,6 @@ import llm.plugins
 import pytest
 from click.testing import CliRunner, Result
 from llm.cli import cli as llm_cli
-from llm.parts import ToolResultPart
 
 import specgen
 from specgen.models.files import memory_file
@@ -299,16 +298,3 @@ def test_an_error_is_said_clearly(
         result = ask("chat", *of_files(chat_models), *arguments, input="hello\n")
         assert isinstance(result.exception, SystemExit)
         assert said in result.stderr
-
-
-def test_what_is_no_text_is_refused(plugin: Any, chat_models: Path) -> None:
-    model = llm.get_model("specgen")
-    options: dict[str, Any] = {"target": str(chat_models / "target.gguf")}
-    with pytest.raises(AnswerError, match="the prompt is empty"):
-        model.prompt("", **options).text()
-    result = ToolResultPart(name="clock", output="noon")
-    for role in ("user", "tool"):
-        with pytest.raises(AnswerError, match="only text"):
-            model.prompt(messages=[llm.Message(role, [result])], **options).text()
-    with pytest.raises(ValueError, match="does not support tools"):
-        model.prompt("hello", tools=[llm.Tool(name="clock")], **options).text()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specgen.errors import OutputError, UsageError
+from specgen.errors import UsageError
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import SamplerOptions
 from specgen.session.engine import Engine
@@ -140,20 +140,3 @@ def test_the_command_line_keeps_a_prompt(folder: Path, tmp_path: Path, specgen: 
     refused = specgen(*command[:-1], missing, PROMPT)
     assert refused.out == ""
     assert "there is no such folder" in refused.err
-
-
-def test_an_engine_whose_file_cannot_be_written_is_closed_all_the_same(
-    folder: Path, tmp_path: Path
-) -> None:
-    place = tmp_path / "gone"
-    place.mkdir()
-    with session_on(folder / "attention.gguf", place / "kept") as session:
-        engine = Engine(session)
-        prompt = session.prompts.of_text(PROMPT, chat=False)
-        list(engine.stream(engine.insert(prompt)))
-        waiting = engine.insert(prompt)
-        place.rmdir()
-        with pytest.raises(OutputError):
-            engine.close()
-        assert waiting.failure is not None
-        assert engine.target.handle is None

@@ -134,17 +134,6 @@ def test_what_cannot_be_cut_is_refused_in_a_line(
         check_prunable(model)
 
 
-def test_layers_that_differ_by_metadata_are_refused(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with closing(LlamaModel(target)) as model:
-        own = {"general.architecture": "llama"}
-        for key, value in (("leading_dense_block_count", "3"), ("attention.head_count_kv", "[2]")):
-            monkeypatch.setattr(model, "metadata", {**own, f"llama.{key}": value}.get)
-            with pytest.raises(ModelFileError, match=key):
-                check_prunable(model)
-
-
 # --- the search ------------------------------------------------------------------------------
 
 
