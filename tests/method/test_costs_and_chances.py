@@ -20,7 +20,7 @@ from specgen.method.tables import (
     WhilePaying,
     values_of_looks,
 )
-from specgen.text.tally import Tally
+from specgen.text.answer_state import Tally
 
 # --- what is expected of a decode
 
