@@ -31,8 +31,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
-from specgen.text.answer_state import AnswerState
-from specgen.text.tally import Tally
+from specgen.text.answer_state import AnswerState, Tally
 
 if TYPE_CHECKING:
     from specgen.session.prompts import Prompt

@@ -14,6 +14,7 @@ from specgen.text.grammar.base import GrammarState
 from specgen.text.prefix import n_begun
 from specgen.text.sampling import Sampler, likeliest
 
+_Decoder = codecs.getincrementaldecoder("utf-8")
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
 _ROOM = 512
 
@@ -105,7 +106,8 @@ class Shaper:
     ) -> tuple[list[int], list[float]]:
         """Return the n likeliest tokens of the distribution after the text and `path`, and their probabilities in that
         proportion, the first as in `top_probability`."""
-        if n <= self._sampler.n_likeliest and not self._looks_back:
+        grammar = self._state.grammar(path)
+        if n <= self._sampler.n_likeliest and (grammar is None or grammar.is_free):
             return likeliest(logits, n)
         source = self.distribution(logits, path)
         order = best(source.probs, n)
@@ -126,7 +128,7 @@ class TextStream:
     def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
         if not all(stops):
             raise ValueError("a stop string is empty")
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = _Decoder(errors="replace")
         self._stops = tuple(stops)
         self._short = (
             re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=([^ \t])|\Z)") if n_indent else None
@@ -167,7 +169,7 @@ class TextStream:
 
     def preview(self, before: bytes, token_bytes: bytes) -> str:
         """Decode `token_bytes` after `before` without consuming them."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoder = _Decoder(errors="replace")
         decoder.setstate(self._decoder.getstate())
         decoder.decode(before)
         return decoder.decode(token_bytes, final=True)

@@ -26,11 +26,10 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.answer_state import AnswerState
+from specgen.text.answer_state import AnswerState, Tally
 from specgen.text.hidden_trail import LastHidden
 from specgen.text.prefix import n_common
 from specgen.text.sampling import Sampler
-from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.goodness_of_fit import DepthFit, fits_of
 
