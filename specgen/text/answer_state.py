@@ -27,16 +27,15 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.method.backend import Vocabulary
-from specgen.method.draft import ROOT, Draft
-from specgen.method.drafter import Cascade, TargetStates
+from specgen.method.draft import ROOT, Branches, Draft
+from specgen.method.drafter import TargetStates
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
 from specgen.method.tables import CostTable
-from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import log_probabilities, most_likely
-from specgen.text.text_state import Shaper, TextState, TextStream
+from specgen.text.text_state import Cascade, Shaper, TextState, TextStream
 
 #: The expected number of tokens of an answer that has just begun. For a short answer, a draft that reads the prompt
 #: costs more than it can save.
