@@ -218,6 +218,7 @@ A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": 
             '{"a": null, "b": null}',
         ),
         ({**A_OR_B, "not": {"required": ["b"]}}, '{"a": null}', '{"b": null}'),
+        ({"not": {"anyOf": [{"required": ["b"]}]}}, '{"a": null}', '{"b": null}'),
         ({**A_OR_B, "dependentRequired": {"a": ["b"]}}, '{"b": null}', '{"a": null}'),
         (
             {**A_OR_B, "dependencies": {"b": {"properties": {"a": {"type": "null"}}}}},
