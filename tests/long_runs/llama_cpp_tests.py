@@ -64,6 +64,8 @@ DIFFERENT = {
     "ignore_eos.*populates": "settings do not list the ends as biases",
     "metrics": "figures have names of our own, a single token has no rate, /metrics is always there",
     "security.*(assets|cors)": "the page's files are below /page, other origins need --cors-origin",
+    "template.*off": "enable_thinking is all that the template is told",
+    "template.*add_generation_prompt": "a prompt ends where the answer begins",
     "speculative.*(draft|synth)": "a draft is used where it pays, by measured costs",
     "speculative.*slot_ctx": "a longer prompt with a vocabulary of 512",
 }
