@@ -21,14 +21,7 @@ from typing import Any
 
 import requests
 
-from benchmarks.answers import (
-    drafts_of,
-    opened,
-    parser_of,
-    prompts_of,
-    running,
-    write_json,
-)
+from benchmarks.answers import drafts_of, opened, parser_of, prompts_of, running, write_json
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.models.files import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SamplerOptions

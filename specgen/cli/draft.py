@@ -28,13 +28,7 @@ from specgen.models.files import cache_folder, data_folder, identity_of, learnin
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import DraftChoice, Sources, find_models, find_target, name_of
 from specgen.system.progress import human_bytes
-from specgen.train.draft_builder import (
-    JUDGED_TOKENS,
-    OWN_PROMPTS,
-    DraftBuilder,
-    Kind,
-    plan_time,
-)
+from specgen.train.draft_builder import JUDGED_TOKENS, OWN_PROMPTS, DraftBuilder, Kind, plan_time
 from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
@@ -92,7 +86,7 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
 
 def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json: bool) -> Any:
     """Save the best draft for the target if `save` is set, and show the ranking. Return what was saved."""
-    from specgen.models.saved_drafts import SavedDraft, save_draft
+    from specgen.session.choose_models import SavedDraft, save_draft
 
     saved = None
     try:
@@ -142,7 +136,7 @@ def find(
     and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
-    from specgen.models.saved_drafts import saved_draft
+    from specgen.session.choose_models import saved_draft
 
     if wanted.drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")

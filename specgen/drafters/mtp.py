@@ -7,13 +7,7 @@ from pathlib import Path
 
 from specgen.drafters.expansion import Expansion, price_after
 from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, Room
-from specgen.drafters.states import (
-    N_USUAL,
-    LayerDrafter,
-    StatesCache,
-    StatesDraft,
-    StatesDrafter,
-)
+from specgen.drafters.states import N_USUAL, LayerDrafter, StatesCache, StatesDraft, StatesDrafter
 from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_contexts import MtpContext

@@ -20,16 +20,9 @@ from specgen.llama.gguf_file import opened_parts
 #: The architectures whose MTP layers llama.cpp computes.
 ARCHITECTURES = frozenset(
     (
-        *(
-            "bailingmoe3",
-            "cohere2moe",
-            "deepseek2",
-            "deepseek32",
-            "deepseek4",
-            "glm-dsa",
-            "glm4moe",
-        ),
-        *("hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35"),
+        *("bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa"),
+        *("glm4moe", "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next"),
+        "step35",
     )
 )
 #: Those with more than one MTP layer: each drafts one token.

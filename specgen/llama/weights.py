@@ -13,12 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specgen.errors import (
-    MemoryLimitError,
-    ModelFileError,
-    SpecgenError,
-    WorkerLostError,
-)
+from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, WorkerLostError
 from specgen.llama.kernels.attached import LLAMA_CPP, computing, kernel_problem, loading_with
 from specgen.llama.kernels.packed_weights import PackedWeights, packed_weights_of
 from specgen.llama.library import forget_log, last_error, llama_cpp

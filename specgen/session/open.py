@@ -14,12 +14,7 @@ from specgen import __version__
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
 from specgen.llama.gguf_file import remember_checks
-from specgen.llama.kernels.admission import (
-    KernelStatus,
-    choose_kernels,
-    is_first_time,
-    note_about,
-)
+from specgen.llama.kernels.admission import KernelStatus, choose_kernels, is_first_time, note_about
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import keep_packed_weights
 from specgen.models.files import (

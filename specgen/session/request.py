@@ -60,8 +60,9 @@ class RequestSettings:
             breakers = DryBreakers.of(vocabulary, in_use.dry_breakers)
         grammar = None
         if (wanted := generation.grammar) is not None:
-            shown_controls = {*generation.shown_controls, *(THOUGHT_CONTROLS if thoughts else ())}
-            generation = replace(generation, shown_controls=tuple(shown_controls))
+            marks = THOUGHT_CONTROLS if thoughts else ()
+            controls = dict.fromkeys((*generation.shown_controls, *marks))
+            generation = replace(generation, shown_controls=tuple(controls))
             shown = vocabulary.showing(generation.shown_controls)
             grammar = grammar_start(wanted, shown, thoughts)
         sampler = Sampler(in_use, breakers)

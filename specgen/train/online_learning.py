@@ -228,10 +228,6 @@ class Pauses:
     def listen(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
 
-    @property
-    def is_paused(self) -> bool:
-        return not self._is_running.is_set()
-
     def wait(self) -> bool:
         """Wait until there is no pause, and return False: it is no interruption."""
         started = time.monotonic()

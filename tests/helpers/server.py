@@ -14,11 +14,7 @@ from typing import Any
 import httpx
 import openai
 
-from specgen.options import (
-    DraftOptions,
-    DraftSource,
-    SamplerOptions,
-)
+from specgen.options import DraftOptions, DraftSource, SamplerOptions
 from specgen.serve.server.app import Server
 from specgen.serve.server.http import DrainingServer
 from specgen.serve.server.jobs import OpenedModel

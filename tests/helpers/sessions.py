@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.events import Event, FinishedEvent
-from specgen.options import (
-    ContextOptions,
-    DraftOptions,
-    GenerationOptions,
-    SessionOptions,
-)
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import EXACT

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
-from specgen.options import (
-    DraftOptions,
-    GenerationOptions,
-    Grammar,
-    SamplerOptions,
-    TreeShape,
-)
+from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, TreeShape
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import EXACT

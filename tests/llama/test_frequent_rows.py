@@ -13,10 +13,7 @@ import pytest
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels import frequent_rows
 from specgen.llama.kernels.attached import Kernels
-from specgen.options import (
-    ContextOptions,
-    SamplerOptions,
-)
+from specgen.options import ContextOptions, SamplerOptions
 from specgen.system.arrays import Logits
 from tests.helpers import rows
 from tests.helpers.sessions import answered

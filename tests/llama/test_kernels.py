@@ -16,12 +16,7 @@ import pytest
 
 from specgen.errors import UsageError
 from specgen.llama.kernels import admission
-from specgen.llama.kernels.admission import (
-    VERDICTS,
-    Verdict,
-    run_self_test,
-    self_test_of,
-)
+from specgen.llama.kernels.admission import VERDICTS, Verdict, run_self_test, self_test_of
 from specgen.llama.kernels.attached import ggml_version
 from specgen.system.machine import REBUILD, REQUIRED_VERSION
 from tests.helpers.cli import Cli, complaint, events_of

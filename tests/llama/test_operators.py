@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 from specgen.llama.kernels.attached import Kernels
-from specgen.llama.operators import (
-    FloatArray,
-    Matrix,
-    Weights,
-    attend,
-    multiply,
-    quantize,
-)
+from specgen.llama.operators import FloatArray, Matrix, Weights, attend, multiply, quantize
 from tests.llama.test_kernel_products import error, normal
 
 #: What rounding to numbers of 16 bits makes, as a root mean square.

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import PromptError
-from specgen.measure.prompts import (
-    BenchPrompt,
-    evenly_chosen,
-    first_of_each,
-    read_bench_prompts,
-)
+from specgen.measure.prompts import BenchPrompt, evenly_chosen, first_of_each, read_bench_prompts
 
 
 def test_json_lines_have_a_prompt_or_turns_and_may_have_a_category(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.draft_length import WhilePaying, values_of_looks
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.tables import (
     FREE,
@@ -18,8 +17,10 @@ from specgen.method.tables import (
     AcceptanceRates,
     CostTable,
     Price,
+    WhilePaying,
+    values_of_looks,
 )
-from specgen.text.tally import Tally
+from specgen.text.answer_state import Tally
 
 # --- what is expected of a decode
 

@@ -21,11 +21,7 @@ import pytest
 from specgen.errors import BackendError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel, LlamaVocabulary
-from specgen.options import (
-    GenerationOptions,
-    Grammar,
-    SamplerOptions,
-)
+from specgen.options import GenerationOptions, Grammar, SamplerOptions
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
@@ -222,6 +218,7 @@ A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": 
             '{"a": null, "b": null}',
         ),
         ({**A_OR_B, "not": {"required": ["b"]}}, '{"a": null}', '{"b": null}'),
+        ({"not": {"anyOf": [{"required": ["b"]}]}}, '{"a": null}', '{"b": null}'),
         ({**A_OR_B, "dependentRequired": {"a": ["b"]}}, '{"b": null}', '{"a": null}'),
         (
             {**A_OR_B, "dependencies": {"b": {"properties": {"a": {"type": "null"}}}}},

@@ -16,12 +16,7 @@ import pytest
 from specgen.events import CommittedEvent, Event, Piece, to_json_object
 from specgen.method.backend import Batch
 from specgen.method.verify import Verifier
-from specgen.options import (
-    DraftOptions,
-    GenerationOptions,
-    Grammar,
-    SamplerOptions,
-)
+from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.system.arrays import Logits

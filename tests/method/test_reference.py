@@ -16,9 +16,7 @@ from llama_cpp import Llama
 from numpy.typing import NDArray
 from scipy import stats
 
-from specgen.options import (
-    SamplerOptions,
-)
+from specgen.options import SamplerOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.prompts.continued import of_tokens

@@ -27,12 +27,7 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, Ver
 from specgen.session.answer_loop import AnswerLoop
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
-from tests.helpers.fake_generations import (
-    Clock,
-    Setup,
-    TreeDrafter,
-    model_drafter,
-)
+from tests.helpers.fake_generations import Clock, Setup, TreeDrafter, model_drafter
 from tests.helpers.goodness_of_fit import LEVEL, p_value
 from tests.registry import JUDGES
 

@@ -14,9 +14,16 @@ from specgen.errors import UsageError
 from specgen.models.files import FileIdentity, identify, shard_number
 from specgen.models.hub_names import folder_of
 from specgen.models.registry import CatalogueModel, Pair, Registry
-from specgen.models.saved_drafts import SavedDraft, save_draft, saved_draft, saved_drafts_file
 from specgen.options import DraftSource, ModelChoice
-from specgen.session.choose_models import DraftChoice, choose_drafts, find_models
+from specgen.session.choose_models import (
+    DraftChoice,
+    SavedDraft,
+    choose_drafts,
+    find_models,
+    save_draft,
+    saved_draft,
+    saved_drafts_file,
+)
 
 TARGET = FileIdentity("big.gguf", 4000)
 SAVED = SavedDraft(Path("/models/small.gguf"), date=datetime.date(2025, 1, 31), speedup=1.4)

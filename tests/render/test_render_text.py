@@ -7,17 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wcwidth import wcwidth
 
-from specgen.render.rows import (
-    Cell,
-    Cleaner,
-    Flow,
-    Row,
-    Run,
-    append_cells,
-    clean,
-    clean_line,
-    wrap,
-)
+from specgen.render.rows import Cell, Cleaner, Flow, Row, Run, append_cells, clean, clean_line, wrap
 
 FAMILY = "👩‍👩‍👧‍👦"
 #: Characters that terminals, or programs that write to them, stumble over.

@@ -135,13 +135,20 @@ def test_an_invented_name_is_impossible(tmp_path: Path, name: str) -> None:
     """With any draft, one that wants to say it too among them, and behind text where the family lets it."""
     before = "" if name in ("Llama", "gpt-oss") else "In a < b I look. "
     text = before + FAMILY[name].call.replace("NAME", "reread")
-    plain = said_by(tmp_path, name, text, draft="none")
-    content, _, calls = plain
-    assert calls
-    assert all(is_right(*call) for call in calls)
-    assert content.startswith(before.strip())
-    for draft in ("ngram", "same"):
-        assert said_by(tmp_path, name, text, draft=draft) == plain
+    drawn: dict[str, Any] = {
+        "temperature": 1.5,
+        "seed": 3,
+        "speculative": {"verifier": "match"},
+        "max_tokens": 150,
+    }
+    for sampling, drafts in (({}, ("ngram", "same")), (drawn, ("same",))):
+        plain = said_by(tmp_path, name, text, draft="none", **sampling)
+        content, _, calls = plain
+        assert calls or sampling
+        assert all(is_right(*call) for call in calls)
+        assert content.startswith(before.strip())
+        for draft in drafts:
+            assert said_by(tmp_path, name, text, draft=draft, **sampling) == plain
 
 
 @pytest.mark.parametrize("name", ["Hermes in plain text", "Qwen-Coder", "DeepSeek", "Llama"])

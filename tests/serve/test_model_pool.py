@@ -20,15 +20,7 @@ from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import Limits
 from specgen.session.engine import Engine, generate
 from tests.helpers.browser import browser
-from tests.helpers.server import (
-    FIXED,
-    N_CTX,
-    PATIENCE_S,
-    Pooled,
-    pooled,
-    session_of,
-    wait_until,
-)
+from tests.helpers.server import FIXED, N_CTX, PATIENCE_S, Pooled, pooled, session_of, wait_until
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 __all__ = ["browser"]

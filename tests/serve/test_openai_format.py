@@ -13,12 +13,7 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import check_tokens, figures
 from specgen.serve.formats.local_servers import read_infill
 from specgen.serve.formats.openai import read_request
-from specgen.serve.formats.request import (
-    BodyError,
-    Kind,
-    Request,
-    with_call_form,
-)
+from specgen.serve.formats.request import BodyError, Kind, Request, with_call_form
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import FINISHED, written
 from tests.helpers.templates import FAMILIES

@@ -16,12 +16,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, e
 from specgen.serve.server.options import ServerOptions
 from tests.helpers.browser import browser
 from tests.helpers.common import ROOT
-from tests.helpers.server import (
-    PATIENCE_S,
-    Running,
-    tiny_server,
-    wait_until,
-)
+from tests.helpers.server import PATIENCE_S, Running, tiny_server, wait_until
 from tests.tiny import CHATML_TEMPLATE
 
 __all__ = ["browser"]

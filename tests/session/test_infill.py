@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.llama import LlamaModel
-from specgen.session.prompts.infill import (
-    ContextFile,
-    Gap,
-    InfillTokens,
-    around_gap,
-    infill_prompt,
-)
+from specgen.session.prompts.infill import ContextFile, Gap, InfillTokens, around_gap, infill_prompt
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import INFILL_TOKENS, TokenizerKind
 

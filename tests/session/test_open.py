@@ -13,10 +13,9 @@ import specgen.session.calibration
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models.files import identify, memory_file
-from specgen.models.saved_drafts import SavedDraft, save_draft, saved_drafts_file
 from specgen.options import DraftSource
 from specgen.session.calibration import Costs, expected_gain
-from specgen.session.choose_models import DraftChoice
+from specgen.session.choose_models import DraftChoice, SavedDraft, save_draft, saved_drafts_file
 from specgen.session.open import open_session, use_first
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen

@@ -12,12 +12,7 @@ from typing import Any
 
 import pytest
 
-from specgen.errors import (
-    BackendError,
-    MemoryLimitError,
-    ModelFileError,
-    PromptError,
-)
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PromptError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama.library import llama_cpp
 from specgen.session.engine import generate

@@ -318,14 +318,7 @@ class ModelTrials:
 
     def _run(self, file: Path, folder: Path, size: str, kernels: str) -> _Run:
         steps = folder / "steps"
-        command = [
-            *CHILD,
-            os.fspath(self._library),
-            kernels,
-            size,
-            os.fspath(file),
-            os.fspath(steps),
-        ]
+        command = [*CHILD, str(self._library), kernels, size, str(file), str(steps)]
         timeout_s = _TRIAL_TIMEOUT_S + file.stat().st_size / _BYTES_PER_S
         end: _End = "unknown"
         problem = ""

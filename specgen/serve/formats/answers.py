@@ -9,13 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from specgen.errors import (
-    BackendError,
-    PromptError,
-    PromptLengthError,
-    SpecgenError,
-    UsageError,
-)
+from specgen.errors import BackendError, PromptError, PromptLengthError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
 from specgen.serve.formats.request import BodyError, Request
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser

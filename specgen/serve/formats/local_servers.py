@@ -25,6 +25,7 @@ from specgen.serve.formats.openai import (
 from specgen.serve.formats.request import BodyError, Fields, Request, Schema, parse, shown
 from specgen.serve.formats.tool_calls import Delta
 from specgen.session.prompts.infill import ContextFile, Gap
+from specgen.system.files import as_json
 
 # --- llama.cpp ------------------------------------------------------------------------------------
 
@@ -77,18 +78,27 @@ def _as_llama_cpp(asked: TextBody, request: Request) -> Request:
         request,
         generation=generation,
         has_usage_alone=False,
-        writer=functools.partial(LlamaCppWriter, fields=asked.response_fields),
+        writer=functools.partial(
+            LlamaCppWriter, fields=asked.response_fields, has_tokens=asked.return_tokens
+        ),
         lines_s=asked.t_max_predict_ms / 1000.0,
     )
 
 
 class LlamaCppWriter(ChatWriter):
     """Writes a text completion with llama.cpp's fields beside the others. A whole one has only those of `fields`, each
-    by its path (``timings/prompt_n``), if they are given."""
+    by its path (``timings/prompt_n``), if there are any, and its tokens if it `has_tokens`."""
 
-    def __init__(self, *args: Any, fields: Sequence[str] | None = None, **named: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        fields: Sequence[str] | None = None,
+        has_tokens: bool = False,
+        **named: Any,
+    ) -> None:
         super().__init__(*args, **named)
-        self._fields = fields
+        self._fields, self._has_tokens = fields, has_tokens
+        self._tokens: list[int] = []
         self._probabilities: list[Json] = []
 
     def begin(self, n_prompt_tokens: int) -> list[Json]:
@@ -99,6 +109,10 @@ class LlamaCppWriter(ChatWriter):
 
     def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
         chunks = super()._add(number, deltas, event)
+        tokens = [piece.token_id for piece in event.pieces] if event is not None else []
+        for chunk in chunks[:1]:
+            chunk["tokens"] = tokens
+        self._tokens += tokens
         if event is not None and self._has_logprobs:
             found = logprob_entries(event.pieces, self._first.generation.logprobs)
             chunks[0]["completion_probabilities"] = found
@@ -107,9 +121,10 @@ class LlamaCppWriter(ChatWriter):
 
     def whole(self) -> Json:
         body = self._filled(super().whole())
+        body["tokens"] = self._tokens if self._has_tokens else []
         if self._has_logprobs:
             body["completion_probabilities"] = self._probabilities
-        if self._fields is None:
+        if not self._fields:
             return body
         found = {path: _at(body, path) for path in self._fields}
         return {path: value for path, value in found.items() if value is not None}
@@ -121,7 +136,15 @@ class LlamaCppWriter(ChatWriter):
         if reason is not None:
             timings, stop_type = body["timings"], "eos" if reason == "stop" else "limit"
             stop_type = "word" if "stop_reason" in choice else stop_type
+            request = self._first
             body |= {
+                "generation_settings": {
+                    **as_json(request.sampling),
+                    "n_predict": request.generation.max_tokens,
+                    "stream": request.streams,
+                },
+                "prompt": self._prompts[0],
+                "has_new_line": "\n" in self._answers[0].text("content"),
                 "stop_type": stop_type,
                 "stopping_word": choice.get("stop_reason", ""),
                 "truncated": False,

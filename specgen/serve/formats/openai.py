@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AliasChoices, AliasPath, Field
 
+from specgen import __version__
 from specgen.errors import PromptError
 from specgen.events import CommittedEvent, Piece, ReadingEvent, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
@@ -146,6 +147,7 @@ class TextBody(_Body):
     t_max_predict_ms: float = 0.0
     n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
     n_probs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = 0
+    return_tokens: bool = False
 
 
 class _CompletionBody(TextBody):
@@ -279,6 +281,7 @@ class ChatWriter(AnswerWriter):
             "object": "text_completion" if self._is_text else "chat.completion",
             "created": self._created,
             "model": self._model,
+            "system_fingerprint": f"build-{__version__}",
         }
         #: By answer: its log-probabilities, the number of its characters, and its prompt as far as it is a part of it.
         self._logprobs: list[dict[str, list[Any]]] = [{} for _ in self._answers]

@@ -191,7 +191,7 @@ def calls_grammar(
         closing = f"({closing})?"
     if not must_call:
         opening = opening.removeprefix(mark)
-    elif not is_parallel:
+    elif not is_parallel or form.between is None:
         mark = ""
     lines = [
         f"start: calls{' | other' if other is not None else ''}",

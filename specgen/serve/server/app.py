@@ -44,14 +44,7 @@ from specgen.serve.formats.openai import (
     read_completion,
     read_embedding_request,
 )
-from specgen.serve.formats.request import (
-    BodyError,
-    Fields,
-    Integer,
-    Request,
-    parse,
-    with_call_form,
-)
+from specgen.serve.formats.request import BodyError, Fields, Integer, Request, parse, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import (
     PAGE,

@@ -9,7 +9,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, SupportsIndex, TypeAlias
 
 import jinja2
@@ -71,30 +71,46 @@ def render(
     their values. `marks_contents` marks all that is not the template's own text. Raise `PromptError` if the template
     does not accept the messages (some accept no system message), fails in any way, or exceeds the sandbox's limits.
     """
-    environment = _Sandbox()
-    environment.globals["strftime_now"] = now.strftime
     mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
     # As llama.cpp: templates ask whether they are defined, and some have a date of long ago.
     given = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
     given |= {name: mark(value) for name, value in (variables or {}).items()}
     given |= {"add_generation_prompt": True, "bos_token": bos_token, "eos_token": eos_token}
-    # The role is not the sender's text: templates make control tokens of it.
-    turns = (_turn(message, _NEEDS_SHORT_IDS in template) for message in messages)
-    given["messages"] = [mark(turn) | {"role": turn["role"]} for turn in turns]
     given.pop("tools", None)
     if tools:  # templates ask whether it is defined
         given["tools"] = mark(list(tools))
     if not _TAKES_TOOLS.search(template):  # Firefunction has names of its own
         functions = mark(_to_json(tools, indent=4)) if tools else ""
         given |= {"functions": functions, "datetime": now.strftime("%b %d %Y")}
-    try:
-        return environment.rendered(_compiled(template), given)
-    except Exception as error:  # a template's expressions can raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise PromptError(
-            f"the model's chat template failed: {reason}",
-            hint="leave out --system if the template takes none; `specgen run --raw` uses no template",
-        ) from error
+    failure: Exception | None = None
+    joined = _joined(messages)
+    for tried in (messages, joined) if len(joined) < len(messages) else (messages,):
+        environment = _Sandbox()
+        environment.globals["strftime_now"] = now.strftime
+        # The role is not the sender's text: templates make control tokens of it.
+        turns = (_turn(message, _NEEDS_SHORT_IDS in template) for message in tried)
+        given["messages"] = [mark(turn) | {"role": turn["role"]} for turn in turns]
+        try:
+            return environment.rendered(_compiled(template), given)
+        except Exception as error:  # noqa: BLE001 - a template's expressions can raise anything
+            failure = failure or error
+    reason = " ".join(str(failure).split()) or type(failure).__name__
+    raise PromptError(
+        f"the model's chat template failed: {reason}",
+        hint="leave out --system if the template takes none; `specgen run --raw` uses no template",
+    ) from failure
+
+
+def _joined(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation without two turns of the user one behind the other, which some templates refuse."""
+    found: list[Message] = []
+    for message in messages:
+        if found and message.role == found[-1].role == "user":
+            text = f"{found[-1].content}\n\n{message.content}"
+            message = replace(message, content=text)  # noqa: PLW2901
+            found.pop()
+        found.append(message)
+    return found
 
 
 @functools.lru_cache(maxsize=16)

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
@@ -58,8 +59,8 @@ _LENGTHS = ("minLength", "maxLength", "format")
 _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
 #: Each doubles the forms of an object.
 _MOST_DEPENDENCIES = 4
-#: Options that are compared with each other.
-_MOST_OPTIONS = 100
+#: The most comparisons of options in a schema, and how many of them take the time of a trial by llguidance.
+_MOST_COMPARISONS, _OF_A_TRIAL = 20_000, 20
 #: The characters of a pattern that a message shows.
 _N_NAMED = 60
 #: References that are followed to compare two schemas.
@@ -87,10 +88,10 @@ def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
     left_out: list[str] = []
     for part in list(_parts(root)):
         _put_in_known_keywords(part, left_out)
-    closed = _close(root)
+    choices = _Choices(root, _close(root), left_out)
     for part in list(_parts(root)):
         _limit_number_of_properties(part, left_out)
-        _choose_one(root, part, closed, left_out)
+        choices.write(part)
     grammar = Grammar("json_schema", json.dumps(root))
     is_wrong, messages = objections_to(grammar)
     if is_wrong:
@@ -138,7 +139,7 @@ def _n_parts(schema: dict[str, Any]) -> int:
         n_parts += 1
         if isinstance(value, dict):
             todo += value.items()
-            if _n_optional(value) > _MOST_OPTIONAL:
+            if len(_properties(value)) - len(_required(value)) > _MOST_OPTIONAL:
                 raise UsageError(
                     f"the JSON schema is too large: an object has more than {_MOST_OPTIONAL} optional "
                     "properties"
@@ -154,13 +155,6 @@ def _n_parts(schema: dict[str, Any]) -> int:
             multiples.append(_coefficient(value))
     # A number that must be a multiple of several numbers is one of their least common multiple.
     return n_parts + (math.lcm(*multiples) if are_joined else sum(multiples)) // 10
-
-
-def _n_optional(part: dict[str, Any]) -> int:
-    named, required = part.get("properties"), part.get("required", [])
-    if not isinstance(named, dict) or not isinstance(required, list):
-        return 0
-    return len(named) - len(required)
 
 
 def _coefficient(number: float) -> int:
@@ -232,10 +226,7 @@ def _put_in_known_keywords(part: Part, left_out: list[str]) -> None:
         if all(len(each) == 1 for each in names):
             del part["not"]
             part["type"] = "object"
-            part["properties"] = {
-                **_properties(part),
-                **{each[0]: False for each in names},
-            }
+            part["properties"] = _properties(part) | {each[0]: False for each in names}
     _write_dependencies(part)
 
 
@@ -297,9 +288,8 @@ def _limit_number_of_properties(part: Part, left_out: list[str]) -> None:
         return
     is_known = part.get("additionalProperties") is False and "patternProperties" not in part
     if not is_known or least - len(required) > 1 or most not in (None, len(required) + 1):
-        for name in {"minProperties", "maxProperties"} & part.keys():
-            del part[name]
-            left_out.append(name)
+        left_out += [name for name in ("minProperties", "maxProperties") if name in part]
+        part.pop("minProperties", None), part.pop("maxProperties", None)
 
 
 # --- objects without other properties -------------------------------------------------------------
@@ -320,6 +310,8 @@ def _close(root: Part) -> set[int]:
         named = part.get("properties")
         if id(part) in joined or not isinstance(named, dict) or part.keys() & _OPENING:
             continue
+        if named and not any(schema is not False for schema in named.values()):
+            continue  # it lists only what it excludes
         together: dict[int, Part] = {}
         _gather(root, part, together, with_it=True)
         names: set[str] = set()
@@ -369,80 +361,88 @@ def _list(value: Any) -> list[Any]:
 # --- one of several -------------------------------------------------------------------------------
 
 
-def _choose_one(root: Part, part: Part, closed: set[int], left_out: list[str]) -> None:
-    """Write ``oneOf`` as ``anyOf``, which is the same if no value conforms to two of the options; and leave out a type
-    beside them that all of them have, which llguidance would join with each."""
-    options = [part] if "$ref" in part else _list(part.get("anyOf", part.get("oneOf")))
-    types = [_types(_target(root, option)) <= _types(part) for option in options]
-    if types and all(types) and not part.keys() & _CONSTRAINTS:
-        part.pop("type", None)
-    if not isinstance(part.get("oneOf"), list):
-        return
-    options = part["oneOf"]
-    if len(options) > _MOST_OPTIONS:
-        left_out.append("oneOf")
-        written = options
-    else:
-        written = [_alone(root, n, options, closed, left_out) for n in range(len(options))]
-    name = "allOf" if "anyOf" in part else "anyOf"
-    value = [*_list(part.get("allOf")), {"anyOf": written}] if "anyOf" in part else written
-    keywords = {(name if each == "oneOf" else each): given for each, given in part.items()}
-    part.clear()
-    part |= keywords | {name: value}
+@dataclass
+class _Choices:
+    """Writes ``oneOf`` as ``anyOf``, which is the same if no value conforms to two of the options."""
 
+    root: Part
+    closed: set[int]  # the schemas that were closed here
+    left_out: list[str]
+    n_left: int = _MOST_COMPARISONS
 
-def _alone(root: Part, n: int, options: list[Any], closed: set[int], left_out: list[str]) -> Any:
-    """Return an option without values that conform to other ones, as far as that can be said."""
-    option = options[n]
-    if isinstance(option, dict) and option.keys() & {"properties", "required"}:
-        option = {"type": "object", **option}  # other values would conform to all such options
-    whole = option
-    for other in options[:n] + options[n + 1 :]:
-        # What is closed here stays closed, but another option may have other properties in truth.
-        if _are_apart(root, option, other, closed):
-            continue
-        needed = _only_required(other)
-        if needed:
-            given = _required(_target(root, option))
-            bans = [{"properties": {name: False}} for name in needed if name not in given]
-            whole = {"allOf": [whole, {"anyOf": bans} if bans else False]}
+    def write(self, part: Part) -> None:
+        """Write a schema's choice; and leave out a type beside options that have it, since llguidance would join it with
+        each."""
+        options = [part] if "$ref" in part else _list(part.get("anyOf", part.get("oneOf")))
+        types = [_types(_target(self.root, option)) <= _types(part) for option in options]
+        if types and all(types) and not part.keys() & _CONSTRAINTS:
+            part.pop("type", None)
+        if not isinstance(part.get("oneOf"), list):
+            return
+        alone = options = part["oneOf"]
+        if len(options) ** 2 > self.n_left:
+            self.left_out.append("oneOf")
         else:
-            left_out.append("oneOf")
-    return whole
+            alone = [self._alone(number, options) for number in range(len(options))]
+        name, value = "anyOf", alone
+        if "anyOf" in part:
+            name, value = "allOf", [*_list(part.get("allOf")), {"anyOf": alone}]
+        keywords = {(name if each == "oneOf" else each): given for each, given in part.items()}
+        part.clear()
+        part |= keywords | {name: value}
 
+    def _alone(self, number: int, options: list[Any]) -> Any:
+        """Return an option without values that conform to other ones, as far as that can be said."""
+        option = options[number]
+        if isinstance(option, dict) and option.keys() & {"properties", "required"}:
+            option = {"type": "object", **option}  # other values would conform to all such options
+        whole = option
+        for other in options[:number] + options[number + 1 :]:
+            # What is closed here stays closed, but another option may have other properties in truth.
+            if self._are_apart(option, other):
+                continue
+            needed = _only_required(other)
+            if needed:
+                given = _required(_target(self.root, option))
+                bans = [{"properties": {name: False}} for name in needed if name not in given]
+                whole = {"allOf": [whole, {"anyOf": bans} if bans else False]}
+            else:
+                self.left_out.append("oneOf")
+        return whole
 
-def _are_apart(root: Part, one: Any, other: Any, closed: set[int], depth: int = _DEPTH) -> bool:
-    """Return whether it is certain that no value conforms to both schemas, of which the second is as it was before it
-    was closed."""
-    one, other = _target(root, one), _target(root, other)
-    if one is False or other is False:
-        return True
-    if not isinstance(one, dict) or not isinstance(other, dict) or not depth:
-        return False
-
-    def apart(one: Any, other: Any) -> bool:
-        return _are_apart(root, one, other, closed, depth - 1)
-
-    types = _types(one) & _types(other)
-    values = _values(one), _values(other)
-    if not types or (values[0] and values[1] and not values[0] & values[1]):
-        return True
-    for name, enough in (("allOf", any), ("anyOf", all), ("oneOf", all)):
-        options, others = _list(one.get(name)), _list(other.get(name))
-        if options and enough(apart(each, other) for each in options):
+    def _are_apart(self, one: Any, other: Any, depth: int = _DEPTH) -> bool:
+        """Return whether it is certain that no value conforms to both schemas, of which the second is as it was before
+        it was closed."""
+        self.n_left -= 1
+        one, other = _target(self.root, one), _target(self.root, other)
+        if one is False or other is False:
             return True
-        if others and enough(apart(one, each) for each in others):
+        if not isinstance(one, dict) or not isinstance(other, dict) or not depth:
+            return False
+
+        def apart(one: Any, other: Any) -> bool:
+            return self.n_left > 0 and self._are_apart(one, other, depth - 1)
+
+        types, values = _types(one) & _types(other), (_values(one), _values(other))
+        if not types or (values[0] and values[1] and not values[0] & values[1]):
             return True
-    if types <= _SCALARS:
-        scalars = [
-            {name: each[name] for name in each.keys() & _OF_SCALARS} for each in (one, other)
-        ]
-        return _trouble(type=sorted(types), allOf=scalars).startswith("Unsatisfiable")
-    required = _required(one) + _required(other)
-    is_open = id(other) in closed
-    return types == {"object"} and any(
-        apart(_property(one, name), _property(other, name, is_open=is_open)) for name in required
-    )
+        for name, enough in (("allOf", any), ("anyOf", all), ("oneOf", all)):
+            options, others = _list(one.get(name)), _list(other.get(name))
+            if options and enough(apart(each, other) for each in options):
+                return True
+            if others and enough(apart(one, each) for each in others):
+                return True
+        if types <= _SCALARS and self.n_left > 0:
+            self.n_left -= _OF_A_TRIAL
+            both = [
+                {name: each[name] for name in each.keys() & _OF_SCALARS} for each in (one, other)
+            ]
+            return _trouble(type=sorted(types), allOf=both).startswith("Unsatisfiable")
+        is_open = id(other) in self.closed
+        return types == {"object"} and any(
+            apart(_property(one, name), _property(other, name, is_open=is_open))
+            for name in _required(one) + _required(other)
+        )
 
 
 def _target(root: Part, part: Any) -> Any:
