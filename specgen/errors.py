@@ -60,6 +60,16 @@ class BackendError(SpecgenError, exit_code=9):
     """llama.cpp is missing, broken, or refused to decode."""
 
 
+class NoTokenAllowedError(BackendError):
+    """A grammar that allows no token at all."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the grammar allows no token here",
+            hint="a rule of the grammar cannot be completed with this model's tokens; change the grammar",
+        )
+
+
 class RollbackError(BackendError):
     """The cache could not drop tokens of a sequence."""
 

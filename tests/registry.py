@@ -22,7 +22,7 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
 from specgen.drafters.states import LayerDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
-from specgen.method.drafter import Cascade, Drafter
+from specgen.method.drafter import Drafter
 from specgen.method.policy import FixedPolicy
 from specgen.method.verify import (
     AutoVerifier,
@@ -35,7 +35,7 @@ from specgen.method.verify import (
 from specgen.options import DraftOptions, SamplerOptions, TranslateMode, VerifierName
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import TextState
+from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, noisy
 from tests.helpers.fake_generations import (
     GREEDY,

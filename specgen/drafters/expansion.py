@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from specgen.drafters.interface import DraftRequest
+from specgen.errors import NoTokenAllowedError
 from specgen.method.backend import Backend, Vocabulary
-from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
-from specgen.method.draft_length import WhilePaying, best_nodes
+from specgen.method.draft import ROOT, Branches, Distribution, Draft
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.tables import CostTable, Price
-from specgen.method.tree_in_cache import Branches
+from specgen.method.tables import CostTable, Price, WhilePaying
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 
@@ -227,7 +226,7 @@ class Worthwhile(Tree):
             if self._ranks[node] > 0 or (self.probabilities[node] or 0.0) >= stop.p_min
         ]
         nodes.sort(key=chances.__getitem__, reverse=True)
-        n_taken = len(best_nodes(chances, stop.token_s, stop.extra_s))
+        n_taken = len(stop.best_nodes(chances))
         n_best, best_s, gain_s = 0, 0.0, 0.0
         for n, node in enumerate(nodes[: self.n_most]):
             # Tokens behind several nodes compete for the same rows.
@@ -243,7 +242,7 @@ class Worthwhile(Tree):
         return nodes[:n_best]
 
     def _draft(self) -> Draft:
-        nodes = best_nodes(self._chances, self._stop.token_s, self._stop.extra_s)
+        nodes = self._stop.best_nodes(self._chances)
         return super()._draft().only(nodes[: self.n_max])  # likeliest first
 
 
@@ -263,7 +262,7 @@ class Levels(Tree):
                 break
             token = left.draw(self.request.rng)
             self._add(node, token, left.probability(token), left)
-            left = left.without(token)
+            left = left.minus(Distribution.certain(token))
 
     def _n_children(self, node: int) -> int:
         depth = 0 if node == ROOT else self.depths[node] + 1

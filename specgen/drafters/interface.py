@@ -15,8 +15,8 @@ import numpy as np
 
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend
+from specgen.method.draft import Branches
 from specgen.method.tables import CostTable
-from specgen.method.tree_in_cache import Branches
 from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
 from specgen.text.prefix import n_common
 

@@ -21,11 +21,11 @@ from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
-from specgen.method.drafter import Cascade, Drafter
+from specgen.method.drafter import Drafter
 from specgen.method.policy import CostAwarePolicy
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Cascade, Shaper, TextState
 
 #: The most tokens that one draft model drafts for another.
 LONGEST_GUESS = 8

@@ -11,11 +11,12 @@ from specgen.drafters.expansion import Expansion, NodeBranches, RowsBeyond, expa
 from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import Ask, Cascade, Drafter, Drafting
-from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult, draft_up_to
+from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
 from specgen.method.tables import Price
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
+from specgen.text.text_state import Cascade
 
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
 #: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).
@@ -44,7 +45,7 @@ class Guesses:
         self._n_before = 0
         self._proposed: tuple[Draft, ...] = ()
         self._is_open = False
-        self._plan: RoundPlan = draft_up_to(0)
+        self._plan: RoundPlan = RoundPlan("fixed", 0)
         self._draft_s = self._decode_s = 0.0
         #: Recent seconds for a drafted token; None before the first.
         self._token_s: float | None = None

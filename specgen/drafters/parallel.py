@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _MASK_KEY = "tokenizer.ggml.mask_token_id"
 #: Where a file has the names of its model. Converters copy them from the model's page.
 _NAME_KEYS = ("general.name", "general.basename", "general.finetune", "general.base_model.0.name")
+#: How fast the usual confidence follows the latest ones.
+_RATE = 0.1
 #: The method's name, which all published parallel drafts have in theirs: PARD-Qwen2.5-0.5B, PARD2-Qwen3-8B.
 _PARD = re.compile(r"(?<![a-z])pard-?2?(?![a-z0-9])", re.IGNORECASE)
 
@@ -34,7 +36,8 @@ class ParallelDrafter(ModelDrafter):
 
     The decode has the tokens that the model has not read yet and K - 1 times the token `mask`. The row of the last
     token of the text predicts the next token, as in any model, and the row of mask i predicts token i + 1. The plan
-    says how many rows that are (`n_at_once`), and decides by their confidence how many tokens are drafted.
+    says how many rows that are: as many as it would look at if all were as sure as those before. Then it decides by
+    their confidence how many tokens are drafted.
 
     A row does not depend on the tokens drafted before, so each drawn token is from a distribution that is known
     before, which suits every verifier. In a tree all nodes of one depth have children from one row. The masks leave
@@ -48,6 +51,8 @@ class ParallelDrafter(ModelDrafter):
         self._request = replace(request, costs=CostTable())  # a tree's rows are there already
         self._mask = mask
         self._n_most = min(max(1, request.n_max), backend.n_outputs)
+        #: The mean confidence of recent looks.
+        self._usual = 0.8
 
     def price(self, n_context: int) -> Price:
         if not self._costs:
@@ -55,14 +60,17 @@ class ParallelDrafter(ModelDrafter):
         n_behind = max(1, n_context - self.n_skipped - self._backend.length(self._sequence))
         # After a full acceptance, all drafted tokens and the target's own are new to the model.
         n_usual = min(n_behind, self._n_most + 1)
-        at_once_s = tuple(self._costs.seconds_each(n_usual + n) for n in range(self._n_most))
-        prefill_s = max(0.0, self._costs.seconds_each(n_behind) - at_once_s[0])
-        return Price(at_once_s[0], 0.0, prefill_s, at_once_s)
+        first_s, last_s, prefill_s = (
+            self._costs.seconds_each(n) for n in (n_usual, n_usual + self._n_most - 1, n_behind)
+        )
+        next_s = (last_s - first_s) / max(1, self._n_most - 1)
+        return Price(first_s, max(0.0, next_s), max(0.0, prefill_s - first_s))
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         request, shape = self._request, self._request.shape
-        limits = (plan.n_max, self._n_most, plan.n_at_once, request.n_deepest)
-        n_rows = min(n for n in limits if n is not None)
+        n_rows = min(plan.n_max, self._n_most, request.n_deepest or plan.n_max)
+        looks = ([self._usual] * n for n in range(1, n_rows))
+        n_rows = next((len(each) for each in looks if not plan.wants_decode(each)), n_rows)
         if request.branches and shape.is_fixed:
             n_rows = min(n_rows, shape.n_levels)
         n_rows = self._make_room(len(context), n_rows)
@@ -71,7 +79,10 @@ class ParallelDrafter(ModelDrafter):
         rows = yield from self._predictions(context, n_rows)
         before, vocabulary = context[len(context) - n_drafted :], self._backend.vocabulary
         made = expansion(self.name, request, plan, before, vocabulary, plan.n_max)
-        return (yield from made.grow_from(rows))
+        draft = yield from made.grow_from(rows)
+        for confidence in draft.looks:
+            self._usual += _RATE * (confidence - self._usual)
+        return draft
 
     def _predictions(self, context: Sequence[int], n_rows: int) -> Generator[Ask, Logits, Logits]:
         """Bring the cache to `context`; return the logits of the next `n_rows` tokens,

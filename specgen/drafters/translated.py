@@ -442,7 +442,8 @@ class TranslatedDrafter(Drafter):
             return NO_DRAFT
         self._shaper.prefix = held_back = text.held_back
         # The tokens that are held back are drafted again first.
-        self.drafted = yield from self.inner.propose(text.tokens, plan.after(n_held_back))
+        again = replace(plan, n_max=plan.n_max + n_held_back, n_given=n_held_back)
+        self.drafted = yield from self.inner.propose(text.tokens, again)
         draft = self._translation.translate(self.drafted, text.last_bytes(_SHOWN), held_back)
         return replace(draft.first(plan.n_max), looks=self.drafted.looks[n_held_back:])
 

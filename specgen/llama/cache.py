@@ -1,5 +1,5 @@
 """The KV cache of a context, with checks of every native result. What is
-rejected is decided in `method/verify.py` and dropped by `method/tree_in_cache.py`."""
+rejected is decided in `method/verify.py` and dropped by `method/draft.py`."""
 
 from __future__ import annotations
 

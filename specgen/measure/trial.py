@@ -20,7 +20,7 @@ from specgen.measure.prompts import NOW
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import TargetStates, draft_alone
-from specgen.method.policy import RoundPlan, RoundResult, draft_up_to
+from specgen.method.policy import RoundPlan, RoundResult
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
@@ -31,8 +31,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
-from specgen.text.answer_state import AnswerState
-from specgen.text.tally import Tally
+from specgen.text.answer_state import AnswerState, Tally
 
 if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
@@ -200,7 +199,7 @@ def replay(
         # The draft model decodes the prompt for a proposal that is not used: so the rounds have only costs that grow
         # with the answer.
         started = clock()
-        draft_alone(cascade.propose(generation.tokens, draft_up_to(1)))
+        draft_alone(cascade.propose(generation.tokens, RoundPlan("fixed", 1)))
         start_s = clock() - started
     generation.commit(tokens[0])
     while (done := len(generation.tokens) - generation.n_prompt) < len(tokens):

@@ -1,12 +1,10 @@
-"""The interface between specgen and a model that computes logits.
-
-A backend is a model with a KV cache, which holds sequences. A cell belongs to one or more sequences, so that the
-branches of a tree share the cells of their common tokens. Only the backend knows the length of a sequence."""
+"""The interface between specgen and a model that computes logits, and whose KV cache holds sequences. A cell belongs to
+one or more of these, so that the branches of a tree share the cells of their common tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, TypeAlias
 
 from specgen.system.arrays import Hidden, Logits
@@ -20,8 +18,8 @@ Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 @dataclass(slots=True)
 class Batch:
     """Rows to decode together, one for each token. `sequences[i]` are all that token i belongs to; it sees their
-    cells at smaller positions. `wants_logits[i]` says whether its logits, perhaps a megabyte, will be read. `hidden`
-    is for MTP layers: the state before each token, float32[n_embd], or None for zeros; else it is empty."""
+    cells at smaller positions. `wants_logits[i]` says whether its logits will be read. `hidden` is for MTP layers: the
+    state before each token, float32[n_embd], or None for zeros; else it is empty."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -32,30 +30,18 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(
-        self, token: int, position: int, sequences: tuple[int, ...], wants_logits: bool
-    ) -> None:
+    def add(self, token: int, position: int, sequences: tuple[int, ...], wants: bool) -> None:
         self.tokens.append(token)
         self.positions.append(position)
         self.sequences.append(sequences)
-        self.wants_logits.append(wants_logits)
+        self.wants_logits.append(wants)
 
     def part(self, start: int, end: int) -> Batch:
-        rows = slice(start, end)
-        return Batch(
-            self.tokens[rows],
-            self.positions[rows],
-            self.sequences[rows],
-            self.wants_logits[rows],
-            self.hidden[rows],
-        )
+        return Batch(*(getattr(self, each.name)[start:end] for each in fields(self)))
 
     def extend(self, other: Batch) -> None:
-        self.tokens += other.tokens
-        self.positions += other.positions
-        self.sequences += other.sequences
-        self.wants_logits += other.wants_logits
-        self.hidden += other.hidden
+        for each in fields(self):
+            getattr(self, each.name).extend(getattr(other, each.name))
 
 
 class Vocabulary(Protocol):
@@ -63,13 +49,12 @@ class Vocabulary(Protocol):
 
     @property
     def n_tokens(self) -> int: ...
-
     @property
     def add_bos(self) -> bool: ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokenize. `add_special` adds the beginning-of-text token if the model wants one (`add_bos`);
-        `parse_special` turns the names of control tokens into these tokens."""
+        """Tokenize, with `add_special` behind the beginning-of-text token if the model wants one (`add_bos`), and with
+        `parse_special` names of control tokens as these tokens."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to the text; empty for control tokens."""
@@ -81,17 +66,14 @@ class Vocabulary(Protocol):
         """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 where there is none."""
 
     def is_end(self, token_id: int) -> bool: ...
-
     def end_tokens(self) -> Sequence[int]: ...
 
 
 class Backend(Protocol):
-    """A model and its KV cache.
-
-    A row of logits has `n_vocab` values, and the cache `n_ctx` cells. At most `n_batch` rows of a prompt are decoded
-    at once; at most `n_outputs` rows of a batch may want logits. The sequences are 0 to `n_sequences` - 1; they may
-    share cells, which trees need, if `rollback` is "cells". `decode_s` are the seconds of all decodes so far, and of
-    rollbacks; `n_decoded_rows` counts rows that a rollback decoded again, too."""
+    """A model and its KV cache. A row of logits has `n_vocab` values, and the cache `n_ctx` cells. At most `n_batch`
+    rows of a prompt are decoded at once; at most `n_outputs` rows of a batch may want logits. The sequences are 0 to
+    `n_sequences` - 1; they may share cells, which trees need, if `rollback` is "cells". `decode_s` are the seconds of
+    all decodes so far, and of rollbacks; `n_decoded_rows` counts rows that a rollback decoded again, too."""
 
     n_vocab: int
     n_ctx: int
@@ -103,7 +85,6 @@ class Backend(Protocol):
 
     @property
     def vocabulary(self) -> Vocabulary: ...
-
     @property
     def decode_s(self) -> float: ...
 
@@ -112,9 +93,9 @@ class Backend(Protocol):
         view, valid and writable until the next decode. Raise `BackendError` if the batch could not be decoded."""
 
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
-        """Decode, and also return hidden states, float32[n, n_embd], valid until the next decode: with
-        `all_rows` those of all rows, as a draft reads them; else the final states of the rows that want
-        logits, in a batch of at most `n_outputs` rows. Raise `BackendError` also if there are none."""
+        """Decode, and also return hidden states, float32[n, n_embd], valid until the next decode: with `all_rows` those
+        of all rows, as a draft reads them; else the final states of the rows that want logits, in a batch of at most
+        `n_outputs` rows. Raise `BackendError` also if there are none."""
 
     def length(self, sequence: int) -> int: ...
 
@@ -122,12 +103,11 @@ class Backend(Protocol):
         """Return the tokens of a sequence, not to be kept; after a failed decode, perhaps only the first ones."""
 
     def checkpoint(self, sequence: int) -> None:
-        """Announce, before a draft is decoded, that tokens from here on may be dropped again: `remove` from this
-        position on must then succeed and be cheap."""
+        """Announce, before a draft is decoded, that tokens from here on may be dropped: `remove` must then be cheap."""
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
-        """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination` too. Raise
-        `BackendError` if sequences cannot share cells."""
+        """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination` too, or raise
+        `BackendError`."""
 
     def remove(self, sequence: int, start: int = 0) -> None:
         """Drop a sequence's cells from position `start` on. Raise `RollbackError` if the cache cannot, perhaps only

@@ -1,50 +1,38 @@
-"""A draft: the small tree of tokens that the target is asked to check in one batch. A chain is a tree with one
-branch."""
+"""A draft: the small tree of tokens that the target checks in one batch, and its rows in the target's cache."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from specgen.errors import BackendError
+from specgen.method.backend import Backend, Batch
 from specgen.system.arrays import ProbArray, TokenArray
 
-#: Parent of the nodes that follow the last committed token. The logits of node i are row i + 1, those of the root row
-#: 0.
+#: Parent of the nodes that follow the last committed token. Its logits are row 0, those of node i are row i + 1.
 ROOT = -1
-
-
-class NoTokenAllowedError(BackendError):
-    """A grammar that allows no token at all."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the grammar allows no token here",
-            hint="a rule of the grammar cannot be completed with this model's tokens; change the grammar",
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Probabilities of tokens: `token_ids` is int64[m], strictly increasing; `probs` is float64[m], positive, and
-    sums to 1 up to rounding."""
+    """Probabilities of tokens: `token_ids`, int64[m], increases strictly; `probs`, float64[m], are positive, of sum 1."""
 
     token_ids: TokenArray
     probs: ProbArray
 
     @staticmethod
+    @lru_cache(maxsize=4096)  # greedy decoding takes one for each token
     def certain(token_id: int) -> Distribution:
-        return _certain(token_id)
+        found = Distribution(np.array((token_id,), np.int64), np.ones(1))
+        found.token_ids.flags.writeable = found.probs.flags.writeable = False
+        return found
 
     def probability(self, token_id: int) -> float:
         index = int(self.token_ids.searchsorted(token_id))
-        if index < len(self.token_ids) and self.token_ids[index] == token_id:
-            return float(self.probs[index])
-        return 0.0
+        is_there = index < len(self.token_ids) and self.token_ids[index] == token_id
+        return float(self.probs[index]) if is_there else 0.0
 
     def probabilities(self, token_ids: TokenArray) -> ProbArray:
         position = self.token_ids.searchsorted(token_ids)
@@ -57,20 +45,16 @@ class Distribution:
 
     def draw(self, rng: np.random.Generator) -> int:
         """Draw a token with one uniform number; a certain token takes none. So plain and speculative decoding draw
-        equal tokens from equal distributions if their generators are in equal states."""
+        equal tokens in equal states of their generators."""
         if len(self.token_ids) == 1:
             return int(self.token_ids[0])
         cumulative = self.probs.cumsum()
         index = int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
         return int(self.token_ids[min(index, len(self.token_ids) - 1)])
 
-    def without(self, token_id: int) -> Distribution | None:
-        """Return what the next sibling is drawn from without replacement; None if nothing is left."""
-        return self.reweighted(np.where(self.token_ids == token_id, 0.0, self.probs))
-
     def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
-        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if nothing is
-        left."""
+        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if nothing is left. Less
+        a certain token, it is what the next sibling is drawn from without replacement."""
         return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
 
     def excess(self, other: Distribution, scale: float = 1.0) -> float:
@@ -86,32 +70,20 @@ class Distribution:
         return Distribution(self.token_ids[kept], weights / weights.sum())
 
 
-@lru_cache(maxsize=4096)
-def _certain(token_id: int) -> Distribution:
-    """Return a shared distribution: greedy decoding takes one for each token."""
-    found = Distribution(np.array((token_id,), np.int64), np.ones(1))
-    found.token_ids.flags.writeable = found.probs.flags.writeable = False
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """n proposed tokens as a tree. Node i's parent, `parents[i] < i`, is `ROOT` behind the last committed token;
-    `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if it has one:
-    policies and the display use it, verifiers do not.
+    """n proposed tokens as a tree; a chain has one branch. Node i's parent, `parents[i] < i`, is `ROOT` behind the last
+    committed token; `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if
+    known: policies and the display use it, verifiers do not.
 
-    `distributions[i]` is the one that the token was *drawn from at random*; among siblings, given the earlier ones.
-    It is None for a token chosen deterministically (an argmax, an n-gram match): testing a token against a
-    distribution that it was not drawn from would bias the text, and so would leaving out a drawn token because of
-    what it is.
+    `distributions[i]` is the one that the token was *drawn from at random*, among siblings given the earlier ones;
+    None for a token chosen deterministically (an argmax, an n-gram match). To test a token against a distribution
+    that it was not drawn from would bias the text, and so would leaving out a drawn token because of what it is.
 
     `walks` are the nodes of chains that were drawn independently of each other, from a child of the root down, in the
-    order of the draws. Walks with a common prefix share nodes: a token that was drawn twice is decoded once and
-    judged twice. `looks` are the largest probabilities that the drafter gave to any token, in the order in which it
-    looked: in a chain, look i comes before its token i; one more look ended the draft.
-
-    Raises `ValueError` if the lengths differ, a parent does not come before its child, or a walk is no path.
-    """
+    order of the draws. They share the nodes of a common prefix: a token that was drawn twice is decoded once and judged
+    twice. `looks` are the largest probabilities that the drafter gave to any token: in a chain, look i comes before
+    its token i; one more look ended the draft."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -160,26 +132,15 @@ class Draft:
         return len(self.tokens)
 
     def children(self, node: int) -> Sequence[int]:
-        """Return the nodes below `node` (or `ROOT`), in the order they were drafted."""
-        if self.is_chain:
-            return (node + 1,) if node + 1 < len(self.tokens) else ()
+        """Return the nodes below a node or `ROOT`, in the order they were drafted."""
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def ranks(self) -> list[int]:
         """Return each node's rank, from 0, among its siblings."""
-        if self.is_chain:
-            return [0] * len(self.tokens)
-        n_before: Counter[int] = Counter()
-        ranks = []
-        for parent in self.parents:
-            ranks.append(n_before[parent])
-            n_before[parent] += 1
-        return ranks
+        return [self.parents[:node].count(parent) for node, parent in enumerate(self.parents)]
 
     def depths(self) -> list[int]:
         """Return each node's depth; children of the root have depth 0."""
-        if self.is_chain:
-            return list(range(len(self.tokens)))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent == ROOT else depths[parent] + 1)
@@ -187,8 +148,6 @@ class Draft:
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from a child of the root down to `node`, inclusive; none for `ROOT`."""
-        if self.is_chain:
-            return list(range(node + 1))
         nodes = []
         while node != ROOT:
             nodes.append(node)
@@ -208,8 +167,8 @@ class Draft:
         return self if n >= len(self.tokens) else self.only(range(n))
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """Return a draft of these nodes, in this order; parents must be among them, before their children. Raise
-        `ValueError` if this would drop nodes of independent walks."""
+        """Return a draft of these nodes, in this order: parents come before their children. Of independent walks none
+        may be left out."""
         if self.walks and len(nodes) < len(self.tokens):
             raise ValueError("no node of independent walks may be left out")
         index = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
@@ -226,3 +185,57 @@ class Draft:
 
 #: No draft: the target decodes one token.
 NO_DRAFT = Draft((), (), (), (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The sequence ids of one text in a cache: `first` to `first + n_branches`, exclusive."""
+
+    first: int = 0
+    n_branches: int = 1
+
+    def of_leaves(self, n: int) -> tuple[int, ...]:
+        """Return the sequences for a tree with n leaves, at least the text's own."""
+        if n > self.n_branches:
+            raise ValueError(f"the draft has {n} branches, the slot room for {self.n_branches}")
+        return tuple(range(self.first, self.first + max(1, n)))
+
+
+def pack(
+    batch: Batch, backend: Backend, slot: Branches, pending: Sequence[int], draft: Draft
+) -> range:
+    """Add a text's rows to a batch: the committed tokens that the cache lacks, at least one, then its draft. Return the
+    rows of the former. The last of these (the root) and every node want logits."""
+    n_past, first_row = backend.length(slot.first), len(batch)
+    if len(draft):
+        backend.checkpoint(slot.first)
+    leaves = draft.leaves()
+    branches = slot.of_leaves(len(leaves))
+    for branch in branches[1:]:
+        backend.copy(slot.first, branch)
+    last = len(pending) - 1
+    for offset, token in enumerate(pending):
+        batch.add(token, n_past + offset, branches, offset == last)
+    paths = [set(draft.path(leaf)) for leaf in leaves]
+    for node, (token, depth) in enumerate(zip(draft.tokens, draft.depths(), strict=True)):
+        through = tuple(b for b, path in zip(branches, paths, strict=True) if node in path)
+        batch.add(token, n_past + len(pending) + depth, through, True)
+    return range(first_row, first_row + len(pending))
+
+
+def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
+    """Drop the rejected nodes of a decoded tree from the cache: the text and the accepted path stay."""
+    if len(path) == len(draft):
+        return  # a chain, kept whole
+    paths = [draft.path(leaf) for leaf in draft.leaves()]
+    branches = slot.of_leaves(len(paths))
+    # The slot's first sequence is the branch that ends at the first leaf.
+    n_before = backend.length(slot.first) - len(paths[0])
+    if path:
+        kept = next(b for b, nodes in zip(branches, paths, strict=True) if path[-1] in nodes)
+        if kept != slot.first:
+            backend.remove(slot.first, n_before)
+            backend.copy(kept, slot.first, n_before, n_before + len(path))
+    backend.remove(slot.first, n_before + len(path))
+    for branch in branches[1:]:
+        backend.remove(branch)

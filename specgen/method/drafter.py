@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
 from specgen.errors import BackendError
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.policy import RoundPlan, RoundResult, draft_up_to
-from specgen.method.tables import FREE, CostTable, Price
+from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Hidden, Logits
-
-if TYPE_CHECKING:
-    from specgen.text.text_state import TextState
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +28,7 @@ class Ask:
 #: A draft in progress: a generator that asks for decodes, is sent the logits of the rows that want them, and returns
 #: the draft. The logits are valid until it asks for the next decode.
 Drafting: TypeAlias = Generator[Ask, Logits, Draft]
+Clock: TypeAlias = Callable[[], float]
 
 
 class TargetStates(Protocol):
@@ -41,13 +39,11 @@ class TargetStates(Protocol):
 
     def keep_states(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
         """Add copies of the last rows, float32[n, n_embd], of the first `n_read` tokens of `text`."""
-        ...
 
 
 class Drafter(Protocol):
-    """Proposes drafts for one sequence. If it fails, the loop goes on without it. It never changes the text, only how
-    soon that comes. The code that opened its context also closes it. `name` is the origin of its tokens; `trail`
-    takes the target's hidden states from the loop, if it reads any."""
+    """Proposes drafts for one sequence. It never changes the text, only how soon that comes; if it fails, the loop goes
+    on without it. `name` is the origin of its tokens; `trail` takes the target's hidden states, if it reads any."""
 
     trail: TargetStates | None = None
 
@@ -60,9 +56,8 @@ class Drafter(Protocol):
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.wants_token` and
-        `plan.wants_decode` allow. `context` holds all committed tokens, prompt and answer, followed by `n_drafted`
-        tokens that another drafter proposed. It is the caller's list, not to be kept. It only grows from call to
-        call, unless `rewind` is called."""
+        `plan.wants_decode` allow. `context` holds all committed tokens, followed by `n_drafted` tokens that another
+        drafter proposed. It is the caller's list, and only grows from call to call, unless `rewind` is called."""
         ...
 
     def observe(self, result: RoundResult) -> None:
@@ -70,8 +65,8 @@ class Drafter(Protocol):
         del result
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`; another text follows these. Only n-grams and models, which
-        draft for other drafters, are asked for this."""
+        """Forget all of the text but its first `n_tokens`, which another text follows. Only what drafts for other
+        drafters is asked for this."""
         raise BackendError(f"{self.name} cannot go back to {n_tokens} tokens")
 
 
@@ -83,9 +78,8 @@ def ready(draft: Draft) -> Drafting:
 
 @dataclass
 class Proposal:
-    """The drafting of one sequence, and its result: a draft, or an error. `model_s` and `seconds` are those of the
-    model's decodes and of all drafting, of shared batches this sequence's share. `ask` is the decode that it waits
-    for."""
+    """The drafting of one sequence, the decode that it waits for, and its result: a draft, or an error. `model_s` and
+    `seconds` are those of the model's decodes and of all drafting, of shared batches this sequence's share."""
 
     drafting: Drafting
     draft: Draft = NO_DRAFT
@@ -94,14 +88,11 @@ class Proposal:
     seconds: float = 0.0
     ask: Ask | None = None
 
-    def resume(self, sent: Logits | Exception | None, clock: Callable[[], float]) -> None:
-        """Go on with what was asked for or an error, up to the next decode or the end."""
+    def resume(self, logits: Logits | None, clock: Clock) -> None:
+        """Go on with what was asked for, up to the next decode or the end."""
         started, self.ask = clock(), None
         try:
-            if isinstance(sent, Exception):
-                self.ask = self.drafting.throw(sent)
-            else:
-                self.ask = next(self.drafting) if sent is None else self.drafting.send(sent)
+            self.ask = next(self.drafting) if logits is None else self.drafting.send(logits)
         except StopIteration as ended:
             self.draft = ended.value
         except Exception as error:  # noqa: BLE001 - also a bug in a drafter
@@ -110,15 +101,11 @@ class Proposal:
 
 
 def propose_together(
-    draftings: Sequence[Drafting],
-    clock: Callable[[], float],
-    interrupted: Callable[[], bool] = lambda: False,
+    draftings: Sequence[Drafting], clock: Clock, interrupted: Callable[[], bool] = lambda: False
 ) -> list[Proposal]:
-    """Make drafts side by side. In each step, the decodes that they need in one cache become one batch.
-
-    A drafting that raises gets an `error`, and the others go on; the error of a decode is raised in all draftings
-    that asked for it. Once `interrupted` returns True between decodes, the draftings that are not done have no draft.
-    """
+    """Make drafts side by side: the decodes that they need in one cache become one batch. A drafting that raises gets an
+    `error`, and the others go on; the error of a decode is that of all that asked for it. Once `interrupted` returns
+    True between decodes, the draftings that are not done have no draft."""
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
         proposal.resume(None, clock)
@@ -132,112 +119,49 @@ def propose_together(
     return proposals
 
 
+def _decode_next(waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Clock) -> None:
+    """Decode the rows that the first draft waits for, and those of others in the same cache, as many as fit; resume
+    each with its logits."""
+    backend, costs, batch = waiting[0][1].backend, waiting[0][1].costs, Batch()
+    most, first = max(backend.n_batch, backend.n_outputs), 0
+    together: list[tuple[Proposal, Ask, int]] = []
+    for proposal, ask in waiting:
+        end = first + sum(ask.batch.wants_logits)
+        fits = len(batch) + len(ask.batch) <= most and end <= backend.n_outputs
+        if ask.backend is backend and (fits or not together):  # the first one always gets its turn
+            together.append((proposal, ask, end))
+            batch.extend(ask.batch)
+            first = end
+    started, before_s, first = clock(), backend.decode_s, 0
+    try:
+        logits = backend.decode(batch)
+        costs.observe(len(batch), backend.decode_s - before_s, n_sharing)
+    except Exception as error:  # noqa: BLE001 - drafting ends, and not the answers
+        for proposal, _, _ in together:
+            proposal.ask, proposal.error = None, error
+        return
+    model_s, seconds = backend.decode_s - before_s, clock() - started
+    for proposal, ask, end in together:
+        share = len(ask.batch) / len(batch)
+        proposal.model_s += share * model_s
+        proposal.seconds += share * seconds
+        proposal.resume(logits[first:end], clock)
+        first = end
+
+
 def draft_alone(drafting: Drafting) -> Draft:
     """Make a draft, or raise its error."""
-    proposal = propose_together([drafting], lambda: 0.0)[0]
+    (proposal,) = propose_together([drafting], lambda: 0.0)
     if proposal.error is not None:
         raise proposal.error
     return proposal.draft
 
 
-def refuse_nonsense(proposal: Proposal, n_max: int, n_vocab: int) -> None:
-    """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error: an invalid token in
-    the shared batch would fail all answers."""
-    draft: object = proposal.draft
-    if isinstance(draft, Draft):
-        tokens: Sequence[object] = draft.tokens
-        are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
-        if are_tokens and len(tokens) <= n_max:
-            return
-    what = f"{list(draft.tokens)}, {n_max} at most" if isinstance(draft, Draft) else repr(draft)
-    proposal.draft = NO_DRAFT
-    proposal.error = BackendError(f"the drafter proposed nonsense: {what}")
-
-
-def _decode_next(
-    waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Callable[[], float]
-) -> None:
-    """Decode the rows that the first waiting draft needs, and in the same batch those of others in the same cache, as
-    many as fit; resume each draft with its logits."""
-    backend, costs, batch = waiting[0][1].backend, waiting[0][1].costs, Batch()
-    most, n_wanted = max(backend.n_batch, backend.n_outputs), 0
-    together: list[tuple[Proposal, Ask]] = []
-    for proposal, ask in waiting:
-        n_more = sum(ask.batch.wants_logits)
-        fits = len(batch) + len(ask.batch) <= most and n_wanted + n_more <= backend.n_outputs
-        if ask.backend is backend and (fits or not together):  # the first one always gets its turn
-            together.append((proposal, ask))
-            batch.extend(ask.batch)
-            n_wanted += n_more
-    started, before_s = clock(), backend.decode_s
-    result: Logits | Exception
-    try:
-        result = backend.decode(batch)
-        costs.observe(len(batch), backend.decode_s - before_s, n_sharing)
-    except Exception as error:  # noqa: BLE001 - it is raised again in each drafter
-        result = error
-    model_s, seconds, first = backend.decode_s - before_s, clock() - started, 0
-    for proposal, ask in together:
-        share, end = len(ask.batch) / len(batch), first + sum(ask.batch.wants_logits)
-        proposal.model_s += share * model_s
-        proposal.seconds += share * seconds
-        proposal.resume(result if isinstance(result, Exception) else result[first:end], clock)
-        first = end
-
-
-class Cascade:
-    """A drafter that costs nothing, one that decodes, or both, for one sequence.
-
-    In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is planned. Then
-    `propose` carries out the plan: it proposes what was found, or lets the model draft. With `state`, nothing is
-    found that its grammar forbids.
-    """
-
-    def __init__(
-        self,
-        free: Drafter | None = None,
-        model: Drafter | None = None,
-        *,
-        state: TextState | None = None,
-    ) -> None:
-        self.free = free
-        self.model = model
-        #: The name of the drafter that decodes; None if there is none.
-        self.model_name = None if model is None else model.name
-        self._state = state
-
-    def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
-        """Begin a round, and return what the free drafter finds to follow the text; at most `n_max` tokens.
-        The last `n_drafted` tokens of `context` are drafted too."""
-        if self.free is None or n_max < 1:
-            return NO_DRAFT
-        try:
-            next(self.free.propose(context, draft_up_to(n_max), n_drafted))
-        except StopIteration as ended:
-            found: Draft = ended.value
-        else:
-            raise BackendError(f"{self.free.name} asks for a decode")
-        if self._state is not None:
-            found = self._state.within_grammar(found, context[len(context) - n_drafted :])
-        return found
-
-    def price(self, n_context: int) -> Price:
-        """Return the price of the drafter that decodes, after a text of `n_context` tokens."""
-        return FREE if self.model is None else self.model.price(n_context)
-
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""
-        if self.model is None or plan.n_max < 1:
-            return ready(plan.found)
-        return self.model.propose(context, plan, n_drafted)
-
-    def observe(self, result: RoundResult) -> None:
-        for drafter in (self.free, self.model):
-            if drafter is not None:
-                drafter.observe(result)
-
-    def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`; another text follows these."""
-        for drafter in (self.free, self.model):
-            if drafter is not None:
-                drafter.rewind(n_tokens)
+def nonsense(draft: object, n_max: int, n_vocab: int) -> BackendError | None:
+    """Return the error of a proposal that is no draft of at most `n_max` tokens: it would fail all answers of a batch."""
+    tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else ()
+    are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
+    if isinstance(draft, Draft) and are_tokens and len(tokens) <= n_max:
+        return None
+    what = f"{list(tokens)}, {n_max} at most" if tokens else repr(draft)
+    return BackendError(f"the drafter proposed nonsense: {what}")

@@ -1,5 +1,4 @@
-"""The draft/verify loop. It reads no files or options and prints nothing; it changes `AnswerState`s and returns
-events."""
+"""The draft/verify loop. It reads no options and prints nothing; it changes `AnswerState`s and returns events."""
 
 from __future__ import annotations
 
@@ -8,41 +7,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specgen.errors import BackendError, SpecgenError
+from specgen.errors import BackendError, NoTokenAllowedError, SpecgenError
 from specgen.events import Event, NoticeEvent
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
-from specgen.method.drafter import Proposal, propose_together, refuse_nonsense
+from specgen.method.draft import ROOT, Distribution, Draft, keep_path, pack
+from specgen.method.drafter import Clock, nonsense, propose_together
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.tree_in_cache import keep_path, pack
 from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
 
 if TYPE_CHECKING:
     from specgen.text.answer_state import AnswerState
 
-#: The most committed tokens that are decoded in a round's batch; if there are more, they are decoded before.
-_MAX_PENDING = 16
+_MAX_PENDING = 16  # the most committed tokens in a round's batch; more are decoded before
 
 
 class Loop:
-    """Generates with one target. Once `interrupted`, called between decodes, returns True, sequences finish with the
-    text that they have."""
+    """Generates with one target. Once `interrupted` returns True between decodes, sequences finish with what they have."""
 
     def __init__(
-        self,
-        target: Backend,
-        clock: Callable[[], float],
-        interrupted: Callable[[], bool] = lambda: False,
+        self, target: Backend, clock: Clock, interrupted: Callable[[], bool] = lambda: False
     ) -> None:
-        self.target = target
-        self.clock = clock
-        self._interrupted = interrupted
+        self.target, self.clock, self._interrupted = target, clock, interrupted
         self._started_s = clock()
 
     @property
     def now_s(self) -> float:
-        """Seconds since the loop was made: the `time_s` of events."""
         return self.clock() - self._started_s
 
     def round(self, sequences: Sequence[AnswerState]) -> list[Event]:
@@ -61,8 +51,7 @@ class Loop:
             learn     how much was accepted, and what it took
 
         If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the
-        others go on. Raise `BackendError` if the target cannot decode the round's batch. The statistics do not count
-        time outside this call.
+        others go on. Raise `BackendError` if the target cannot decode the round's batch.
         """
         active = [sequence for sequence in sequences if not sequence.is_finished]
         if not active:
@@ -70,8 +59,8 @@ class Loop:
         if self._interrupted():
             return [event for sequence in active for event in sequence.interrupt(self.now_s)]
         started, target, batch, events = self.clock(), self.target, Batch(), list[Event]()
-        turns = [(each, self._plan(each, len(active), events)) for each in active]
-        self._propose(turns, events)
+        turns = [(each, self._plan(each, len(active))) for each in active]
+        self._propose(turns)
         for sequence, result in turns:
             self._pack(batch, sequence, result, target.n_batch // len(turns))
 
@@ -85,16 +74,14 @@ class Loop:
         for sequence, result in turns:
             result.target_s, result.n_rows, result.n_sequences = target_s, n_rows, len(turns)
             end = first + 1 + len(result.draft)
-            self._finish(sequence, result, logits[first:end], hidden, first, events)
+            events += self._finish(sequence, result, logits[first:end], hidden)
             first = end
         wall_s = self.clock() - started - other_s
         for sequence in active:  # they share the batch's time equally
             sequence.tally.wall_s += wall_s / len(active)
         return events
 
-    # --- the steps of a round ---------------------------------------------------------------
-
-    def _plan(self, sequence: AnswerState, n_sequences: int, events: list[Event]) -> RoundResult:
+    def _plan(self, sequence: AnswerState, n_sequences: int) -> RoundResult:
         """Plan the sequence's draft, and note what its free drafter finds."""
         if sequence.cascade is None:
             return RoundResult(RoundPlan(sequence.why_undrafted))
@@ -104,13 +91,10 @@ class Loop:
             offer = sequence.offer(self.target.n_outputs // n_sequences - 1)
             plan = sequence.policy.plan(offer)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
-            self._end_drafting(sequence, error, events)
-            return RoundResult(RoundPlan("failed"))
+            return RoundResult(RoundPlan("failed"), error=error)
         return RoundResult(plan, proposed=(offer.found,), draft_s=self.clock() - started)
 
-    def _propose(
-        self, turns: Sequence[tuple[AnswerState, RoundResult]], events: list[Event]
-    ) -> None:
+    def _propose(self, turns: Sequence[tuple[AnswerState, RoundResult]]) -> None:
         """Let the drafters draft side by side, and cut what they propose to what is verified."""
         drafting = [turn for turn in turns if len(turn[1].plan.found) + turn[1].plan.n_max]
         draftings = [
@@ -120,37 +104,28 @@ class Loop:
         ]
         proposals = propose_together(draftings, self.clock, self._interrupted)
         for (sequence, result), proposal in zip(drafting, proposals, strict=True):
-            self._take(sequence, result, proposal, events)
-
-    def _take(
-        self, sequence: AnswerState, result: RoundResult, proposal: Proposal, events: list[Event]
-    ) -> None:
-        started, plan = self.clock(), result.plan
-        if proposal.error is None:
-            refuse_nonsense(proposal, len(plan.found) + plan.n_max, self.target.n_vocab)
-        if proposal.error is None:
-            allowed = draft = proposal.draft
-            if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole
-                allowed = sequence.state.within_grammar(draft)
-            result.proposed += (draft,)
-            result.draft = plan.stop.cut(allowed)
-            if not len(result.draft):
-                why = "unsure" if len(draft) or draft.looks else "not ready"
-                is_forbidden = len(draft) and not len(allowed)
-                result.plan = replace(plan, reason="grammar" if is_forbidden else why)
-        else:
-            result.plan = replace(plan, reason="failed")
-            self._end_drafting(sequence, proposal.error, events)
-        seconds = proposal.seconds + self.clock() - started
-        # Decoder heads, which read the last hidden state alone, ask for no decode: all their drafting counts as one.
-        asks = sequence.trail is None or sequence.trail.all_rows
-        result.model_s = proposal.model_s if asks else seconds
-        result.draft_s += seconds
+            started, plan, draft = self.clock(), result.plan, proposal.draft
+            n_most = len(plan.found) + plan.n_max
+            result.error = proposal.error or nonsense(draft, n_most, self.target.n_vocab)
+            if result.error is not None:
+                result.plan = replace(plan, reason="failed")
+            else:
+                # Sampled drafts obey the grammar already, and stay whole.
+                allowed = draft if draft.is_drawn else sequence.state.within_grammar(draft)
+                result.draft, result.proposed = plan.stop.cut(allowed), (*result.proposed, draft)
+                if not len(result.draft):
+                    why = "unsure" if len(draft) or draft.looks else "not ready"
+                    is_forbidden = len(draft) and not len(allowed)
+                    result.plan = replace(plan, reason="grammar" if is_forbidden else why)
+            seconds = proposal.seconds + self.clock() - started
+            # Decoder heads, which read the last hidden state alone, ask for no decode: all their drafting counts as one.
+            asks = sequence.trail is None or sequence.trail.all_rows
+            result.model_s = proposal.model_s if asks else seconds
+            result.draft_s += seconds
 
     def _pack(self, batch: Batch, sequence: AnswerState, result: RoundResult, n_room: int) -> None:
-        """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows. Usually
-        only the last token is missing; a grammar may have forced more. If these do not fit, all but the last are
-        decoded first."""
+        """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows. Usually only
+        the last token is missing; if a grammar forced more than fit, all but the last are decoded first."""
         target, tokens, first = self.target, sequence.tokens, sequence.slot.first
         n_held, last = target.length(first), len(tokens) - 1
         if last - n_held >= max(1, min(n_room - len(result.draft), _MAX_PENDING)):
@@ -160,7 +135,10 @@ class Loop:
                     silent.add(tokens[position], position, (first,), False)
                 self.decode_text(sequence, silent)
                 n_held = end
+        n_wanted = sum(batch.wants_logits)
         result.rows = pack(batch, target, sequence.slot, tokens[n_held:], result.draft)
+        if sequence.trail is not None and not sequence.trail.all_rows:
+            result.rows = range(n_wanted, n_wanted + 1)
 
     def decode_text(self, sequence: AnswerState, batch: Batch) -> Logits:
         """Decode rows of a text, and keep their hidden states for drafters that read those of all rows."""
@@ -174,8 +152,8 @@ class Loop:
     def decode(
         self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
-        """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of another
-        answer's rows. Here these are 0; `AnswerLoop` overrides this to append a piece of another answer's prompt."""
+        """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of a piece of
+        another answer's prompt, which `AnswerLoop` may append."""
         # The same draft serves all sequences.
         trail = next((each.trail for each in active if each.trail is not None), None)
         if trail is None or not (trail.all_rows or len(batch.tokens) <= self.target.n_outputs):
@@ -183,63 +161,54 @@ class Loop:
         return *self.target.decode_hidden(batch, all_rows=trail.all_rows), 0.0
 
     def _finish(
-        self,
-        sequence: AnswerState,
-        result: RoundResult,
-        logits: Logits,
-        hidden: Hidden | None,
-        first: int,
-        events: list[Event],
-    ) -> None:
-        """Verify, commit and learn. `first` is the root's row among those that want logits."""
+        self, sequence: AnswerState, result: RoundResult, logits: Logits, hidden: Hidden | None
+    ) -> list[Event]:
+        """Verify, commit and learn. The cache and a draft's trail keep what belongs to the text."""
         draft, n_before = result.draft, len(sequence.tokens)
         try:
             verdict = self.verify(sequence, draft, logits)
         except BackendError as error:  # the grammar allows no token, or a logit is not a number
             sequence.failure = error
-            return
-        events += sequence.commit_verdict(draft, verdict, logits, self.now_s, result.plan)
+            return []
+        events = sequence.commit_verdict(draft, verdict, logits, self.now_s, result.plan)
         result.path, result.committed = verdict.path, tuple(sequence.tokens[n_before:])
         kept = verdict.path[: len(result.committed)]  # the text may end on the path
         keep_path(self.target, sequence.slot, draft, kept)
-        if hidden is not None and (trail := sequence.trail) is not None:
-            pending = result.rows if trail.all_rows else range(first, first + 1)
-            rows = [*pending, *(pending[-1] + 1 + node for node in kept)]
-            trail.keep_states(hidden[rows], sequence.tokens, n_before + len(kept))
+        if hidden is not None and sequence.trail is not None:
+            rows = [*result.rows, *(result.rows[-1] + 1 + node for node in kept)]
+            sequence.trail.keep_states(hidden[rows], sequence.tokens, n_before + len(kept))
         sequence.tally.add_round(result)
         sequence.policy.observe(result)
-        if sequence.cascade is not None:
-            try:
+        try:
+            if result.error is not None:
+                raise result.error
+            if sequence.cascade is not None:
                 sequence.cascade.observe(result)
-            except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
-                self._end_drafting(sequence, error, events)
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+            sequence.cascade, sequence.why_undrafted = None, "failed"
+            what = error.message if isinstance(error, SpecgenError) else repr(error)
+            message = f"drafting failed, going on without a draft: {what}"
+            detail = "".join(traceback.format_exception(error))
+            events.append(NoticeEvent(sequence.index, self.now_s, message, detail))
+        return events
 
     def verify(self, sequence: AnswerState, draft: Draft, logits: Logits) -> Verdict:
-        """Return which nodes are accepted, and the target's own token, from the logits at the root and at each node,
-        float32[1 + len(draft), n_vocab]. Raise `BackendError` if there is no such token."""
+        """Judge a draft by the logits at the root and at each node, float32[1 + len(draft), n_vocab]. Raise
+        `BackendError` if the target has no token."""
         dead_ends: set[int] = set()
 
         def target(node: int) -> Distribution:
-            if node != ROOT and sequence.vocabulary.is_end(draft.tokens[node]):
-                # Nothing follows the end of a text: a token that is chosen here is never committed.
-                return Distribution.certain(draft.tokens[node])
-            try:
-                return sequence.shaper.distribution(logits[node + 1], draft.text(node))
-            except NoTokenAllowedError:
-                if node == ROOT:
-                    raise
-                # A verifier may ask for nodes that it then rejects: only an accepted dead end fails.
-                dead_ends.add(node)
-                return Distribution.certain(draft.tokens[node])
+            if node == ROOT or not sequence.vocabulary.is_end(draft.tokens[node]):
+                try:
+                    return sequence.shaper.distribution(logits[node + 1], draft.text(node))
+                except NoTokenAllowedError:
+                    if node == ROOT:
+                        raise
+                    dead_ends.add(node)  # it fails if it is accepted
+            # Nothing follows the end of a text: a token that is chosen here is never committed.
+            return Distribution.certain(draft.tokens[node])
 
         verdict = sequence.verifier.verify(draft, target, sequence.rng)
         if verdict.path and verdict.path[-1] in dead_ends:
             raise NoTokenAllowedError
         return verdict
-
-    def _end_drafting(self, sequence: AnswerState, error: Exception, events: list[Event]) -> None:
-        sequence.cascade, sequence.why_undrafted = None, "failed"
-        what = error.message if isinstance(error, SpecgenError) else repr(error)
-        message = f"drafting failed, going on without a draft: {what}"
-        detail = "".join(traceback.format_exception(error))
-        events.append(NoticeEvent(sequence.index, self.now_s, message, detail))

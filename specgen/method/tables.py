@@ -1,28 +1,26 @@
-"""What decoding costs, and how often drafted tokens are accepted: tables that are measured, and learn.
+"""What decoding costs, how often drafted tokens are accepted, and how far a draft is worth going by both.
 
-Both are observed rather than derived. Costs are jagged (one more row may double the time, or cost nothing) and differ
-between machines. Acceptance depends on the pair of models, the samplers and the text. (The rule that accepts a token
-is in `verify.py`.)
-"""
+Costs are observed, since they are jagged (one more row may double the time, or cost nothing) and differ between
+machines; acceptance depends on the models, the samplers and the text. (For the words see `policy.py`.)"""
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import ProbArray
 
-# --- costs: a decode that takes d times the expected seconds corrects what it says something about by a power of d
-_COST_RATE = (
-    0.1  # the exponent for the machine's present speed, and at least that for the size's entry
-)
+# A decode that takes d times the expected seconds corrects its size's entry, and the machine's speed, by a power of d.
+_COST_RATE = 0.1  # the exponent, larger for the first decodes of a size
 _MAX_DEVIATION = 1.5  # the largest d: a machine that is busy for a moment says nothing of the model
-# --- acceptance
 #: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
 BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 N_BINS = len(BIN_EDGES) + 1
@@ -37,24 +35,21 @@ _N_HERE = 20.0  # the confidences of all texts count as so many looks in the pre
 _LEAST = 0.002  # rates keep at least this far from 0 and from 1
 _N_RANKS = 3  # siblings behind this many others, or more, are counted together
 NGRAM_ORIGINS = ("ngram", "lookup")  # of tokens that need no model
+Rates: TypeAlias = Callable[[str], "AcceptanceRates"]  # the acceptance rates of an origin
+#: The logarithms of `whole` at which the values of looks are computed.
+_LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What drafting costs, in seconds: the first drafted token, each further one, and once the prefill of what the
-    drafter has not read yet, beyond the last round. A parallel draft predicts all its tokens in one decode, whose
-    size is chosen before: `at_once_s[n - 1]` are the seconds of a decode that predicts n tokens, and `next_s` is
-    0."""
+    """What drafting costs, in seconds: the first token, each further one, and once the prefill of what the drafter has
+    not read yet, beyond the last round, which `seconds` leaves out."""
 
     first_s: float
     next_s: float
     prefill_s: float = 0.0
-    at_once_s: tuple[float, ...] = ()
 
     def seconds(self, n_drafted: int) -> float:
-        """Return the seconds of drafting n >= 1 tokens, without the prefill."""
-        if self.at_once_s:
-            return self.at_once_s[min(n_drafted, len(self.at_once_s)) - 1]
         return self.first_s + (n_drafted - 1) * self.next_s
 
 
@@ -62,9 +57,8 @@ FREE = Price(0.0, 0.0)  # nothing worth counting
 
 
 class CostTable:
-    """The seconds that a model's batches take, by their rows; every decode corrects them. Sizes between two known
-    ones are interpolated; fewer rows than any known size cost what that does, and more cost in proportion to their
-    rows."""
+    """The seconds that a model's batches take, by their rows; every decode corrects them. Between known sizes they are
+    interpolated; fewer rows than any of these cost what it does, and more cost in proportion to their rows."""
 
     def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
         self._seconds = {n: s for n, s in sorted((seconds or {}).items()) if n > 0 and s > 0.0}
@@ -77,11 +71,8 @@ class CostTable:
 
     @property
     def known(self) -> dict[int, float]:
-        """Seconds of the sizes that were measured or observed, at the machine's present speed."""
+        """The seconds of each known size, at the machine's present speed."""
         return {size: seconds * self._slowness for size, seconds in self._seconds.items()}
-
-    def knows(self, n_rows: int) -> bool:
-        return n_rows in self._seconds
 
     def seconds(self, n_rows: int) -> float:
         """Return the expected seconds of a batch; 0 for no rows. Raise `LookupError` if no size is known."""
@@ -99,13 +90,12 @@ class CostTable:
         return self._slowness * float(between)
 
     def seconds_each(self, n_rows: int) -> float:
-        """Return one sequence's part of a decode in which it and the others of the last decode have `n_rows` rows
-        each; 0 while nothing is known."""
+        """Return one sequence's part of a decode in which all have `n_rows` rows; 0 while nothing is known."""
         return self.seconds(n_rows * self.n_sharing) / self.n_sharing if self._seconds else 0.0
 
     def share_of_batch(self, n_drafted: int, n_rows: int) -> float:
-        """Return the share, in [0, 1], that one of N sequences pays of a batch: an equal part of v(N), the cost without
-        drafts, and of the rest as much as its drafted rows are of all."""
+        """Return the share, in [0, 1], that one of N sequences pays of a batch: an equal part of what N rows cost, and of
+        the rest as much as its drafted rows are of all."""
         n = self.n_sharing
         if n == 1 or n_rows <= n:
             return 1.0 / n
@@ -132,25 +122,14 @@ class CostTable:
 
 
 def origin_of_rank(origin: str, rank: int) -> str:
-    """Return the name under which a drafter's tokens with `rank` better siblings are counted: second guesses are
-    another matter than first ones."""
+    """Return the name under which tokens with `rank` better siblings count: second guesses are another matter."""
     return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
-
-
-def prior_of(origin: str, confidence: float) -> float:
-    """Return the prior acceptance probability of a drafter's token."""
-    if ":" in origin:  # behind a better sibling
-        return 0.8 * confidence
-    if origin in NGRAM_ORIGINS:  # fitted to texts of another kind
-        return 0.85 * confidence
-    # Models are right more often than their confidence when they are unsure, and less often when sure.
-    return 0.15 + 0.78 * confidence
 
 
 @dataclass(slots=True)
 class AcceptanceCounts:
     """A drafter's counts in all texts, float64[N_BINS] each, by bin of confidence: judged tokens, accepted ones among
-    these, and confidences that were seen; and the time that it may lose, in plain decodes (see `policy.py`)."""
+    these, and confidences that were seen; and its credit (see `policy.py`)."""
 
     n_judged: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
@@ -160,23 +139,26 @@ class AcceptanceCounts:
 
 class AcceptanceRates:
     """The probabilities, in one text, that a drafted token is accepted if all before it were, by its drafter's
-    confidence in [0, 1]. `counts` cover all texts, which share them. In addition one number is learnt, the deviation
-    of this text: some texts suit a draft better than others."""
+    confidence in [0, 1]. All texts share `counts`. Of this text its deviation is learnt, one number: some texts suit a
+    draft better than others."""
 
     def __init__(self, origin: str = "model", counts: AcceptanceCounts | None = None) -> None:
         self.counts = counts if counts is not None else AcceptanceCounts()
-        self._prior = [prior_of(origin, middle) for middle in _MIDDLES]
+        # Models are right more often than they say when they are unsure, and less often when sure; n-grams, and
+        # tokens behind a better sibling, are less often.
+        at_0, slope = (0.0, 0.8) if ":" in origin else (0.15, 0.78)
+        at_0, slope = (0.0, 0.85) if origin in NGRAM_ORIGINS else (at_0, slope)
+        self._prior = [at_0 + slope * middle for middle in _MIDDLES]
         self._deviation = 0.0
         self._seen_here = np.zeros(N_BINS)
-        self._curve: tuple[float, ...] | None = None
+        self._curve: list[float] = []
 
     def acceptance(self, confidence: float) -> float:
-        return (self._curve or self.curve())[bisect.bisect_left(BIN_EDGES, confidence)]
+        return self.curve()[bisect.bisect_left(BIN_EDGES, confidence)]
 
-    def curve(self) -> tuple[float, ...]:
+    def curve(self) -> list[float]:
         """Return the acceptance probabilities by bin: those in all texts, shifted by this text's deviation."""
-        if self._curve is None:
-            self._curve = tuple(self._of_bin(index) for index in range(N_BINS))
+        self._curve = self._curve or [self._of_bin(index) for index in range(N_BINS)]
         return self._curve
 
     def _of_bin(self, index: int) -> float:
@@ -186,7 +168,7 @@ class AcceptanceRates:
         return min(1.0 - _LEAST, max(_LEAST, odds / (1.0 + odds)))
 
     def frequencies(self) -> ProbArray:
-        """Return the frequency of each bin of confidence in this text, summing to 1: float64[N_BINS]."""
+        """Return how frequent each bin of confidence is in this text: float64[N_BINS], summing to 1."""
         seen = self.counts.n_seen + _PRIOR_SEEN
         seen = seen * (_N_HERE / seen.sum()) + self._seen_here
         return np.asarray(seen / seen.sum(), np.float64)
@@ -210,23 +192,17 @@ class AcceptanceRates:
         # Only this bin fades: a bin that was not seen for long is not less known.
         n_judged[index] = n_judged.item(index) * _FADING + 1.0
         n_accepted[index] = n_accepted.item(index) * _FADING + accepted
-        self._curve = None
+        self._curve = []
 
 
-def judge_drafts(
-    rates: Callable[[str], AcceptanceRates],
-    drafts: Sequence[Draft],
-    text: Sequence[int],
-    n_accepted: int,
-) -> None:
-    """Learn which tokens of each drafter's first draft are those with which the text goes on, verified or not. A drawn
-    token is judged where it was verified, in a chain of which `n_accepted` tokens were accepted, and by the confidence
-    before the draw."""
+def judge_drafts(rates: Rates, drafts: Sequence[Draft], text: Sequence[int], n_right: int) -> None:
+    """Learn which tokens of each drafter's first draft are those with which the text goes on, verified or not. Drawn
+    tokens are judged in a chain, of which `n_right` were accepted, by the confidence before the draw."""
     for origin, draft in {each.origins[0]: each for each in reversed(drafts) if each}.items():
         if draft.is_drawn:
             if draft.is_chain:
-                for node, confidence in enumerate(draft.looks[: min(len(draft), n_accepted + 1)]):
-                    rates(origin).judge(confidence, accepted=node < n_accepted)
+                for node, confidence in enumerate(draft.looks[: min(len(draft), n_right + 1)]):
+                    rates(origin).judge(confidence, accepted=node < n_right)
             continue
         node, ranks = ROOT, draft.ranks()
         for token in text:
@@ -239,3 +215,124 @@ def judge_drafts(
             if right is None:
                 break
             node = right
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all
+    its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
+
+    `confidences` has a number for each look, up to that of the token that is about to be drafted: so whether it is
+    drafted never depends on the token. Each costs a pass over the logits, if `needs_confidence`."""
+
+    p_min: float = 0.0
+    n_min: int = 0
+    bound: float = 0.0
+    needs_confidence: bool = False
+
+    def wants_token(self, confidences: Sequence[float]) -> bool:
+        """Return whether to draft the token at the last look."""
+        return confidences[-1] >= self.p_min and math.prod(confidences) >= self.bound
+
+    def wants_decode(self, confidences: Sequence[float]) -> bool:
+        """Return whether another look, after all these tokens, is worth a decode of the drafter."""
+        return True
+
+    def cut(self, draft: Draft) -> Draft:
+        """Return the nodes of a finished draft that are worth verifying, likeliest first. What was drawn at random
+        stays whole, since the text would be biased."""
+        if draft.is_drawn:
+            return draft
+        if draft.is_chain and self.bound > 0.0:
+            known = (1.0 if each is None else each for each in draft.probabilities)
+            products = itertools.accumulate(known, operator.mul)
+            draft = draft.first(sum(product >= self.bound for product in products))
+        return draft if len(draft) >= self.n_min else NO_DRAFT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhilePaying(Stop):
+    """Drafts as long as another token is expected to save time: optimal stopping. An accepted token is worth `token_s`
+    seconds; n drafted tokens add `extra_s[n]` to the target's batch. A look of the drafter `origin` takes `next_s`, and
+    has the values of `values_of_looks`; without these, nothing is drafted."""
+
+    origin: str
+    rates: Rates
+    token_s: float
+    extra_s: Sequence[float]
+    next_s: float = 0.0
+    values: Sequence[ProbArray] = ()
+    needs_confidence: bool = True
+
+    def wants_token(self, confidences: Sequence[float]) -> bool:
+        if confidences[-1] < self.p_min or not self.values:
+            return False
+        n, whole = len(confidences), self._whole(confidences)
+        gain_s = whole * self.token_s - (self.extra_s[n] - self.extra_s[n - 1])
+        return gain_s + max(0.0, self.value(n, whole)) > 0.0
+
+    def wants_decode(self, confidences: Sequence[float]) -> bool:
+        return bool(self.values) and self.value(len(confidences), self._whole(confidences)) > 0.0
+
+    def value(self, n_drafted: int, whole: float) -> float:
+        """Return the seconds that a look at the next token is expected to save; below 0 it does not pay."""
+        return float(np.interp(math.log(max(whole, _LEAST)), _LOG_GRID, self.values[n_drafted]))
+
+    def cut(self, draft: Draft) -> Draft:
+        return draft if draft.is_drawn else draft.only(self.best_nodes(self.wholes(draft)))
+
+    def best_nodes(self, wholes: Sequence[float]) -> list[int]:
+        """Return the nodes that are worth most together, likeliest first. Wholes fall along a path, so the n likeliest
+        nodes form a tree, the best one (Sequoia, arXiv:2402.12374)."""
+        order = sorted(range(len(wholes)), key=wholes.__getitem__, reverse=True)
+        worths_s = self._worths([wholes[node] for node in order])
+        return order[: worths_s.index(max(worths_s))]
+
+    def worth_of(self, draft: Draft) -> float:
+        """Return the seconds that verifying a draft is expected to save."""
+        return self._worths(self.wholes(draft))[-1]
+
+    def _worths(self, wholes: Sequence[float]) -> list[float]:
+        """Return the seconds that verifying none, one, two, ... of the nodes is expected to save."""
+        n_accepted = itertools.accumulate(wholes, initial=0.0)
+        return [n * self.token_s - s for n, s in zip(n_accepted, self.extra_s, strict=False)]
+
+    def acceptance(self, origin: str, confidence: float | None, rank: int = 0) -> float:
+        """Return the acceptance of a token; `rank` siblings are better."""
+        confidence = 1.0 if confidence is None else confidence
+        return self.rates(origin_of_rank(origin, rank)).acceptance(confidence)
+
+    def wholes(self, draft: Draft) -> list[float]:
+        """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
+        wholes: list[float] = []
+        for parent, origin, rank, confidence in zip(
+            draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
+        ):
+            acceptance = self.acceptance(origin, confidence, rank)
+            wholes.append(acceptance if parent == ROOT else acceptance * wholes[parent])
+        return wholes
+
+    def _whole(self, confidences: Sequence[float]) -> float:
+        acceptance = self.rates(self.origin).acceptance
+        return math.prod([acceptance(each) for each in confidences])
+
+
+def values_of_looks(
+    extra_s: Sequence[float], next_s: float, token_s: float, rates: AcceptanceRates
+) -> list[ProbArray]:
+    """Return V, the value in seconds of a look at the next token: by n, the tokens of the draft so far, and by W,
+    their whole, on the grid.
+
+    V(n, W) = -next_s + the mean over bins b of max(0, W acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
+    + max(0, V(n + 1, W acceptance[b]))), and V(n_max, W) = 0: look, then add the token or not, then look again or not.
+    """
+    frequencies = rates.frequencies()
+    # Axes: W on the grid, bin b. The token that is looked at turns W into W acceptance[b].
+    log_wholes = np.add.outer(_LOG_GRID, np.log(rates.curve()))
+    gains_s = token_s * np.exp(log_wholes)  # W acceptance[b] token_s
+    found = [np.zeros(len(_LOG_GRID))]
+    for row_s in np.diff(extra_s)[::-1]:  # extra_s[n + 1] - extra_s[n], from the longest draft back
+        # max(0, V(n + 1, W acceptance[b])), between the grid's places
+        after_s = np.interp(log_wholes, _LOG_GRID, np.maximum(found[-1], 0.0))
+        found.append(np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s)
+    return found[::-1]

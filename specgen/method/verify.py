@@ -1,7 +1,7 @@
 """Verifiers: which drafted tokens are accepted, and which token follows them.
 
-All are exact: the text has the distribution of text from the target alone. *Target* is the distribution that the
-target's logits give after a node, with samplers and grammar; *draft* is the one that a drafted token was drawn from.
+All are exact: the text is distributed as from the target alone. *Target* is the distribution that its logits give
+after a node, with samplers and grammar; *draft* is the one that a drafted token was drawn from.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _N_HALVINGS = 50  # of the bisection for SpecTr's rho: as many as a float's prec
 
 #: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the samplers.
 TargetAt: TypeAlias = Callable[[int], Distribution]
+#: The accepted node, if any, and what the next token is drawn from otherwise.
+Choice: TypeAlias = tuple[int | None, Distribution]
+Rng: TypeAlias = np.random.Generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,11 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Judges a draft. `wants_draws` says whether it accepts more of a drawn draft than of the draft model's most likely
-    tokens."""
+    """Judges a draft. With `wants_draws` it accepts more of a drawn draft than of the likeliest tokens."""
 
     @property
     def wants_draws(self) -> bool: ...
-
-    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict: ...
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict: ...
 
 
 class ResidualVerifier:
@@ -49,16 +50,15 @@ class ResidualVerifier:
     Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm
     2), for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be drawn without
     replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). In independent walks a token is tried as often as it was
-    drawn.
-    """
+    drawn."""
 
     wants_draws = True
 
-    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         """Go down from the root as long as `choose` accepts one of the nodes that come next."""
-        node, walks, path = ROOT, draft.walks, list[int]()
+        walks, path = draft.walks, list[int]()
         while True:
-            depth = len(path)
+            node, depth = path[-1] if path else ROOT, len(path)
             # The nodes below this one or, in independent walks, the next one of each walk that goes on here.
             tries = draft.children(node)
             if draft.walks:
@@ -67,14 +67,10 @@ class ResidualVerifier:
             if accepted is None:
                 return Verdict(tuple(path), after.draw(rng))
             walks = tuple(walk for walk in walks if accepted in walk[depth : depth + 1])
-            node = accepted
-            path.append(node)
+            path.append(accepted)
 
-    def choose(
-        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-    ) -> tuple[int | None, Distribution]:
-        """Return which of the nodes tried after one place is accepted, if any, and what the next token is drawn from
-        otherwise."""
+    def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
+        """Try the nodes that may come next, after which the target has this distribution."""
         for child in tries:
             token, source = draft.tokens[child], drawn_from(draft, child)
             if rng.random() * source.probability(token) < target.probability(token):
@@ -85,22 +81,16 @@ class ResidualVerifier:
 
 
 class MatchVerifier(ResidualVerifier):
-    """Draw the target's token; go on while it is one of the drafted children. At temperature 0 the target is one
-    certain token, so this compares the draft with the argmax.
-
-    The same seed gives the same text with and without a draft, however that was made. This is the best possible for
-    a draft that was not drawn at random."""
+    """Draw the target's token; go on while it is one of the drafted children: at temperature 0, while the draft is the
+    argmax. A seed gives the same text with and without a draft. Nothing is better for a draft that was not drawn at
+    random."""
 
     wants_draws = False
 
-    def choose(
-        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-    ) -> tuple[int | None, Distribution]:
+    def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
         token = target.draw(rng)
-        for child in tries:
-            if draft.tokens[child] == token:
-                return child, target
-        return None, Distribution.certain(token)
+        accepted = next((child for child in tries if draft.tokens[child] == token), None)
+        return accepted, Distribution.certain(token)
 
 
 class SpecTrVerifier(ResidualVerifier):
@@ -110,12 +100,9 @@ class SpecTrVerifier(ResidualVerifier):
     A token x is taken with probability min(1, target(x) / (rho draft(x))), with the same rho in [1, k] for all. After
     k rejections a token is drawn from normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where
     beta(rho) = sum of min(draft, target / rho) is the probability that a single draft is taken. rho is the least one
-    for which no token is taken too often, 1 - (1 - beta)^k <= rho beta.
-    """
+    for which no token is taken too often, 1 - (1 - beta)^k <= rho beta."""
 
-    def choose(
-        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-    ) -> tuple[int | None, Distribution]:
+    def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
         if not draft.walks or not tries:
             return super().choose(draft, tries, target, rng)
         k, source = len(tries), drawn_from(draft, tries[0])
@@ -133,8 +120,7 @@ class SpecTrVerifier(ResidualVerifier):
 
 
 def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
-    """Return the least rho, up to rounding and never below it; both distributions are over the same tokens,
-    float64[m]."""
+    """Return the least rho, up to rounding and never below it. Both distributions are float64[m]."""
     # k always suffices, since 1 - (1 - beta)^k <= k beta. The difference has one sign change.
     low, high = 1.0, float(k)
     for _ in range(_N_HALVINGS if k > 1 else 0):
@@ -154,20 +140,17 @@ class BlockVerifier(ResidualVerifier):
     With r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)), the prefix of length i is accepted with
     probability h(i) = s(i) / (s(i) + 1 - r(i)), where s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after
     that prefix; the whole chain with h = r. The longest accepted prefix is kept, and the token after it drawn from
-    normalize(max(0, r target - draft)). A chain's end may depend on the tokens before, if it was decided before a
-    draw.
+    normalize(max(0, r target - draft)). A chain's end may depend on the tokens before it.
 
     In a tree, each run of only children is a block; if it is accepted whole, the siblings after it are judged by
-    recursive rejection, and a new block follows. The number of siblings must be fixed before any token after them is
-    drawn.
-    """
+    recursive rejection, and a new block follows. The number of siblings must be fixed before what follows is drawn."""
 
-    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         if draft.walks:
             return super().verify(draft, target, rng)
-        node, path = ROOT, list[int]()
+        path = list[int]()
         while True:
-            run: list[int] = []
+            run, node = list[int](), path[-1] if path else ROOT
             while len(children := draft.children(run[-1] if run else node)) == 1:
                 run += children
             n_kept, after = _accept_block(draft, run, target, node, rng)
@@ -177,22 +160,19 @@ class BlockVerifier(ResidualVerifier):
                 accepted, after = self.choose(draft, children, after, rng)
             if accepted is None:
                 return Verdict(tuple(path), after.draw(rng))
-            node = accepted
-            path.append(node)
+            path.append(accepted)
 
 
 def _accept_block(
-    draft: Draft, run: Sequence[int], target: TargetAt, before: int, rng: np.random.Generator
+    draft: Draft, run: Sequence[int], target: TargetAt, before: int, rng: Rng
 ) -> tuple[int, Distribution]:
-    """Return how many nodes of a run after `before` are kept, and what the token after them is drawn from. (For r, s
-    and h see `BlockVerifier`.)"""
+    """Return how many nodes of a run after `before` are kept, and what the token after them is drawn from."""
     after = kept_after = target(before)
-    ratio = kept_ratio = 1.0
-    n_kept = 0
+    ratio, kept_ratio, n_kept = 1.0, 1.0, 0
     for i, node in enumerate(run, 1):
         token = draft.tokens[node]
-        ratio *= after.probability(token) / drawn_from(draft, node).probability(token)
-        ratio = min(1.0, ratio)  # r(i)
+        odds = after.probability(token) / drawn_from(draft, node).probability(token)
+        ratio = min(1.0, ratio * odds)  # r(i)
         if ratio == 0.0:  # no longer prefix can be accepted either
             break
         after = target(node)
@@ -215,12 +195,11 @@ def drawn_from(draft: Draft, node: int) -> Distribution:
 
 
 class AutoVerifier:
-    """Uses the verifier that accepts most, by how a draft was made, never by its tokens, which would bias the
-    text."""
+    """Picks the verifier that accepts most, by how a draft was made: to pick by its tokens would bias the text."""
 
     wants_draws = True
 
-    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         drawn: VerifierName = "spectr" if draft.walks else "block"
         return VERIFIERS[drawn if draft.is_drawn else "match"].verify(draft, target, rng)
 

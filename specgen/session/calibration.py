@@ -230,7 +230,7 @@ def complete(
     if is_measured(table, n_rows):
         return
     is_new = not is_measured(table)
-    missing = [size for size in sizes if is_new or size == 1 or not table.knows(size)]
+    missing = [size for size in sizes if is_new or size == 1 or size not in table.known]
     for size, seconds in measure_sizes(backend, missing, _BUDGET_S, interrupted).items():
         table.set_seconds(size, seconds)
     if table and max(table.known) < n_rows:

@@ -11,10 +11,10 @@ import numpy as np
 
 from specgen.drafters.interface import DraftRequest, Key, LoadedDraft
 from specgen.method.backend import Backend
-from specgen.method.drafter import Cascade, TargetStates
+from specgen.method.draft import Branches
+from specgen.method.drafter import TargetStates
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.method.tables import AcceptanceRates, CostTable
-from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import VERIFIERS
 from specgen.options import DRAFT_TEMPERATURE, DraftOptions, SamplerName, SamplerOptions, TreeShape
 from specgen.session.prompts import Prompt
@@ -22,7 +22,7 @@ from specgen.session.request import RequestSettings, Slot
 from specgen.session.session import Session
 from specgen.text.answer_state import AnswerState
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Cascade, Shaper, TextState
 
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
 _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")

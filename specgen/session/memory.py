@@ -159,9 +159,11 @@ class Memory:
         for kept in self._nearest(keys, depth):
             if max(kept.known) <= largest:
                 continue
-            pace = table.seconds(1) / kept.seconds(1) if table.knows(1) and kept.knows(1) else 1.0
+            pace = (
+                table.seconds(1) / kept.seconds(1) if 1 in table.known and 1 in kept.known else 1.0
+            )
             for size, seconds in kept.known.items():
-                if not table.knows(size):
+                if size not in table.known:
                     table.set_seconds(size, seconds * pace)
             return
 

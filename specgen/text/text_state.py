@@ -1,4 +1,4 @@
-"""The committed text of a sequence, its grammar state, and the characters of its tokens."""
+"""The committed text of a sequence, its grammar state, the characters of its tokens, and what drafts for it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specgen.errors import BackendError
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
+from specgen.method.drafter import Drafter, Drafting, ready
+from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import FREE, Price
 from specgen.system.arrays import Logits, TokenArray, best
 from specgen.text.grammar.base import GrammarState
 from specgen.text.prefix import n_begun
 from specgen.text.sampling import Sampler, likeliest
 
+_Decoder = codecs.getincrementaldecoder("utf-8")
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
 _ROOM = 512
 
@@ -105,7 +110,8 @@ class Shaper:
     ) -> tuple[list[int], list[float]]:
         """Return the n likeliest tokens of the distribution after the text and `path`, and their probabilities in that
         proportion, the first as in `top_probability`."""
-        if n <= self._sampler.n_likeliest and not self._looks_back:
+        grammar = self._state.grammar(path)
+        if n <= self._sampler.n_likeliest and (grammar is None or grammar.is_free):
             return likeliest(logits, n)
         source = self.distribution(logits, path)
         order = best(source.probs, n)
@@ -126,7 +132,7 @@ class TextStream:
     def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
         if not all(stops):
             raise ValueError("a stop string is empty")
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = _Decoder(errors="replace")
         self._stops = tuple(stops)
         self._short = (
             re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=([^ \t])|\Z)") if n_indent else None
@@ -167,7 +173,65 @@ class TextStream:
 
     def preview(self, before: bytes, token_bytes: bytes) -> str:
         """Decode `token_bytes` after `before` without consuming them."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoder = _Decoder(errors="replace")
         decoder.setstate(self._decoder.getstate())
         decoder.decode(before)
         return decoder.decode(token_bytes, final=True)
+
+
+class Cascade:
+    """What drafts for one text: a drafter that costs nothing, one that decodes, or both.
+
+    In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is planned. Then
+    `propose` carries out the plan: it proposes what was found, or lets the model draft. With `state`, nothing is
+    found that its grammar forbids.
+    """
+
+    def __init__(
+        self,
+        free: Drafter | None = None,
+        model: Drafter | None = None,
+        *,
+        state: TextState | None = None,
+    ) -> None:
+        self.free = free
+        self.model = model
+        #: The name of the drafter that decodes; None if there is none.
+        self.model_name = None if model is None else model.name
+        self._state = state
+
+    def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
+        """Begin a round, and return what the free drafter finds to follow the text; at most `n_max` tokens.
+        The last `n_drafted` tokens of `context` are drafted too."""
+        if self.free is None or n_max < 1:
+            return NO_DRAFT
+        try:
+            next(self.free.propose(context, RoundPlan("fixed", n_max), n_drafted))
+        except StopIteration as ended:
+            found: Draft = ended.value
+        else:
+            raise BackendError(f"{self.free.name} asks for a decode")
+        if self._state is not None:
+            found = self._state.within_grammar(found, context[len(context) - n_drafted :])
+        return found
+
+    def price(self, n_context: int) -> Price:
+        """Return the price of the drafter that decodes, after a text of `n_context` tokens."""
+        return FREE if self.model is None else self.model.price(n_context)
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""
+        if self.model is None or plan.n_max < 1:
+            return ready(plan.found)
+        return self.model.propose(context, plan, n_drafted)
+
+    def observe(self, result: RoundResult) -> None:
+        for drafter in (self.free, self.model):
+            if drafter is not None:
+                drafter.observe(result)
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forget all of the text but its first `n_tokens`; another text follows these."""
+        for drafter in (self.free, self.model):
+            if drafter is not None:
+                drafter.rewind(n_tokens)

@@ -15,11 +15,10 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
 from specgen.events import Event
 from specgen.method.backend import Batch
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import Cascade, Drafter, Drafting, ready
+from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
+from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
 from specgen.method.tables import FREE, CostTable, Price
-from specgen.method.tree_in_cache import Branches
 from specgen.method.verify import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.session.answer_loop import AnswerLoop
@@ -28,7 +27,7 @@ from specgen.system.arrays import Logits
 from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 
 GREEDY = SamplerOptions()

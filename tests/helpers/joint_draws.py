@@ -26,11 +26,10 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.answer_state import AnswerState
+from specgen.text.answer_state import AnswerState, Tally
 from specgen.text.hidden_trail import LastHidden
 from specgen.text.prefix import n_common
 from specgen.text.sampling import Sampler
-from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.goodness_of_fit import DepthFit, fits_of
 
@@ -203,15 +202,11 @@ class _UpTo:
 
     def __init__(self, inner: Policy) -> None:
         self._inner = inner
-        self.limit = 1
+        self.n_max = 1
         self.observe = inner.observe
 
-    @property
-    def n_max(self) -> int:
-        return min(self.limit, self._inner.n_max)
-
     def plan(self, offer: Offer) -> RoundPlan:
-        return self._inner.plan(replace(offer, n_most=min(self.limit, offer.n_most)))
+        return self._inner.plan(replace(offer, n_most=min(self.n_max, offer.n_most)))
 
 
 @dataclass(frozen=True)
@@ -275,7 +270,7 @@ def _draw(
     drawn: Counter[Cell] = Counter()
     n_drafted = n_accepted = 0
     for _ in range(n_draws):
-        policy.limit = 1 + policy.limit % max(1, min(depth, sequence.policy.n_max))
+        policy.n_max = 1 + policy.n_max % max(1, min(depth, sequence.policy.n_max))
         place.restore(drawing)
         loop.target.remove(0, place.n_tokens - 1)
         once = replace(drawing, tally=Tally(), finish_reason=None)

@@ -20,8 +20,7 @@ from specgen.llama import LlamaBackend, LlamaModel, weights
 from specgen.llama.kernels.attached import Kernels
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
-from specgen.method.draft import ROOT, Draft
-from specgen.method.tree_in_cache import Branches, keep_path, pack
+from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from tests.helpers.rows import batch_of, decoded_last

@@ -291,11 +291,11 @@ def test_a_recurrent_state_is_not_shared_and_has_no_gaps(opened: Opener) -> None
     with pytest.raises(BackendError, match="cannot be shared"):
         backend.copy(0, 1)
     shared = Batch()
-    shared.add(1, len(TEXT), (0, 1), wants_logits=True)
+    shared.add(1, len(TEXT), (0, 1), wants=True)
     with pytest.raises(BackendError, match=r"\(0, 1\)"):
         backend.decode(shared)
     gap = Batch()
-    gap.add(1, len(TEXT) + 1, (0,), wants_logits=True)
+    gap.add(1, len(TEXT) + 1, (0,), wants=True)
     with pytest.raises(BackendError, match="position 41; sequence 0 goes on at 40"):
         backend.decode(gap)
     assert backend.length(1) == 0

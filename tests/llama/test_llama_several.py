@@ -18,8 +18,7 @@ from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
-from specgen.method.draft import ROOT, Draft
-from specgen.method.tree_in_cache import Branches, keep_path, pack
+from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack
 from specgen.session.request import Slot
 from specgen.system.arrays import Logits
 from tests.helpers.rows import batch_of, decoded

@@ -12,7 +12,7 @@ from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
 from specgen.method.policy import RoundResult
 from specgen.options import DraftOptions, GenerationOptions
-from specgen.text.tally import Tally
+from specgen.text.answer_state import Tally
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,

@@ -30,8 +30,7 @@ from specgen.measure.verify import (
     movement,
 )
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import Draft
-from specgen.method.tree_in_cache import Branches, keep_path
+from specgen.method.draft import Branches, Draft, keep_path
 from specgen.options import (
     DraftOptions,
     DraftSource,

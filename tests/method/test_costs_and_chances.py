@@ -10,10 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.draft_length import WhilePaying, values_of_looks
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.tables import FREE, N_BINS, AcceptanceRates, CostTable, Price
-from specgen.text.tally import Tally
+from specgen.method.tables import (
+    FREE,
+    N_BINS,
+    AcceptanceRates,
+    CostTable,
+    Price,
+    WhilePaying,
+    values_of_looks,
+)
+from specgen.text.answer_state import Tally
 
 # --- what is expected of a decode
 

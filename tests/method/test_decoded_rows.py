@@ -9,12 +9,11 @@ import pytest
 
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
-from specgen.method.draft_length import Stop
-from specgen.method.drafter import Cascade
 from specgen.method.policy import FixedPolicy, Offer, RoundPlan
+from specgen.method.tables import Stop
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.text.text_state import TextState
+from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, PROMPT, Setup
 from tests.registry import DRAFTERS as CASES

@@ -13,21 +13,13 @@ from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.method.draft import ROOT, Distribution, Draft
-from specgen.method.draft_length import Stop
-from specgen.method.drafter import (
-    Cascade,
-    Drafting,
-    TargetStates,
-    draft_alone,
-    propose_together,
-    ready,
-)
-from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult, draft_up_to
-from specgen.method.tables import FREE, Price
+from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
+from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
+from specgen.method.tables import FREE, Price, Stop
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, Clock, draft_request, model_drafter
@@ -38,7 +30,7 @@ LETTERS = FakeVocabulary.letters(N_VOCAB)
 
 def propose(drafter: ModelDrafter, context: Sequence[int], n_max: int, p_min: float = 0.0) -> Draft:
     """A draft of `n_max` tokens, or until one is less likely than `p_min`."""
-    plan = replace(draft_up_to(n_max), stop=Stop(p_min, needs_confidence=p_min > 0.0))
+    plan = replace(RoundPlan("fixed", n_max), stop=Stop(p_min, needs_confidence=p_min > 0.0))
     return draft_alone(drafter.propose(context, plan))
 
 
@@ -50,7 +42,7 @@ def test_an_interruption_ends_the_reading_of_a_long_text() -> None:
     context = [n % N_VOCAB for n in range(100)]
     asked = iter(range(100))
     (proposal,) = propose_together(
-        [drafter.propose(context, draft_up_to(4))], Clock(), lambda: next(asked) >= 2
+        [drafter.propose(context, RoundPlan("fixed", 4))], Clock(), lambda: next(asked) >= 2
     )
     assert backend.length(0) == 16  # two pieces of 8
     assert (len(proposal.draft), proposal.error) == (0, None)
@@ -280,7 +272,7 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool)
     backend = FakeBackend(LETTERS, LANGUAGE, n_ctx=64, n_sequences=4)
     request = draft_request(state, shaper, branches=is_tree, shape=parse_tree("1,1,1"))
     model = ModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
-    draft = draft_alone(model.propose([*TEXT, 4, 5], draft_up_to(3), 2))
+    draft = draft_alone(model.propose([*TEXT, 4, 5], RoundPlan("fixed", 3), 2))
     assert len(draft) == 3
     assert shaper.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
 

@@ -71,7 +71,7 @@ def grown(
             texts[child] = (*texts[node], token)
             if len(texts[child]) < N_DEEP:
                 open_nodes.append(child)
-            left = left.without(token)
+            left = left.minus(Distribution.certain(token))
     n = len(tokens)
     return Draft(tuple(tokens), tuple(parents), ("m",) * n, (None,) * n, tuple(sources))
 

@@ -19,11 +19,11 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.method.draft import Draft
-from specgen.method.drafter import Cascade, Drafter
+from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
-from specgen.text.text_state import TextState
+from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     GREEDY,

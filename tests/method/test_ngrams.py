@@ -12,7 +12,7 @@ from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, SuffixArray
 from specgen.drafters.ngram import SuffixDrafter, confidence
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import draft_alone
-from specgen.method.policy import draft_up_to
+from specgen.method.policy import RoundPlan
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 Text = Sequence[int]
@@ -74,7 +74,7 @@ def definition(
 
 
 def propose(drafter: SuffixDrafter, text: Text, n_max: int) -> Draft:
-    draft = draft_alone(drafter.propose(text, draft_up_to(n_max)))
+    draft = draft_alone(drafter.propose(text, RoundPlan("fixed", n_max)))
     assert len(draft) <= n_max
     assert draft.is_chain
     assert not draft.is_drawn

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.draft_length import WhilePaying
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
@@ -25,9 +24,8 @@ from specgen.method.policy import (
     RoundPlan,
     RoundResult,
     ThresholdPolicy,
-    draft_up_to,
 )
-from specgen.method.tables import FREE, AcceptanceRates, CostTable, Price
+from specgen.method.tables import FREE, AcceptanceRates, CostTable, Price, WhilePaying
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
@@ -662,13 +660,13 @@ def test_whatever_happens_its_answers_are_finite(
 
 def test_given_tokens_are_no_choice() -> None:
     """A translated draft drafts the end of the text again first."""
-    plan = planned(fixed(5, p_min=0.5)).after(2)
+    plan = planned(fixed(5, p_min=0.5))
+    plan = replace(plan, n_max=plan.n_max + 2, n_given=2)
     assert plan.n_max == 7
     unsure = [0.0] * 3
     assert [plan.wants_token(unsure[:n]) for n in (1, 2, 3)] == [True, True, False]
     assert [plan.wants_token([0.0, 0.0, *[0.9] * n]) for n in range(1, 7)] == [True] * 5 + [False]
     assert [plan.wants_decode([0.9] * n) for n in range(1, 8)] == [True] * 6 + [False]
-    assert draft_up_to(3).after(0) == draft_up_to(3)
 
 
 def test_a_drafter_that_loses_time_is_put_aside() -> None:

@@ -8,8 +8,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from specgen.errors import BackendError
-from specgen.method.draft import Distribution, NoTokenAllowedError
+from specgen.errors import BackendError, NoTokenAllowedError
+from specgen.method.draft import Distribution
 from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
 from specgen.text.sampling import Sampler, likeliest

@@ -18,15 +18,14 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
-from specgen.method.draft_length import best_nodes
-from specgen.method.drafter import Cascade, Drafter, draft_alone
-from specgen.method.policy import CostAwarePolicy, Offer, RoundResult, draft_up_to
-from specgen.method.tables import CostTable
+from specgen.method.drafter import Drafter, draft_alone
+from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
+from specgen.method.tables import AcceptanceRates, CostTable, WhilePaying
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
 from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import TextState
+from specgen.text.text_state import Cascade, TextState
 from tests.helpers.exact_distributions import Fate, all_fates
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
@@ -128,7 +127,8 @@ def test_the_best_nodes_are_the_best_of_all_subtrees(chances: list[float], seed:
     for parent, chance in zip(parents, chances, strict=True):
         paths.append(chance * (1.0 if parent == ROOT else paths[parent]))
     extra_s = [0.0, *np.cumsum(rng.uniform(0.0, 0.8, len(chances))).tolist()]
-    nodes = best_nodes(paths, 1.0, extra_s)
+    stop = WhilePaying(origin="", rates=AcceptanceRates, token_s=1.0, extra_s=extra_s)
+    nodes = stop.best_nodes(paths)
     best_s = 0.0
     for size in range(len(chances) + 1):
         for subset in itertools.combinations(range(len(chances)), size):
@@ -158,7 +158,7 @@ def siblings(source: Distribution, k: int, fate: Fate, *, with_replacement: bool
     while left is not None and len(tokens) < k:
         tokens.append(left.draw(fate))  # type: ignore[arg-type]
         sources.append(left)
-        left = left if with_replacement else left.without(tokens[-1])
+        left = left if with_replacement else left.minus(Distribution.certain(tokens[-1]))
     nodes = tuple(dict.fromkeys(tokens))
     walks = tuple((nodes.index(token),) for token in tokens) if with_replacement else ()
     n = len(nodes)
@@ -348,7 +348,7 @@ def test_a_tree_is_no_deeper_than_it_may_be(shape: str) -> None:
 def test_a_shape_may_ask_for_many_guesses() -> None:
     language = random_language(N_VOCAB, seed=2)
     drafter, _ = tree_drafter(language, WORDS, "10,1")
-    draft = draft_alone(drafter.propose(PROMPT, draft_up_to(20)))
+    draft = draft_alone(drafter.propose(PROMPT, RoundPlan("fixed", 20)))
     assert len(draft.children(ROOT)) == 10
 
 
@@ -356,11 +356,11 @@ def test_a_context_may_serve_one_answer_after_another() -> None:
     """Also where an answer ended with a tree in the cache."""
     language = random_language(N_VOCAB, seed=2)
     drafter, backend = tree_drafter(language, WORDS, "2,2,2")
-    first = draft_alone(drafter.propose(PROMPT, draft_up_to(14)))
+    first = draft_alone(drafter.propose(PROMPT, RoundPlan("fixed", 14)))
     assert any(backend.length(sequence) for sequence in range(1, backend.n_sequences))
     backend.remove(0)
     again = ModelDrafter(backend, tree_request("2,2,2"), n_shared_tokens=N_VOCAB)
-    assert draft_alone(again.propose(PROMPT, draft_up_to(14))) == first
+    assert draft_alone(again.propose(PROMPT, RoundPlan("fixed", 14))) == first
 
 
 # --- n-grams ----------------------------------------------------------------------------------
@@ -369,8 +369,8 @@ def test_a_context_may_serve_one_answer_after_another() -> None:
 def test_what_followed_in_different_ways_makes_branches() -> None:
     #: "1 2" was followed by 3, twice by 4 5, and by 6.
     text = [1, 2, 3, 9, 1, 2, 4, 5, 1, 2, 4, 5, 8, 1, 2, 6, 7, 1, 2]
-    chain = draft_alone(SuffixDrafter(2, 8).propose(text, draft_up_to(6)))
-    tree = draft_alone(SuffixDrafter(2, 8, n_children=3).propose(text, draft_up_to(12)))
+    chain = draft_alone(SuffixDrafter(2, 8).propose(text, RoundPlan("fixed", 6)))
+    tree = draft_alone(SuffixDrafter(2, 8, n_children=3).propose(text, RoundPlan("fixed", 12)))
     assert chain.is_chain
     assert not tree.is_chain
     firsts = {tree.tokens[node] for node in tree.children(ROOT)}
@@ -380,7 +380,7 @@ def test_what_followed_in_different_ways_makes_branches() -> None:
     assert chain.tokens[0] in firsts
     for node, parent in enumerate(tree.parents):
         assert parent < node
-    few = draft_alone(SuffixDrafter(2, 8, n_children=3).propose(text, draft_up_to(2)))
+    few = draft_alone(SuffixDrafter(2, 8, n_children=3).propose(text, RoundPlan("fixed", 2)))
     assert len(few) == 2
 
 
@@ -389,7 +389,7 @@ def test_branches_of_n_grams_are_what_followed_somewhere(
     text: list[int], n_max: int, n_children: int
 ) -> None:
     drafter = SuffixDrafter(1, 4, n_children=n_children)
-    tree = draft_alone(drafter.propose(text, draft_up_to(n_max)))
+    tree = draft_alone(drafter.propose(text, RoundPlan("fixed", n_max)))
     assert len(tree) <= n_max
     assert len(texts(tree)) == len(tree)
     for node in range(len(tree)):

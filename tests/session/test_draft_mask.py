@@ -14,7 +14,7 @@ from specgen.drafters.model import DraftModel
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
 from specgen.method.drafter import draft_alone
-from specgen.method.policy import draft_up_to
+from specgen.method.policy import RoundPlan
 from specgen.method.tables import AcceptanceRates
 from specgen.options import DraftOptions, SamplerOptions, TreeShape
 from specgen.session.drafter_factory import DrafterFactory
@@ -142,7 +142,7 @@ def test_the_prompt_is_not_read_again_to_drop_the_masks(
         drafter = session.draft.drafter(request)
         for token in (60, 61, 62):
             before = draft.n_decoded_rows
-            draft_alone(drafter.propose(text, draft_up_to(4)))
+            draft_alone(drafter.propose(text, RoundPlan("fixed", 4)))
             # The unread tokens and the masks; a copied state may be a few tokens behind.
             assert draft.n_decoded_rows - before <= (50 if token == 60 else 1) + 3 + 3
             assert draft.text(0)[: len(text)] == text

@@ -42,8 +42,7 @@ from specgen.session.open import open_memory, session_options, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.system.machine import REBUILD, REQUIRED_VERSION, uses_bundle
-from specgen.text.answer_state import AnswerState
-from specgen.text.tally import Tally
+from specgen.text.answer_state import AnswerState, Tally
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

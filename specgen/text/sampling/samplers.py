@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from specgen.method.draft import Distribution, NoTokenAllowedError
+from specgen.errors import NoTokenAllowedError
+from specgen.method.draft import Distribution
 from specgen.system.arrays import BoolArray, ProbArray, Scores, TokenArray, best
 
 #: For int64[n] token ids, whether each may come next: bool[n].
