@@ -44,7 +44,7 @@ LEFT_OUT = {
 DIFFERENT = {
     "basic.*(addresses|props|slots|no_ui|aliases)": "one address, one name; what /slots and / show is always there",
     "chat.*best book-8-. blue": "a text that is no Jinja is a file's name",
-    "chat.*(completion_stream|timings_per_token|logprobs_stream)": "a stream's first content is empty, as at OpenAI",
+    "(chat|tool_call).*(completion_stream|timings_per_token|logprobs_stream|STREAMED)": "a stream's first content is empty, as at OpenAI",
     "chat.*(test_chat_template|verbose)": "/apply-template shows the prompt, a response does not",
     "chat.*apply_chat_template": "Command R's template is in its own files",
     "chat.*response_format": "unless strict, what cannot be enforced is a warning",
@@ -64,7 +64,7 @@ DIFFERENT = {
     "ignore_eos.*populates": "settings do not list the ends as biases",
     "metrics": "figures have names of our own, a single token has no rate, /metrics is always there",
     "security.*(assets|cors)": "the page's files are below /page, other origins need --cors-origin",
-    "template.*off": "enable_thinking is all that the template is told",
+    "template.*(R1|QwQ).*off": "enable_thinking is all that the template is told",
     "template.*add_generation_prompt": "a prompt ends where the answer begins",
     "speculative.*(draft|synth)": "a draft is used where it pays, by measured costs",
     "speculative.*slot_ctx": "a longer prompt with a vocabulary of 512",
