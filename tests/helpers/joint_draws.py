@@ -175,7 +175,9 @@ class _Mark:
             self._spelled = _copied(self._drafter.text)
 
     def restore(self, sequence: AnswerState) -> None:
-        del sequence.state.tokens[self.n_tokens :]
+        state = sequence.state
+        del state.tokens[self.n_tokens :]
+        state._n_shown = min(state._n_shown, self.n_tokens)  # noqa: SLF001
         sequence.state._grammar = self._grammar  # noqa: SLF001
         drafter = self._drafter
         if sequence.cascade is not None and sequence.cascade.free is not None:
