@@ -91,3 +91,18 @@ FAMILIES = {
 }
 #: Takes tools, and writes calls in a way of its own.
 UNKNOWN = _calls("{{ c.function.name | upper }}!")
+
+
+def made_of(marks: dict[str, str], kind: str) -> str:
+    """A template whose calls have these marks: objects of JSON, a name before JSON, or a name before pairs."""
+    opening, between, closing, before, after, last = (
+        "{{ " + repr(marks[each]) + " }}"
+        for each in ("opening", "between", "closing", "before", "after", "last")
+    )
+    pair = "{{ " + repr(f"<{marks['opening']}p=") + " }}{{ k }}>" + _VALUE + "</p>"
+    one = {
+        "object": _OBJECT,
+        "json": _NAME + after + _ARGUMENTS,
+        "pairs": _NAME + after + _each(pair),
+    }
+    return _calls(before + one[kind] + last, opening, between, closing)

@@ -12,6 +12,7 @@ import pytest
 import specgen
 from tests.helpers.cli import in_process
 from tests.helpers.scripted import asked_of, write_model_that_says
+from tests.helpers.server import running, session_of
 from tests.helpers.templates import FAMILIES
 
 PARAMETERS = {
@@ -254,3 +255,35 @@ def test_a_required_answer_ends_behind_its_first_call(tmp_path: Path, name: str)
     for choice in ("required", {"type": "function", "function": {"name": "read"}}):
         found = said_by(tmp_path, name, text, tool_choice=choice)
         assert found == ("", "", [("read", {"path": "a.py", "lines": 7})])
+
+
+FENCED = '```json\n{\n  "name": "read",\n  "arguments": {"path": "a.py"}\n}\n```'
+
+
+@pytest.mark.parametrize("text", [FAMILY["Hermes"].call, FENCED])
+def test_on_all_apis_a_call_is_one(tmp_path: Path, text: str) -> None:
+    """An invented one is another, and one in a fence counts where its name was offered."""
+    family = FAMILY["Hermes"]
+    target = write_model_that_says(
+        tmp_path / "m.gguf", family.template, text, ASKED, family.controls
+    )
+    functions = [each["function"] for each in TOOLS]
+    schemas = [{"name": each["name"], "input_schema": each["parameters"]} for each in functions]
+    given = [{"type": "function", **each} for each in functions]
+    session = session_of(target, max_tokens=200)
+    with running(session, n_parallel=1, n_ctx=2048) as server:
+        chat = server.post("/v1/chat/completions", **ASKED).json()
+        message = server.post(
+            "/v1/messages", messages=ASKED["messages"], tools=schemas, max_tokens=200
+        )
+        response = server.post("/v1/responses", input="look", tools=given).json()
+    (block,) = [each for each in message.json()["content"] if each["type"] == "tool_use"]
+    (item,) = [each for each in response["output"] if each["type"] == "function_call"]
+    found = [
+        *message_of(chat)[2],
+        (block["name"], block["input"]),
+        (item["name"], json.loads(item["arguments"])),
+    ]
+    assert len(found) == 3
+    assert all(is_right(*call) and call == found[0] for call in found)
+    assert text != FENCED or found[0] == ("read", {"path": "a.py"})

@@ -161,6 +161,8 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
     many: Any = [{"role": "user", "content": "x " * 3000}]
     assert client.messages.count_tokens(model="any", messages=many).input_tokens > 3000
+    many = [{"role": "user", "content": "the cat " * 20_000}]  # far more than the context
+    assert client.messages.count_tokens(model="any", messages=many).input_tokens >= 20_000
 
 
 @pytest.mark.parametrize(

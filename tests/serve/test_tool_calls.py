@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
@@ -20,9 +20,11 @@ from specgen.serve.formats.openai import read_chat, read_request
 from specgen.serve.formats.request import Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser
+from specgen.session.prompts.template import Message, ToolCall, render
+from tests.helpers.common import NOW
 from tests.helpers.formats import written
 from tests.helpers.sessions import answered, opened
-from tests.helpers.templates import FAMILIES, UNKNOWN
+from tests.helpers.templates import FAMILIES, UNKNOWN, made_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 FORMS = {name: form_of(template) for name, template in FAMILIES.items()}
@@ -568,3 +570,46 @@ def test_what_follows_a_mended_text_is_whole() -> None:
                 f"{before.rstrip()} Done",
                 [("weather", {"city": "a\\p and C:\\p"})],
             )
+
+
+MARKS = ["<a>", "[CALLS]", "<|x|>", "<x:call>", "functools["]
+BEHIND = st.lists(st.sampled_from([*MARKS[:3], "\n", " ", ":", "functions.", "é"]), max_size=3)
+ENDS = st.lists(st.sampled_from(["</a>", "[/CALLS]", "<|/x|>", "\n", "]"]), max_size=2).map("".join)
+AROUND = [
+    ("", ""),
+    ("<b>", "</b>"),
+    ("<b>\n", "\n</b>"),
+    ("[C]", ""),
+    ("functions.", ""),
+    ("<i=", "</i>"),
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    opening=st.tuples(st.sampled_from(MARKS), BEHIND.map("".join)).map("".join),
+    between=st.sampled_from(["\n", ", ", "<|n|>", ";"]),
+    closing=ENDS,
+    around=st.sampled_from(AROUND),
+    after=BEHIND.map("".join),
+    kind=st.sampled_from(["object", "json", "pairs"]),
+)
+def test_a_form_that_is_found_gives_back_what_its_template_writes(
+    around: tuple[str, str], kind: str, **marks: str
+) -> None:
+    assume(kind != "json" or marks["after"])
+    template = made_of({**marks, "before": around[0], "last": around[1]}, kind)
+    found = form_of(template)
+    if found is None:
+        return
+    wanted: list[tuple[str, Any]] = [
+        ("weather", {"city": "Köln & <b>", "days": 3}),
+        ("add", {"numbers": [1, [2]]}),
+    ]
+    calls = tuple(ToolCall(f"id{name}", name, arguments) for name, arguments in wanted)
+    turns = [Message("user", "x"), Message("assistant", "", calls)]
+    text = render(template, turns, bos_token="", eos_token="", now=NOW)
+    text = text.partition("assistant\n")[2].partition("<|im_end|>")[0]
+    for pieces in ([text], list(text)):
+        content, read, _ = parsed(found, pieces)
+        assert (content.strip(), read) == ("", wanted)

@@ -285,12 +285,12 @@ class Server:
 
     def _count_tokens(self, read: Reader, model: ServedModel, body: Mapping[str, Any]) -> Any:
         (asked,) = self._read(model, read, body)
-        counted = {"input_tokens": len(_prompt(asked, model).tokens)}
+        counted = {"input_tokens": len(_prompt(asked, model, must_fit=False).tokens)}
         return counted if read is read_messages else {"object": "response.input_tokens", **counted}
 
     def _apply_template(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
         (asked,) = self._read(model, read_chat, body)
-        return {"prompt": _prompt(asked, model).text}
+        return {"prompt": _prompt(asked, model, must_fit=False).text}
 
     async def _embed(
         self, model: ServedEmbedder, request: HttpRequest, body: Mapping[str, Any]
@@ -470,8 +470,9 @@ def _wrong_kind(name: str, *, embeds: bool) -> RequestError:
     return RequestError(400, what, "unsupported", "model")
 
 
-def _prompt(request: Request, model: ServedModel) -> Prompt:
-    """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
+def _prompt(request: Request, model: ServedModel, *, must_fit: bool = True) -> Prompt:
+    """Return the prompt of a request; one that cannot fit is not even tokenized if it `must_fit`. Raise `UsageError`,
+    `PromptError`."""
     session, n_ctx = model.session, model.engine.n_ctx
     if request.gap is not None:
         # The far ends of a long text matter little: the text is cut to leave room for an answer.
@@ -479,7 +480,7 @@ def _prompt(request: Request, model: ServedModel) -> Prompt:
         n_room = max(n_ctx // 4, n_ctx - (n_answer if n_answer >= 0 else n_ctx // 4))
         return infill_prompt(session.target, session.own_vocabulary, request.gap, n_room)[0]
     now = datetime.datetime.now().astimezone()
-    return request.prompt(replace(session.prompts, n_ctx=n_ctx), now)
+    return request.prompt(replace(session.prompts, n_ctx=n_ctx if must_fit else None), now)
 
 
 def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
