@@ -282,6 +282,7 @@ def test_objects_that_hold_together_stay_open() -> None:
         {"allOf": [a, b]},
         {"$ref": "#/$defs/a", "properties": b["properties"], "$defs": {"a": a}},
         {**a, "anyOf": [b, {"properties": {"c": True}}]},
+        {"allOf": [{"properties": {"a": a}}, {"properties": {"a": b}}]},
         {"type": "object", "properties": {"a": {}}, "required": ["a", "c"]},
         {"type": "object", "properties": {"a": {}}, "required": ["a"], "minProperties": 2},
     ):
@@ -379,6 +380,7 @@ def test_a_lenient_grammar_of_what_cannot_be_read_takes_any_object(
         {"properties": {"a": {}}, "minProperties": []},
         {"propertyNames": {"pattern": [1]}},
         {"propertyNames": {"enum": {}}},
+        {"multipleOf": True},
         {"oneOf": [{"required": [[]]}, {"required": {}}, True, 3, {"$ref": 5}, {"$ref": "#/x/y"}]},
         {"allOf": [{"$ref": "#"}, {"$ref": "#/allOf/7"}, None], "properties": [1]},
         {"not": {"anyOf": [{"required": [None]}]}, "properties": "x"},

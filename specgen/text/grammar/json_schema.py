@@ -151,7 +151,7 @@ def _n_parts(schema: dict[str, Any]) -> int:
             todo += (("", each) for each in value)
         elif key == "pattern" and isinstance(value, str):
             n_parts += _pattern_size(value)
-        elif key == "multipleOf" and isinstance(value, (int, float)) and abs(value) < math.inf:
+        elif key == "multipleOf" and type(value) in (int, float) and abs(value) < math.inf:
             multiples.append(_coefficient(value))
     # A number that must be a multiple of several numbers is one of their least common multiple.
     return n_parts + (math.lcm(*multiples) if are_joined else sum(multiples)) // 10
@@ -300,22 +300,22 @@ def _close(root: Part) -> set[int]:
     A schema that holds together with others, for example by ``allOf``, stays open: a property that one of them names is
     additional for another."""
     parts = list(_parts(root))
-    joined: dict[int, Part] = {}
+    joined: set[int] = set()
     closed: set[int] = set()
     for part in parts:
         n_places = sum(name in part for name in (*_IN_PLACE, "$ref"))
         if n_places > 1 or part.keys() & _ABOUT_PROPERTIES or len(_list(part.get("allOf"))) > 1:
-            _gather(root, part, joined, with_it=False)
+            was_joined = id(part) in joined
+            _join(root, [part], joined)
+            joined -= set() if was_joined else {id(part)}
     for part in parts:
         named = part.get("properties")
         if id(part) in joined or not isinstance(named, dict) or part.keys() & _OPENING:
             continue
         if named and not any(schema is not False for schema in named.values()):
             continue  # it lists only what it excludes
-        together: dict[int, Part] = {}
-        _gather(root, part, together, with_it=True)
         names: set[str] = set()
-        for each in together.values():
+        for each in _together(root, [part]).values():
             names |= {*_properties(each)} | {*_required(each)}
         if names <= named.keys() and _count(part, "minProperties") <= len(named):
             part["additionalProperties"] = False
@@ -323,21 +323,30 @@ def _close(root: Part) -> set[int]:
     return closed
 
 
-def _gather(root: Part, part: Part, found: dict[int, Part], *, with_it: bool) -> None:
-    """Find the schemas within a schema that describe the same value as it does."""
-    todo = [part]
+def _join(root: Part, group: list[Part], joined: set[int], depth: int = _DEPTH) -> None:
+    """Note the schemas that describe the same value as some schemas do, and those of a property that several name."""
+    together = _together(root, group)
+    joined.update(together)
+    inner: dict[str, list[Part]] = {}
+    for part in together.values():
+        for name, schema in (*_properties(part).items(), ("", part.get("items"))):
+            inner.setdefault(name, []).extend([schema] if isinstance(schema, dict) else [])
+    for schemas in inner.values():
+        if len(schemas) > 1 and depth:
+            _join(root, schemas, joined, depth - 1)
+
+
+def _together(root: Part, todo: list[Part]) -> dict[int, Part]:
+    """Return schemas and those within them that describe the same value as they do."""
+    found: dict[int, Part] = {}
     while todo:
-        part = todo.pop()
+        part, *todo = todo
+        found[id(part)] = part
         inner = [each for name in _IN_PLACE for each in _list(part.get(name))]
-        inner += [
-            part.get("then"),
-            part.get("else"),
-            _target(root, part) if "$ref" in part else None,
-        ]
-        if with_it:
-            found[id(part)] = part
-        with_it = True
+        inner += [part.get("then"), part.get("else")]
+        inner += [_target(root, part)] if "$ref" in part else []
         todo += [each for each in inner if isinstance(each, dict) and id(each) not in found]
+    return found
 
 
 def _parts(schema: Any) -> Iterator[Part]:
