@@ -212,7 +212,9 @@ def test_thoughts_between_control_tokens_are_told_apart(
     model = str(write_tiny_model(tmp_path / "a.gguf", config))
     thought = '<|channel|> "analysis" <|message|> "why" <|end|> <|start|> "assistant"'
     for begin, shown in ((thought, "<think>why</think>\n\nso\n"), ("", "so\n")):
-        grammar = f'root ::= {begin} <|channel|> "final" <|message|> "so"'
+        # Only a grammar that has the mark itself is one of an answer with thoughts.
+        marks = "# <|channel|>analysis<|message|>" if begin else ""
+        grammar = f'{marks}\nroot ::= {begin} <|channel|> "final" <|message|> "so"'
         own = ("-m", model, "-n", "60", "-q", "--grammar", grammar)
         assert in_process(capsys)("run", *own, "-md", "none", "x").out.rstrip("\n") == shown[:-1]
         found = chat(*own, lines="x\ny\n/think\n", draft="none")
