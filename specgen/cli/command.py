@@ -195,14 +195,14 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             found.pop(key, None)
     target, pair = (names[key] or found.get(key, ("", None))[1] for key in names)
     found |= _profile(profiles, target, pair)
-    checked = {
+    values = {
         key: checked(where, value, own.get(key, known[key]), context)
         for key, (where, value) in found.items()
     }
     takes_all = context.command.name in _ANSWERING
     return {
         own[key].name: value
-        for key, value in checked.items()
+        for key, value in values.items()
         if key in own and (takes_all or own[key].rich_help_panel in _PANELS)
     }
 

@@ -119,7 +119,7 @@ class Expansion(ABC):
             (self.origin,) * len(self.tokens),
             tuple(self.probabilities),
             tuple(self.distributions),
-            tuple(tuple(walk) for walk in self.walks if walk),
+            tuple(map(tuple, filter(None, self.walks))),
             tuple(self.confidences),
         )
 

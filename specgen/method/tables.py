@@ -151,21 +151,24 @@ class AcceptanceRates:
         self._prior = [at_0 + slope * middle for middle in _MIDDLES]
         self._deviation = 0.0
         self._seen_here = np.zeros(N_BINS)
-        self._curve: list[float] = []
+        #: The acceptance of each bin; None where it was not asked for since the last judgement.
+        self._curve: list[float | None] = [None] * N_BINS
 
     def acceptance(self, confidence: float) -> float:
-        return self.curve()[bisect.bisect_left(BIN_EDGES, confidence)]
+        return self._of_bin(bisect.bisect_left(BIN_EDGES, confidence))
 
     def curve(self) -> list[float]:
         """Return the acceptance probabilities by bin: those in all texts, shifted by this text's deviation."""
-        self._curve = self._curve or [self._of_bin(index) for index in range(N_BINS)]
-        return self._curve
+        return [self._of_bin(index) for index in range(N_BINS)]
 
     def _of_bin(self, index: int) -> float:
+        if (known := self._curve[index]) is not None:
+            return known
         n_accepted = _N_PRIOR * self._prior[index] + self.counts.n_accepted.item(index)
         mean = n_accepted / (_N_PRIOR + self.counts.n_judged.item(index))
         odds = mean / (1.0 - mean) * math.exp(self._deviation)
-        return min(1.0 - _LEAST, max(_LEAST, odds / (1.0 + odds)))
+        acceptance = self._curve[index] = min(1.0 - _LEAST, max(_LEAST, odds / (1.0 + odds)))
+        return acceptance
 
     def frequencies(self) -> ProbArray:
         """Return how frequent each bin of confidence is in this text: float64[N_BINS], summing to 1."""
@@ -192,7 +195,7 @@ class AcceptanceRates:
         # Only this bin fades: a bin that was not seen for long is not less known.
         n_judged[index] = n_judged.item(index) * _FADING + 1.0
         n_accepted[index] = n_accepted.item(index) * _FADING + accepted
-        self._curve = []
+        self._curve = [None] * N_BINS
 
 
 def judge_drafts(rates: Rates, drafts: Sequence[Draft], text: Sequence[int], n_right: int) -> None:

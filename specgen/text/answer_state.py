@@ -107,7 +107,7 @@ class Tally:
         self.drafted_by_depth.update(depths)
         self.accepted_by_depth.update(range(len(accepted)))
         self.drafted_by_rank.update(ranks)
-        self.accepted_by_rank.update([ranks[node] for node in accepted])
+        self.accepted_by_rank.update(map(ranks.__getitem__, accepted))
 
     def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
         """Add rounds that drafted nothing, and why."""

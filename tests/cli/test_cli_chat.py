@@ -211,13 +211,14 @@ def test_thoughts_between_control_tokens_are_told_apart(
     config = TinyConfig(chat_template=CHATML_TEMPLATE, control_tokens=HARMONY)
     model = str(write_tiny_model(tmp_path / "a.gguf", config))
     thought = '<|channel|> "analysis" <|message|> "why" <|end|> <|start|> "assistant"'
-    for begin in (thought, ""):
-        grammar = f'root ::= {begin} <|channel|> "final" <|message|> "so"'
+    for begin, shown in ((thought, "<think>why</think>\n\nso\n"), ("", "so\n")):
+        # Only a grammar that has the mark itself is one of an answer with thoughts.
+        marks = "# <|channel|>analysis<|message|>" if begin else ""
+        grammar = f'{marks}\nroot ::= {begin} <|channel|> "final" <|message|> "so"'
         own = ("-m", model, "-n", "60", "-q", "--grammar", grammar)
-        # What follows a grammar is read by programs.
-        assert in_process(capsys)("run", *own, "-md", "none", "x").out.rstrip("\n") == "so"
+        assert in_process(capsys)("run", *own, "-md", "none", "x").out.rstrip("\n") == shown[:-1]
         found = chat(*own, lines="x\ny\n/think\n", draft="none")
-        assert (found.out, found.code) == ("so\n" * 2, 0 if begin else 2)
+        assert (found.out, found.code) == (shown * 2, 0 if begin else 2)
         assert found.err == "why\n" or "no thinking block" in found.err
         asked = prompts(chat(*own, "--json", lines="x\ny\n", draft="none"))
         assert asked[1].count("so") == 1

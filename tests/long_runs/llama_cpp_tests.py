@@ -46,6 +46,7 @@ DIFFERENT = {
     "chat.*best book-8-. blue": "a text that is no Jinja is a file's name",
     "(chat|tool_call).*(completion_stream|timings_per_token|logprobs_stream|STREAMED)": "a stream's first content is empty, as at OpenAI",
     "chat.*(test_chat_template|verbose)": "/apply-template shows the prompt, a response does not",
+    "chat.*Whillicter": "parts of a text are joined as they are, without a line break",
     "chat.*apply_chat_template": "Command R's template is in its own files",
     "chat.*response_format": "unless strict, what cannot be enforced is a warning",
     "chat.*messages7": "of two last answers the last one goes on",
