@@ -1,4 +1,3 @@
 """Drafts, drafters, policies, verification, and the loop over them: start with `loop.py::Loop.round`.
 
-Samplers and grammars are in `specgen.text`, the kinds of drafts in `specgen.drafters`. Nothing here knows llama.cpp
-or a file."""
+Samplers and grammars are in `specgen.text`, kinds of drafts in `specgen.drafters`; llama.cpp is unknown here."""

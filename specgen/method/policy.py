@@ -141,9 +141,8 @@ class FixedPolicy:
 
 
 class ThresholdPolicy(FixedPolicy):
-    """Drafts while the product of the tokens' probabilities, the model's own estimate that the whole draft is
-    accepted, stays above a bound. This moves so that, in the long run, a quarter of the drafted tokens is rejected.
-    (A confidence bound that follows the accepted share: Mamou et al., arXiv:2405.04304.)"""
+    """Drafts while the product of the tokens' probabilities stays above a bound, which moves so that in the long run a
+    quarter of the drafted tokens is rejected (Mamou et al., arXiv:2405.04304)."""
 
     def __init__(self, options: DraftOptions) -> None:
         super().__init__(options)

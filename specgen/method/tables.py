@@ -151,8 +151,7 @@ class AcceptanceRates:
         self._prior = [at_0 + slope * middle for middle in _MIDDLES]
         self._deviation = 0.0
         self._seen_here = np.zeros(N_BINS)
-        #: The acceptance of each bin; None where it was not asked for since the last judgement.
-        self._curve: list[float | None] = [None] * N_BINS
+        self._curve: list[float | None] = [None] * N_BINS  # None: not asked for since a judgement
 
     def acceptance(self, confidence: float) -> float:
         return self._of_bin(bisect.bisect_left(BIN_EDGES, confidence))
