@@ -60,6 +60,7 @@ DIFFERENT = {
     "(compl|emb).*(no_mtmd|tokens_input|mixed|same_as)": "an input is a text or a list of tokens, and not empty",
     "completion.*n_probs_post": "probabilities are those before sampling",
     r"completion.*logit_bias\[False": "biases are of tokens, not of texts",
+    "completion.*response_fields": "the prompt is what was sent, without <s>",
     ".*ctx_shift": "an answer ends where the context is full, whose last token needs no cell",
     "embedding.*(pooling_none|too_long)": "a vector for each input, and errors in other words",
     "ignore_eos.*populates": "settings do not list the ends as biases",
