@@ -18,8 +18,11 @@ import numpy as np
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import ProbArray
 
-# A decode that takes d times the expected seconds corrects its size's entry, and the machine's speed, by a power of d.
-_COST_RATE = 0.1  # the exponent, larger for the first decodes of a size
+# A decode that takes d times the expected seconds corrects its size's entry, and the machine's speed, by a power of d:
+_COST_RATE = (
+    0.05  # the exponent: another program's work hardly changes what sizes cost beside others,
+)
+_SPEED_RATE = 0.2  # but the machine's speed
 _MAX_DEVIATION = 1.5  # the largest d: a machine that is busy for a moment says nothing of the model
 #: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
 BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
@@ -57,12 +60,12 @@ FREE = Price(0.0, 0.0)  # nothing worth counting
 
 
 class CostTable:
-    """The seconds that a model's batches take, by their rows; every decode corrects them. Between known sizes they are
-    interpolated; fewer rows than any of these cost what it does, and more cost in proportion to their rows."""
+    """The seconds of a model's batches by their rows; every decode corrects them. Between known sizes they are
+    interpolated; fewer rows than any of these cost what it does, and more in proportion."""
 
     def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
         self._seconds = {n: s for n, s in sorted((seconds or {}).items()) if n > 0 and s > 0.0}
-        self._n_observed: dict[int, int] = {}
+        self._n_observed = dict.fromkeys(self._seconds, 20)
         self._slowness = 1.0  # the machine's present seconds over those of the table
         self.n_sharing = 1  # the sequences that the last decode served at once
 
@@ -86,16 +89,14 @@ class CostTable:
         sizes = sorted(known)
         if n_rows > sizes[-1]:
             return self._slowness * known[sizes[-1]] * n_rows / sizes[-1]
-        between = np.interp(n_rows, sizes, [known[size] for size in sizes])
-        return self._slowness * float(between)
+        return self._slowness * float(np.interp(n_rows, sizes, [known[size] for size in sizes]))
 
     def seconds_each(self, n_rows: int) -> float:
         """Return one sequence's part of a decode in which all have `n_rows` rows; 0 while nothing is known."""
         return self.seconds(n_rows * self.n_sharing) / self.n_sharing if self._seconds else 0.0
 
     def share_of_batch(self, n_drafted: int, n_rows: int) -> float:
-        """Return the share, in [0, 1], that one of N sequences pays of a batch: an equal part of what N rows cost, and of
-        the rest as much as its drafted rows are of all."""
+        """Return one sequence's share of a batch: an equal part of plain rows, and the rest by its drafted rows."""
         n = self.n_sharing
         if n == 1 or n_rows <= n:
             return 1.0 / n
@@ -118,7 +119,7 @@ class CostTable:
         self._n_observed[n_rows] = n_seen + 1
         self.set_seconds(n_rows, expected_s * deviation ** max(_COST_RATE, 1 / (n_seen + 3)))
         if is_known:  # the other sizes say what to expect of a new one only roughly
-            self._slowness *= deviation**_COST_RATE
+            self._slowness *= deviation**_SPEED_RATE
 
 
 def origin_of_rank(origin: str, rank: int) -> str:

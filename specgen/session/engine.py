@@ -34,7 +34,7 @@ from specgen.session.request import Request
 from specgen.session.scheduler import Scheduler
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
-from specgen.system.machine import LoadOfOthers
+from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.text.answer_state import AnswerState
 
 
@@ -424,6 +424,10 @@ class Engine:
         finished = self._loop.finish(sequence, table)
         if request.load is not None:
             finished = replace(finished, others_share=request.load.share)
+            if is_busy(finished.others_share):  # its decodes say nothing of what they cost
+                costs.do_not_keep(
+                    None, *([] if (draft := self._session.draft) is None else [draft.timed])
+                )
         events = self._pass_on(request, *notices, finished)
         request.finished = finished  # after its events: another thread may wait for them
         self._free(request)

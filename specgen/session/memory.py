@@ -7,6 +7,7 @@ the file as it is by then. If two processes correct the same entry, the later on
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -144,7 +145,11 @@ class Memory:
         """Return the table of a key as this process has it, or as the file does."""
         if key in self._tables:
             return self._tables[key]
-        return CostTable(_valid(_SECONDS, self._known[_COSTS].get(key)) or {})
+        known = _valid(_SECONDS, self._known[_COSTS].get(key)) or {}
+        # A batch costs at most what one with more rows does: what was observed otherwise was another
+        # program's time, and where it says that no draft pays, no decode would correct it.
+        least_s = itertools.accumulate((known[n] for n in sorted(known, reverse=True)), min)
+        return CostTable(dict(zip(sorted(known, reverse=True), least_s, strict=True)))
 
     def _nearest(self, keys: Sequence[str], depth: int) -> Iterator[CostTable]:
         """Yield the tables of other depths that know something, the nearest depth first."""

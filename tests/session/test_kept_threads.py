@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from specgen.llama.library import llama_cpp
 from specgen.measure.search import measure_threads
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.calibration import is_pair_measured, measure_if_new
+from specgen.session.engine import Engine
 from specgen.session.memory import Memory, Threads
 from specgen.session.session import Session
 from specgen.system.machine import CoreTime
@@ -106,3 +108,20 @@ def test_what_a_busy_machine_costs_holds_for_its_run_only(
     memory.save()
     with Session(options, time.perf_counter, Memory(file)) as loaded:
         assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25)
+
+
+@pytest.mark.parametrize("share_of_others", [0.0, 1.0])
+def test_an_answer_on_a_busy_machine_teaches_no_costs(
+    share_of_others: float, tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "learnt.json"
+    times = (CoreTime(10.0 * n, (4.0 + 6.0 * share_of_others) * n, 4.0 * n) for n in count())
+    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
+    options = SessionOptions(tiny_models / "target.gguf", tiny_models / "draft.gguf")
+    memory = Memory(file)
+    with Session(options, time.perf_counter, memory) as loaded, Engine(loaded, n_ctx=64) as engine:
+        engine.insert(loaded.prompts.of_text("Once", chat=False))
+        list(engine.run())
+    memory.save()
+    with Session(options, time.perf_counter, Memory(file)) as loaded:
+        assert bool(loaded.costs.table()) == (not share_of_others)

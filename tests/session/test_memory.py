@@ -157,6 +157,15 @@ def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
     assert known(memory) == pytest.approx({1: 1.0, 2: 1.5, 17: 3.0})
 
 
+def test_a_batch_costs_no_more_than_a_larger_one(file: Path) -> None:
+    memory = opened(file)
+    table = memory.costs(TARGET, CONTEXT, 0)
+    for n_rows, seconds in {1: 1.0, 2: 2.5, 3: 1.2, 4: 1.5, 8: 3.0}.items():
+        table.set_seconds(n_rows, seconds)
+    memory.save()
+    assert known(opened(file)) == {1: 1.0, 2: 1.2, 3: 1.2, 4: 1.5, 8: 3.0}
+
+
 def test_many_that_save_at_once_leave_a_whole_file(file: Path) -> None:
     """Of what they learn at the same moment some may be lost; nobody ever reads half a file."""
     models = [Path(f"{number}.gguf") for number in range(4)]
