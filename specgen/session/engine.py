@@ -425,9 +425,8 @@ class Engine:
         if request.load is not None:
             finished = replace(finished, others_share=request.load.share)
             if is_busy(finished.others_share):  # its decodes say nothing of what they cost
-                costs.do_not_keep(
-                    None, *([] if (draft := self._session.draft) is None else [draft.timed])
-                )
+                draft = self._session.draft
+                costs.do_not_keep(None, None if draft is None else draft.timed)
         events = self._pass_on(request, *notices, finished)
         request.finished = finished  # after its events: another thread may wait for them
         self._free(request)
