@@ -43,7 +43,7 @@ _MAX_AGE = 4  # the rounds for which the values of looks are used
 _SHARE = 0.014  # the share of all time that goes to its credit
 _MOST_SAVED = 16.0  # its most credit; the most that a round may cost, else the machine stood still
 _MOST_LOST = 4.0  # the debt with which it waits
-_MOST_AHEAD = 2.0  # the longest prefill, over the answer's time so far; a twentieth in a trial
+_MOST_AHEAD = 2.0  # the longest prefill, over the answer's time so far; a quarter in a trial
 _N_TRIED = 3  # the tokens of a trial
 
 
@@ -246,7 +246,7 @@ class CostAwarePolicy:
             guess, row = (price.seconds(2) - price.first_s) / plain_s, extra_s[1] / plain_s
             reason = "row cost"
             why = f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
-        elif trials_s <= min(credit * plain_s, _MOST_AHEAD / 20 * self._elapsed_s):
+        elif trials_s <= min(credit * plain_s, _MOST_AHEAD / 4 * self._elapsed_s):
             tried = Stop(needs_confidence=True)
             return replace(plan, reason="trial", n_max=min(n_max, n_tried), stop=tried), -math.inf
         elif price.prefill_s > 0.0:
