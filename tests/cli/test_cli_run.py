@@ -497,7 +497,7 @@ def test_file_names_that_are_not_utf_8_are_those_of_files_all_the_same(
     draft = tmp_path / os.fsdecode(b"caf\xe9.gguf")
     draft.write_bytes((tiny_models / "draft.gguf").read_bytes())
     strict = {"PYTHONIOENCODING": "utf-8:strict"}  # as in the locales of most people
-    specgen, own = [sys.executable, "-m", "specgen"], ["-t", "1", "-n", "8"]
+    own = ["-t", "1", "-n", "8"]
     target = ["-m", str(tiny_models / "target.gguf")]
     # On a busy machine no costs would be kept.
     idle = (
