@@ -100,7 +100,10 @@ class Command(typer.core.TyperCommand):
             try:
                 given, behind, _ = self.make_parser(ctx).parse_args(args=list(args))
                 if (model := _model_given_first(ctx, given, behind)) is not None:
-                    at = args.index(model)
+                    places = [at for at, word in enumerate(args) if word == model]
+                    # It may be the value of an option as well.
+                    alone = [at for at in places if at == 0 or not args[at - 1].startswith("-")]
+                    at = (alone or places)[0]
                     args = [*args[:at], "--target", *args[at:]]
                     given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             except COMMAND_LINE_ERROR as error:

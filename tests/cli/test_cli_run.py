@@ -63,6 +63,7 @@ def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path:
     # As with other tools: a model stands before the prompt. With -m it is the prompt.
     assert cli(*arguments[1:], PROMPT).out == expected
     assert cli(*arguments[2:], arguments[1], stdin=PROMPT.encode()).out == expected
+    assert cli("-md", arguments[1], *arguments[1:], PROMPT).out == expected
     assert cli(*arguments, arguments[1]).out != expected
 
 
