@@ -43,12 +43,13 @@ COMMANDS = {
     "models": "List, show, download and remove models.",
     "draft": "Find, make or train the best draft for a target.",
 }
-
-
-#: What other tools call these commands.
-_EQUALS = {"ls": "models list", "list": "models list", "pull": "models pull", "rm": "models rm"}
-
-
+#: Names that other tools have for commands, and ours.
+_NAMES_ELSEWHERE = {
+    "ls": "models list",
+    "list": "models list",
+    "pull": "models pull",
+    "rm": "models rm",
+}
 #: Error numbers that mean that standard output cannot be written.
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
 _CLOSED_PIPE = errno.EINVAL if os.name == "nt" else errno.EPIPE
@@ -162,8 +163,8 @@ def _complain_of_usage(error: Exception) -> int:
     command = context.command_path if context is not None else "specgen"
     hint = f"see `{command} --help`"
     unknown = re.fullmatch(r"No such command '(\w+)'\.", message)
-    if unknown and unknown[1] in _EQUALS:
-        hint = f"it is `specgen {_EQUALS[unknown[1]]}` here"
+    if unknown and unknown[1] in _NAMES_ELSEWHERE:
+        hint = f"it is `specgen {_NAMES_ELSEWHERE[unknown[1]]}` here"
     if "unexpected extra argument" in message and command.endswith(" run"):
         hint = "put a prompt of several words into quotes"
     _complain(" ".join(message.split()), hint)
