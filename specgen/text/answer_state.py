@@ -226,6 +226,8 @@ class AnswerState:
     n_prompt: int = field(init=False)
     #: The number of prompt tokens that the cache held already.
     n_cached: int = 0
+    #: The length of the text at which a piece of the prompt ends, so that its state can be stored; 0 for any.
+    stops_at: int = 0
     #: The clock's time when the first piece of the prompt was read; None before.
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.
