@@ -66,8 +66,6 @@ def test_lengths_and_ends() -> None:
     assert chat(ignore_eos=True).generation.ignore_eos
 
 
-
-
 def test_other_spellings_of_values() -> None:
     """What llama.cpp's, vLLM's and ollama's clients send."""
     assert chat(top_k=-1).sampling.top_k == 0
@@ -302,8 +300,6 @@ def test_a_busy_machine_knows_no_gain(others_share: float | None, is_known: bool
     drafts = figures([answer])["speculative"]
     expected = (1.5, [1.4, 1.6]) if is_known else (None, None)
     assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
-
-
 
 
 def test_the_tools_that_may_be_called() -> None:

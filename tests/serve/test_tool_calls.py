@@ -256,13 +256,21 @@ def test_what_is_sent_of_broken_arguments_is_json(written: str) -> None:
             assert calls == [("add", MENDED[written])], (text, pieces)
 
 
-_MARKS = r"""
+_WORDS = r"""
 <tool_call> </tool_call> [TOOL_CALLS] [ARGS] <calls> </calls>
 <function=weather> <parameter=city> </parameter> </function> <![CDATA[ ]]> <arg_key> </arg_key> <arg_value>
 </arg_value> <|tool_call_start|>[ ]<|tool_call_end|> ``` city days weather add " ' \ \u00e9 \ud83d
 { } [ ] ( ) , : = 3 NaN true é 😀
-""".split()
-_MARKS += [" ", "\n", "```json\n", "\n</parameter>\n", "<function=weather>\n", "<parameter=city>\n"]
+"""
+_MARKS = [
+    *_WORDS.split(),
+    " ",
+    "\n",
+    "```json\n",
+    "\n</parameter>\n",
+    "<function=weather>\n",
+    "<parameter=city>\n",
+]
 _MARKS += ['{"name": "weather", "arguments": ', '{"city": "']
 
 
@@ -351,8 +359,6 @@ def test_names_of_tools_may_have_dots_and_slashes() -> None:
     )
     for pieces in cuts(text):
         assert parsed(form("GLM"), pieces)[1] == [("add.more/far:away-", {"note": "7"})]
-
-
 
 
 def test_an_id_may_be_left_out() -> None:
