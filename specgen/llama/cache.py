@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.errors import BackendError, RollbackError
+from specgen.errors import BackendError, DecodeEndedError, RollbackError
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.model import LlamaModel
 from specgen.method.backend import Batch
@@ -339,11 +339,13 @@ class Rewinder:
         n_rows = Counter(sequence for (sequence,) in batch.sequences)
         try:
             logits = self._decode_rows(batch)
-        except BaseException:
-            # The cache may hold any part of the batch: keep nothing of it.
+        except BaseException as error:
+            # The cache may hold any part of the batch: keep nothing of it but a copy that is good still.
             for sequence in n_rows:
                 text = self._texts[sequence]
-                text.n_agreed, text.copied_at = 0, None
+                if not isinstance(error, DecodeEndedError):
+                    text.copied_at = None
+                text.n_agreed = text.copied_at or 0
                 text.n_cached = text.snapshots_from = len(text.tokens) + len(batch)
             raise
         for sequence, n in n_rows.items():

@@ -188,7 +188,7 @@ class Engine:
         return self._scheduler.add(prompt, settings, seed, drafts=draft)
 
     def cancel(self, request: Request) -> None:
-        """End an answer at the next step, with the text that it has by then."""
+        """End an answer with the text that it has: while its prompt is read at once, else at the next step."""
         request.is_cancelled = True
 
     def reload_draft(self) -> bool:
@@ -297,8 +297,9 @@ class Engine:
         with self.stepping:
             events = self._begin_next()
             for request in self._scheduler.busy:
-                if request.is_cancelled:
+                if request.is_cancelled:  # its slot is free for others at once
                     request.running.finish("interrupted")
+                    events += self._settle(request)
             reading = self._scheduler.next_reading()
             if reading is None or self._scheduler.can_read_beside(reading):
                 return events + self._round(reading)
@@ -398,7 +399,8 @@ class Engine:
         """Read a piece of a prompt between two rounds."""
         events: list[Event] = []
         with self._failing([request]):
-            events += self._loop.read(request.running, self._scheduler.n_piece())
+            n_most, is_unwanted = self._scheduler.n_piece(), lambda: request.is_cancelled
+            events += self._loop.read(request.running, n_most, is_unwanted)
             self._store_prefix(request)
             request.events.extend(events)
             events += self._settle(request)
