@@ -78,6 +78,10 @@ class RollbackError(BackendError):
     """The cache could not drop tokens of a sequence."""
 
 
+class DecodeEndedError(BackendError):
+    """A decode was ended before its time, since nobody wants its result."""
+
+
 class OutputError(SpecgenError, exit_code=10):
     """The output could not be written."""
 

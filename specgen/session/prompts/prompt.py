@@ -38,6 +38,8 @@ class Prompt:
     ends: frozenset[int] = frozenset()
     #: The marks of the thoughts that the answer may have.
     thoughts: ThoughtMarks | None = None
+    #: The first message of the user, which all prompts of a conversation have; empty without a conversation.
+    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,9 @@ class Prompts:
         head = chat.head(self.target.vocabulary, *found)
         template = template_of(self.target, has_tools=bool(tools)) or ""
         thoughts = thoughts_behind(found[0], template)
-        return replace(make_prompt(*found), head=head, draft_tokens=own, thoughts=thoughts)
+        subject = next((each.content for each in messages if each.role == "user"), "")
+        prompt = replace(make_prompt(*found), head=head, draft_tokens=own, thoughts=thoughts)
+        return replace(prompt, subject=subject)
 
 
 def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
