@@ -339,7 +339,7 @@ def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
     ]
     assert chat(messages=turns).messages == (
         Message("user", "[result of an earlier call]\n7"),
-        Message("user", "see [image left out: this model reads text]"),
+        Message("user", "see \n[image left out: this model reads text]"),
         Message("assistant", "", (ToolCall("a", "a", {"x": 1}),)),
         Message("tool", "[file left out: this model reads text]", tool_call_id="a", name="a"),
         Message("user", ""),

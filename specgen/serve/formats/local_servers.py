@@ -165,7 +165,7 @@ class LlamaCppWriter(ChatWriter):
                 "has_new_line": "\n" in self._answers[number].text("content"),
                 "stop_type": stop_type,
                 "stopping_word": choice.get("stop_reason", ""),
-                "truncated": False,
+                "truncated": self._answers[number].is_full,
                 "tokens_predicted": timings["predicted_n"],
                 "tokens_evaluated": timings["cache_n"] + timings["prompt_n"],
                 "tokens_cached": timings["cache_n"],

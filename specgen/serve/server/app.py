@@ -378,6 +378,7 @@ class Server:
         return JSONResponse(
             {
                 **about,
+                "model_path": str(session.target.path),
                 "total_slots": engine.n_parallel,
                 "default_generation_settings": {
                     "n_ctx": engine.n_ctx,
