@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.render.rows import Cell, Cleaner, Flow, Row, Run, append_cells, clean, clean_line
+from specgen.render.rows import Cell, Cleaner, Flow, Row, Run, append_cells, clean, clean_line, wrap
 
 FAMILY = "👩‍👩‍👧‍👦"
 #: Characters that terminals, or programs that write to them, stumble over.
@@ -70,6 +70,25 @@ def test_what_stands_for_control_characters(text: str, expected: str) -> None:
 
 def test_a_cleaned_line_has_signs_for_line_feeds() -> None:
     assert clean_line("a\nb\tc") == "a↵b    c"
+
+
+def rows_of(text: str, columns: int) -> list[str]:
+    return [text_of(row) for row in wrap(cells_of(text), columns)]
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("", [""]),
+        ("one two three", ["one two th", "ree"]),
+        ("0123456789 ab", ["0123456789", " ab"]),
+        ("漢字漢字漢字", ["漢字漢字漢", "字"]),
+        ("a漢字漢字漢字", ["a漢字漢字", "漢字"]),
+        ("👍👍👍👍👍👍", ["👍👍👍👍", "👍👍"]),  # terminals may disagree about the width
+    ],
+)
+def test_rows_end_where_the_terminal_ends_them(text: str, rows: list[str]) -> None:
+    assert rows_of(text, 10) == rows
 
 
 def test_tabs_go_to_the_next_stop() -> None:
