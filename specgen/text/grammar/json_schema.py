@@ -2,8 +2,7 @@
 
 JSON is written on one line, with properties in the schema's order. As in llama.cpp and vLLM, an object that lists
 properties has no others, unless `additionalProperties` allows them: left open, small models invent properties, also in
-place of those that are listed. Where a schema closes some of its objects itself, the others are open as it says. What no
-grammar can enforce is refused, or left out by name.
+place of those that are listed. What no grammar can enforce is refused, or left out by name.
 """
 
 from __future__ import annotations
@@ -87,12 +86,10 @@ def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
     schema."""
     root = _parse(schema)
     left_out: list[str] = []
-    parts = list(_parts(root))
-    closes = any(part.get("additionalProperties") is False for part in parts)
-    for part in parts:
+    for part in list(_parts(root)):
         _leave_out_unknown_type(part, root, left_out)
         _put_in_known_keywords(part, left_out)
-    choices = _Choices(root, set() if closes else _close(root), left_out)
+    choices = _Choices(root, _close(root), left_out)
     for part in list(_parts(root)):
         _limit_number_of_properties(part, left_out)
         choices.write(part)
