@@ -19,7 +19,7 @@ from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats import request
 from specgen.serve.formats.openai import read_request
 from tests.helpers.batch import answers, records, text_of, wait_for_results
-from tests.helpers.cli import Result, Specgen, in_process
+from tests.helpers.cli import Result, Specgen, in_process, spawn
 from tests.helpers.templates import FAMILIES
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -283,12 +283,8 @@ def test_bad_files(
 
 
 def child(chat_models: Path, source: Path, out: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "specgen", "batch", str(source), str(out), "-np", "3"]
-    return subprocess.Popen(
-        [*command, "-t", "1", *options(chat_models), "-n", "40"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    own = ("-np", "3", "-t", "1", *options(chat_models), "-n", "40")
+    return spawn("batch", source, out, *own)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")

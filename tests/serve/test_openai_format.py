@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
+from specgen.events import CommittedEvent, Piece, ReasonCount
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import check_tokens, figures
 from specgen.serve.formats.local_servers import read_infill
@@ -64,17 +64,6 @@ def test_lengths_and_ends() -> None:
     assert chat(stop=["x", "yz"]).generation.stop == ("x", "yz")
     assert chat(stop=[]).generation.stop == ()
     assert chat(ignore_eos=True).generation.ignore_eos
-
-
-def test_messages() -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    turns = [
-        {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": parts, "name": "eva"},
-        {"role": "assistant", "content": "", "tool_calls": [], "refusal": None},
-    ]
-    expected = (("system", "be brief"), ("user", "one two"), ("assistant", ""))
-    assert read("chat", messages=turns).messages == tuple(Message(*each) for each in expected)  # type: ignore[arg-type]
 
 
 def test_other_spellings_of_values() -> None:
@@ -236,23 +225,9 @@ def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
 
 
 PIECES = [
-    Piece(
-        1,
-        "é",
-        "accepted",
-        "model",
-        -0.5,
-        (TokenLogprob(1, "\\xa9", -0.5, (0xA9,)), TokenLogprob(3, "e", -1, (0x65,))),
-    ),
+    Piece(1, "é", "accepted", "model"),
     Piece(9, "!", "accepted", "grammar"),
-    Piece(
-        2,
-        " b",
-        "bonus",
-        "target",
-        -0.75,
-        (TokenLogprob(3, "e", -0.5, (0x65,)), TokenLogprob(2, " b", -0.75, (0x20, 0x62))),
-    ),
+    Piece(2, " b", "bonus", "target"),
 ]
 
 
@@ -325,19 +300,6 @@ def test_a_busy_machine_knows_no_gain(others_share: float | None, is_known: bool
     drafts = figures([answer])["speculative"]
     expected = (1.5, [1.4, 1.6]) if is_known else (None, None)
     assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
-
-
-def test_log_probabilities_of_both() -> None:
-    asked = {"logprobs": True, "top_logprobs": 1}
-    content = body("chat", **asked)["choices"][0]["logprobs"]["content"]
-    assert [entry["token"] for entry in content] == ["\\xa9", " b"]
-    assert content[0]["bytes"] == [0xA9]  # the token's own, not those of its character
-    assert [top["token"] for each in content for top in each["top_logprobs"]] == ["\\xa9", "e"]
-    text = body("completion", logprobs=1)["choices"][0]["logprobs"]
-    assert text["tokens"] == ["\\xa9", " b"]
-    assert text["token_logprobs"] == [-0.5, -0.75]
-    assert text["text_offset"] == [0, 2]
-    assert text["top_logprobs"] == [{"\\xa9": -0.5, "e": -1}, {"e": -0.5, " b": -0.75}]
 
 
 def test_the_tools_that_may_be_called() -> None:

@@ -329,30 +329,8 @@ def test_an_answer_without_a_token_is_an_error_when_the_server_ends(
 
 # --- odd values -----------------------------------------------------------------------------------
 
-ODD: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2,
-    2**31,
-    2**63,
-    -(2**63),
-    2**200,
-    0.5,
-    -1e308,
-    1e308,
-]
-ODD += [
-    {"schema": True},
-    "",
-    "x",
-    "\x00",
-    "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
-    "1" * 5000,
-]
+ODD: list[Any] = [None, True, False, 0, -1, 1, 2, 2**31, 2**63, -(2**63), 2**200]
+ODD += [0.5, -1e308, 1e308, {"schema": True}, "", "x", "\x00", "\xed\xa0\x80", "1" * 5000]
 ODD += [[], [[]], {}, [None], [""], ["x", 1], [1, 2], [-1], [2**40], {"a": {}}, [{}], {"type": "x"}]
 ODD += [{"type": "function", "function": {}}, {"type": 1}, [[1, 2], [3]], {"": ""}, [[[[1]]]]]
 #: What one field or another reads within its value.
@@ -390,88 +368,25 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/v1/embeddings": {"input": "x"},
 }
-FIELD_NAMES = [
-    "messages",
-    "prompt",
-    "input",
-    "input_prefix",
-    "input_suffix",
-    "input_extra",
-    "suffix",
-    "system",
-    "instructions",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "max_tokens",
-    "max_completion_tokens",
-    "n_predict",
-    "stop",
-    "stop_sequences",
-    "ignore_eos",
-    "grammar",
-    "json_schema",
-    "response_format",
-    "text",
-    "format",
-    "output_config",
-    "chat_template_kwargs",
-    "stream",
-    "stream_options",
-    "speculative",
-    "logprobs",
-    "top_logprobs",
-    "n",
-    "n_probs",
-    "n_indent",
-    "n_cmpl",
-    "echo",
-    "seed",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "logit_bias",
-    "repeat_penalty",
-    "repeat_last_n",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_sequence_breakers",
-    "xtc_probability",
-    "mirostat",
-    "samplers",
-    "thinking",
-    "enable_thinking",
-    "think",
-    "reasoning",
-    "reasoning_effort",
-    "reasoning_format",
-    "continue_final_message",
-    "add_generation_prompt",
-    "cache_prompt",
-    "return_progress",
-    "response_fields",
-    "t_max_predict_ms",
-    "options",
-    "images",
-    "raw",
-    "content",
-    "tokens",
-    "with_pieces",
-    "add_special",
-    "include",
-    "metadata",
-    "model",
-]
+FIELD_NAMES = """
+    messages prompt input input_prefix input_suffix input_extra suffix system instructions tools
+    tool_choice parallel_tool_calls max_tokens max_completion_tokens n_predict stop
+    stop_sequences ignore_eos grammar json_schema response_format text format output_config
+    chat_template_kwargs stream stream_options speculative logprobs top_logprobs n n_probs
+    n_indent n_cmpl echo seed temperature top_k top_p min_p typical_p logit_bias repeat_penalty
+    repeat_last_n presence_penalty frequency_penalty dry_multiplier dry_sequence_breakers
+    xtc_probability mirostat samplers thinking enable_thinking think reasoning reasoning_effort
+    reasoning_format continue_final_message add_generation_prompt cache_prompt return_progress
+    response_fields t_max_predict_ms options images raw content tokens with_pieces add_special
+    include metadata model
+"""
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_no_value_of_a_field_makes_the_server_fail(server: Running, path: str) -> None:
     """Each is answered or refused by its name; a few of them, by chance."""
     draws, cases = random.Random(path), list[tuple[str, Any]]()
-    for name in FIELD_NAMES:
+    for name in FIELD_NAMES.split():
         cases += [(name, value) for value in (*ODD, *FIELDS_WITHIN.get(name, ()))]
     for name, value in draws.sample(cases, 60):
         found = server.post(path, **{"max_tokens": 2, **BODIES[path], name: value})
