@@ -35,7 +35,7 @@ from specgen.serve.server.options import Limits, ServerOptions, is_loopback
 _T = TypeVar("_T")
 #: Seconds without data after which a comment is sent: soon, so that a client knows that it is heard, and then now and
 #: then, to keep the stream open, in proxies too.
-_FIRST_COMMENT_S, _KEEP_ALIVE_S = 0.2, 5.0
+FIRST_COMMENT_S, _KEEP_ALIVE_S = 0.2, 5.0
 _COMMENT = b": waiting\n\n"
 
 
@@ -141,7 +141,7 @@ class EventStream(StreamingResponse):
 
     async def _events(self, values: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
         nothing: Mapping[str, Any] = {}
-        patience_s = _FIRST_COMMENT_S
+        patience_s = FIRST_COMMENT_S
         while True:
             # The timeout ends only the wait; a slow step goes on.
             following = asyncio.ensure_future(anext(values, nothing))
