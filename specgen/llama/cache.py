@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,6 +222,14 @@ class Rewinder:
 
     def text(self, sequence: int) -> list[int]:
         return self._texts[sequence].tokens
+
+    def restore(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
+        """Give an empty sequence a text and its whole state; return whether llama.cpp took it."""
+        n = len(tokens)
+        if not self._cache.restore(sequence, state, n):
+            return False
+        self._texts[sequence] = _Text(list(tokens), n_cached=n, n_agreed=n, snapshots_from=n)
+        return True
 
     def checkpoint(self, sequence: int) -> None:
         self._texts[sequence].checkpoint_due = True

@@ -268,13 +268,16 @@ class LlamaBackend:
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
         """Let a sequence hold a text whose state another context saved. Return whether llama.cpp took it; the
-        sequence is empty if not. Only for models without a recurrent state."""
+        sequence is empty if not."""
         self.remove(sequence)
-        if not self._cache.restore(sequence, state, len(tokens)):
+        if self._rewinder is not None:
+            is_taken = self._rewinder.restore(sequence, tokens, state)
+        else:
+            is_taken = self._cache.restore(sequence, state, len(tokens))
+            self._texts[sequence] = list(tokens)
+        if not is_taken:
             self.remove(sequence)
-            return False
-        self._texts[sequence] = list(tokens)
-        return True
+        return is_taken
 
     def checkpoint(self, sequence: int) -> None:
         if self._rewinder is not None:

@@ -131,6 +131,8 @@ class AnswerLoop(Loop):
         last row wants logits."""
         text, first = sequence.tokens, sequence.slot.first
         start = self.target.length(first)
+        if start < sequence.stops_at:
+            n_most = min(n_most, sequence.stops_at - start)
         for offset, token in enumerate(text[start : start + n_most]):
             batch.add(token, start + offset, (first,), False)
         is_last = start + n_most >= len(text)

@@ -102,6 +102,7 @@ def running(
     n_ctx: int = N_CTX,
     learn_alone: bool = True,
     between_answers: Callable[[bool], None] = lambda _begins: None,
+    note: Callable[[str], None] = lambda _text: None,
 ) -> Iterator[Running]:
     """Run a server in a thread of this process; it closes the session at the end."""
     options = options or ServerOptions(port=0)
@@ -112,7 +113,7 @@ def running(
         opened = OpenedModel(session, engine, between_answers=between_answers)
         name = options.alias or session.target.name.removesuffix(".gguf")
         entry = ModelEntry(name, lambda _turns, _interrupted: opened)
-        pool = stack.enter_context(ModelPool([entry], options.limits))
+        pool = stack.enter_context(ModelPool([entry], options.limits, note=note))
         pool.load(name)
         server, thread, http = stack.enter_context(answering(pool, options))
         yield Running(str(http.base_url).rstrip("/"), session, engine, http, server, pool, thread)

@@ -81,6 +81,7 @@ FAMILIES = {
         "\n",
         "\n</calls>",
     ),
+    "R1": _calls(f"<one>{_NAME}\n```json\n{_ARGUMENTS}\n```</one>", "<calls>", "\n", "</calls>"),
     "LFM": _calls(
         _NAME
         + "("

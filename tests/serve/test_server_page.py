@@ -217,6 +217,18 @@ def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:
     assert body["messages"] == [{"role": "user", "content": QUESTION}]
 
 
+def test_how_far_a_prompt_is_read_is_shown(page: Page) -> None:
+    assert send(page)["return_progress"] is True
+    shown = page.evaluate("""async () => {
+        const { Figures } = await import("./page/figures.js");
+        const figures = new Figures(0);
+        const prompt_progress = { total: 4000, cache: 1000, processed: 2500, time_ms: 3000 };
+        figures.count({ prompt_progress }, [], 1);
+        return figures.running();
+    }""")
+    assert shown == "reading the prompt: 63% of 4000 tokens, 3.00 s left"
+
+
 def test_thoughts_are_faint_and_no_part_of_the_conversation(markdown: Page) -> None:
     page = markdown
     deltas = [{"reasoning_content": "Two and two."}, {"content": "four"}]

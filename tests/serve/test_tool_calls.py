@@ -97,6 +97,7 @@ TEXTS = [
     f"So: {ADD}",
     "``",
     "<tool_call>" + "[" * 5_000,
+    '<tool_call>{"name": "add", "arguments": "no object"}</tool_call>',
 ]
 
 
@@ -118,6 +119,8 @@ WRITTEN: dict[str, str] = {
     '</parameter>\n</invoke>\n<invoke name="add">\n<parameter name="numbers">[]</parameter>\n</invoke>\n</calls>',
     "DeepSeek": '<calls>\n<call name="weather">\n<arg name="city" string="true">K</arg>\n<arg name="days" string="false">'
     '3</arg>\n</call>\n<call name="add">\n<arg name="numbers" string="false">[]</arg>\n</call>\n</calls>',
+    "R1": '<calls><one>weather\n```json\n{"city": "K", "days": 3}\n```</one>\n<one>add\n```json\n{"numbers": []}\n```'
+    "</one></calls>",
     "LFM": "<|tool_call_start|>[weather(city='K', days=3), add(numbers=[])]<|tool_call_end|>",
 }
 
@@ -324,6 +327,11 @@ def test_calls_of_each_family_are_read_however_they_are_cut(name: str) -> None:
         for pieces in cuts(text):
             content, calls, _ = parsed(form(name), pieces)
             assert (content.strip(), calls) == ((before + after).strip(), expected), pieces
+
+
+def test_a_list_of_something_else_is_content() -> None:
+    for pieces in cuts(text := '[TOOL_CALLS][ 3 "a", {"name": "add"}]'):
+        assert parsed(MISTRAL, pieces) == (text, [], [])
 
 
 @pytest.mark.parametrize("name", WRITTEN)
