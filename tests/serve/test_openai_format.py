@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specgen.events import CommittedEvent, Piece, ReasonCount
+from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import figures
 from specgen.serve.formats.local_servers import read_infill
@@ -292,6 +292,14 @@ def test_a_busy_machine_knows_no_gain(others_share: float | None, is_known: bool
     drafts = figures([answer])["speculative"]
     expected = (1.5, [1.4, 1.6]) if is_known else (None, None)
     assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
+
+
+def test_the_bytes_of_a_token_are_not_those_of_its_character() -> None:
+    own = TokenLogprob(1, "\\xa9", -0.5, (0xA9,))
+    piece = Piece(1, "é", "accepted", "model", -0.5, (own,))
+    _, made = written(chat(logprobs=True), piece)
+    (entry,) = made["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == ("\\xa9", [0xA9])
 
 
 def test_the_tools_that_may_be_called() -> None:
