@@ -54,9 +54,12 @@ _BLOCK = 64
 _N_SEEN, _N_WAITING = 128, 4
 #: A text is stored if reading it takes so many times as long as loading it.
 _WORTH = 3.0
+#: How quick loading is supposed to be before any was measured.
+BYTES_PER_S = 1e9
 #: What the store may take of the free disk, and at most.
 _SHARE, _MOST_BYTES = 0.1, 20 * 10**9
-_CHUNK = 16 << 20
+#: Bytes that are written at once.
+CHUNK = 16 << 20
 #: What a process that was killed left is deleted after so many seconds.
 _LEFT_S = 3600.0
 
@@ -158,10 +161,10 @@ def write_text(
     line = json.dumps({**header, "n_bytes": n_bytes, "crc32": crc32}).encode()
     with path.open("ab") as file:
         file.write(line + b"\n" + tokens.tobytes())
-        for start in range(0, len(state), _CHUNK):
+        for start in range(0, len(state), CHUNK):
             if stopped():
                 return False
-            file.write(state[start : start + _CHUNK].data)
+            file.write(state[start : start + CHUNK].data)
     return True
 
 
@@ -203,7 +206,7 @@ class PrefixStore:
         self._due: dict[tuple[Backend, int], _Due] = {}
         self._seen = KeptResults(folder / "seen.json", _N_SEEN)
         self._run = secrets.token_hex(4)
-        self._bytes_per_s = 1e9
+        self._bytes_per_s = BYTES_PER_S
         self._writer = ThreadPoolExecutor(1, "prefix store")
         self._waiting: list[Future[None]] = []
         self._is_stopped = False
@@ -319,7 +322,8 @@ class PrefixStore:
         if n < len(saved.tokens):
             backend.remove(sequence, n)
         seconds = self._clock() - started
-        self._bytes_per_s = saved.n_bytes / max(seconds, 1e-6)
+        if saved.n_bytes > CHUNK:  # little says nothing of the disk
+            self._bytes_per_s = saved.n_bytes / seconds
         with contextlib.suppress(OSError):
             os.utime(saved.path)  # the least recently used goes first
         _log.info("%s: %d tokens were loaded in %.2f s", context.backend.model.name, n, seconds)
