@@ -115,15 +115,7 @@ def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
 
 
 def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> list[int]:
-    """Return a prompt's tokens, with the beginning-of-text token if the model wants one. Raise
-    `PromptError` if the text has half a surrogate pair, which UTF-8 cannot express."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"the prompt has half a surrogate pair, {text[error.start]!r}, at character {error.start}",
-            hint="give text that UTF-8 can express",
-        ) from None
+    """Return a prompt's tokens, with the beginning-of-text token if the model wants one. Raise `PromptError`."""
     # A chat template may have written the beginning-of-text token already.
     add_special = not (parse_special and _begins(vocabulary, text))
     return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -259,6 +251,5 @@ def check_length(vocabulary: LlamaVocabulary, text: str, n_ctx: int | None) -> N
         return
     n_least = vocabulary.fewest_tokens(text)
     if n_least > n_ctx:
-        raise PromptLengthError(
-            f"the prompt has at least {n_least} tokens, but the context has {n_ctx}"
-        )
+        what = f"the prompt has at least {n_least} tokens, but the context has {n_ctx}"
+        raise PromptLengthError(what, n_least, n_ctx)
