@@ -29,6 +29,7 @@ from specgen.errors import BackendError, RollbackError
 from specgen.llama import LlamaBackend, build
 from specgen.llama.gguf_file import parts_of
 from specgen.llama.kernels.attached import attached
+from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.method.backend import Backend
 from specgen.models.files import size_of
 from specgen.options import ContextOptions, PrefixOptions
@@ -166,6 +167,13 @@ def write_text(
                 return False
             file.write(state[start : start + CHUNK].data)
     return True
+
+
+def marks_in(vocabulary: LlamaVocabulary, tokens: Sequence[int] | NDArray[np.int32]) -> list[int]:
+    """Return where control tokens are in a text: at the ends of messages, among others."""
+    found = [token for token in np.unique(tokens).tolist() if vocabulary.is_control(token)]
+    places: list[int] = np.flatnonzero(np.isin(tokens, found)).tolist()
+    return places
 
 
 # --- the store
@@ -340,9 +348,7 @@ class PrefixStore:
         self, context: CachedContext, key: str, tokens: NDArray[np.int32], subject: str
     ) -> int:
         """Return the length of the prefix that is worth storing, 0 for none, and remember the prompt."""
-        n, vocabulary = len(tokens), context.backend.vocabulary
-        controls = [token for token in np.unique(tokens).tolist() if vocabulary.is_control(token)]
-        marks = np.flatnonzero(np.isin(tokens, controls)).tolist()
+        n, marks = len(tokens), marks_in(context.backend.vocabulary, tokens)
         shared, blocks = n - 1, range(_BLOCK, n, _BLOCK)
         if self._options.kept == "shared":
             shared = self._shared(key, tokens, {n, *marks, *blocks}, subject)

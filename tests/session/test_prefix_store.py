@@ -41,7 +41,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, architecture in CACHES.items():
         config = TinyConfig(architecture=architecture, n_ctx_train=2048)
         write_models(folder, {name: config, f"{name} draft": config.draft(0.1)})
-    write_models(folder, {"chat": TinyConfig(n_ctx_train=2048, chat_template=CHATML_TEMPLATE)})
+    for name, architecture in CACHES.items():
+        config = TinyConfig(
+            architecture=architecture, n_ctx_train=2048, chat_template=CHATML_TEMPLATE
+        )
+        write_models(folder, {f"{name} chat": config})
     for mtp in MTP:
         write_mtp_model(folder / f"{mtp}.gguf", mtp, n_ctx_train=2048)
     return folder
@@ -163,13 +167,36 @@ def test_a_model_that_cannot_go_back_takes_whole_entries_only(
     assert again.n_cached_tokens >= LEAST_TOKENS
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_turn_whose_past_is_written_otherwise_reads_only_what_is_new(
+    models: Path, cache: str, drafted: bool
+) -> None:
+    target = models / f"{cache} chat.gguf"
+    draft = f"{cache} draft" if drafted else "none"
+    with session_on(target, None, draft=draft) as session, Engine(session) as engine:
+        first = talked(engine, session, "cat and more")
+        second = talked(engine, session, "cat and more", "not what it said", "self")
+        third = talked(engine, session, "cat and more", "not what it said", "self", "is", "for")
+    with session_on(target, None) as session, Engine(session) as engine:
+        assert talked(engine, session, "cat and more").token_ids == first.token_ids
+    turns = ("cat and more", "not what it said", "self")
+    for ended, told in ((second, turns), (third, (*turns, "is", "for"))):
+        with session_on(target, None) as session, Engine(session) as engine:
+            assert talked(engine, session, *told).token_ids == ended.token_ids
+    assert first.n_prompt_tokens - 20 < second.n_cached_tokens < third.n_cached_tokens
+
+
 # --- what is stored
 
 
 def test_a_conversation_is_not_stored_and_a_prompt_that_came_once_is_nowhere(
     models: Path, tmp_path: Path
 ) -> None:
-    target, letter = models / "chat.gguf", "I am not the else that it be, with self in the for " * 6
+    target, letter = (
+        models / "attention chat.gguf",
+        "I am not the else that it be, with self in the for " * 6,
+    )
     with session_on(target, tmp_path) as session, Engine(session) as engine:
         secret = session.prompts.of_text(letter, chat=False).tokens
         for turns in (
