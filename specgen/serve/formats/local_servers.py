@@ -253,6 +253,16 @@ def _written(requests: tuple[Request, ...], field: str) -> tuple[Request, ...]:
     return tuple(replace(request, n=1, writer=writer) for request in requests)
 
 
+def ollama_embeddings(
+    vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
+) -> bytes:
+    """Return the body of a response with vectors that are JSON already. Clients of the older path read `embedding`."""
+    rest: Json = {"model": model, "prompt_eval_count": n_tokens, "warnings": [*warnings]}
+    data = ", ".join(vectors)
+    first = f'{{"embedding": {vectors[0]}, "embeddings": [{data}], '
+    return f"{first}{json.dumps(rest)[1:]}".encode()
+
+
 class OllamaWriter(AnswerWriter):
     """Writes one answer, whole or in lines. `field` has the answer: ``message`` in a chat, or ``response``."""
 
