@@ -30,7 +30,7 @@ from tests.tiny import TinyConfig
 from tests.tiny.config import CHATML_TEMPLATE
 
 SYSTEM = "the cat is in the else for with that it be not self " * 56
-CONTEXT = replace(EXACT, n_ctx=1024, n_batch=128)
+CONTEXT = replace(EXACT, n_ctx=1280, n_batch=128)
 MTP: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35")
 QUESTIONS = ("cat and more", "self is it", "not in the end", "with that")
 
