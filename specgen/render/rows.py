@@ -2,9 +2,10 @@
 
 A `Cell` is what a reader takes for one character (a letter with its accents, an emoji of several code points).
 Terminals disagree about the width of emoji sequences, so a cell's width is the largest that is usual, and a row never
-runs over the edge. Lines are broken where the terminal itself would break them, so that it joins their rows when text
-is copied. A row never depends on anything after the first cell of the next row, so all rows of a growing text (`Flow`)
-except the last are settled.
+runs over the edge. Lines of prose are broken between words. Lines of code and tables, and words that are longer than a
+row, are broken where the terminal itself would break them, so that it joins their rows when text is copied. A row never
+depends on anything after the first cell of the next row, so all rows of a growing text (`Flow`) except the last are
+settled.
 """
 
 from __future__ import annotations
@@ -187,6 +188,8 @@ class RoundReader:
 
 # --- cells and rows
 
+#: Characters that show whether a line is code.
+_N_BEGINNING = 16
 #: Distance of the tab stops, in columns.
 TAB_COLUMNS = 8
 #: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not writing,
@@ -257,6 +260,8 @@ class Row:
     width: int
     #: The next row goes on without a line feed: the terminal itself breaks the line there.
     joined: bool = False
+    #: Spaces between this row's last word and the next row's first, which are not drawn.
+    gap: tuple[Cell, ...] = ()
 
     def runs(self) -> Iterator[tuple[str, str]]:
         """Yield (text, mark) for neighbouring cells that look the same."""
@@ -271,7 +276,13 @@ class Row:
 EMPTY_ROW = Row((), 0)
 
 
-def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) -> list[Row]:
+def wrap(
+    cells: Sequence[Cell],
+    columns: int,
+    first_columns: int | None = None,
+    *,
+    between_words: bool = False,
+) -> list[Row]:
     """Lay one line out in at least one row, the first with room for `first_columns`, if that is less than `columns`.
     A row is as wide as the screen only if all its cells have an exact width, otherwise one column less."""
     rows: list[Row] = []
@@ -285,10 +296,30 @@ def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) 
             width, end = width + cell.width, end + 1
         if end == start < len(cells) and room == columns:
             width, end = cells[start].width, end + 1
+        if end < len(cells) and between_words and (cut := _last_word(cells, start, end)):
+            end, after = cut
+            width = sum(cell.width for cell in cells[start:end])
+            rows.append(Row(tuple(cells[start:end]), width, gap=tuple(cells[end:after])))
+            start, room = after, columns
+            continue
         rows.append(Row(tuple(cells[start:end]), width, width == columns and end < len(cells)))
         if end == len(cells):
             return rows
         start, room = end, columns
+
+
+def _last_word(cells: Sequence[Cell], start: int, end: int) -> tuple[int, int] | None:
+    """Return where a row with room for `cells[start:end]` ends between words, and where the next one begins; None if
+    it has no such place in its second half."""
+    for n in range(end, start + (end - start) // 2, -1):
+        if cells[n].text == " ":
+            before = n
+            while before > start and cells[before - 1].text == " ":
+                before -= 1
+            return (before, n + 1) if before > start else None
+        if cells[n].width > 1 or cells[n - 1].width > 1:  # scripts without spaces
+            return (n, n) if n < end else None
+    return None
 
 
 class Flow:
@@ -303,6 +334,9 @@ class Flow:
         self.rows: list[Row] = [EMPTY_ROW]
         #: Columns of the last line before its last row; tab stops depend on it.
         self._columns_before = 0
+        #: Whether the text is in a block of code, and whether its last line begins or ends one, and is broken at any
+        #: character.
+        self._in_code = self._is_fence = self._is_literal = False
 
     def feed(self, runs: Iterable[Run]) -> None:
         """Add text. Rejected text does not break lines: its line feeds are shown as signs."""
@@ -315,6 +349,7 @@ class Flow:
             self._append(cells, first, run.mark)
             for part in others:
                 self._lay_out(cells)
+                self._in_code ^= self._is_fence
                 self._settled += self.rows
                 self.rows, self._columns_before, cells = [EMPTY_ROW], 0, []
                 self._append(cells, part, run.mark)
@@ -324,7 +359,7 @@ class Flow:
         """Lay out the rows that were not handed out for another width."""
         self.columns = columns
         self._columns_before -= sum(row.width for row in self.rows[:-1])
-        cells = [cell for row in self.rows for cell in row.cells]
+        cells = [cell for row in self.rows for cell in (*row.cells, *row.gap)]
         self.rows = [EMPTY_ROW]
         self._lay_out(cells)
 
@@ -360,6 +395,10 @@ class Flow:
 
     def _lay_out(self, cells: list[Cell]) -> None:
         """Replace the growing row by these cells."""
-        rows = wrap(cells, self.columns)
+        if not self._columns_before:  # it is the line's first
+            beginning = "".join(cell.text for cell in cells[:_N_BEGINNING])
+            self._is_fence = beginning.lstrip().startswith(("```", "~~~"))
+            self._is_literal = self._in_code or beginning.startswith(("    ", "|"))
+        rows = wrap(cells, self.columns, between_words=not self._is_literal)
         self.rows[-1:] = rows
         self._columns_before += sum(row.width for row in rows[:-1])
