@@ -74,7 +74,7 @@ def chat(
     Each turn decodes only what is new. In a pipe each line is a message, and only answers go to
     standard output. The message /help lists the commands, such as /undo and /save.
     """
-    output.check(setup.answer)
+    setup = replace(setup, answer=output.needs(setup.answer))
     output = replace(output, stats=stats, newline=False)  # each answer ends its line
     path = None if name is None else _session_file(name)
     text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())

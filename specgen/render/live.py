@@ -21,6 +21,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import Show
+from specgen.render.rounds import RoundsRenderer
 from specgen.render.rows import (
     LEGEND,
     Cell,
@@ -380,6 +381,8 @@ def make_renderer(
         return JsonlRenderer(stdout.buffer)
     errors = make_console(stderr, environ)
     notice = None if quiet else partial(print_notice, errors, verbose=verbose)
+    if show == "rounds":
+        return RoundsRenderer(console, notice, verbose=verbose)
     is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
     if stdout.isatty() and not is_dumb:
         return LiveRenderer(console, show, notice, thought=folded or (Thought if thinks else None))

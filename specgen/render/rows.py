@@ -82,16 +82,16 @@ def clean_line(text: str) -> str:
 
 # --- marks
 
-#: The origin of a piece of text; ``faint`` marks text that is not the answer, such as the reason of a round.
+#: The origin of a piece of text; ``faint`` marks text that is not the answer, such as thoughts.
 Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
 #: The marks of a legend: all except those that only grammars cause.
 LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
-#: By mark. The colours are the terminal's own sixteen, which suit dark and light backgrounds, and the attributes say
-#: the same without them: accepted tokens are underlined, tokens that the target chose itself bold, bonus tokens both.
+#: By mark. The colours are the terminal's own sixteen, which suit dark and light backgrounds. What matters most is said
+#: without them, too: accepted tokens are underlined, and rejected ones struck through.
 STYLES: Mapping[str, Style] = {
     "accepted": Style(color="green", underline=True),
-    "corrected": Style(color="magenta", bold=True),
-    "bonus": Style(color="cyan", bold=True, underline=True),
+    "corrected": Style(color="magenta"),
+    "bonus": Style(color="cyan"),
     "plain": Style.null(),
     "forced": Style(color="blue"),
     "rejected": Style(color="red", strike=True),
@@ -102,16 +102,22 @@ STYLES: Mapping[str, Style] = {
 Pens: TypeAlias = Mapping[str, tuple[str, str]]
 
 
+def styles_on(console: Console) -> Mapping[str, Style]:
+    """Return the style of each mark on this console. Without colours (NO_COLOR) the attributes stay, the target's own
+    tokens are bold, and rejected text is also dimmed: not every terminal strikes text through."""
+    if not console.no_color:
+        return STYLES
+    bold = {mark: STYLES[mark] + Style(bold=True) for mark in ("corrected", "bonus")}
+    rejected = STYLES["rejected"] + STYLES["faint"]
+    styles = {**STYLES, **bold, "rejected": rejected}
+    return {mark: style.without_color for mark, style in styles.items()}
+
+
 def pens(console: Console) -> Pens:
-    """Return the escape codes for each mark on this console. Without colours (NO_COLOR) the attributes stay, and
-    rejected text is also dimmed: not every terminal strikes text through."""
-    styles = dict(STYLES)
-    if console.no_color:
-        styles["rejected"] += styles["faint"]
-        styles = {mark: style.without_color for mark, style in styles.items()}
+    """Return the escape codes for each mark on this console."""
     system = None if console.color_system is None else ColorSystem.STANDARD
     found = {"": ("", "")}
-    for mark, style in styles.items():
+    for mark, style in styles_on(console).items():
         before, _, after = style.render("\0", color_system=system).partition("\0")
         found[mark] = (before, after)
     return found
@@ -136,27 +142,19 @@ class Round:
     pieces: tuple[Piece, ...]
     #: (index of the piece that took its place, text) for each rejected branch of the draft.
     rejected: tuple[tuple[int, str], ...]
-    #: Why the round drafted what it drafted, in words; empty if the round before had the same reason.
-    reason: str = ""
 
     def runs(self, *, shows_all: bool) -> Iterator[Run]:
-        """Yield the text in order, and with `shows_all` each rejected branch at its position, and the
-        reason at the end of the round's last line. A branch is struck out if it was the only one and no
-        drafted token took its place; otherwise it is in brackets, so that the text stays legible."""
+        """Yield the text in order, and with `shows_all` each rejected branch at its position. A branch is struck out if
+        it was the only one and no drafted token took its place; otherwise it is in brackets, so that the text stays
+        legible."""
         for index, piece in enumerate(self.pieces):
             lost = [text for place, text in self.rejected if place == index and text]
             if shows_all and len(lost) == 1 and piece.kind != "accepted":
                 yield Run(lost[0], "rejected")
             elif shows_all and lost:
                 yield Run(f"[{'|'.join(lost)}]".replace("\n", "\\n"), "aside")
-            has_reason = shows_all and self.reason and index == len(self.pieces) - 1
-            line = piece.text.rstrip("\n") if has_reason else piece.text
-            if line:
-                yield Run(line, piece.kind)
-            if has_reason:
-                yield Run(f" [{self.reason}]", "faint")
-            if line != piece.text:
-                yield Run(piece.text.removeprefix(line), piece.kind)
+            if piece.text:
+                yield Run(piece.text, piece.kind)
 
 
 class RoundReader:
@@ -165,7 +163,6 @@ class RoundReader:
     def __init__(self) -> None:
         self._nodes: tuple[DraftNode, ...] = ()
         self._rejected: tuple[tuple[int, str], ...] = ()
-        self._reason: str | None = None
 
     def read(self, event: Event) -> Round | None:
         """Return the round at its last event; None at the others."""
@@ -180,9 +177,7 @@ class RoundReader:
             )
         if not isinstance(event, CommittedEvent):
             return None
-        reason = event.reason_text or "" if event.reason != self._reason else ""
-        found = Round(event.pieces, self._rejected, reason)
-        self._rejected, self._reason = (), event.reason or self._reason
+        found, self._rejected = Round(event.pieces, self._rejected), ()
         return found
 
 
