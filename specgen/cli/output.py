@@ -43,8 +43,8 @@ class Output:
     stats: bool | None = _output(
         None,
         "--stats/--no-stats",
-        "Print a summary on standard error after the answer.",
-        show_default="stats, but not with --json or --quiet",
+        "Print all figures of an answer on standard error after it, or nothing.",
+        show_default="one line, but not with --json or --quiet",
     )
     json: bool = _output(
         False, "--json", "Print events instead of the answer, a JSON object on each line."
@@ -129,6 +129,7 @@ class Output:
                 finished,
                 draft=prompt.draft,
                 kernels=prompt.kernels,
+                whole=self.stats is True,
                 show_legend=is_coloured and sys.stderr.isatty(),
             )
         return finished

@@ -240,7 +240,10 @@ class _Status:
         elif isinstance(event, ReadingEvent):
             self._reading = [reading(event), *self._reading[-3:]]
         elif isinstance(event, DraftedEvent):
-            self._n_drafted += len(event.nodes)
+            depths: list[int] = []
+            for node in event.nodes:
+                depths.append(1 if node.parent < 0 else depths[node.parent] + 1)
+            self._n_drafted += max(depths, default=0)
         elif isinstance(event, VerifiedEvent):
             self._n_accepted += len(event.accepted)
         elif isinstance(event, CommittedEvent):
