@@ -256,4 +256,4 @@ def test_the_summary_never_follows_the_answer_in_its_line(models: Path, tmp_path
         for errors in (subprocess.STDOUT, pipe)
     )
     assert not alone.stdout.endswith(b"\n")
-    assert both.stdout.startswith(alone.stdout + b"\nanswer: 4 tokens")
+    assert both.stdout.startswith(alone.stdout + b"\n4 tokens")
