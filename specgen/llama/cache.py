@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.errors import BackendError, RollbackError
+from specgen.errors import BackendError, DecodeEndedError, RollbackError
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.model import LlamaModel
 from specgen.method.backend import Batch
@@ -223,6 +223,14 @@ class Rewinder:
     def text(self, sequence: int) -> list[int]:
         return self._texts[sequence].tokens
 
+    def restore(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
+        """Give an empty sequence a text and its whole state; return whether llama.cpp took it."""
+        n = len(tokens)
+        if not self._cache.restore(sequence, state, n):
+            return False
+        self._texts[sequence] = _Text(list(tokens), n_cached=n, n_agreed=n, snapshots_from=n)
+        return True
+
     def checkpoint(self, sequence: int) -> None:
         self._texts[sequence].checkpoint_due = True
 
@@ -331,11 +339,13 @@ class Rewinder:
         n_rows = Counter(sequence for (sequence,) in batch.sequences)
         try:
             logits = self._decode_rows(batch)
-        except BaseException:
-            # The cache may hold any part of the batch: keep nothing of it.
+        except BaseException as error:
+            # The cache may hold any part of the batch: keep nothing of it but a copy that is good still.
             for sequence in n_rows:
                 text = self._texts[sequence]
-                text.n_agreed, text.copied_at = 0, None
+                if not isinstance(error, DecodeEndedError):
+                    text.copied_at = None
+                text.n_agreed = text.copied_at or 0
                 text.n_cached = text.snapshots_from = len(text.tokens) + len(batch)
             raise
         for sequence, n in n_rows.items():

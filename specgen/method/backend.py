@@ -3,7 +3,7 @@ one or more of these, so that the branches of a tree share the cells of their co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, TypeAlias
 
@@ -82,6 +82,9 @@ class Backend(Protocol):
     n_sequences: int
     rollback: Rollback
     n_decoded_rows: int
+    #: If it is set, it is asked during decodes, where that is possible (not on a GPU). If it returns True, the decode
+    #: ends with a `DecodeEndedError`, and the text is as it was before.
+    is_unwanted: Callable[[], bool] | None
 
     @property
     def vocabulary(self) -> Vocabulary: ...

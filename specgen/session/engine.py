@@ -23,12 +23,14 @@ from specgen.errors import (
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.method.tables import CostTable
+from specgen.models.files import prefixes_folder
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prompt_cache import CachedContext, PromptCache
+from specgen.session.prefix_store import CachedContext, PrefixStore
+from specgen.session.prompt_cache import PromptCache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.session.scheduler import Scheduler
@@ -82,6 +84,7 @@ class Engine:
         learning = session.options.learning
         self._kept = KeptAnswers(learning) if learning is not None else None
         self._notices: deque[str] = deque()
+        self._prefixes: PrefixStore | None = None
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._resources.close)
@@ -100,6 +103,7 @@ class Engine:
             self._notices.extend(session.notices(self.n_ctx))
             if session.options.prompt_cache is not None:
                 self._use_prompt_cache(session.options.prompt_cache)
+            self._open_prefixes()
             on_error.pop_all()
 
     @classmethod
@@ -184,7 +188,7 @@ class Engine:
         return self._scheduler.add(prompt, settings, seed, drafts=draft)
 
     def cancel(self, request: Request) -> None:
-        """End an answer at the next step, with the text that it has by then."""
+        """End an answer with the text that it has: while its prompt is read at once, else at the next step."""
         request.is_cancelled = True
 
     def reload_draft(self) -> bool:
@@ -198,6 +202,8 @@ class Engine:
             self.drafts = ()
             self._session.change_draft(self._session.draft_source)
             self.drafts = self._open_drafts()
+            if self._prefixes is not None:
+                self._prefixes.serve(self._cached_contexts())
             return True
 
     def notify(self, message: str) -> None:
@@ -225,11 +231,33 @@ class Engine:
 
     def _cached_contexts(self) -> list[CachedContext]:
         options = self._session.options
-        found = [CachedContext(self.target, options.target_context)]
-        if not self._reads_rows:
-            own = (draft for draft in self.drafts if draft.rollback == "cells")
-            found += (CachedContext(draft, options.draft_context) for draft in own)
+        found = [CachedContext(self.target, options.target_context, "target")]
+        draft = self._session.draft
+        if draft is not None and draft.reads != "cache":  # that has no cache of its own
+            named = ((each, f"{draft.origin} {n}") for n, each in enumerate(self.drafts))
+            own = ((each, name) for each, name in named if each.rollback == "cells")
+            found += (CachedContext(each, options.draft_context, name) for each, name in own)
         return found
+
+    def _open_prefixes(self) -> None:
+        """Use the store of prefixes, if the options ask for one."""
+        options, wanted = self._session.options, self._session.options.prefixes
+        if wanted is None or wanted.kept == "off":
+            return
+        if options.cache is None or self.target.model.is_remote:
+            return
+        store = PrefixStore(prefixes_folder(options.cache), wanted, self._session.clock)
+        self._resources.callback(store.close)
+        store.serve(self._cached_contexts())
+        self._prefixes = store
+        for slot in self.slots:
+            slot.store = store
+
+    def _store_prefix(self, request: Request) -> None:
+        """Store what was read of a prompt, where it is due."""
+        slot = request.slot
+        if self._prefixes is not None and slot is not None:
+            self._prefixes.take(self.target, slot.branches(self.target).first)
 
     @property
     def _reads_rows(self) -> bool:
@@ -269,8 +297,9 @@ class Engine:
         with self.stepping:
             events = self._begin_next()
             for request in self._scheduler.busy:
-                if request.is_cancelled:
+                if request.is_cancelled:  # its slot is free for others at once
                     request.running.finish("interrupted")
+                    events += self._settle(request)
             reading = self._scheduler.next_reading()
             if reading is None or self._scheduler.can_read_beside(reading):
                 return events + self._round(reading)
@@ -326,6 +355,7 @@ class Engine:
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
             n_again, own = int(self._reads_rows), request.settings.generation
             tokens = request.prompt.tokens[: None if own.uses_cache else 1]
+            slot.subject = request.prompt.subject
             slot.share_prefix(self.target, tokens, n_again=n_again)
             request.sequence = self._factory.sequence(
                 request.prompt,
@@ -337,7 +367,11 @@ class Engine:
                 slot=slot,
                 index=request.index,
             )
+            if self._prefixes is not None:
+                first = slot.branches(self.target).first
+                request.sequence.stops_at = self._prefixes.due(self.target, first)
             self._prepare(request, request.sequence)
+            self._store_prefix(request)
             slot.request = request
             draft = session.draft if request.drafts else None
             grammar = request.settings.generation.grammar
@@ -365,7 +399,9 @@ class Engine:
         """Read a piece of a prompt between two rounds."""
         events: list[Event] = []
         with self._failing([request]):
-            events += self._loop.read(request.running, self._scheduler.n_piece())
+            n_most, is_unwanted = self._scheduler.n_piece(), lambda: request.is_cancelled
+            events += self._loop.read(request.running, n_most, is_unwanted)
+            self._store_prefix(request)
             request.events.extend(events)
             events += self._settle(request)
         return events
@@ -382,6 +418,8 @@ class Engine:
         requests = {request.index: request for request in busy}
         for event in events:
             requests[event.sequence].events.append(event)
+        if reading is not None:
+            self._store_prefix(reading)
         for request in busy:
             events += self._settle(request)
         return events
@@ -414,6 +452,9 @@ class Engine:
             self._fail(request, sequence.failure)
             return []
         notices = []
+        if self._prefixes is not None and request.slot is not None:
+            for context in self.drafts:
+                self._prefixes.take(context, request.slot.branches(context).first, cuts=True)
         try:
             self._keep(request.prompt, sequence.tokens)
         except OutputError as error:  # the answer itself has not failed

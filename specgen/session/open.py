@@ -31,6 +31,7 @@ from specgen.options import (
     DraftOptions,
     GenerationOptions,
     KernelOptions,
+    PrefixOptions,
     SamplerOptions,
     SessionOptions,
 )
@@ -73,6 +74,7 @@ def session_options(
     *,
     learn: bool = False,
     prompt_cache: Path | None = None,
+    prefixes: PrefixOptions | None = None,
 ) -> SessionOptions:
     """With `learn`, answers are kept: drafts learn from them, and n-grams are looked up in them."""
     learning = None
@@ -91,6 +93,7 @@ def session_options(
         cache=cache_folder(),
         learning=learning,
         prompt_cache=prompt_cache,
+        prefixes=prefixes,
     )
 
 

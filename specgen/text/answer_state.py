@@ -227,8 +227,11 @@ class AnswerState:
     stopped_by: str | None = None
     failure: SpecgenError | None = None
     n_prompt: int = field(init=False)
-    #: The number of prompt tokens that the cache held already.
+    #: The number of prompt tokens that the cache held already, and that it holds now.
     n_cached: int = 0
+    n_read: int = 0
+    #: The length of the text at which a piece of the prompt ends, so that its state can be stored; 0 for any.
+    stops_at: int = 0
     #: The clock's time when the first piece of the prompt was read; None before.
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.
@@ -252,11 +255,6 @@ class AnswerState:
     def answer(self) -> list[int]:
         """The answer's tokens, without the one that ended it."""
         return self.tokens[self.n_prompt : self.n_prompt + self.n_answer]
-
-    @property
-    def n_read(self) -> int:
-        """The number of prompt tokens that the cache held before; all once the prompt is read."""
-        return self.n_prompt if self.is_started else self.n_cached
 
     def offer(self, n_most: int) -> Offer:
         """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes now.

@@ -16,8 +16,7 @@ import pytest
 
 from specgen.cli import output
 from specgen.method.tables import CostTable
-from tests.helpers.cli import Result, complaint, events_of, in_process
-from tests.helpers.common import ROOT
+from tests.helpers.cli import Result, complaint, ended, events_of, in_process
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import INFILL_TOKENS
 
@@ -248,12 +247,9 @@ def test_a_model_without_gaps_is_refused_before_a_draft_is_chosen(
 
 def test_the_summary_never_follows_the_answer_in_its_line(models: Path, tmp_path: Path) -> None:
     (tmp_path / "x").write_text(TEXT)
-    command = [sys.executable, "-m", "specgen", "fim", f"{tmp_path / 'x'}:1", "-n", "4", "-m"]
-    command += [str(models / "target.gguf"), "-md", "none"]
-    environment, pipe = {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    command = ("fim", f"{tmp_path / 'x'}:1", "-n", "4", "-m", models / "target.gguf", "-md", "none")
     both, alone = (
-        subprocess.run(command, stdout=pipe, stderr=errors, env=environment, check=True)
-        for errors in (subprocess.STDOUT, pipe)
+        ended(*command, stderr=errors).stdout for errors in (subprocess.STDOUT, subprocess.PIPE)
     )
-    assert not alone.stdout.endswith(b"\n")
-    assert both.stdout.startswith(alone.stdout + b"\n4 tokens")
+    assert not alone.endswith("\n")
+    assert both.startswith(f"{alone}\n4 tokens")

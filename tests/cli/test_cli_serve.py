@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import httpx
 import pytest
 
 from specgen.errors import MemoryLimitError, ModelFileError
-from tests.helpers.cli import complaint, in_process
+from tests.helpers.cli import complaint, in_process, spawn
 from tests.helpers.server import PATIENCE_S, wait_until
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.eagle import TinyEagle, write_tiny_eagle
@@ -44,10 +43,7 @@ def started(
 
 @contextlib.contextmanager
 def listening(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "specgen", "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
-    )
+    process = spawn("serve", "--port", "0", *arguments, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

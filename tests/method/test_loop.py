@@ -246,7 +246,7 @@ def test_an_interruption_keeps_the_text_so_far(after: int) -> None:
     assert finished(events).finish_reason == "interrupted"
     assert len(fast.tokens) < len(plain.tokens)
     assert plain.tokens[: len(fast.tokens)] == fast.tokens
-    assert (finished(events).n_tokens == 0) == (after == 0)
+    assert (finished(events).n_tokens == 0) == (after <= 1)  # asked in the decode, too
 
 
 @pytest.mark.parametrize("after", range(12))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import specgen
 from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
 from specgen.events import CommittedEvent, FinishedEvent
+from tests.helpers.cli import ended
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
 
@@ -47,8 +46,7 @@ def test_importing_it_loads_nothing() -> None:
     code = (
         "import sys, specgen; print([name for name in sys.modules if name.startswith('specgen.')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert ended(code=code).stdout.strip() == "[]"
 
 
 def test_every_public_name_is_there() -> None:

@@ -256,65 +256,22 @@ def test_what_is_sent_of_broken_arguments_is_json(written: str) -> None:
             assert calls == [("add", MENDED[written])], (text, pieces)
 
 
+_WORDS = r"""
+<tool_call> </tool_call> [TOOL_CALLS] [ARGS] <calls> </calls>
+<function=weather> <parameter=city> </parameter> </function> <![CDATA[ ]]> <arg_key> </arg_key> <arg_value>
+</arg_value> <|tool_call_start|>[ ]<|tool_call_end|> ``` city days weather add " ' \ \u00e9 \ud83d
+{ } [ ] ( ) , : = 3 NaN true é 😀
+"""
 _MARKS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "<calls>",
-        "</calls>",
-        "```json\n",
-        "```",
-    ),
-    *(
-        '{"name": "weather", "arguments": ',
-        '{"city": "',
-        "city",
-        "days",
-        '"',
-        "'",
-        "\\",
-        "\\u00e9",
-        "\\ud83d",
-    ),
-    *(
-        "{",
-        "}",
-        "[",
-        "]",
-        "(",
-        ")",
-        ",",
-        ":",
-        "=",
-        " ",
-        "\n",
-        "weather",
-        "add",
-        "3",
-        "NaN",
-        "true",
-        "é",
-        "😀",
-    ),
-    *(
-        "<function=weather>\n",
-        "<parameter=city>\n",
-        "\n</parameter>\n",
-        "</function>\n",
-        "<![CDATA[",
-        "]]>",
-    ),
-    *(
-        "<arg_key>",
-        "</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-        "<|tool_call_start|>[",
-        "]<|tool_call_end|>",
-    ),
+    *_WORDS.split(),
+    " ",
+    "\n",
+    "```json\n",
+    "\n</parameter>\n",
+    "<function=weather>\n",
+    "<parameter=city>\n",
 ]
+_MARKS += ['{"name": "weather", "arguments": ', '{"city": "']
 
 
 @settings(max_examples=400, deadline=None)
@@ -402,12 +359,6 @@ def test_names_of_tools_may_have_dots_and_slashes() -> None:
     )
     for pieces in cuts(text):
         assert parsed(form("GLM"), pieces)[1] == [("add.more/far:away-", {"note": "7"})]
-
-
-def test_a_backslash_that_escapes_nothing_stands_for_itself() -> None:
-    text = '<tool_call>{"name": "weather", "arguments": {"city": "C:\\path\\new"}}</tool_call>'
-    for pieces in cuts(text):
-        assert parsed(HERMES, pieces)[1] == [("weather", {"city": "C:\\path\new"})]
 
 
 def test_an_id_may_be_left_out() -> None:

@@ -52,7 +52,6 @@ _SILENT = frozenset(
 #: Variables of chat templates that say how much is thought; few templates read both.
 _THINKING = frozenset(["enable_thinking", "reasoning_effort"])
 
-
 #: The parameters of a custom tool: a free text.
 _FREE_TEXT: Mapping[str, Any] = {
     "type": "object",
@@ -220,13 +219,18 @@ class Choice(Fields):
     disable_parallel_tool_use: bool = False
 
 
+#: A token, or a text and so all of its tokens; false means that they never come.
+_Bias: TypeAlias = tuple[
+    int | str, Annotated[float, BeforeValidator(lambda n: -LARGEST_FACTOR if n is False else n)]
+]
+
+
 def _biases(value: Any) -> Any:
-    """Return biases as an object: llama.cpp's server also takes pairs, with false for tokens that never come."""
-    if not isinstance(value, list) or not all(
-        isinstance(each, list) and len(each) == 2 and isinstance(each[0], int) for each in value
-    ):
-        return value
-    return {token: -LARGEST_FACTOR if bias is False else bias for token, bias in value}
+    """Return biases as pairs, as llama.cpp's server also takes them."""
+    is_token = re.compile(r"-?[0-9]{1,18}").fullmatch
+    if isinstance(value, dict):
+        value = tuple((int(key) if is_token(key) else key, bias) for key, bias in value.items())
+    return value
 
 
 def _sampler_fields() -> dict[str, Any]:
@@ -234,7 +238,7 @@ def _sampler_fields() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in (each for each in fields(SamplerOptions) if each.name != "samplers"):
         several: dict[str, Any] = {
-            "logit_bias": Annotated[dict[int, float], BeforeValidator(_biases)],
+            "logit_bias": Annotated[tuple[_Bias, ...], BeforeValidator(_biases)],
             "dry_breakers": tuple[str, ...],
             "top_k": Annotated[int, BeforeValidator(lambda k: 0 if k == -1 else k)],
         }
@@ -290,10 +294,8 @@ class AnswerBody(_Samplers):
     ) -> Request:
         """Return the request with these defaults, and `more` of its fields; `form` is the answer's. Raise `BodyError`."""
         samplers = self.model_dump(include={*_Samplers.model_fields}, exclude_none=True)
-        if "logit_bias" in samplers:
-            samplers["logit_bias"] = tuple(samplers["logit_bias"].items())
-        ends = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set
-        told = [*warnings]
+        biases = samplers.pop("logit_bias", None)
+        ends, told = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set, [*warnings]
         grammar = self._grammar(form, told) or generation.grammar
         if self.ignore_eos and grammar is not None:
             raise BodyError("ignore_eos", "a text that follows a grammar has an end")
@@ -301,6 +303,7 @@ class AnswerBody(_Samplers):
             kind,
             replace(sampling, **samplers),
             replace(generation, **self.model_dump(include=ends), grammar=grammar),
+            biases=biases,
             warnings=(*self.warnings(), *told),
             streams=self.stream,
             speculative=self.speculative,
@@ -445,11 +448,14 @@ class Request:
     messages: tuple[Message, ...] = ()
     continues: bool = False  # the last message is the beginning of the answer
     text: str = ""
-    tokens: tuple[int, ...] | None = None
+    tokens: tuple[int | str, ...] | None = None  # with texts between them
     gap: Gap | None = None
     tools: Tools | None = None
     call_form: CallForm | None = None  # how the model writes calls: see `with_call_form`
     variables: Mapping[str, Any] = field(default_factory=dict)  # more of them for the template
+    biases: tuple[tuple[int | str, float], ...] | None = (
+        None  # of tokens and texts: see `with_biases`
+    )
     splits_reasoning: bool = False  # a thinking block is no part of the answer
     warnings: tuple[str, ...] = ()  # what was ignored
     n: int = 1  # answers that are wanted
@@ -515,13 +521,8 @@ def with_call_form(
     if tools.must_call and generation.ignore_eos:
         raise BodyError("ignore_eos", "a text that follows a grammar has an end")
     try:
-        grammar, warnings = calls_grammar(
-            form,
-            tools.callable,
-            is_parallel=tools.is_parallel,
-            must_call=tools.must_call,
-            other=other,
-        )
+        how: dict[str, Any] = {"is_parallel": tools.is_parallel, "must_call": tools.must_call}
+        grammar, warnings = calls_grammar(form, tools.callable, other=other, **how)
     except UsageError as error:
         if tools.must_call or other is not None:
             raise BodyError("tools", error.message) from None

@@ -26,11 +26,12 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
-from specgen.errors import SpecgenError
+from specgen.errors import PromptLengthError, SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, check_tokens
+from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, with_biases
 from specgen.serve.formats.local_servers import (
+    read_any_completion,
     read_infill,
     read_llama_cpp_completion,
     read_ollama_chat,
@@ -69,11 +70,12 @@ from specgen.system.files import as_json
 Reader: TypeAlias = Callable[
     [Mapping[str, Any], SamplerOptions, GenerationOptions], tuple[Request, ...]
 ]
-#: Some clients leave out ``/v1``. There llama.cpp's server answers completions in a form of its own.
+#: Some clients leave out ``/v1``.
 _READERS: Mapping[str, Reader] = {
     "/v1/messages": read_messages,
     "/v1/completions": read_completion,
-    **dict.fromkeys(["/completion", "/completions"], read_llama_cpp_completion),
+    "/completions": read_any_completion,
+    "/completion": read_llama_cpp_completion,
     **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
     **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
     **dict.fromkeys(["/infill", "/v1/infill"], read_infill),
@@ -225,7 +227,8 @@ class Server:
         template = template_of(model.session.target, has_tools=True)
         found = read(body, options.sampler, options.generation)
         has_token = model.session.target.vocabulary.has_control
-        return tuple(with_call_form(request, template, has_token) for request in found)
+        found = tuple(with_call_form(request, template, has_token) for request in found)
+        return tuple(with_biases(request, model.target.vocabulary) for request in found)
 
     def _submit(
         self,
@@ -244,7 +247,6 @@ class Server:
         model.check_room(n_answers)
         asks: list[Insert] = []
         for request in requests:
-            check_tokens(request, model.target.vocabulary.n_tokens)
             generation = request.generation
             if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
                 generation = replace(generation, max_tokens=limits.answer_tokens)
@@ -254,8 +256,8 @@ class Server:
                 what = f"but the context has {n_ctx}"
                 if n_fits < n_ctx:
                     what = f"at most {n_fits} are allowed"
-                message = f"the prompt has {n_tokens} tokens; {what}"
-                raise RequestError(400, message, "context_length_exceeded")
+                what = f"the prompt has {n_tokens} tokens; {what}"
+                raise PromptLengthError(what, n_tokens, n_fits)
             wish, seed = request.speculative, request.sampling.seed
             asks += (
                 functools.partial(

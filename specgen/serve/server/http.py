@@ -57,8 +57,15 @@ async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
     except ClientDisconnect:
         raise RequestError(400, "the body is cut off") from None
     try:
-        body = from_json(data, allow_inf_nan=False)
-    except ValueError as error:
+        try:
+            body = from_json(data, allow_inf_nan=False)
+        except ValueError as error:
+            if "hex escape" not in str(error):
+                raise
+            # Agents that cut texts cut characters in two. A refusal would end their session for good.
+            whole = json.dumps(json.loads(data), ensure_ascii=False).encode(errors="replace")
+            body = from_json(whole, allow_inf_nan=False)
+    except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
