@@ -283,6 +283,13 @@ class LlamaBackend:
         if self._rewinder is not None:
             self._rewinder.checkpoint(sequence)
 
+    def anchor(self, sequence: int) -> None:
+        if self._rewinder is not None:
+            self._rewinder.anchor(sequence)
+
+    def way_back(self, sequence: int, n: int) -> int:
+        return n if self._rewinder is None else self._rewinder.way_back(sequence, n)
+
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         if self._rewinder is not None:
             why = f"sequence {source} has a recurrent state, which cannot be shared"

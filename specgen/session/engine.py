@@ -29,15 +29,18 @@ from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prefix_store import CachedContext, PrefixStore
+from specgen.session.prefix_store import CachedContext, PrefixStore, marks_in
 from specgen.session.prompt_cache import PromptCache
 from specgen.session.prompts import Prompt
-from specgen.session.request import Request
+from specgen.session.request import Request, Slot
 from specgen.session.scheduler import Scheduler
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.text.answer_state import AnswerState
+
+#: Texts with fewer tokens are read again.
+_LEAST_ANCHORED = 128
 
 
 class Engine:
@@ -253,6 +256,16 @@ class Engine:
         for slot in self.slots:
             slot.store = store
 
+    def _stops(self, slot: Slot, prompt: Prompt) -> tuple[int, ...]:
+        """Return where reading a prompt stops: where its state is stored and, for a model that cannot go back anywhere,
+        before the answer's turn, behind which the next prompt may go on otherwise than this answer."""
+        stops, n = [0], len(prompt.tokens)
+        if self._prefixes is not None:
+            stops.append(self._prefixes.due(self.target, slot.branches(self.target).first))
+        if self.target.rollback != "cells" and n > _LEAST_ANCHORED:
+            stops += marks_in(self.target.vocabulary, prompt.tokens)[-1:]
+        return tuple(stop for stop in stops if 0 < stop < n)
+
     def _store_prefix(self, request: Request) -> None:
         """Store what was read of a prompt, where it is due."""
         slot = request.slot
@@ -367,9 +380,7 @@ class Engine:
                 slot=slot,
                 index=request.index,
             )
-            if self._prefixes is not None:
-                first = slot.branches(self.target).first
-                request.sequence.stops_at = self._prefixes.due(self.target, first)
+            request.sequence.stops = self._stops(slot, request.prompt)
             self._prepare(request, request.sequence)
             self._store_prefix(request)
             slot.request = request

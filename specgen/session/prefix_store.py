@@ -29,6 +29,7 @@ from specgen.errors import BackendError, RollbackError
 from specgen.llama import LlamaBackend, build
 from specgen.llama.gguf_file import parts_of
 from specgen.llama.kernels.attached import attached
+from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.method.backend import Backend
 from specgen.models.files import size_of
 from specgen.options import ContextOptions, PrefixOptions
@@ -54,9 +55,12 @@ _BLOCK = 64
 _N_SEEN, _N_WAITING = 128, 4
 #: A text is stored if reading it takes so many times as long as loading it.
 _WORTH = 3.0
+#: How quick loading is supposed to be before any was measured.
+BYTES_PER_S = 1e9
 #: What the store may take of the free disk, and at most.
 _SHARE, _MOST_BYTES = 0.1, 20 * 10**9
-_CHUNK = 16 << 20
+#: Bytes that are written at once.
+CHUNK = 16 << 20
 #: What a process that was killed left is deleted after so many seconds.
 _LEFT_S = 3600.0
 
@@ -158,11 +162,18 @@ def write_text(
     line = json.dumps({**header, "n_bytes": n_bytes, "crc32": crc32}).encode()
     with path.open("ab") as file:
         file.write(line + b"\n" + tokens.tobytes())
-        for start in range(0, len(state), _CHUNK):
+        for start in range(0, len(state), CHUNK):
             if stopped():
                 return False
-            file.write(state[start : start + _CHUNK].data)
+            file.write(state[start : start + CHUNK].data)
     return True
+
+
+def marks_in(vocabulary: LlamaVocabulary, tokens: Sequence[int] | NDArray[np.int32]) -> list[int]:
+    """Return where control tokens are in a text: at the ends of messages, among others."""
+    found = [token for token in np.unique(tokens).tolist() if vocabulary.is_control(token)]
+    places: list[int] = np.flatnonzero(np.isin(tokens, found)).tolist()
+    return places
 
 
 # --- the store
@@ -203,7 +214,7 @@ class PrefixStore:
         self._due: dict[tuple[Backend, int], _Due] = {}
         self._seen = KeptResults(folder / "seen.json", _N_SEEN)
         self._run = secrets.token_hex(4)
-        self._bytes_per_s = 1e9
+        self._bytes_per_s = BYTES_PER_S
         self._writer = ThreadPoolExecutor(1, "prefix store")
         self._waiting: list[Future[None]] = []
         self._is_stopped = False
@@ -319,7 +330,8 @@ class PrefixStore:
         if n < len(saved.tokens):
             backend.remove(sequence, n)
         seconds = self._clock() - started
-        self._bytes_per_s = saved.n_bytes / max(seconds, 1e-6)
+        if saved.n_bytes > CHUNK:  # little says nothing of the disk
+            self._bytes_per_s = saved.n_bytes / seconds
         with contextlib.suppress(OSError):
             os.utime(saved.path)  # the least recently used goes first
         _log.info("%s: %d tokens were loaded in %.2f s", context.backend.model.name, n, seconds)
@@ -336,9 +348,7 @@ class PrefixStore:
         self, context: CachedContext, key: str, tokens: NDArray[np.int32], subject: str
     ) -> int:
         """Return the length of the prefix that is worth storing, 0 for none, and remember the prompt."""
-        n, vocabulary = len(tokens), context.backend.vocabulary
-        controls = [token for token in np.unique(tokens).tolist() if vocabulary.is_control(token)]
-        marks = np.flatnonzero(np.isin(tokens, controls)).tolist()
+        n, marks = len(tokens), marks_in(context.backend.vocabulary, tokens)
         shared, blocks = n - 1, range(_BLOCK, n, _BLOCK)
         if self._options.kept == "shared":
             shared = self._shared(key, tokens, {n, *marks, *blocks}, subject)

@@ -230,8 +230,8 @@ class AnswerState:
     #: The number of prompt tokens that the cache held already, and that it holds now.
     n_cached: int = 0
     n_read: int = 0
-    #: The length of the text at which a piece of the prompt ends, so that its state can be stored; 0 for any.
-    stops_at: int = 0
+    #: Lengths of the text at which a piece of the prompt ends, so that its state can be kept.
+    stops: tuple[int, ...] = ()
     #: The clock's time when the first piece of the prompt was read; None before.
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.

@@ -111,28 +111,6 @@ def test_who_fails_is_left_out_and_the_others_go_on() -> None:
     assert [each[2] for each in told if each[:2] == (0.0, "plain")] == [1, 2, 3]
 
 
-def test_a_prompt_that_plain_decoding_cannot_answer_is_skipped() -> None:
-    log: Log = []
-    too_long: dict[str, SpecgenError] = {"p2": PromptError("too long")}
-    only = fake(log, "plain", fails=too_long), fake(log, "a")
-    runs = measured(*only, n_rounds=2)
-    assert runs.failures == [Failure(0.0, "plain", 2, "too long")]
-    assert ("a", "p2") not in log
-    assert log.count(("plain", "p2")) == 1
-    assert len(runs.results) == 8
-    too_long |= {f"p{n}": PromptError("too long") for n in (1, 3)}
-    with pytest.raises(PromptError, match="no prompt can be answered.*too long"):
-        measured(*only)
-
-
-def test_if_plain_decoding_fails_there_is_nothing_to_compare_with() -> None:
-    runs = Runs()
-    only = fake([], "plain", fails={"p2": BackendError("broken")}), fake([], "a")
-    with pytest.raises(BackendError, match="broken"):
-        take_turns(only, PROMPTS, runs)
-    assert [each.prompt for each in runs.results] == [1, 1]
-
-
 def test_an_answer_that_was_cut_short_does_not_count() -> None:
     cut = fake([], "a", say=lambda _prompt: replace(OUTCOME, finish_reason="interrupted"))
     assert [each.contender for each in measured(fake([], "plain"), cut).results] == ["plain"]

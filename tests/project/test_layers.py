@@ -13,23 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "specgen"
 #: The wings and the modules beside them, from the bottom up. A module imports from its own wing and
 #: from those below it only.
 WINGS = (
-    "errors",
-    "sampler_options",
-    "options",
-    "events",
-    "system",
-    "method",
-    "text",
-    "llama",
-    "drafters",
-    "models",
-    "session",
-    "train",
-    "measure",
-    "serve",
-    "render",
-    "api",
-    "cli",
+    *("errors", "sampler_options", "options", "events", "system", "method", "text", "llama"),
+    *("drafters", "models", "session", "train", "measure", "serve", "render", "api", "cli"),
 )
 #: These import one another's protocols and values, without circles of modules.
 METHOD = ("method", "text", "drafters")

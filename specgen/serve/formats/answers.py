@@ -182,6 +182,11 @@ class Answer:
         return stopped_by if stopped_by in self._request.generation.stop else None
 
     @property
+    def is_full(self) -> bool:
+        """Whether the end of the context ended the answer."""
+        return self.finished is not None and self.finished.finish_reason == "context"
+
+    @property
     def finish_reason(self) -> Literal["length", "stop", "tool_calls"]:
         if self.finished is None or self.finished.finish_reason != "stop":
             return "length"
@@ -331,9 +336,11 @@ def figures(
             "cache_n": n_cached,
             "prompt_n": n_prompt - n_cached,
             "prompt_ms": 1000.0 * prompt_s,
+            "prompt_per_token_ms": _rate(1000.0 * prompt_s, n_prompt - n_cached) or 0.0,
             "prompt_per_second": _rate(n_prompt - n_cached, prompt_s) or 0.0,
             "predicted_n": n_tokens,
             "predicted_ms": 1000.0 * predicted_s,
+            "predicted_per_token_ms": _rate(1000.0 * predicted_s, n_tokens) or 0.0,
             "predicted_per_second": tokens_per_s or 0.0,
             "draft_n": n_drafted,
             "draft_n_accepted": n_accepted,

@@ -392,6 +392,8 @@ class ChatBody(AnswerBody):
             is_text = tool.type == "custom" and not tool.parameters
             # Templates read the properties even of functions without parameters.
             schema = {"type": "object", "properties": {}, **tool.parameters}
+            if not schema["properties"]:  # it takes no arguments: a grammar would take any
+                schema = {"additionalProperties": False, **schema}
             found[name] = Function(name, tool.description, _FREE_TEXT if is_text else schema)
         return self._allowed(found)
 

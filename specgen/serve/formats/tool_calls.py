@@ -303,7 +303,8 @@ class ToolCallParser:
                 break
             content += self._rest[:start]
             self._rest, begin = self._rest[start:], begin - start
-            self._fence = "\n" + _FENCE if self._rest.lstrip().startswith(_FENCE) else ""
+            if not self._is_behind_call:
+                self._fence = "\n" + _FENCE if self._rest.lstrip().startswith(_FENCE) else ""
             end, calls = self._calls(begin, is_last=is_last and not is_cut)
             if end == UNCLEAR and not is_last:
                 break
@@ -409,6 +410,8 @@ class ToolCallParser:
             begin += 1 + len(self._rest[begin + 1 :]) - len(self._rest[begin + 1 :].lstrip())
             if begin == len(self._rest):
                 return UNCLEAR, []
+            if self._rest[begin] != "{":
+                return begin, []
         found = None
         if self._n_whole < _MOST_HEAD:
             head = _object_head(self._form.keys)
@@ -435,9 +438,9 @@ class ToolCallParser:
             value = dict(zip(("name", "arguments"), *value.items(), strict=True))
         name = value.get(keys[0], value.get("name"))
         arguments = value.get(keys[1], value.get("arguments", value.get("parameters")))
-        if isinstance(arguments, str):  # arguments as a text of JSON
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):  # a text of JSON
             _, written, _ = ArgumentsReader("json").read(arguments, is_last=True)
-            arguments = json.loads(written or "null")
+            arguments = json.loads(written)
         if not isinstance(name, str) or name not in self._schemas:
             return None
         is_object = isinstance(arguments, dict)

@@ -33,8 +33,9 @@ from specgen.serve.server.options import Limits, ServerOptions, is_loopback
 
 
 _T = TypeVar("_T")
-#: Seconds without data after which a comment is sent, to keep a stream open, in proxies too.
-_KEEP_ALIVE_S = 15.0
+#: Seconds without data after which a comment is sent: soon, so that a client knows that it is heard, and then now and
+#: then, to keep the stream open, in proxies too.
+FIRST_COMMENT_S, _KEEP_ALIVE_S = 0.2, 5.0
 _COMMENT = b": waiting\n\n"
 
 
@@ -147,11 +148,13 @@ class EventStream(StreamingResponse):
 
     async def _events(self, values: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
         nothing: Mapping[str, Any] = {}
+        patience_s = FIRST_COMMENT_S
         while True:
             # The timeout ends only the wait; a slow step goes on.
             following = asyncio.ensure_future(anext(values, nothing))
             try:
-                while not (await asyncio.wait((following,), timeout=_KEEP_ALIVE_S))[0]:
+                while not (await asyncio.wait((following,), timeout=patience_s))[0]:
+                    patience_s = _KEEP_ALIVE_S
                     yield self._alive
                 value = following.result()
             finally:
