@@ -150,12 +150,14 @@ def log_shown(output: Output) -> Iterator[None]:
     own, handler = logging.getLogger("specgen.session"), logging.StreamHandler()
     own.addHandler(handler)
     own.setLevel(logging.INFO)
+    own.propagate = False  # a server's own log has a handler, too
     try:
         with logging_to(show if output.verbose > 1 else what_matters(show)):
             yield
     finally:
         own.removeHandler(handler)
         own.setLevel(logging.NOTSET)
+        own.propagate = True
 
 
 def what_matters(show: Callable[[str], None]) -> Callable[[str], None]:

@@ -108,6 +108,12 @@ class Backend(Protocol):
     def checkpoint(self, sequence: int) -> None:
         """Announce, before a draft is decoded, that tokens from here on may be dropped: `remove` must then be cheap."""
 
+    def anchor(self, sequence: int) -> None:
+        """Keep the state of a text as it is now, until the next anchor, so that `remove` can go back to it."""
+
+    def way_back(self, sequence: int, n: int) -> int:
+        """Return the most of a text's first `n` tokens that `remove` can go back to without decoding them again."""
+
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination` too, or raise
         `BackendError`."""

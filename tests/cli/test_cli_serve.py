@@ -18,19 +18,15 @@ import pytest
 from specgen.errors import MemoryLimitError, ModelFileError
 from tests.helpers.cli import complaint, in_process, spawn
 from tests.helpers.server import PATIENCE_S, wait_until
+from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.eagle import TinyEagle, write_tiny_eagle
 
 PROMPT = "the cat is in the house of"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("serve")
-    config = TinyConfig(logit_scale=6.0, unprintable_scale=0.0, n_ctx_train=8192)
-    write_tiny_model(folder / "target.gguf", config)
-    write_tiny_model(folder / "draft.gguf", config.draft(0.05))
-    return folder
+TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.0, n_ctx_train=8192)
+models = folder_with(target=TARGET, draft=TARGET.draft(0.05))
 
 
 def started(

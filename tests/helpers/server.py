@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from specgen.options import DraftOptions, DraftSource, SamplerOptions
 from specgen.serve.server.app import Server
@@ -138,6 +139,17 @@ def tiny_server(
     session = session_of(target, source, max_tokens=max_tokens)
     with running(session, options, n_parallel=n_parallel, n_ctx=n_ctx) as server:
         yield server
+
+
+def serves(**how: Any) -> Any:
+    """A fixture of a module: such a server."""
+
+    @pytest.fixture(scope="module")
+    def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+        with tiny_server(tmp_path_factory.mktemp("served"), **how) as running:
+            yield running
+
+    return server
 
 
 @dataclass

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from specgen.session.prompts.template import Message, ToolCall, render
+from tests.helpers.common import NOW
+
 _TURNS = """\
 {%- if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
@@ -104,8 +109,25 @@ FAMILIES = {
         "{{ '}' }}<call|>"
     ).replace("{%- if tools", _GEMMA_VALUE + "{%- if tools", 1),
 }
+#: The marks of their calls that are control tokens.
+CONTROLS: dict[str, tuple[str, ...]] = {
+    "Hermes": ("<tool_call>", "</tool_call>"),
+    "Llama": ("<|python_tag|>",),
+    "Mistral": ("[TOOL_CALLS]",),
+    "Granite": ("<|tool_call|>",),
+    "Devstral": ("[TOOL_CALLS]", "[ARGS]"),
+    "Kimi": ("<|section|>", "<|one|>", "<|args|>", "<|/one|>", "<|/section|>"),
+}
 #: Takes tools, and writes calls in a way of its own.
 UNKNOWN = _calls("{{ c.function.name | upper }}!")
+
+
+def calls_as_written(template: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls, each a name and arguments, as a model with a template writes them."""
+    made = tuple(ToolCall(f"id{name}", name, arguments) for name, arguments in calls)
+    turns = [Message("user", "x"), Message("assistant", "", made)]
+    text = render(template, turns, bos_token="", eos_token="", now=NOW)
+    return text.partition("assistant\n")[2].partition("<|im_end|>")[0]
 
 
 def made_of(marks: dict[str, str], kind: str) -> str:

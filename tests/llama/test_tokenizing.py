@@ -12,7 +12,7 @@ from specgen.llama.vocabulary import LONGEST_RUN, LlamaVocabulary
 from tests.helpers.tiny import vocabulary_of
 
 #: Names of rules that llama.cpp reads as regular expressions; in qwen2's it has its own code.
-_RULES = [
+_RULES = (
     "bloom",
     "exaone-moe",
     "deepseek-llm",
@@ -21,25 +21,8 @@ _RULES = [
     "gpt-4o",
     "tekken",
     "qwen2",
-]
-_UNITS = [
-    "Z",
-    "z",
-    "7",
-    "-",
-    " ",
-    "\n",
-    "é",
-    "一",
-    "😀",
-    "\u00a0",
-    "aB",
-    "a1",
-    "-\n",
-    "a-",
-    " a",
-    " \n",
-]
+)
+_UNITS = (*"Zz7- \né一😀\u00a0", "aB", "a1", "-\n", "a-", " a", " \n")
 
 
 @pytest.fixture(scope="module", params=_RULES)

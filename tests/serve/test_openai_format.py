@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specgen.events import CommittedEvent, Piece, ReasonCount
+from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import figures
 from specgen.serve.formats.local_servers import read_infill
@@ -294,6 +294,14 @@ def test_a_busy_machine_knows_no_gain(others_share: float | None, is_known: bool
     assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
 
 
+def test_the_bytes_of_a_token_are_not_those_of_its_character() -> None:
+    own = TokenLogprob(1, "\\xa9", -0.5, (0xA9,))
+    piece = Piece(1, "é", "accepted", "model", -0.5, (own,))
+    _, made = written(chat(logprobs=True), piece)
+    (entry,) = made["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == ("\\xa9", [0xA9])
+
+
 def test_the_tools_that_may_be_called() -> None:
     tools = [tool("a", description="A.", parameters={"required": ["x"]}), tool("b")]
     request = chat(tools=tools)
@@ -301,7 +309,12 @@ def test_the_tools_that_may_be_called() -> None:
     assert request.tools.functions[0].definition["function"] == {
         "name": "a",
         "description": "A.",
-        "parameters": {"type": "object", "properties": {}, "required": ["x"]},
+        "parameters": {
+            "additionalProperties": False,
+            "type": "object",
+            "properties": {},
+            "required": ["x"],
+        },
     }
     assert not request.tools.must_call
     assert chat(tools=tools, tool_choice="none").tools is None
@@ -339,7 +352,7 @@ def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
     ]
     assert chat(messages=turns).messages == (
         Message("user", "[result of an earlier call]\n7"),
-        Message("user", "see [image left out: this model reads text]"),
+        Message("user", "see \n[image left out: this model reads text]"),
         Message("assistant", "", (ToolCall("a", "a", {"x": 1}),)),
         Message("tool", "[file left out: this model reads text]", tool_call_id="a", name="a"),
         Message("user", ""),

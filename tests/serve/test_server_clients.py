@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.session.engine import Engine
-from tests.helpers.server import Running, tiny_server
+from tests.helpers.server import Running, serves, tiny_server
 from tests.serve.test_server_tools import LARGE, TEMPLATE, tool
 from tests.tiny.config import INFILL_TOKENS
 
@@ -21,11 +20,7 @@ TURNS: list[dict[str, Any]] = [{"role": "user", "content": "the cat is in the"}]
 PROMPT = "the cat é is in the house"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    config = {**LARGE, "control_tokens": INFILL_TOKENS, "chat_template": TEMPLATE}
-    with tiny_server(tmp_path_factory.mktemp("clients"), draft=0.05, **config) as server:
-        yield server
+server = serves(draft=0.05, **LARGE | {"control_tokens": INFILL_TOKENS})
 
 
 def streamed(server: Running, path: str, **body: Any) -> list[dict[str, Any]]:
@@ -70,7 +65,7 @@ def test_what_editors_send(server: Running, name: str) -> None:
     assert found.status_code == 200, found.text
     body = found.json()
     if name == "llama.vim":
-        assert list(body) == [each for each in FIELDS if "per_token" not in each]
+        assert list(body) == FIELDS
         assert body["timings/predicted_n"] == 8
     elif name == "llama.vim, ahead":
         assert body == {}
@@ -328,6 +323,9 @@ def test_a_full_context_is_named(server: Running) -> None:
     ):
         found = server.post(path, **asked, **body).json()
         assert "the context is full" in found["warnings"][-1]
+    for more, is_full in (({}, True), ({"max_tokens": 1}, False)):
+        own = server.post("/completion", prompt="x", **{**asked, **more}).json()
+        assert own["truncated"] is is_full
 
 
 # --- the end --------------------------------------------------------------------------------------

@@ -13,19 +13,16 @@ import pytest
 
 import specgen
 from specgen.session.engine import generate
-from tests.helpers.server import Running, session_of, tiny_server
+from tests.helpers.server import Running, serves, session_of, tiny_server
 from tests.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
 
 MESSAGES: Any = [{"role": "user", "content": "the cat is in the"}]
 PROMPT = "the cat is in the house of"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("server")
-    config: dict[str, Any] = {"control_tokens": INFILL_TOKENS, "n_ctx_train": 512}
-    with tiny_server(folder, draft=0.05, chat_template=CHATML_TEMPLATE, **config) as server:
-        yield server
+server = serves(
+    draft=0.05, chat_template=CHATML_TEMPLATE, control_tokens=INFILL_TOKENS, n_ctx_train=512
+)
 
 
 @pytest.fixture

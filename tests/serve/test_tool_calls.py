@@ -20,11 +20,9 @@ from specgen.serve.formats.openai import read_chat, read_request
 from specgen.serve.formats.request import Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser
-from specgen.session.prompts.template import Message, ToolCall, render
-from tests.helpers.common import NOW
 from tests.helpers.formats import written
 from tests.helpers.sessions import answered, opened
-from tests.helpers.templates import FAMILIES, UNKNOWN, made_of
+from tests.helpers.templates import CONTROLS, FAMILIES, UNKNOWN, calls_as_written, made_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 FORMS = {name: form_of(template) for name, template in FAMILIES.items()}
@@ -436,17 +434,9 @@ def test_calls_stream_on_all_apis(read: Any, asked: Any, is_custom: bool, is_cut
 
 # --- grammars of calls: tiny models write at random what these allow
 
-#: Templates by the marks of their calls, which are control tokens of the model.
-TEMPLATES = {
-    "Hermes": (FAMILIES["Hermes"], ("<tool_call>", "</tool_call>")),
-    "Llama": (FAMILIES["Llama"], ("<|python_tag|>",)),
-    "Mistral": (FAMILIES["Mistral"], ("[TOOL_CALLS]",)),
-    "Granite": (FAMILIES["Granite"], ("<|tool_call|>",)),
-    "not control": (FAMILIES["Hermes"], ()),
-    "Kimi": (FAMILIES["Kimi"], ("<|section|>", "<|one|>", "<|args|>", "<|/one|>", "<|/section|>")),
-    **{name: (FAMILIES[name], ()) for name in ("Command", "Apertus", "Devstral", "GLM", "LFM")},
-    **{name: (FAMILIES[name], ()) for name in ("Qwen-Coder", "MiniMax", "DeepSeek")},
-}
+#: Templates, and the control tokens of their models.
+TEMPLATES = {name: (FAMILIES[name], CONTROLS.get(name, ())) for name in FAMILIES}
+TEMPLATES["not control"] = (FAMILIES["Hermes"], ())
 SCHEMA = {
     "type": "object",
     "properties": {"unit": {"enum": ["C", "F"]}, "exact": {"type": "boolean"}},
@@ -565,10 +555,7 @@ def test_a_form_that_is_found_gives_back_what_its_template_writes(
         ("weather", {"city": "Köln & <b>", "days": 3}),
         ("add", {"numbers": [1, [2]]}),
     ]
-    calls = tuple(ToolCall(f"id{name}", name, arguments) for name, arguments in wanted)
-    turns = [Message("user", "x"), Message("assistant", "", calls)]
-    text = render(template, turns, bos_token="", eos_token="", now=NOW)
-    text = text.partition("assistant\n")[2].partition("<|im_end|>")[0]
+    text = calls_as_written(template, *wanted)
     for pieces in ([text], list(text)):
         content, read, _ = parsed(found, pieces)
         assert (content.strip(), read) == ("", wanted)

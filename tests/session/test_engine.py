@@ -32,8 +32,7 @@ from specgen.text.prefix import n_common
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB
-from tests.helpers.sessions import answered, finished, options_of, write_models
-from tests.helpers.tiny import write_respelled_model
+from tests.helpers.sessions import answered, finished, folder_with, options_of
 from tests.helpers.virtual_time import VirtualTime
 from tests.registry import CACHES, ON_TINY
 from tests.tiny import TinyConfig
@@ -55,14 +54,15 @@ N_TOKENS = 24
 N_CTX = 512
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("engine")
-    for name, architecture in CACHES.items():
-        config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
-        write_models(folder, {name: config, f"{name} draft": config.draft(0.1)})
-        write_respelled_model(folder / f"{name} respelled.gguf", config.draft(0.05))
-    return folder
+CONFIGS = {
+    name: TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
+    for name, architecture in CACHES.items()
+}
+models = folder_with(
+    **CONFIGS,
+    **{f"{name} draft": config.draft(0.1) for name, config in CONFIGS.items()},
+    **{f"{name} respelled": config.draft(0.05) for name, config in CONFIGS.items()},
+)
 
 
 def seconds(name: str, n_rows: int) -> float:

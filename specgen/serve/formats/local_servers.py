@@ -165,7 +165,7 @@ class LlamaCppWriter(ChatWriter):
                 "has_new_line": "\n" in self._answers[number].text("content"),
                 "stop_type": stop_type,
                 "stopping_word": choice.get("stop_reason", ""),
-                "truncated": False,
+                "truncated": self._answers[number].is_full,
                 "tokens_predicted": timings["predicted_n"],
                 "tokens_evaluated": timings["cache_n"] + timings["prompt_n"],
                 "tokens_cached": timings["cache_n"],
@@ -251,6 +251,16 @@ def _loading(
 def _written(requests: tuple[Request, ...], field: str) -> tuple[Request, ...]:
     writer = functools.partial(OllamaWriter, field=field)
     return tuple(replace(request, n=1, writer=writer) for request in requests)
+
+
+def ollama_embeddings(
+    vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
+) -> bytes:
+    """Return the body of a response with vectors that are JSON already. Clients of the older path read `embedding`."""
+    rest: Json = {"model": model, "prompt_eval_count": n_tokens, "warnings": [*warnings]}
+    data = ", ".join(vectors)
+    first = f'{{"embedding": {vectors[0]}, "embeddings": [{data}], '
+    return f"{first}{json.dumps(rest)[1:]}".encode()
 
 
 class OllamaWriter(AnswerWriter):

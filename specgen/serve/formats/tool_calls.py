@@ -78,7 +78,7 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
     "python": (
         'python: PYTHON_TEXT | PYTHON_PLAIN | "[" (python (", " python)*)? "]" | "{" (python_pair (", " python_pair)*)? "}"',
         "PYTHON_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|True|False|None/",
-        "PYTHON_TEXT: /'([^'\\\\\\n]|\\\\.)*'/",
+        "PYTHON_TEXT: /'([^'\\\\\\x00-\\x1f]|\\\\.)*'/",
         'python_pair: PYTHON_TEXT ": " python',
     ),
 }

@@ -31,6 +31,7 @@ from specgen.events import CommittedEvent, Event, FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, with_biases
 from specgen.serve.formats.local_servers import (
+    ollama_embeddings,
     read_any_completion,
     read_infill,
     read_llama_cpp_completion,
@@ -82,6 +83,11 @@ _READERS: Mapping[str, Reader] = {
     "/api/chat": read_ollama_chat,
     "/api/generate": read_ollama_generate,
 }
+#: Writes the response with the vectors of inputs.
+_EMBEDDINGS: Mapping[str, Callable[..., bytes]] = {
+    **dict.fromkeys(["/embeddings", "/v1/embeddings"], embedding_response),
+    **dict.fromkeys(["/api/embed", "/api/embeddings"], ollama_embeddings),
+}
 _log = logging.getLogger("specgen.serve.server")
 
 
@@ -129,8 +135,10 @@ class Server:
                 self._post(path, functools.partial(self._complete, read))
                 for path, read in _READERS.items()
             ),
-            self._post("/embeddings", self._embed, embeds=True),
-            self._post("/v1/embeddings", self._embed, embeds=True),
+            *(
+                self._post(path, functools.partial(self._embed, write), embeds=True)
+                for path, write in _EMBEDDINGS.items()
+            ),
             self._work(
                 "/v1/messages/count_tokens", functools.partial(self._count_tokens, read_messages)
             ),
@@ -295,7 +303,11 @@ class Server:
         return {"prompt": _prompt(asked, model, must_fit=False).text}
 
     async def _embed(
-        self, model: ServedEmbedder, request: HttpRequest, body: Mapping[str, Any]
+        self,
+        write: Callable[..., bytes],
+        model: ServedEmbedder,
+        request: HttpRequest,
+        body: Mapping[str, Any],
     ) -> Response:
         asked = await run_in_threadpool(read_embedding_request, body, model.embedder)
         limit_s = self._limits.request_s or None
@@ -306,7 +318,7 @@ class Server:
             message = f"the embeddings were not done in {limit_s:g} s"
             raise RequestError(503, message, code="timeout") from None
         n_tokens = sum(map(len, asked.tokens))
-        content = embedding_response(vectors, n_tokens, model.name, asked.warnings)
+        content = write(vectors, n_tokens, model.name, asked.warnings)
         return Response(content, media_type="application/json")
 
     # --- the server itself -------------------------------------------------------------------
@@ -378,6 +390,7 @@ class Server:
         return JSONResponse(
             {
                 **about,
+                "model_path": str(session.target.path),
                 "total_slots": engine.n_parallel,
                 "default_generation_settings": {
                     "n_ctx": engine.n_ctx,
