@@ -59,13 +59,16 @@ class Cache:
                     f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
                 )
 
+    def saved_bytes(self, sequence: int, flags: int = 0) -> int:
+        size = llama_cpp.llama_state_seq_get_size_ext
+        return int(self.call(size, self.context, sequence, flags))
+
     def saved(
         self, sequence: int, flags: int = 0, buffer: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
         """Return the state of a sequence, in `buffer` if it is large enough: uint8[n_bytes]. `flags` are llama.cpp's;
         0 is the whole state. Raise `BackendError`."""
-        size = llama_cpp.llama_state_seq_get_size_ext
-        n_bytes = int(self.call(size, self.context, sequence, flags))
+        n_bytes = self.saved_bytes(sequence, flags)
         if buffer is None or len(buffer) < n_bytes:
             buffer = np.empty(n_bytes, np.uint8)
         forget_log()

@@ -262,6 +262,9 @@ class LlamaBackend:
             return self._rewinder.text(sequence)
         return self._texts[sequence]
 
+    def saved_bytes(self, sequence: int) -> int:
+        return self._cache.saved_bytes(sequence)
+
     def saved_text(self, sequence: int) -> NDArray[np.uint8]:
         """Return the state of a sequence's text: uint8[n_bytes]. Raise `BackendError`."""
         return self._cache.saved(sequence)

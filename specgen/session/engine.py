@@ -235,12 +235,14 @@ class Engine:
 
     def _cached_contexts(self) -> list[CachedContext]:
         options = self._session.options
-        found = [CachedContext(self.target, options.target_context, "target")]
+        found = [CachedContext.of(self.target, options.target_context, "target")]
         draft = self._session.draft
         if draft is not None and draft.reads != "cache":  # that has no cache of its own
-            named = ((each, f"{draft.origin} {n}") for n, each in enumerate(self.drafts))
-            own = ((each, name) for each, name in named if each.rollback == "cells")
-            found += (CachedContext(each, options.draft_context, name) for each, name in own)
+            read = draft.origin if draft.reads == "text" else f"{draft.origin} {found[0].key}"
+            own = ((n, each) for n, each in enumerate(self.drafts) if each.rollback == "cells")
+            found += (
+                CachedContext.of(each, options.draft_context, f"{read} {n}") for n, each in own
+            )
         return found
 
     def _open_prefixes(self) -> None:

@@ -29,8 +29,8 @@ from tests.registry import CACHES
 from tests.tiny import TinyConfig
 from tests.tiny.config import CHATML_TEMPLATE
 
-SYSTEM = "the cat is in the else for with that it be not self " * 45
-CONTEXT = replace(EXACT, n_ctx=1024, n_batch=128)
+SYSTEM = "the cat is in the else for with that it be not self " * 56
+CONTEXT = replace(EXACT, n_ctx=1280, n_batch=128)
 MTP: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35")
 QUESTIONS = ("cat and more", "self is it", "not in the end", "with that")
 
@@ -195,7 +195,7 @@ def test_a_conversation_is_not_stored_and_a_prompt_that_came_once_is_nowhere(
 ) -> None:
     target, letter = (
         models / "attention chat.gguf",
-        "I am not the else that it be, with self in the for " * 6,
+        "I am not the else that it be, with self in the for " * 4,
     )
     with session_on(target, tmp_path) as session, Engine(session) as engine:
         secret = session.prompts.of_text(letter, chat=False).tokens
@@ -238,6 +238,9 @@ def test_in_one_process_the_second_prompt_is_stored(models: Path, tmp_path: Path
     ended = answered(target, tmp_path, *map(asked, QUESTIONS), n_parallel=2)
     plain = answered(target, None, *map(asked, QUESTIONS), n_parallel=2)
     assert [each.token_ids for each in ended] == [each.token_ids for each in plain]
+    assert [each.n_cached_tokens for each in ended[2:]] == [
+        each.n_cached_tokens for each in plain[2:]
+    ]
     assert len(stored(tmp_path / "prefixes")) == 1
     assert answered(target, tmp_path, asked("it"))[0].n_cached_tokens >= LEAST_TOKENS
 

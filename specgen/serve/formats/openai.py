@@ -204,8 +204,8 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
     found, last = Conversation(), ""
     for turn in turns:
         before, last = last, turn.role
-        # A turn with calls only has no text. Templates read an empty text as none. Parts are lines, as at vLLM and llama.cpp.
-        text = text_of([*turn.content, *[Part(type="image")] * len(turn.images)], "\n")
+        # A turn with calls only has no text. Templates read an empty text as none.
+        text = text_of([*turn.content, *[Part(type="image")] * len(turn.images)])
         if turn.role == "function" or turn.role == "tool":  # noqa: PLR1714 - so that mypy sees it
             identity = turn.name if turn.role == "function" else turn.tool_call_id
             found.add_result(identity, text, turn.tool_name)
