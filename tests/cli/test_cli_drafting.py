@@ -79,7 +79,7 @@ def test_costs_decide_unless_something_else_is_asked_for(
 ) -> None:
     def measures(*arguments: str) -> bool:
         memory_file().unlink(missing_ok=True)
-        result = cli.run(PROMPT, *arguments)
+        result = cli.run(PROMPT, "--stats", *arguments)
         assert result.out == plain
         found = "measured the costs of drafting" in result.err
         assert found == ("measuring what drafting costs" in result.err), "the summary says how long"
