@@ -41,12 +41,22 @@ def test_the_answer_is_alone_on_stdout_and_the_same_with_any_draft(cli: Cli) -> 
     assert plain.code == 0
     assert plain.out
     for draft in ("draft", "bad", "ngram"):
-        result = cli.run(PROMPT, draft=draft)
+        result = cli.run(PROMPT, "--stats", draft=draft)
         assert result.code == 0
         assert result.out == plain.out
         assert "\x1b" not in result.out + result.err
         assert "tokens/s" in result.err
         assert "acceptance rate" in result.err or draft == "ngram"
+
+
+def test_rounds_are_told_one_by_one(cli: Cli) -> None:
+    result = cli.run(PROMPT, "--show", "rounds", "-v", "--policy", "fixed", "--draft-p-min", "0")
+    *rounds, last = result.out.strip().split("\n")[4:]
+    assert rounds[0] == "round      ms  tokens"
+    assert re.fullmatch(r" +\d+ +\d+\.\d +\d+  (\S \S+ (\d+|–)\|(\d+|–)  )*.*", last)
+    assert re.fullmatch(
+        r"30 tokens in .*tokens/s.* \(reached --max-tokens\)", result.err.strip().split("\n")[-1]
+    )
 
 
 def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path: Path) -> None:

@@ -305,6 +305,7 @@ def figures(
         between, tokens_per_s = None, _rate(n_tokens, predicted_s)
     if is_busy(first.others_share):
         between = None
+    by_position = _sums([each.drafted_by_depth for each in answers])
     undrafted: Counter[tuple[str, str]] = Counter()
     for count in itertools.chain.from_iterable(each.undrafted for each in answers):
         undrafted[count.reason, count.text] += count.n_rounds
@@ -320,11 +321,11 @@ def figures(
             "n_rounds": n_rounds,
             "n_drafted": n_drafted,
             "n_accepted": n_accepted,
-            "acceptance_rate": _rate(n_accepted, n_drafted),
+            "acceptance_rate": _rate(n_accepted, sum(by_position)),
             "mean_accepted_length": _rate(n_kept, n_rounds),
             "estimated_speedup": None if between is None else first.estimated_speedup,
             "estimated_speedup_range": None if between is None else list(between),
-            "drafted_by_position": _sums([each.drafted_by_depth for each in answers]),
+            "drafted_by_position": by_position,
             "accepted_by_position": _sums([each.accepted_by_depth for each in answers]),
             "undrafted": [
                 {"reason": reason, "text": text, "n_rounds": n}

@@ -52,7 +52,6 @@ _SILENT = frozenset(
 )
 #: Variables of chat templates that say how much is thought; few templates read both.
 _THINKING = frozenset(["enable_thinking", "reasoning_effort"])
-
 #: The parameters of a custom tool: a free text.
 _FREE_TEXT: Mapping[str, Any] = {
     "type": "object",
@@ -390,8 +389,6 @@ class ChatBody(AnswerBody):
             is_text = tool.type == "custom" and not tool.parameters
             # Templates read the properties even of functions without parameters.
             schema = {"type": "object", "properties": {}, **tool.parameters}
-            if not schema["properties"]:  # it takes no arguments: a grammar would take any
-                schema = {"additionalProperties": False, **schema}
             found[name] = Function(name, tool.description, _FREE_TEXT if is_text else schema)
         return self._allowed(found)
 
