@@ -211,6 +211,8 @@ class PrefixStore:
         self._clock = clock
         self._contexts: dict[Backend, CachedContext] = {}
         self._due: dict[tuple[Backend, int], _Due] = {}
+        #: Entries that are being written, or that there was no room for.
+        self._tried: set[str] = set()
         self._seen = KeptResults(folder / "seen.json", _N_SEEN)
         self._run = secrets.token_hex(4)
         self._bytes_per_s = BYTES_PER_S
@@ -245,7 +247,7 @@ class PrefixStore:
         except OSError as error:
             _log.info("the prefix store cannot be used: %s: %s", self._folder, error.strerror)
             return n_held
-        if place > n:
+        if place > n and _name(context, tokens[:place]) not in self._tried:
             if n_held > place:
                 try:
                     backend.remove(sequence, place)
@@ -269,6 +271,7 @@ class PrefixStore:
         if due is None or context is None or backend.length(sequence) < len(due.tokens):
             return
         del self._due[backend, sequence]
+        self._tried.add(_name(context, due.tokens))
         if not np.array_equal(backend.text(sequence)[: len(due.tokens)], due.tokens):
             return
         n_rows, decode_s = backend.n_decoded_rows - due.n_rows, backend.decode_s - due.decode_s
@@ -415,8 +418,7 @@ class PrefixStore:
         state: NDArray[np.uint8],
         token_s: float,
     ) -> None:
-        key, digest = context.key, hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
-        path = self._folder / f"{key}-{digest}{_SUFFIX}"
+        key, path = context.key, self._folder / _name(context, tokens)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with new_beside(path) as new:
@@ -449,6 +451,12 @@ class PrefixStore:
         free = shutil.disk_usage(existing_parent(self._folder)).free
         free += sum(map(size_of, stored(self._folder)))
         return min(_MOST_BYTES, int(_SHARE * free))
+
+
+def _name(context: CachedContext, tokens: NDArray[np.int32]) -> str:
+    """Return the name of an entry's file."""
+    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+    return f"{context.key}-{digest[:16]}{_SUFFIX}"
 
 
 def stored(folder: Path) -> list[Path]:

@@ -238,6 +238,9 @@ def test_in_one_process_the_second_prompt_is_stored(models: Path, tmp_path: Path
     ended = answered(target, tmp_path, *map(asked, QUESTIONS), n_parallel=2)
     plain = answered(target, None, *map(asked, QUESTIONS), n_parallel=2)
     assert [each.token_ids for each in ended] == [each.token_ids for each in plain]
+    assert [each.n_cached_tokens for each in ended[2:]] == [
+        each.n_cached_tokens for each in plain[2:]
+    ]
     assert len(stored(tmp_path / "prefixes")) == 1
     assert answered(target, tmp_path, asked("it"))[0].n_cached_tokens >= LEAST_TOKENS
 
