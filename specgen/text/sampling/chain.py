@@ -18,6 +18,7 @@ import numpy as np
 from specgen.errors import BackendError
 from specgen.method.draft import Distribution
 from specgen.options import SamplerName, SamplerOptions
+from specgen.system import arrays
 from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray, best
 from specgen.text.sampling import samplers
 from specgen.text.sampling.dry import DryBreakers, dry_penalties
@@ -314,10 +315,6 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
 
 # --- what a row of logits says by itself, before samplers and grammar -------------------------------
 
-#: The most blocks that a row is divided into, and how far below the largest logit that of a block has to be so that its
-#: tokens do not change the sum of the row's e^logit, in float32.
-_N_BLOCKS, _FAR = 64, 40.0
-
 
 def argmax(logits: Logits) -> int:
     """Return the most likely token of a row, float32[n_vocab]; the lowest id among equals.
@@ -335,29 +332,10 @@ def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     probabilities at temperature 1. The row is written to and restored.
 
     Raise `BackendError` if the largest logit is not finite."""
-    blocks = logits.reshape(math.gcd(len(logits), _N_BLOCKS), -1)
-    maxima, tokens, scores = blocks.max(axis=1), list[int](), list[float]()
-    top = float(maxima.max())
-    if not math.isfinite(top):
-        raise _not_finite(top)
-    # Blocks that would not change the sum are left out: a draft computes no logits for rare tokens.
-    masses = blocks[maxima > top - _FAR]
-    masses -= np.float32(top)
-    np.exp(masses, out=masses)
-    total = float(masses.sum())
-    while len(tokens) < n:
-        block = int(maxima.argmax())
-        place = int(blocks[block].argmax())
-        score = float(blocks[block, place])
-        if score == -np.inf:
-            break
-        tokens.append(block * blocks.shape[1] + place)
-        scores.append(score)
-        blocks[block, place] = -np.inf
-        maxima[block] = blocks[block].max()
-    for token, score in zip(tokens, scores, strict=True):
-        logits[token] = score
-    return tokens, [math.exp(score - top) / total for score in scores]
+    tokens, scores, total = arrays.likeliest(logits, n)
+    if not 0.0 < total < math.inf:
+        raise _not_finite(float(logits.max()))
+    return tokens, [math.exp(score - scores[0]) / total for score in scores]
 
 
 def _not_finite(logit: float) -> BackendError:
