@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,9 +52,11 @@ def likeliest(row: Logits, n: int) -> tuple[list[int], list[float], float]:
     """Return the n likeliest tokens of a row, float32[n_vocab], the lowest first among equals; their logits; and the sum
     of e^(logit - largest), within 1e-5 of it. The row is written to and restored. The sum is NaN unless the largest
     logit is finite."""
-    if native_likeliest is not None:
-        tokens, scores = (ctypes.c_int32 * n)(), (ctypes.c_float * n)()
-        total = native_likeliest(row, len(row), n, tokens, scores)
+    if native_likeliest is not None and row.dtype == np.float32 and row.flags.c_contiguous:
+        of_tokens, of_scores = _array_types(n)
+        tokens, scores = of_tokens(), of_scores()
+        address = row.__array_interface__["data"][0]
+        total = native_likeliest(address, len(row), n, tokens, scores)
         found = [token for token in tokens if token >= 0]
         return found, scores[: len(found)], total
     blocks = row.reshape(math.gcd(len(row), _N_BLOCKS), -1)
@@ -77,6 +80,13 @@ def likeliest(row: Logits, n: int) -> tuple[list[int], list[float], float]:
         maxima[block] = blocks[block].max()
     row[found] = logits
     return found, logits, float(masses.sum())
+
+
+@lru_cache  # to make the types takes longer than to find the tokens
+def _array_types(
+    n: int,
+) -> tuple[type[ctypes.Array[ctypes.c_int32]], type[ctypes.Array[ctypes.c_float]]]:
+    return ctypes.c_int32 * n, ctypes.c_float * n
 
 
 def _likely(scores: Scores, n: int) -> TokenArray:

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from specgen.errors import BackendError
 from specgen.llama.library import forget_log, ggml, last_error
 from specgen.system import arrays
@@ -32,8 +30,8 @@ WORKERS = "workers"
 _TEXT, _POINTER, _INT, _UINT64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
 #: Those of `likeliest`, which libraries of earlier builds lack.
 _LIKELIEST: tuple[Any, ...] = (
-    np.ctypeslib.ndpointer(np.float32, 1, flags=("C", "W")),
-    *(ctypes.c_int64, _INT, ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_float)),
+    *(_POINTER, ctypes.c_int64, _INT),
+    *(ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_float)),
 )
 #: The library's functions, whose names begin with `specgen_kernels_`: results and arguments.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
