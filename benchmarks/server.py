@@ -120,13 +120,13 @@ def _load(
     ):
         started = time.perf_counter()
         try:
-            answers = list(users.map(lambda p: _ask(client, p, max_tokens), prompts))
+            answers = list(users.map(lambda p: ask(client, p, max_tokens), prompts))
         except httpx.HTTPError as error:
             sys.exit(f"{contender.name}: {error}")
         return answers, time.perf_counter() - started
 
 
-def _ask(client: httpx.Client, prompt: str, max_tokens: int) -> Answer:
+def ask(client: httpx.Client, prompt: str, max_tokens: int) -> Answer:
     body = {
         "messages": [{"role": "user", "content": prompt}],
         "temperature": 0,

@@ -9,6 +9,8 @@ namespace {
 // below 2^18 * 2^13, fit into 32 bits (see attention_weights.h).
 constexpr int cells_per_block = 64;
 constexpr int pairs_per_block = cells_per_block / 2;
+// Keys and values are asked for so many cells before they are used.
+constexpr int cells_ahead = 64;
 
 // Some query rows of all heads that share the keys and values of one head. Its "rows" are the
 // n_rows * group pairs of a query row and a head: row m is query row m / group, head m % group.
@@ -79,6 +81,15 @@ template <class V, CacheType type>
 typename V::Floats load_padded(const char *cell, int64_t i, int64_t size) {
     if (type == CacheType::q8_0 || i + V::lanes <= size) return load_cell<V, type>(cell, i);
     return load_rest<V, type>(cell, i, size);
+}
+
+// Ask for a cell that is needed some hundred nanoseconds later: a head's cells lie apart, and the processor
+// does not foresee them. (For one row over 14 thousand cells: 0.7 of the time.)
+template <CacheType type>
+void prefetch_cell(const char *cell, int64_t size) {
+    constexpr int64_t line = 64;
+    const int64_t bytes = type == CacheType::q8_0 ? size / 32 * 34 : (type == CacheType::f32 ? 4 : 2) * size;
+    for (int64_t i = 0; i < bytes; i += line) __builtin_prefetch(cell + i);
 }
 
 // e^x * 2^power, within 1.5 units in the last place, for x up to 60; smaller than -87 is -87.

@@ -86,6 +86,8 @@ struct AttentionIntegers {
                 const int64_t cell =
                     smaller(block * cells_per_block + 2 * pair + i, job.n_cells - 1);
                 cells[i] = values + cell * job.value_cell_stride;
+                const int64_t later = smaller(cell + cells_ahead, job.n_cells - 1);
+                prefetch_cell<type>(values + later * job.value_cell_stride, job.value_size);
             }
             float *factors = memory.factors + position * cells_per_block + 2 * pair;
             int16_t *pairs = memory.values + (position * pairs_per_block + pair) * 2 * size;

@@ -83,6 +83,8 @@ struct AttentionScores {
             for (int i = 0; i < V::lanes; i++) {
                 const int64_t cell = smaller(first_cell + first + i, job.n_cells - 1);
                 cells[i] = keys + cell * job.key_cell_stride;
+                const int64_t later = smaller(cell + cells_ahead, job.n_cells - 1);
+                prefetch_cell<type>(keys + later * job.key_cell_stride, job.key_size);
             }
             for (int64_t d = 0; d < size; d += V::lanes) {
                 Floats v[V::lanes];

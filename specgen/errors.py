@@ -33,7 +33,11 @@ class PromptError(SpecgenError, exit_code=3):
 
 
 class PromptLengthError(PromptError):
-    """The prompt has so many bytes that its tokens cannot fit into the context."""
+    """The prompt has `n_tokens` tokens, or more, and there may be `n_most`."""
+
+    def __init__(self, message: str, n_tokens: int, n_most: int) -> None:
+        super().__init__(message)
+        self.n_tokens, self.n_most = n_tokens, n_most
 
 
 class ModelFileError(SpecgenError, exit_code=4):
@@ -72,6 +76,10 @@ class NoTokenAllowedError(BackendError):
 
 class RollbackError(BackendError):
     """The cache could not drop tokens of a sequence."""
+
+
+class DecodeEndedError(BackendError):
+    """A decode was ended before its time, since nobody wants its result."""
 
 
 class OutputError(SpecgenError, exit_code=10):

@@ -28,7 +28,7 @@ PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
 TranslateMode: TypeAlias = Literal["auto", "off"]
 KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
-Show: TypeAlias = Literal["accepted", "all", "none"]
+Show: TypeAlias = Literal["accepted", "all", "rounds", "none"]
 
 #: Temperature of a draft model's draws, relative to the target's: a small model is less sure where it is right.
 DRAFT_TEMPERATURE = 0.85
@@ -327,6 +327,37 @@ class KernelOptions:
     )
 
 
+def parse_size(text: str) -> int:
+    """Parse a number of bytes with a unit, such as 500M or 20G. Raise `ValueError`, with the message to show."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
+    if found is None:
+        raise ValueError(f"{text!r} is not a size: give one like 500M or 20G")
+    return int(float(found[1]) * 1000 ** " kmgt".index(found[2] or " "))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOptions:
+    """Which prefixes of prompts are stored on the disk, so that the next process need not read them."""
+
+    kept: Literal["shared", "all", "off"] = option(
+        "shared",
+        "--prefix-store",
+        "Store on the disk what was computed of long prompts, so that the next run need not read them: what two prompts "
+        "begin with (shared), all, or nothing (off).",
+        panel="Prompt",
+        envvar="SPECGEN_PREFIX_STORE",
+    )
+    max_bytes: int | None = option(
+        None,
+        "--prefix-store-size",
+        "The most bytes of the store; the least recently used go first.",
+        panel="Prompt",
+        metavar="SIZE",
+        parse=parse_size,
+        show_default="a tenth of the free disk, 20G at most",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Contexts:
     """The contexts of the two models, and who computes on the CPU for both."""
@@ -348,6 +379,8 @@ class Grammar:
     #: is free; behind a call that has to be, only another one may follow.
     mark: str = ""
     is_first: bool = False
+    #: A pattern for the beginning of a text that is a call without a mark, which follows the rule `bare`.
+    head: str = ""
 
 
 _answer = partial(option, panel="Answer")
@@ -431,3 +464,5 @@ class SessionOptions:
     learning: Path | None = None
     #: Where the text that was read is kept, so that the next session need not read it again; None keeps none.
     prompt_cache: Path | None = None
+    #: Which prefixes of prompts are stored in the folder `cache`; None stores none.
+    prefixes: PrefixOptions | None = None

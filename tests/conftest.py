@@ -30,7 +30,7 @@ from specgen.llama.kernels.admission import (
 )
 from tests.helpers.cli import Cli, Specgen, in_process
 from tests.helpers.fetch import WebServer, use_hub, web_server
-from tests.helpers.tiny import write_respelled_model
+from tests.helpers.sessions import folder_with
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 # How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a profile that
@@ -160,37 +160,25 @@ def quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgen.measure.search.thread_counts", lambda *_: [1, 2])
 
 
-@pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of tiny models: target, draft (close to it), bad (not), chat, other, bert."""
-    folder = tmp_path_factory.mktemp("tiny")
-    target = TinyConfig(logit_scale=6.0)
-    configs = {
-        "target": target,
-        "draft": target.draft(0.02),
-        "bad": target.draft(1.5),
-        "chat": TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE),
-        "broken template": TinyConfig(chat_template="{{ raise_exception('users only') }}"),
-        "other": TinyConfig(tokenizer="spm"),
-        "bert": TinyConfig(architecture="bert"),
-    }
-    for name, config in configs.items():
-        write_tiny_model(folder / f"{name}.gguf", config)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def chat_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a target and a draft that have a chat template and say what is printable and in one line, a draft
-    with another vocabulary, and a target without a template; all have room for 2048 tokens."""
-    folder = tmp_path_factory.mktemp("chat")
-    plain = TinyConfig(logit_scale=6.0, n_ctx_train=2048, unprintable_scale=0.0)
-    target = dataclasses.replace(plain, chat_template=CHATML_TEMPLATE)
-    configs = {"target": target, "draft": target.draft(0.02), "plain": plain}
-    for name, config in configs.items():
-        write_tiny_model(folder / f"{name}.gguf", config)
-    write_respelled_model(folder / "respelled.gguf", target.draft(0.02))
-    return folder
+_TARGET = TinyConfig(logit_scale=6.0)
+_BROKEN = TinyConfig(chat_template="{{ raise_exception('users only') }}")
+#: A folder of tiny models: target, draft (close to it), bad (not), chat, other, bert.
+tiny_models = folder_with(
+    "session",
+    target=_TARGET,
+    draft=_TARGET.draft(0.02),
+    bad=_TARGET.draft(1.5),
+    chat=dataclasses.replace(_TARGET, chat_template=CHATML_TEMPLATE),
+    other=TinyConfig(tokenizer="spm"),
+    bert=TinyConfig(architecture="bert"),
+    **{"broken template": _BROKEN},
+)
+_PLAIN = TinyConfig(logit_scale=6.0, n_ctx_train=2048, unprintable_scale=0.0)
+_CHAT = dataclasses.replace(_PLAIN, chat_template=CHATML_TEMPLATE)
+_DRAFT = _CHAT.draft(0.02)
+#: A folder with a target and a draft that have a chat template and say what is printable and in one line, a draft
+#: with another vocabulary, and a target without a template; all have room for 2048 tokens.
+chat_models = folder_with("session", target=_CHAT, draft=_DRAFT, respelled=_DRAFT, plain=_PLAIN)
 
 
 @pytest.fixture(scope="session")

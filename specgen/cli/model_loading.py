@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from specgen.options import (
     GenerationOptions,
     KernelOptions,
     ModelChoice,
+    PrefixOptions,
     SamplerOptions,
 )
 
@@ -50,6 +51,7 @@ class Setup:
     machine: Contexts
     learn: bool = False
     prompt_cache: Path | None = None
+    prefixes: PrefixOptions = field(default_factory=PrefixOptions)
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
         """Find the files of the models, which are fetched if necessary."""
@@ -65,6 +67,7 @@ class Setup:
             self.machine,
             learn=self.learn,
             prompt_cache=self.prompt_cache,
+            prefixes=self.prefixes,
         )
         return sources, options
 
@@ -101,13 +104,6 @@ def load(
     """Load the models, as `open_session` does; on a terminal, show that they are loading."""
     from specgen.session.open import open_session
 
-    def loading(name: str) -> contextlib.AbstractContextManager[object]:
-        if output.quiet or output.verbose or not sys.stderr.isatty():
-            return contextlib.nullcontext()
-        from specgen.render.streams import make_console
-
-        return make_console(sys.stderr, os.environ).status(f"loading {name}")
-
     return open_session(
         options,
         drafts,
@@ -115,7 +111,7 @@ def load(
         memory=memory,
         note=output.note,
         check=check or (lambda _session: None),
-        loading=loading,
+        status=output.status,
         load_ahead=not output.verbose,  # lines of the log of two models at once would be mixed
     )
 
@@ -132,16 +128,28 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
         output.note(f"{note}{hint}")
 
 
-def log_shown(output: Output) -> contextlib.AbstractContextManager[None]:
-    """Show llama.cpp's log on standard error, if the output is verbose: what matters of it, or with -vv all."""
+@contextlib.contextmanager
+def log_shown(output: Output) -> Iterator[None]:
+    """Show the log on standard error, if the output is verbose: what matters of llama.cpp's, or with -vv all."""
     if not output.verbose:
-        return contextlib.nullcontext()
+        yield
+        return
     from specgen.llama import logging_to
 
     def show(text: str) -> None:
         print(text, end="", file=sys.stderr, flush=True)
 
-    return logging_to(show if output.verbose > 1 else what_matters(show))
+    own, handler = logging.getLogger("specgen.session"), logging.StreamHandler()
+    own.addHandler(handler)
+    own.setLevel(logging.INFO)
+    own.propagate = False  # a server's own log has a handler, too
+    try:
+        with logging_to(show if output.verbose > 1 else what_matters(show)):
+            yield
+    finally:
+        own.removeHandler(handler)
+        own.setLevel(logging.NOTSET)
+        own.propagate = True
 
 
 def what_matters(show: Callable[[str], None]) -> Callable[[str], None]:

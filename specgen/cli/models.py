@@ -17,7 +17,7 @@ from specgen.cli.inputs import is_terminal
 from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
 from specgen.models import hub_names as hub
 from specgen.models.download import fetch, fetch_reference, stderr_progress
-from specgen.models.files import size_of
+from specgen.models.files import cache_folder, packed_folder, prefixes_folder, size_of
 from specgen.models.hub_names import locate, parse_reference
 from specgen.models.registry import CatalogueModel, Pair, Registry, load_registry
 from specgen.options import SourceChoice
@@ -91,6 +91,14 @@ def list_models(as_json: _Json = False) -> None:
         for pair in registry.pairs.values()
     ]
     _print_table(("pair", "target", "draft", "default"), pairs)
+    kept = {
+        "packed weights": packed_folder(),
+        "prefixes of prompts": prefixes_folder(cache_folder()),
+    }
+    sizes = {name: sum(map(size_of, files_in(folder))) for name, folder in kept.items()}
+    if any(sizes.values()):
+        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items() if size)
+        print(f"\nkept for quick starts: {parts} (`specgen models clear` deletes them)")
 
 
 @app.command(cls=Command)
@@ -178,6 +186,26 @@ def remove_model(
     if yes or typer.confirm(question, err=True):
         removal.execute()
         print(f"removed {names}: {freed} freed")
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return the files in a folder, if there is one."""
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+@app.command(cls=Command)
+def clear() -> None:
+    """Delete what was computed for quick starts: packed weights and prefixes of prompts.
+
+    The next start computes them again.
+    """
+    freed = 0
+    for path in (*files_in(packed_folder()), *files_in(prefixes_folder(cache_folder()))):
+        n_bytes = size_of(path)
+        with suppress(OSError):
+            path.unlink()
+            freed += n_bytes
+    print(f"{human_bytes(freed)} freed")
 
 
 def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

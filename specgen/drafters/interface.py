@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,17 @@ Key: TypeAlias = Path | str
 Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
 
 
+class PrefixStore(Protocol):
+    """Prefixes of prompts that outlive the caches."""
+
+    def extend(
+        self, backend: Backend, slot: CacheSlot, prompt: Sequence[int], n_held: int, n_again: int
+    ) -> int:
+        """Let a slot, which holds `n_held` tokens of a prompt, hold more of it if that is known. Return how many it then
+        holds."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class CacheSlot:
     """One of `n` equal shares of all caches, counted from 0: the place of one text. All slots of a cache have
@@ -40,6 +51,9 @@ class CacheSlot:
 
     number: int = 0
     n: int = 1
+    #: Holds prefixes that outlive the caches; None: there are none. What the prompt is about tells it conversations apart.
+    store: PrefixStore | None = None
+    subject: str = ""
 
     def branches(self, backend: Backend) -> Branches:
         """Return the slot's sequences in a cache."""
@@ -58,7 +72,7 @@ class CacheSlot:
         for branch in range(own.first + 1, own.first + own.n_branches):
             if backend.length(branch):
                 backend.remove(branch)
-        tokens = tokens[:-1]
+        prompt, tokens = tokens, tokens[:-1]
         best = n_own = n_common(backend.text(own.first), tokens)
         lender = own.first
         if backend.rollback == "cells":
@@ -69,8 +83,8 @@ class CacheSlot:
             best = max(0, n_held[lender] - n_again)
             n_own = min(n_own, best)
         elif n_own < backend.length(own.first):
-            # Such a cache cannot drop cells: to go back within a text, it would decode it again.
-            best = n_own = 0
+            # Such a cache cannot drop cells: to go back to any other place, it would decode all again.
+            best = n_own = backend.way_back(own.first, n_own)
         try:
             if backend.length(own.first) > n_own:
                 backend.remove(own.first, n_own)
@@ -78,7 +92,9 @@ class CacheSlot:
                 backend.copy(lender, own.first, n_own, best)
         except RollbackError:  # the cells that a sliding window needs are gone
             backend.remove(own.first)
-            return 0
+            best = 0
+        if self.store is not None:
+            best = self.store.extend(backend, self, prompt, best, n_again)
         return best
 
 

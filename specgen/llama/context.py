@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.errors import BackendError, ModelFileError, WorkerLostError
+from specgen.errors import BackendError, DecodeEndedError, ModelFileError, WorkerLostError
 from specgen.llama.cache import Cache, Rewinder, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
 from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_ext, set_layer_input
@@ -85,6 +85,7 @@ class LlamaBackend:
         self.handle, self._n_snapshots = context.handle, context.n_snapshots
         model.hold()
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
+        self.is_unwanted: Callable[[], bool] | None = None
         #: Which rows of the output matrix are computed; None: all.
         self.computed_rows: ComputedRows | None = None
         self._cache = Cache(model, self.handle, context.guards)
@@ -194,9 +195,21 @@ class LlamaBackend:
         n_wanted = self._rows.fill(batch)
         started = self._clock()
         rows = self.computed_rows
-        with contextlib.nullcontext() if rows is None else rows.limit(batch.tokens):
+        with (
+            contextlib.nullcontext() if rows is None else rows.limit(batch.tokens),
+            self._ended_if_unwanted(),
+        ):
             status: int = self._decode_native(self.handle, self._rows.native)
         self.decode_s += self._clock() - started
+        if status == _ENDED:
+            if self._rewinder is None:  # llama.cpp drops the new cells, but not those of guards
+                starts = dict(
+                    zip(reversed(batch.sequences), reversed(batch.positions), strict=True)
+                )
+                for sequences, start in starts.items():
+                    for sequence in sequences:
+                        self._cache.remove(sequence, start)
+            raise DecodeEndedError(f"{self.model.name}: a decode was ended")
         if status != 0:
             raise BackendError(
                 f"{self.model.name}: llama.cpp could not decode {len(batch)} tokens at "
@@ -205,6 +218,32 @@ class LlamaBackend:
             )
         self.n_decoded_rows += len(batch)
         return self._view(n_wanted)
+
+    @contextlib.contextmanager
+    def _ended_if_unwanted(self) -> Iterator[None]:
+        """Let llama.cpp ask after each operator whether the decode is still wanted. Ctrl-C is seen there, too: an
+        exception of its handler ends the decode, and is raised after it."""
+        asked = self.is_unwanted
+        if asked is None or self.model.is_remote:
+            yield
+            return
+        raised: list[BaseException] = []
+
+        def ends(_data: object) -> bool:
+            try:
+                return bool(raised) or asked()
+            except BaseException as error:  # noqa: BLE001 - native code cannot pass it on
+                raised.append(error)
+                return True
+
+        callback = llama_cpp.ggml_abort_callback(ends)  # kept alive until the decode is done
+        llama_cpp.llama_set_abort_callback(self.handle, callback, None)
+        try:
+            yield
+        finally:
+            llama_cpp.llama_set_abort_callback(self.handle, llama_cpp.ggml_abort_callback(), None)
+        if raised:
+            raise raised[0]
 
     def set_threads(self, n_single: int, n_batch: int) -> None:
         """Decode batches of one row with `n_single` threads from now on, and larger ones with `n_batch`. Raise
@@ -223,23 +262,36 @@ class LlamaBackend:
             return self._rewinder.text(sequence)
         return self._texts[sequence]
 
+    def saved_bytes(self, sequence: int) -> int:
+        return self._cache.saved_bytes(sequence)
+
     def saved_text(self, sequence: int) -> NDArray[np.uint8]:
         """Return the state of a sequence's text: uint8[n_bytes]. Raise `BackendError`."""
         return self._cache.saved(sequence)
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
         """Let a sequence hold a text whose state another context saved. Return whether llama.cpp took it; the
-        sequence is empty if not. Only for models without a recurrent state."""
+        sequence is empty if not."""
         self.remove(sequence)
-        if not self._cache.restore(sequence, state, len(tokens)):
+        if self._rewinder is not None:
+            is_taken = self._rewinder.restore(sequence, tokens, state)
+        else:
+            is_taken = self._cache.restore(sequence, state, len(tokens))
+            self._texts[sequence] = list(tokens)
+        if not is_taken:
             self.remove(sequence)
-            return False
-        self._texts[sequence] = list(tokens)
-        return True
+        return is_taken
 
     def checkpoint(self, sequence: int) -> None:
         if self._rewinder is not None:
             self._rewinder.checkpoint(sequence)
+
+    def anchor(self, sequence: int) -> None:
+        if self._rewinder is not None:
+            self._rewinder.anchor(sequence)
+
+    def way_back(self, sequence: int, n: int) -> int:
+        return n if self._rewinder is None else self._rewinder.way_back(sequence, n)
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         if self._rewinder is not None:
@@ -277,9 +329,10 @@ def _decode(context: Any, batch: Any) -> int:
     return status
 
 
+#: llama.cpp's status of a decode that its callback ended.
+_ENDED = 2
 _DECODE_ERRORS = {
     1: "no room in the cache",
-    2: "aborted",
     -1: "a batch that makes no sense",
     -2: "memory could not be allocated",
     -3: "computing failed",

@@ -62,7 +62,8 @@ class Embedder:
         if n_bytes > self.n_ctx:
             n_least = vocabulary.fewest_tokens(text) or n_bytes // _MOST_TOKEN_BYTES
             if n_least > self.n_ctx:
-                raise PromptLengthError(f"{n_bytes} bytes, but the context has {self.n_ctx} tokens")
+                what = f"{n_bytes} bytes, but the context has {self.n_ctx} tokens"
+                raise PromptLengthError(what, n_least, self.n_ctx)
         tokens = vocabulary.tokenize(text, add_special=True, parse_special=False)
         self.check(tokens)
         return tokens
@@ -70,14 +71,12 @@ class Embedder:
     def check(self, tokens: Sequence[int]) -> None:
         """Raise `PromptError` for tokens that the model lacks or none at all, `PromptLengthError` for more than
         the context has."""
-        n_vocab = self.model.vocabulary.n_tokens
         if not tokens:
             raise PromptError("it is empty")
         if len(tokens) > self.n_ctx:
-            raise PromptLengthError(f"{len(tokens)} tokens, but the context has {self.n_ctx}")
-        for token in tokens:
-            if not 0 <= token < n_vocab:
-                raise PromptError(f"there is no token {token}: the model has {n_vocab} tokens")
+            what = f"{len(tokens)} tokens, but the context has {self.n_ctx}"
+            raise PromptLengthError(what, len(tokens), self.n_ctx)
+        self.model.vocabulary.check(tokens)
 
     def embed(self, tokens: Sequence[int]) -> Hidden:
         """Return the vector of a text, of length 1 (all zeros stay so): float32[n_embd]. Raise `BackendError`."""

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-from specgen.errors import BackendError, UsageError
+from specgen.errors import BackendError, PromptError, UsageError
 from specgen.llama.library import llama_cpp
 
 #: The size of the first buffer for a token's bytes; most tokens fit.
@@ -99,10 +99,17 @@ class LlamaVocabulary:
             "separator": llama_cpp.llama_vocab_fim_sep(self.handle),
         }
 
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raise `PromptError` for a token that is none of these: llama.cpp would end the process."""
+        for token in tokens:
+            if not 0 <= token < self.n_tokens:
+                n = self.n_tokens
+                raise PromptError(f"there is no token {token}: the model has {n} tokens")
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Tokenize a text. Raise `UsageError` if over a million of its characters follow one another without
         white space (or are white space), where words are found by recursion."""
-        data = text.encode()
+        data = _encoded(text)
         longest = _longest(_LINES, text) if len(text) > _LINE else 0
         if longest <= _LINE or self.kind != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
             return self._tokenize(data, add_special, parse_special)
@@ -132,7 +139,7 @@ class LlamaVocabulary:
         of the longest token. 0 if the vocabulary drops bytes."""
         if self.kind not in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE):
             return 0
-        data = text.encode()
+        data = _encoded(text)
         if self._longest is None:
             tokens = range(self.n_tokens)
             # Control tokens are read by their names, and add nothing to a text.
@@ -152,6 +159,19 @@ class LlamaVocabulary:
         marker = self.tokenize(_MARKER, add_special=False, parse_special=False)
         whole = self.tokenize(_MARKER + text, add_special=False, parse_special=parse_special)
         return whole[len(marker) :]
+
+    def tokens_of(self, parts: Sequence[int | str], *, parse_special: bool) -> list[int]:
+        """Return the tokens of a text in parts, some of which are tokens already. Raise `PromptError`."""
+        found: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                found.append(part)
+            elif found:
+                found += self.tokenize_inside(part, parse_special=parse_special)
+            else:
+                found += self.tokenize(part, add_special=True, parse_special=parse_special)
+        self.check(found)
+        return found
 
     def control_token(self, entry: str) -> int:
         tokens = self.tokenize(entry, add_special=False, parse_special=True)
@@ -184,6 +204,7 @@ class LlamaVocabulary:
         return self.token_entry(token_id).decode("utf-8", "replace")
 
     def token_entry(self, token_id: int) -> bytes:
+        self.check([token_id])
         return llama_cpp.llama_vocab_get_text(self.handle, token_id) or b""
 
     def token_entries(self) -> Iterator[bytes]:
@@ -204,6 +225,7 @@ class LlamaVocabulary:
         return found.hexdigest()
 
     def token_attributes(self, token_id: int) -> int:
+        self.check([token_id])
         return int(llama_cpp.llama_vocab_get_attr(self.handle, token_id))
 
     def is_control(self, token_id: int) -> bool:
@@ -246,6 +268,7 @@ class LlamaVocabulary:
         return self._read_piece(token_id, special=True).decode("utf-8", "replace")
 
     def _read_piece(self, token_id: int, *, special: bool) -> bytes:
+        self.check([token_id])
         capacity = _PIECE_BYTES
         while True:
             # A new buffer each time: one thread may tokenize prompts while another one decodes.
@@ -256,6 +279,18 @@ class LlamaVocabulary:
             if n >= 0:
                 return buffer.raw[:n]
             capacity = -n
+
+
+def _encoded(text: str) -> bytes:
+    """Return a text in UTF-8. Raise `PromptError` if it has half a surrogate pair, which UTF-8 cannot express."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise PromptError(
+            f"the text has half a surrogate pair, {half!r}, at character {error.start}",
+            hint="give text that UTF-8 can express",
+        ) from None
 
 
 def _longest(pattern: re.Pattern[str], text: str) -> int:

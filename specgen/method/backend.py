@@ -3,7 +3,7 @@ one or more of these, so that the branches of a tree share the cells of their co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, TypeAlias
 
@@ -85,6 +85,9 @@ class Backend(Protocol):
     n_sequences: int
     rollback: Rollback
     n_decoded_rows: int
+    #: If it is set, it is asked during decodes, where that is possible (not on a GPU). If it returns True, the decode
+    #: ends with a `DecodeEndedError`, and the text is as it was before.
+    is_unwanted: Callable[[], bool] | None
 
     @property
     def vocabulary(self) -> Vocabulary: ...
@@ -107,6 +110,12 @@ class Backend(Protocol):
 
     def checkpoint(self, sequence: int) -> None:
         """Announce, before a draft is decoded, that tokens from here on may be dropped: `remove` must then be cheap."""
+
+    def anchor(self, sequence: int) -> None:
+        """Keep the state of a text as it is now, until the next anchor, so that `remove` can go back to it."""
+
+    def way_back(self, sequence: int, n: int) -> int:
+        """Return the most of a text's first `n` tokens that `remove` can go back to without decoding them again."""
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination` too, or raise

@@ -117,6 +117,11 @@ def packed_folder() -> Path:
     return cache_folder() / "packed"
 
 
+def prefixes_folder(cache: Path) -> Path:
+    """Return the folder of stored prefixes of prompts."""
+    return cache / "prefixes"
+
+
 def memory_file() -> Path:
     """Return the file of what was learnt on this machine."""
     return cache_folder() / "learnt.json"

@@ -4,9 +4,9 @@ ends: `text/answer_state.py`.)"""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from specgen.errors import BackendError
+from specgen.errors import BackendError, DecodeEndedError
 from specgen.events import Event, FinishedEvent, Piece, ReadingEvent
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT
@@ -78,8 +78,14 @@ class AnswerLoop(Loop):
             events += self.read(sequence)
         return events
 
-    def read(self, sequence: AnswerState, n_most: int | None = None) -> list[Event]:
-        """Decode a piece of a prompt, of at most `n_most` tokens; after the last one, commit the first token."""
+    def read(
+        self,
+        sequence: AnswerState,
+        n_most: int | None = None,
+        is_unwanted: Callable[[], bool] = lambda: False,
+    ) -> list[Event]:
+        """Decode a piece of a prompt, of at most `n_most` tokens; after the last one, commit the first token. The answer
+        ends in the middle of the decode if it `is_unwanted`."""
         if sequence.is_finished:
             return []
         started, target_s = self.clock(), self.target.decode_s
@@ -91,10 +97,20 @@ class AnswerLoop(Loop):
             batch, n_batch = Batch(), self.target.n_batch
             is_scored = sequence.options.prompt_logprobs
             n_batch = min(n_batch, self.target.n_outputs) if is_scored else n_batch
+            if self.target.length(sequence.slot.first) in sequence.stops:
+                self.target.anchor(sequence.slot.first)
             is_last = self.add_piece(batch, sequence, min(n_most or n_batch, n_batch))
             if is_scored:
                 batch.wants_logits = [True] * len(batch)
-            rows = self.decode_text(sequence, batch)
+            if sequence.n_read > 0 and len(batch) > N_READ_BESIDE:  # a state to go back to
+                self.target.checkpoint(sequence.slot.first)
+            self.target.is_unwanted = lambda: self._interrupted() or is_unwanted()
+            try:
+                rows = self.decode_text(sequence, batch)
+            except DecodeEndedError:
+                return events + sequence.interrupt(self.now_s)
+            finally:
+                self.target.is_unwanted = None
             scored = sequence.scored_prompt(batch.positions[0], rows) if is_scored else ()
             logits = rows[-1:] if is_last else None
         target_s = self.target.decode_s - target_s
@@ -105,7 +121,7 @@ class AnswerLoop(Loop):
         if sequence.read_since_s is not None:
             return []
         sequence.read_since_s = started
-        sequence.n_cached = self.target.length(sequence.slot.first)
+        sequence.n_cached = sequence.n_read = self.target.length(sequence.slot.first)
         reading = [self._reading(sequence)] if sequence.options.reports_reading else []
         events = sequence.take_forced(started - self._started_s)
         if events:
@@ -117,6 +133,7 @@ class AnswerLoop(Loop):
         last row wants logits."""
         text, first = sequence.tokens, sequence.slot.first
         start = self.target.length(first)
+        n_most = min([n_most, *(stop - start for stop in sequence.stops if stop > start)])
         for offset, token in enumerate(text[start : start + n_most]):
             batch.add(token, start + offset, (first,), False)
         is_last = start + n_most >= len(text)
@@ -133,7 +150,8 @@ class AnswerLoop(Loop):
     ) -> list[Event]:
         """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are tokens with
         their log-probabilities. After the last piece, whose `logits` are float32[1, n_vocab], commit the first token."""
-        tally = sequence.tally
+        tally, n_held = sequence.tally, self.target.length(sequence.slot.first)
+        sequence.n_read = min(n_held, sequence.n_prompt)
         events: list[Event] = []
         if logits is not None and sequence.options.max_tokens == 0:
             sequence.finish("length")
@@ -152,14 +170,14 @@ class AnswerLoop(Loop):
         return [self._reading(sequence, scored), *events]
 
     def _reading(self, sequence: AnswerState, scored: tuple[Piece, ...] = ()) -> ReadingEvent:
-        n_read, spent_s = self.target.length(sequence.slot.first), sequence.tally.wall_s
+        n_read, spent_s = sequence.n_read, sequence.tally.wall_s
         token_s = spent_s / max(1, n_read - sequence.n_cached)
         return ReadingEvent(
             sequence.index,
             self.now_s,
-            min(n_read, sequence.n_prompt),
+            n_read,
             sequence.n_prompt,
-            max(0, len(sequence.tokens) - n_read) * token_s,
+            (sequence.n_prompt - n_read) * token_s,
             sequence.n_cached,
             spent_s,
             scored,

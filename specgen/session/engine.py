@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from specgen.errors import (
     BackendError,
@@ -23,19 +24,24 @@ from specgen.errors import (
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.method.tables import CostTable
+from specgen.models.files import prefixes_folder
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration import calibrate
+from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prompt_cache import CachedContext, PromptCache
+from specgen.session.prefix_store import CachedContext, PrefixStore, marks_in
+from specgen.session.prompt_cache import PromptCache
 from specgen.session.prompts import Prompt
-from specgen.session.request import Request
+from specgen.session.request import Request, Slot
 from specgen.session.scheduler import Scheduler
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.text.answer_state import AnswerState
+
+#: Texts with fewer tokens are read again.
+_LEAST_ANCHORED = 128
 
 
 class Engine:
@@ -82,6 +88,7 @@ class Engine:
         learning = session.options.learning
         self._kept = KeptAnswers(learning) if learning is not None else None
         self._notices: deque[str] = deque()
+        self._prefixes: PrefixStore | None = None
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._resources.close)
@@ -100,6 +107,7 @@ class Engine:
             self._notices.extend(session.notices(self.n_ctx))
             if session.options.prompt_cache is not None:
                 self._use_prompt_cache(session.options.prompt_cache)
+            self._open_prefixes()
             on_error.pop_all()
 
     @classmethod
@@ -184,7 +192,7 @@ class Engine:
         return self._scheduler.add(prompt, settings, seed, drafts=draft)
 
     def cancel(self, request: Request) -> None:
-        """End an answer at the next step, with the text that it has by then."""
+        """End an answer with the text that it has: while its prompt is read at once, else at the next step."""
         request.is_cancelled = True
 
     def reload_draft(self) -> bool:
@@ -198,6 +206,8 @@ class Engine:
             self.drafts = ()
             self._session.change_draft(self._session.draft_source)
             self.drafts = self._open_drafts()
+            if self._prefixes is not None:
+                self._prefixes.serve(self._cached_contexts())
             return True
 
     def notify(self, message: str) -> None:
@@ -225,11 +235,45 @@ class Engine:
 
     def _cached_contexts(self) -> list[CachedContext]:
         options = self._session.options
-        found = [CachedContext(self.target, options.target_context)]
-        if not self._reads_rows:
-            own = (draft for draft in self.drafts if draft.rollback == "cells")
-            found += (CachedContext(draft, options.draft_context) for draft in own)
+        found = [CachedContext.of(self.target, options.target_context, "target")]
+        draft = self._session.draft
+        if draft is not None and draft.reads != "cache":  # that has no cache of its own
+            read = draft.origin if draft.reads == "text" else f"{draft.origin} {found[0].key}"
+            own = ((n, each) for n, each in enumerate(self.drafts) if each.rollback == "cells")
+            found += (
+                CachedContext.of(each, options.draft_context, f"{read} {n}") for n, each in own
+            )
         return found
+
+    def _open_prefixes(self) -> None:
+        """Use the store of prefixes, if the options ask for one."""
+        options, wanted = self._session.options, self._session.options.prefixes
+        if wanted is None or wanted.kept == "off":
+            return
+        if options.cache is None or self.target.model.is_remote:
+            return
+        store = PrefixStore(prefixes_folder(options.cache), wanted, self._session.clock)
+        self._resources.callback(store.close)
+        store.serve(self._cached_contexts())
+        self._prefixes = store
+        for slot in self.slots:
+            slot.store = store
+
+    def _stops(self, slot: Slot, prompt: Prompt) -> tuple[int, ...]:
+        """Return where reading a prompt stops: where its state is stored and, for a model that cannot go back anywhere,
+        before the answer's turn, behind which the next prompt may go on otherwise than this answer."""
+        stops, n = [0], len(prompt.tokens)
+        if self._prefixes is not None:
+            stops.append(self._prefixes.due(self.target, slot.branches(self.target).first))
+        if self.target.rollback != "cells" and n > _LEAST_ANCHORED:
+            stops += marks_in(self.target.vocabulary, prompt.tokens)[-1:]
+        return tuple(stop for stop in stops if 0 < stop < n)
+
+    def _store_prefix(self, request: Request) -> None:
+        """Store what was read of a prompt, where it is due."""
+        slot = request.slot
+        if self._prefixes is not None and slot is not None:
+            self._prefixes.take(self.target, slot.branches(self.target).first)
 
     @property
     def _reads_rows(self) -> bool:
@@ -269,8 +313,9 @@ class Engine:
         with self.stepping:
             events = self._begin_next()
             for request in self._scheduler.busy:
-                if request.is_cancelled:
+                if request.is_cancelled:  # its slot is free for others at once
                     request.running.finish("interrupted")
+                    events += self._settle(request)
             reading = self._scheduler.next_reading()
             if reading is None or self._scheduler.can_read_beside(reading):
                 return events + self._round(reading)
@@ -326,6 +371,7 @@ class Engine:
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
             n_again, own = int(self._reads_rows), request.settings.generation
             tokens = request.prompt.tokens[: None if own.uses_cache else 1]
+            slot.subject = request.prompt.subject
             slot.share_prefix(self.target, tokens, n_again=n_again)
             request.sequence = self._factory.sequence(
                 request.prompt,
@@ -337,7 +383,9 @@ class Engine:
                 slot=slot,
                 index=request.index,
             )
+            request.sequence.stops = self._stops(slot, request.prompt)
             self._prepare(request, request.sequence)
+            self._store_prefix(request)
             slot.request = request
             draft = session.draft if request.drafts else None
             grammar = request.settings.generation.grammar
@@ -365,7 +413,9 @@ class Engine:
         """Read a piece of a prompt between two rounds."""
         events: list[Event] = []
         with self._failing([request]):
-            events += self._loop.read(request.running, self._scheduler.n_piece())
+            n_most, is_unwanted = self._scheduler.n_piece(), lambda: request.is_cancelled
+            events += self._loop.read(request.running, n_most, is_unwanted)
+            self._store_prefix(request)
             request.events.extend(events)
             events += self._settle(request)
         return events
@@ -382,6 +432,8 @@ class Engine:
         requests = {request.index: request for request in busy}
         for event in events:
             requests[event.sequence].events.append(event)
+        if reading is not None:
+            self._store_prefix(reading)
         for request in busy:
             events += self._settle(request)
         return events
@@ -414,6 +466,9 @@ class Engine:
             self._fail(request, sequence.failure)
             return []
         notices = []
+        if self._prefixes is not None and request.slot is not None:
+            for context in self.drafts:
+                self._prefixes.take(context, request.slot.branches(context).first, cuts=True)
         try:
             self._keep(request.prompt, sequence.tokens)
         except OutputError as error:  # the answer itself has not failed
@@ -423,7 +478,9 @@ class Engine:
         table = CostTable() if costs.was_busy else costs.table(n_past=sequence.n_prompt)
         finished = self._loop.finish(sequence, table)
         if request.load is not None:
-            finished = replace(finished, others_share=request.load.share)
+            setup: dict[str, Any] = dict(self._session.setup_s)
+            self._session.setup_s.clear()
+            finished = replace(finished, others_share=request.load.share, **setup)
             if is_busy(finished.others_share):  # its decodes say nothing of what they cost
                 draft = self._session.draft
                 costs.do_not_keep(None, None if draft is None else draft.timed)
@@ -468,12 +525,16 @@ class Engine:
 
 
 def generate(
-    session: Session, prompt: Prompt, *, interrupted: Callable[[], bool] = bool
+    session: Session,
+    prompt: Prompt,
+    *,
+    interrupted: Callable[[], bool] = bool,
+    status: Status = no_status,
 ) -> Generator[Event, None, None]:
     """Generate an answer in contexts of its own, and yield its events; the last one is a `FinishedEvent`. Raise
     `PromptError` if the prompt does not fit into the context, `MemoryLimitError` if the context does not fit into
     memory, and `BackendError` if the models are closed."""
-    n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted)
+    n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted, status)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         engine.notify(news)
         yield from engine.stream(engine.insert(prompt))

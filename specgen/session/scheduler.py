@@ -11,10 +11,13 @@ from specgen.llama import LlamaBackend
 from specgen.session.answer_loop import N_READ_BESIDE
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, RequestSettings, Slot
+from specgen.text.answer_state import AnswerState
 from specgen.text.prefix import n_common
 
 #: Waiting requests among which one is sought that need not wait for another prompt.
 _N_CONSIDERED = 16
+#: The longest that a piece of a prompt takes while anyone waits.
+_PIECE_S = 0.3
 #: A prompt waits for another one if it can share at least so many more tokens of it.
 _N_WORTH_WAITING = 32
 
@@ -30,7 +33,10 @@ class Scheduler:
         self._lock = threading.Lock()
         self._waiting: deque[Request] = deque()
         self._n_added = 0
-        self._reads_oldest = False
+        #: What was chosen to be read last: its tokens and seconds before, and whether an older prompt waited.
+        self._chosen: tuple[AnswerState, int, float, bool] | None = None
+        #: Tokens that were read of other prompts while the oldest one waited, and the seconds of a token in the last piece.
+        self._n_overtaken, self._token_s = 0, 0.0
         self._is_closed = False
 
     @property
@@ -103,16 +109,33 @@ class Scheduler:
             self._waiting.appendleft(request)
 
     def next_reading(self) -> Request | None:
-        """Return the request whose prompt is read next. By turns it is the one with the fewest tokens left and
-        the oldest one: a short prompt need not wait for a long one, and many short ones do not keep a long
-        one waiting."""
-        self._reads_oldest = not self._reads_oldest
+        """Return the request whose prompt is read next: the one with the fewest tokens left, so that a short prompt does
+        not wait for a long one. After a batch of tokens of others it is the oldest one, so that many short ones do not
+        keep a long one waiting."""
+        self._observe()
+        is_oldest_due = self._n_overtaken >= self._target.n_batch
 
         def rank(request: Request) -> tuple[int, int]:
             n_left = len(request.prompt.tokens) - self._n_read(request)
-            return 0 if self._reads_oldest else n_left, request.index
+            return 0 if is_oldest_due else n_left, request.index
 
-        return min(self.reading, key=rank, default=None)
+        reading = self.reading
+        if not reading:
+            return None
+        request = min(reading, key=rank)
+        overtakes = request.index > min(other.index for other in reading)
+        running = request.running
+        self._chosen = running, self._n_read(request), running.tally.prompt_s, overtakes
+        return request
+
+    def _observe(self) -> None:
+        """Learn from the piece that was read last."""
+        if self._chosen is None:
+            return
+        (running, n_before, before_s, overtook), self._chosen = self._chosen, None
+        if (n := running.n_read - n_before) > 0:
+            self._token_s = (running.tally.prompt_s - before_s) / n
+            self._n_overtaken = max(0, self._n_overtaken + (n if overtook else -n))
 
     def can_read_beside(self, reading: Request) -> bool:
         """Return whether a piece of a prompt can be read in the batch of a round: a row must have the same
@@ -127,10 +150,15 @@ class Scheduler:
         )
 
     def n_piece(self) -> int | None:
-        """Return the most tokens of a prompt that are read between two rounds; None for as many as a batch has.
-        Unless a row has the same logits in any batch, the pieces must be those of an answer alone."""
-        may_be_short = self.decoding and self._target.model.has_equal_rows
-        return N_READ_BESIDE if may_be_short else None
+        """Return the most tokens of a prompt that are read at once; None for as many as a batch has. While anyone waits,
+        they are so many that they take `_PIECE_S`. Unless a row has the same logits in any batch, the pieces must be
+        those of an answer alone."""
+        if len(self.busy) < 2 or not self._target.model.has_equal_rows:
+            return None
+        n_most = N_READ_BESIDE if self.decoding else self._target.n_batch
+        return (
+            max(1, min(n_most, int(_PIECE_S / self._token_s))) if self._token_s else N_READ_BESIDE
+        )
 
     def _would_share_more(self, request: Request, reading: Request) -> bool:
         n_shared = n_common(request.prompt.tokens, reading.prompt.tokens)

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -37,6 +37,18 @@ def new_beside(path: Path) -> Iterator[Path]:
 def existing_parent(path: Path) -> Path:
     """Return the path itself if it exists, else the nearest folder above it that does."""
     return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
+def make_room(files: Iterable[Path], n_bytes: int, most_bytes: int) -> bool:
+    """Delete the least recently used files until they have at most `most_bytes` with `n_bytes` more. Return whether
+    that is possible; nothing is deleted if not. Raise `OSError`."""
+    found = sorted(files, key=lambda path: path.stat().st_mtime)
+    excess = sum(path.stat().st_size for path in found) + n_bytes - most_bytes
+    for path in found if n_bytes <= most_bytes else ():
+        if excess > 0:
+            excess -= path.stat().st_size
+            path.unlink(missing_ok=True)
+    return excess <= 0
 
 
 def replace_bytes(path: Path, data: bytes) -> None:

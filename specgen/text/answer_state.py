@@ -63,6 +63,7 @@ class Tally:
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     drafted_by_rank: Counter[int] = field(default_factory=Counter)
     accepted_by_rank: Counter[int] = field(default_factory=Counter)
+    rounds_by_tokens: Counter[int] = field(default_factory=Counter)
     prompt_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
@@ -93,6 +94,7 @@ class Tally:
         n_committed = min(len(result.path) + 1, len(result.committed))  # the others were forced
         self.n_rounds += 1
         self.n_round_tokens += n_committed
+        self.rounds_by_tokens[max(0, n_committed - 1)] += 1
         self.n_tokens_by_sequences[result.n_sequences] += n_committed
         self.target_s_by_rows[result.n_rows].append(result.target_s)
         self.target_s += result.target_s / result.n_sequences
@@ -104,7 +106,7 @@ class Tally:
         depths, ranks = result.draft.depths(), result.draft.ranks()
         self.n_drafted += len(depths)
         self.n_accepted += len(accepted)
-        self.drafted_by_depth.update(depths)
+        self.drafted_by_depth.update(set(depths))
         self.accepted_by_depth.update(range(len(accepted)))
         self.drafted_by_rank.update(ranks)
         self.accepted_by_rank.update(map(ranks.__getitem__, accepted))
@@ -124,7 +126,8 @@ class Tally:
 
     @property
     def acceptance_rate(self) -> float | None:
-        return self.n_accepted / self.n_drafted if self.n_drafted else None
+        n_drafted = sum(self.drafted_by_depth.values())
+        return self.n_accepted / n_drafted if n_drafted else None
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -224,8 +227,11 @@ class AnswerState:
     stopped_by: str | None = None
     failure: SpecgenError | None = None
     n_prompt: int = field(init=False)
-    #: The number of prompt tokens that the cache held already.
+    #: The number of prompt tokens that the cache held already, and that it holds now.
     n_cached: int = 0
+    n_read: int = 0
+    #: Lengths of the text at which a piece of the prompt ends, so that its state can be kept.
+    stops: tuple[int, ...] = ()
     #: The clock's time when the first piece of the prompt was read; None before.
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.
@@ -249,11 +255,6 @@ class AnswerState:
     def answer(self) -> list[int]:
         """The answer's tokens, without the one that ended it."""
         return self.tokens[self.n_prompt : self.n_prompt + self.n_answer]
-
-    @property
-    def n_read(self) -> int:
-        """The number of prompt tokens that the cache held before; all once the prompt is read."""
-        return self.n_prompt if self.is_started else self.n_cached
 
     def offer(self, n_most: int) -> Offer:
         """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes now.

@@ -18,7 +18,7 @@ import pytest
 
 from specgen.errors import BackendError
 from specgen.session.answer_loop import AnswerLoop
-from tests.helpers.cli import Result, in_process
+from tests.helpers.cli import Result, in_process, spawn
 from tests.helpers.common import ROOT, posix
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
@@ -249,9 +249,7 @@ def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
 
 def begun(models: Path, lines: str, *arguments: str) -> subprocess.Popen[bytes]:
     """A conversation in a process of its own, that was given lines and may get more."""
-    command = [sys.executable, "-m", "specgen", "chat", *options(models), "-q", *arguments]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT)
+    process = spawn("chat", *options(models), "-q", *arguments, stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(lines.encode())
     process.stdin.flush()

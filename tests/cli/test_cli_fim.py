@@ -16,9 +16,9 @@ import pytest
 
 from specgen.cli import output
 from specgen.method.tables import CostTable
-from tests.helpers.cli import Result, complaint, events_of, in_process
-from tests.helpers.common import ROOT
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.cli import Result, complaint, ended, events_of, in_process
+from tests.helpers.sessions import folder_with
+from tests.tiny import TinyConfig
 from tests.tiny.config import INFILL_TOKENS
 
 Fim = Callable[..., Result]
@@ -26,22 +26,18 @@ Fim = Callable[..., Result]
 TEXT = "the cat is\n  in the house\n\na dog is on the mat\n"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models that know gaps, and one that does not."""
-    folder = tmp_path_factory.mktemp("fim")
-    target = TinyConfig(
-        logit_scale=6.0, control_tokens=INFILL_TOKENS, add_bos=False, unprintable_scale=0.0
-    )
-    write_tiny_model(folder / "target.gguf", target)
-    write_tiny_model(folder / "draft.gguf", target.draft(0.02))
-    # Says control tokens as gladly as others.
-    marks = replace(target, control_scale=1.0)
-    write_tiny_model(folder / "marks.gguf", marks)
-    write_tiny_model(folder / "marks-draft.gguf", marks.draft(0.02))
-    write_tiny_model(folder / "plain.gguf", TinyConfig(logit_scale=6.0))
-    write_tiny_model(folder / "other.gguf", TinyConfig(tokenizer="spm", logit_scale=6.0))
-    return folder
+TARGET = TinyConfig(
+    logit_scale=6.0, control_tokens=INFILL_TOKENS, add_bos=False, unprintable_scale=0.0
+)
+#: Says control tokens as gladly as others.
+MARKS = replace(TARGET, control_scale=1.0)
+models = folder_with(
+    target=TARGET,
+    draft=TARGET.draft(0.02),
+    marks=MARKS,
+    other=TinyConfig(tokenizer="spm", logit_scale=6.0),
+    **{"marks-draft": MARKS.draft(0.02), "plain": TinyConfig(logit_scale=6.0)},
+)
 
 
 @pytest.fixture
@@ -248,12 +244,9 @@ def test_a_model_without_gaps_is_refused_before_a_draft_is_chosen(
 
 def test_the_summary_never_follows_the_answer_in_its_line(models: Path, tmp_path: Path) -> None:
     (tmp_path / "x").write_text(TEXT)
-    command = [sys.executable, "-m", "specgen", "fim", f"{tmp_path / 'x'}:1", "-n", "4", "-m"]
-    command += [str(models / "target.gguf"), "-md", "none"]
-    environment, pipe = {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    command = ("fim", f"{tmp_path / 'x'}:1", "-n", "4", "-m", models / "target.gguf", "-md", "none")
     both, alone = (
-        subprocess.run(command, stdout=pipe, stderr=errors, env=environment, check=True)
-        for errors in (subprocess.STDOUT, pipe)
+        ended(*command, stderr=errors).stdout for errors in (subprocess.STDOUT, subprocess.PIPE)
     )
-    assert not alone.stdout.endswith(b"\n")
-    assert both.stdout.startswith(alone.stdout + b"\nanswer: 4 tokens")
+    assert not alone.endswith("\n")
+    assert both.startswith(f"{alone}\n4 tokens")

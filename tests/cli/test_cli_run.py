@@ -24,8 +24,8 @@ from specgen.cli.inputs import BUILT_IN
 from specgen.events import FinishedEvent
 from specgen.models.files import memory_file
 from specgen.session.prompts.template import Message, render
-from tests.helpers.cli import Cli, complaint, events_of, rest_of
-from tests.helpers.common import ROOT, posix
+from tests.helpers.cli import Cli, complaint, ended, events_of, rest_of, spawn
+from tests.helpers.common import posix
 from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -41,12 +41,22 @@ def test_the_answer_is_alone_on_stdout_and_the_same_with_any_draft(cli: Cli) -> 
     assert plain.code == 0
     assert plain.out
     for draft in ("draft", "bad", "ngram"):
-        result = cli.run(PROMPT, draft=draft)
+        result = cli.run(PROMPT, "--stats", draft=draft)
         assert result.code == 0
         assert result.out == plain.out
         assert "\x1b" not in result.out + result.err
         assert "tokens/s" in result.err
         assert "acceptance rate" in result.err or draft == "ngram"
+
+
+def test_rounds_are_told_one_by_one(cli: Cli) -> None:
+    result = cli.run(PROMPT, "--show", "rounds", "-v", "--policy", "fixed", "--draft-p-min", "0")
+    *rounds, last = result.out.strip().split("\n")[4:]
+    assert rounds[0] == "round      ms  tokens"
+    assert re.fullmatch(r" +\d+ +\d+\.\d +\d+  (\S \S+ (\d+|–)\|(\d+|–)  )*.*", last)
+    assert re.fullmatch(
+        r"30 tokens in .*tokens/s.* \(reached --max-tokens\)", result.err.strip().split("\n")[-1]
+    )
 
 
 def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path: Path) -> None:
@@ -454,16 +464,12 @@ def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
 def command(models: Path, *arguments: str, n: int = 60) -> list[str]:
     model = ["-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf")]
     own = ["-t", "1", "-n", str(n), "-fa", "off", *arguments, PROMPT]
-    return [sys.executable, "-m", "specgen", "run", *model, *own]
+    return ["run", *model, *own]
 
 
-def start(
-    arguments: list[str], environment: dict[str, str] | None = None, stdout: int = subprocess.PIPE
-) -> subprocess.Popen[bytes]:
-    own = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
-    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+def start(arguments: list[str], **choices: Any) -> subprocess.Popen[bytes]:
     # Unbuffered: what is read from the pipe before `communicate` must not be lost to it.
-    return subprocess.Popen(arguments, 0, env=own, stdin=nothing, stdout=stdout, stderr=pipe)
+    return spawn(*arguments, bufsize=0, **choices)
 
 
 @posix
@@ -505,8 +511,9 @@ def test_file_names_that_are_not_utf_8_are_those_of_files_all_the_same(
         "import runpy, specgen.system.machine as machine; machine.core_time = lambda: None; "
         "runpy.run_module('specgen', run_name='__main__')"
     )
-    run = [sys.executable, "-c", idle, "run", *target, "-md", str(draft), *own, "--json", PROMPT]
-    answer = start(run, strict)
+    answer = start(
+        ["run", *target, "-md", str(draft), *own, "--json", PROMPT], code=idle, env=strict
+    )
     out, err = answer.communicate(timeout=120)
     assert answer.returncode == 0, err.decode()
     assert json.loads(out.splitlines()[0])["draft"] == draft.name
@@ -557,7 +564,7 @@ def test_a_line_break_ends_the_answer_in_a_pipe(tiny_models: Path, tmp_path: Pat
     assert exact
     assert said() == exact.removesuffix(b"\n") + b"\n"
     with (tmp_path / "answer.txt").open("wb") as file:
-        subprocess.run([*command(tiny_models)], stdout=file, stdin=subprocess.DEVNULL, check=True)
+        start(command(tiny_models), stdout=file).communicate(timeout=120)
     assert (tmp_path / "answer.txt").read_bytes() == exact
 
 
@@ -583,7 +590,7 @@ def test_on_a_terminal_colours_show_what_was_accepted(tiny_models: Path) -> None
     answer, _ = start(command(tiny_models)).communicate(timeout=120)
     ours, theirs = pty.openpty()
     settings = {"TERM": "xterm-256color", "COLUMNS": "70", "LINES": "30"}
-    process = start(command(tiny_models), settings, stdout=theirs)
+    process = start(command(tiny_models), env=settings, stdout=theirs)
     os.close(theirs)
     data = rest_of(ours)
     os.close(ours)
@@ -606,9 +613,7 @@ def test_help_imports_nothing_heavy() -> None:
         "print([m for m in ('numpy', 'llama_cpp', 'huggingface_hub', 'requests', 'jinja2', 'gguf',"
         " 'psutil') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT, text=True
-    )
+    done = ended(code=code)
     assert done.stdout.splitlines()[-1] == "[]"
     for spelling in ("--target", "-md", "--temp", "-ngld", "--cache-type-v", "--draft-p-min"):
         assert spelling in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -17,21 +16,17 @@ import httpx
 import pytest
 
 from specgen.errors import MemoryLimitError, ModelFileError
-from tests.helpers.cli import complaint, in_process
+from tests.helpers.cli import complaint, in_process, spawn
 from tests.helpers.server import PATIENCE_S, wait_until
+from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.eagle import TinyEagle, write_tiny_eagle
 
 PROMPT = "the cat is in the house of"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("serve")
-    config = TinyConfig(logit_scale=6.0, unprintable_scale=0.0, n_ctx_train=8192)
-    write_tiny_model(folder / "target.gguf", config)
-    write_tiny_model(folder / "draft.gguf", config.draft(0.05))
-    return folder
+TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.0, n_ctx_train=8192)
+models = folder_with(target=TARGET, draft=TARGET.draft(0.05))
 
 
 def started(
@@ -44,10 +39,7 @@ def started(
 
 @contextlib.contextmanager
 def listening(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "specgen", "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
-    )
+    process = spawn("serve", "--port", "0", *arguments, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

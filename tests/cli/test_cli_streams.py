@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cli import ended
 from tests.helpers.common import ROOT
 
 pytestmark = [
@@ -83,11 +84,5 @@ def test_what_is_read_from_a_closed_stream_is_empty(tiny_models: Path) -> None:
 
 
 def test_ctrl_c_during_imports_is_quiet() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _INTERRUPTED_IMPORT],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+    done = ended(code=_INTERRUPTED_IMPORT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

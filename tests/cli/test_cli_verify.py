@@ -198,6 +198,3 @@ def test_prompts_longer_than_the_context_are_skipped(verify: Verify, tmp_path: P
     error = complaint(verify("--prompts", str(file), "-c", "256"), 3)
     assert "but the context has 256" in error
     assert "--ctx-size" in error
-
-
-# --- the report

@@ -9,9 +9,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -51,19 +52,41 @@ def tiny_names(folder: Path, arguments: Sequence[str | Path]) -> list[str | Path
     return [p if p.exists() else a for p, a in zip(paths, arguments, strict=True)]
 
 
+def spawn(
+    *arguments: str | Path,
+    code: str | None = None,
+    env: Mapping[str, str] = MappingProxyType({}),
+    **choices: Any,
+) -> subprocess.Popen[Any]:
+    """Start the command line in a process of its own, or a program of Python's. Unless `choices` say otherwise,
+    nothing is in its standard input, and all that it prints can be read."""
+    start = ["-m", "specgen"] if code is None else ["-c", code]
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", **env}
+    given = {"stdin": subprocess.DEVNULL, **streams, "cwd": ROOT, **choices}
+    return subprocess.Popen([sys.executable, *start, *map(str, arguments)], env=own, **given)
+
+
+def ended(
+    *arguments: str | Path, stdin: str = "", timeout_s: float = 120.0, **choices: Any
+) -> subprocess.CompletedProcess[str]:
+    """What comes of such a process."""
+    with spawn(*arguments, stdin=subprocess.PIPE, text=True, **choices) as process:
+        try:
+            out, err = process.communicate(stdin, timeout_s)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
 @contextlib.contextmanager
 def on_terminal(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A command in a process of its own, whose standard error is a terminal; and what reads that."""
     import pty
 
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-m", "specgen", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    ) as process:
+    environment = {"TERM": "xterm", "COLUMNS": "100"}
+    with spawn(*arguments, stderr=theirs, env=environment) as process:
         os.close(theirs)
         try:
             yield process, ours

@@ -20,7 +20,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from specgen.errors import BackendError, RollbackError
+from specgen.errors import BackendError, DecodeEndedError, RollbackError
 from specgen.method.backend import Batch, Rollback
 from specgen.system.arrays import Hidden, Logits
 
@@ -211,6 +211,7 @@ class FakeBackend:
     recurrent: bool = False
     decode_s: float = 0.0
     n_decoded_rows: int = 0
+    is_unwanted: Callable[[], bool] | None = None
     #: Every row decoded so far, in order: what a test counts and compares.
     decoded: list[int] = field(default_factory=list)
     n_decodes: int = 0
@@ -232,6 +233,8 @@ class FakeBackend:
         raise BackendError("no hidden states")
 
     def decode(self, batch: Batch) -> Logits:
+        if self.is_unwanted is not None and self.is_unwanted():
+            raise DecodeEndedError("a decode was ended")
         n_max = max(self.n_batch, self.n_outputs)
         if not 0 < len(batch) <= n_max or sum(batch.wants_logits) > self.n_outputs:
             raise BackendError(f"a batch of {len(batch)} rows; 1 to {n_max} can be decoded")
@@ -276,6 +279,12 @@ class FakeBackend:
     def length(self, sequence: int) -> int:
         cells = self._cells[sequence]
         return cells[-1].position + 1 if cells else 0
+
+    def anchor(self, sequence: int) -> None:
+        pass
+
+    def way_back(self, sequence: int, n: int) -> int:
+        return 0
 
     def checkpoint(self, sequence: int) -> None:
         self._checkpoints[sequence] = self.length(sequence)

@@ -344,14 +344,13 @@ def translated_drafter(
     state: TextState,
     *,
     ignore_eos: bool = False,
-    draft_prompt: Sequence[int] | None = None,
     n_ctx: int = 256,
     n_batch: int = 64,
     seed: int = 99,
 ) -> tuple[TranslatedDrafter, FakeBackend]:
     """A drafter whose model has another vocabulary, as `DraftModel` makes it, and its backend."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
-    text = translation.text(state.tokens, draft_prompt)
+    text = translation.text(state.tokens, None)
     shaper = PrefixShaper(translation.draft_lexicon, vocabulary.end_tokens() if ignore_eos else ())
     request = draft_request(TextState(()), shaper, seed=seed)
     inner = ModelDrafter(backend, request, n_shared_tokens=vocabulary.n_tokens)

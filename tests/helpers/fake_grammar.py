@@ -33,9 +33,6 @@ class FakeGrammar:
             for state in {*rules, *may_end}
         }
         self.end_tokens = end_tokens
-        #: How many tokens were asked about, and how many states were made.
-        self.n_asked = 0
-        self.n_made = 0
 
     @property
     def start(self) -> GrammarState:
@@ -51,7 +48,6 @@ class FakeState:
         self._children: dict[int, GrammarState] = {}
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        self.grammar.n_asked += len(token_ids)
         allowed = self._allowed()
         return np.array([token_id in allowed for token_id in token_ids.tolist()], np.bool_)
 
@@ -59,7 +55,6 @@ class FakeState:
         if token_id not in self._children:
             if token_id not in self._allowed():
                 raise ValueError(f"the grammar does not allow token {token_id} here")
-            self.grammar.n_made += 1
             self._children[token_id] = FakeState(self.grammar, self._allowed()[token_id])
         return self._children[token_id]
 

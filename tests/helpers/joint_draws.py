@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -65,6 +65,7 @@ class MemoBackend:
         self.n_sequences = inner.n_sequences
         self.rollback = inner.rollback
         self.n_decoded_rows = 0
+        self.is_unwanted: Callable[[], bool] | None = None
         self._texts: list[Cell] = [()] * inner.n_sequences
         self._cached: Cell = ()
         #: By text: the row behind it, and the hidden state there if the backend has some.
@@ -124,6 +125,12 @@ class MemoBackend:
 
     def text(self, sequence: int) -> Sequence[int]:
         return self._texts[sequence]
+
+    def anchor(self, sequence: int) -> None:
+        pass
+
+    def way_back(self, sequence: int, n: int) -> int:
+        return 0
 
     def checkpoint(self, sequence: int) -> None:
         pass

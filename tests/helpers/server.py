@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from specgen.options import DraftOptions, DraftSource, SamplerOptions
 from specgen.serve.server.app import Server
@@ -101,6 +102,7 @@ def running(
     n_ctx: int = N_CTX,
     learn_alone: bool = True,
     between_answers: Callable[[bool], None] = lambda _begins: None,
+    note: Callable[[str], None] = lambda _text: None,
 ) -> Iterator[Running]:
     """Run a server in a thread of this process; it closes the session at the end."""
     options = options or ServerOptions(port=0)
@@ -111,7 +113,7 @@ def running(
         opened = OpenedModel(session, engine, between_answers=between_answers)
         name = options.alias or session.target.name.removesuffix(".gguf")
         entry = ModelEntry(name, lambda _turns, _interrupted: opened)
-        pool = stack.enter_context(ModelPool([entry], options.limits))
+        pool = stack.enter_context(ModelPool([entry], options.limits, note=note))
         pool.load(name)
         server, thread, http = stack.enter_context(answering(pool, options))
         yield Running(str(http.base_url).rstrip("/"), session, engine, http, server, pool, thread)
@@ -137,6 +139,17 @@ def tiny_server(
     session = session_of(target, source, max_tokens=max_tokens)
     with running(session, options, n_parallel=n_parallel, n_ctx=n_ctx) as server:
         yield server
+
+
+def serves(**how: Any) -> Any:
+    """A fixture of a module: such a server."""
+
+    @pytest.fixture(scope="module")
+    def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+        with tiny_server(tmp_path_factory.mktemp("served"), **how) as running:
+            yield running
+
+    return server
 
 
 @dataclass

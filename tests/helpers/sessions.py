@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from specgen.events import Event, FinishedEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
+from tests.helpers.tiny import write_respelled_model
 from tests.tiny import TinyConfig, write_tiny_model
 
 
@@ -20,6 +23,20 @@ def write_models(folder: Path, configs: Mapping[str, TinyConfig]) -> Path:
     """Write tiny models into a folder, each as NAME.gguf."""
     for name, config in configs.items():
         write_tiny_model(folder / f"{name}.gguf", config)
+    return folder
+
+
+def folder_with(scope: Any = "module", **configs: TinyConfig) -> Any:
+    """A fixture: a folder with tiny models, each as NAME.gguf, the respelled ones with the other kind of tokenizer."""
+
+    @pytest.fixture(scope=scope)
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        made = tmp_path_factory.mktemp("models")
+        for name, config in configs.items():
+            write = write_respelled_model if "respelled" in name else write_tiny_model
+            write(made / f"{name}.gguf", config)
+        return made
+
     return folder
 
 

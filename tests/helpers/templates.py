@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from specgen.session.prompts.template import Message, ToolCall, render
+from tests.helpers.common import NOW
+
 _TURNS = """\
 {%- if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
@@ -27,6 +32,14 @@ def _each(pair: str) -> str:
 
 
 _OBJECT = '{"name": "' + _NAME + '", "arguments": ' + _ARGUMENTS + "}"
+_GEMMA_VALUE = """\
+{%- macro w(v) %}
+{%- if v is string %}<|"|>{{ v }}<|"|>{% elif v is mapping %}{{ '{' }}{% for k, x in v | dictsort %}\
+{{ ',' if not loop.first }}{{ k }}:{{ w(x) }}{% endfor %}{{ '}' }}
+{%- elif v is boolean %}{{ 'true' if v else 'false' }}{% elif v is iterable %}[{% for x in v %}\
+{{ ',' if not loop.first }}{{ w(x) }}{% endfor %}]{% else %}{{ v }}{% endif %}
+{%- endmacro %}
+"""
 FAMILIES = {
     "Hermes": _calls(f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n"),
     "Llama": _calls(
@@ -76,6 +89,7 @@ FAMILIES = {
         "\n",
         "\n</calls>",
     ),
+    "R1": _calls(f"<one>{_NAME}\n```json\n{_ARGUMENTS}\n```</one>", "<calls>", "\n", "</calls>"),
     "LFM": _calls(
         _NAME
         + "("
@@ -88,9 +102,32 @@ FAMILIES = {
         ", ",
         "]<|tool_call_end|>",
     ),
+    "Gemma": _calls(
+        f"<|call>call:{_NAME}"
+        "{{ '{' }}"
+        "{% for k, v in c.function.arguments | dictsort %}{{ ',' if not loop.first }}{{ k }}:{{ w(v) }}{% endfor %}"
+        "{{ '}' }}<call|>"
+    ).replace("{%- if tools", _GEMMA_VALUE + "{%- if tools", 1),
+}
+#: The marks of their calls that are control tokens.
+CONTROLS: dict[str, tuple[str, ...]] = {
+    "Hermes": ("<tool_call>", "</tool_call>"),
+    "Llama": ("<|python_tag|>",),
+    "Mistral": ("[TOOL_CALLS]",),
+    "Granite": ("<|tool_call|>",),
+    "Devstral": ("[TOOL_CALLS]", "[ARGS]"),
+    "Kimi": ("<|section|>", "<|one|>", "<|args|>", "<|/one|>", "<|/section|>"),
 }
 #: Takes tools, and writes calls in a way of its own.
 UNKNOWN = _calls("{{ c.function.name | upper }}!")
+
+
+def calls_as_written(template: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls, each a name and arguments, as a model with a template writes them."""
+    made = tuple(ToolCall(f"id{name}", name, arguments) for name, arguments in calls)
+    turns = [Message("user", "x"), Message("assistant", "", made)]
+    text = render(template, turns, bos_token="", eos_token="", now=NOW)
+    return text.partition("assistant\n")[2].partition("<|im_end|>")[0]
 
 
 def made_of(marks: dict[str, str], kind: str) -> str:

@@ -8,7 +8,6 @@ import itertools
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from specgen.system.machine import LIBRARY
+from tests.helpers.cli import spawn
 from tests.helpers.common import ROOT
-
-ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 
 
 def has_rpc() -> bool:
@@ -68,15 +66,7 @@ def running_worker(*arguments: str, port: int | None = None) -> Iterator[Worker]
 
 
 def specgen(*arguments: str | Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "specgen", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-    )
+    return spawn(*arguments, text=True)
 
 
 def finished(process: subprocess.Popen[str], timeout_s: float = 120.0) -> tuple[int, str, str]:

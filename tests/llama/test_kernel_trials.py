@@ -257,6 +257,3 @@ def test_every_choice_of_kernels_tries_models(
     assert auto(tried.model)
     with pytest.raises(UsageError):
         required(tried.model)
-
-
-# --- the doctor -----------------------------------------------------------------------------

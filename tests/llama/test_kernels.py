@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import VERDICTS, Verdict, run_self_test, self_test_of
 from specgen.llama.kernels.attached import ggml_version
 from specgen.system.machine import REBUILD, REQUIRED_VERSION
-from tests.helpers.cli import Cli, complaint, events_of
+from tests.helpers.cli import Cli, complaint, ended, events_of
 from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in
 
@@ -49,14 +48,7 @@ def tested_by(monkeypatch: pytest.MonkeyPatch) -> TestedBy:
 
 def in_process(program: str, *arguments: str) -> Any:
     """What a program prints as JSON: whoever attaches kernels does so for the whole process."""
-    answer = subprocess.run(
-        [*python(program), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    answer = ended(*arguments, code=program, timeout_s=300.0)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout)
 
@@ -315,6 +307,3 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     other = open_memory()
     assert other.threads(model, context) is None
     assert not other.costs(model, context, 0)
-
-
-# --- the doctor -----------------------------------------------------------------------------

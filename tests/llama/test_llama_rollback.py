@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import pytest
 
-from specgen.errors import BackendError, RollbackError
+from specgen.errors import BackendError, DecodeEndedError, RollbackError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch, Rollback
@@ -222,6 +222,40 @@ def test_a_branch_that_lost_its_window_is_refused(opened: Opener, expected: Expe
     assert backend.length(1) == len(TEXT)
     backend.remove(1, len(TEXT) - 1)
     assert_same("gemma3", decode(backend, [50], 1), expected("gemma3", [*TEXT[:-1], 50]))
+
+
+@every_way
+@pytest.mark.parametrize("n_asked", [0, 5, 20])
+def test_a_decode_that_is_ended_leaves_the_text_as_it_was(
+    opened: Opener, expected: Expected, way: Way, n_asked: int
+) -> None:
+    """A piece of a prompt ends in the middle of its graph; another text stays, and what is read again is right."""
+    backend = opened(way.name, way.n_rollback, n_sequences=2, n_branches=1)
+    decoded_last(backend, DRAFT, 1)
+    for text in (TEXT[:20], TEXT[20:]):
+        decoded_last(backend, text)
+        backend.checkpoint(0)
+        answers = iter([False] * n_asked)
+        backend.is_unwanted = lambda answers=answers: next(answers, True)
+        with pytest.raises(DecodeEndedError):
+            decoded_last(backend, [7] * 100)
+        backend.is_unwanted = None
+    n_rows = backend.n_decoded_rows
+    assert backend.length(0) == len(TEXT)
+    assert_same(way.name, decode(backend, [50]), expected(way.name, [*TEXT, 50]))
+    assert backend.n_decoded_rows - n_rows == 1, "the text is not read again"
+    assert_same(way.name, decode(backend, [50], 1), expected(way.name, [*DRAFT, 50]))
+
+
+def test_an_exception_of_what_is_asked_ends_a_decode(opened: Opener) -> None:
+    backend = opened("llama")
+
+    def asked() -> bool:
+        raise KeyboardInterrupt
+
+    backend.is_unwanted = asked
+    with pytest.raises(KeyboardInterrupt):
+        decoded_last(backend, TEXT)
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba", "qwen35"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from specgen.llama import gguf_file
 from specgen.llama.library import gave_up
 from specgen.models.files import cache_folder
 from specgen.system.files import KeptResults
-from tests.helpers.common import ROOT
+from tests.helpers.cli import ended
 from tests.helpers.tiny import with_a_token_twice
 
 TRUNCATED = """
@@ -43,18 +41,6 @@ ggml("ggml_init", ctypes.c_void_p, Parameters)(Parameters(2 * limit, None, False
 """
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-    )
-
-
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_failed_assertion_is_one_line(tmp_path: Path, tiny_models: Path, role: str) -> None:
     damaged = with_a_token_twice(tmp_path / "twice.gguf")
@@ -63,21 +49,21 @@ def test_a_failed_assertion_is_one_line(tmp_path: Path, tiny_models: Path, role:
     kept.add({gguf_file._key(damaged): True})  # noqa: SLF001
     target = damaged if role == "target" else tiny_models / "target.gguf"
     draft = damaged if role == "draft" else "none"
-    result = run("-m", "specgen", "run", "-m", target, "-md", draft, "-n", "4", "abc")
+    command = ("run", "-m", target, "-md", draft, "-n", "4", "abc")
+    result = ended(*command)
     assert result.returncode == BackendError.exit_code
     assert result.stdout == ""
     message, hint = result.stderr.splitlines()
     assert message.startswith("error: llama.cpp gave up at ")
     assert hint.startswith("hint: ")
     assert "GGML_ASSERT" not in result.stderr
-    told = run("-m", "specgen", "run", "-m", target, "-md", draft, "-n", "4", "-v", "abc")
-    assert "GGML_ASSERT" in told.stderr
+    assert "GGML_ASSERT" in ended(*command, "-v").stderr
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="a signal of Unix")
 def test_a_file_that_became_shorter_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "mapped").write_bytes(bytes(8192))
-    result = run("-c", TRUNCATED, tmp_path / "mapped")
+    result = ended(tmp_path / "mapped", code=TRUNCATED)
     assert result.returncode == BackendError.exit_code
     assert result.stdout == "what was said so far\n"
     message, hint = result.stderr.splitlines()
@@ -87,7 +73,7 @@ def test_a_file_that_became_shorter_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on address space")
 def test_memory_that_runs_out_in_native_code_is_one_line() -> None:
-    result = run("-c", NO_MEMORY)
+    result = ended(code=NO_MEMORY)
     assert result.returncode == MemoryLimitError.exit_code
     message, hint = result.stderr.splitlines()
     assert message.startswith("error: there is not enough memory: ")

@@ -7,7 +7,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -313,9 +312,7 @@ except WorkerLostError as error:
     print(error.message, error.hint)
     print(time.monotonic() - started < 3.5)
 """
-        command = [sys.executable, "-c", script]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        message, is_short = run.stdout.splitlines()
+        message, is_short = cli.ended(code=script).stdout.splitlines()
         assert message.startswith("lost 127.0.0.1:1: no answer within 2 s")
         assert "--rpc-timeout" in message
         assert is_short == "True"

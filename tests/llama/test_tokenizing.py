@@ -1,4 +1,4 @@
-"""Texts that llama.cpp's tokenizers would end the process over."""
+"""Texts and tokens that llama.cpp would end the process over."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from specgen.errors import UsageError
+from specgen.errors import PromptError, UsageError
 from specgen.llama.vocabulary import LONGEST_RUN, LlamaVocabulary
 from tests.helpers.tiny import vocabulary_of
 
 #: Names of rules that llama.cpp reads as regular expressions; in qwen2's it has its own code.
-_RULES = [
+_RULES = (
     "bloom",
     "exaone-moe",
     "deepseek-llm",
@@ -21,25 +21,8 @@ _RULES = [
     "gpt-4o",
     "tekken",
     "qwen2",
-]
-_UNITS = [
-    "Z",
-    "z",
-    "7",
-    "-",
-    " ",
-    "\n",
-    "é",
-    "一",
-    "😀",
-    "\u00a0",
-    "aB",
-    "a1",
-    "-\n",
-    "a-",
-    " a",
-    " \n",
-]
+)
+_UNITS = (*"Zz7- \né一😀\u00a0", "aB", "a1", "-\n", "a-", " a", " \n")
 
 
 @pytest.fixture(scope="module", params=_RULES)
@@ -66,6 +49,30 @@ def test_a_long_run_of_characters_is_read(vocabulary: LlamaVocabulary, unit: str
 def test_a_longer_run_is_refused(vocabulary: LlamaVocabulary) -> None:
     with pytest.raises(UsageError, match=rf"{LONGEST_RUN + 1} characters .* {LONGEST_RUN} can be"):
         vocabulary.tokenize("x" * (LONGEST_RUN + 1), add_special=False, parse_special=False)
+
+
+@pytest.mark.parametrize("token", [-1, -(2**31), 2**31, 2**32, 2**64, None])
+def test_a_token_that_is_none_is_refused(vocabulary: LlamaVocabulary, token: int | None) -> None:
+    token = vocabulary.n_tokens if token is None else token
+    asked = (
+        vocabulary.token_bytes,
+        vocabulary.token_text,
+        vocabulary.token_attributes,
+        vocabulary.is_control,
+        lambda token: vocabulary.tokens_of(["x", token], parse_special=False),
+    )
+    for ask in asked:
+        with pytest.raises(PromptError, match=f"there is no token {token}:"):
+            ask(token)
+    assert not vocabulary.is_end(-1)
+
+
+def test_half_a_surrogate_pair_is_refused(vocabulary: LlamaVocabulary) -> None:
+    for text in ("\ud800", "a \udfff" * 1000):
+        with pytest.raises(PromptError, match="half a surrogate pair"):
+            vocabulary.tokenize(text, add_special=False, parse_special=False)
+        with pytest.raises(PromptError, match="half a surrogate pair"):
+            vocabulary.fewest_tokens(text)
 
 
 def test_a_long_text_of_short_words_is_read_here(vocabulary: LlamaVocabulary) -> None:

@@ -365,40 +365,12 @@ def prompt(base: Base, folder: Path, chance: random.Random) -> Case:
 
 
 #: Ways to cut a text into words that llama.cpp has as regular expressions (jais-2 and superbpe take minutes).
-_PRE_TOKENIZERS = [
-    "deepseek-llm",
-    "deepseek-coder",
-    "deepseek-v3",
-    "falcon",
-    "mpt",
-    "starcoder",
-    "jais",
-    "tekken",
-    "gpt-2",
-    "llama-bpe",
-    "command-r",
-    "qwen2",
-    "qwen35",
-    "stablelm2",
-    "poro-chat",
-    "viking",
-    "bloom",
-    "smollm",
-    "exaone",
-    "gpt-4o",
-    "llama4",
-    "trillion",
-    "bailingmoe",
-    "llada-moe",
-    "seed-coder",
-    "hunyuan-dense",
-    "kimi-k2",
-    "grok-2",
-    "minimax-m2",
-    "joyai-llm",
-    "afmoe",
-    "chatglm-bpe",
-]
+_PRE_TOKENIZERS = """
+    deepseek-llm deepseek-coder deepseek-v3 falcon mpt starcoder jais tekken gpt-2 llama-bpe
+    command-r qwen2 qwen35 stablelm2 poro-chat viking bloom smollm exaone gpt-4o llama4 trillion
+    bailingmoe llada-moe seed-coder hunyuan-dense kimi-k2 grok-2 minimax-m2 joyai-llm afmoe
+    chatglm-bpe
+"""
 _RUNS = [*"Zz7- \n\té一😀\u00a0\u0301\ufffd", "'s", "aB", "a1", "-\n", "a-", " a", " \n"]
 
 
@@ -408,7 +380,7 @@ def run_of_characters(base: Base, folder: Path, chance: random.Random) -> Case:
     length, unit = chance.choice([300, 30_000, LONGEST_RUN, LONGEST_RUN + 9]), chance.choice(_RUNS)
     with (folder / "prompt.txt").open("w", encoding="utf-8", newline="") as file:
         file.write("Once " + unit * (length // len(unit)))
-    config = TinyConfig(pre_tokenizer=chance.choice(_PRE_TOKENIZERS), n_ctx_train=512)
+    config = TinyConfig(pre_tokenizer=chance.choice(_PRE_TOKENIZERS.split()), n_ctx_train=512)
     model = write_tiny_model(folder / "model.gguf", config)
     return Case((*base.run(model, "none")[:-1], "-f", "prompt.txt"), limit_s=300.0)
 

@@ -36,6 +36,7 @@ OUTCOME = Outcome(
     token_ids=tuple(range(11)),
     n_rounds=5,
     n_drafted=10,
+    drafted_by_depth=(10,),
     n_accepted=5,
     mean_accepted_length=2.0,
 )
@@ -108,28 +109,6 @@ def test_who_fails_is_left_out_and_the_others_go_on() -> None:
         *((0.0, "a", 1), (1.0, "a", 1), (1.0, "a", 2), (1.0, "a", 3))
     ]
     assert [each[2] for each in told if each[:2] == (0.0, "plain")] == [1, 2, 3]
-
-
-def test_a_prompt_that_plain_decoding_cannot_answer_is_skipped() -> None:
-    log: Log = []
-    too_long: dict[str, SpecgenError] = {"p2": PromptError("too long")}
-    only = fake(log, "plain", fails=too_long), fake(log, "a")
-    runs = measured(*only, n_rounds=2)
-    assert runs.failures == [Failure(0.0, "plain", 2, "too long")]
-    assert ("a", "p2") not in log
-    assert log.count(("plain", "p2")) == 1
-    assert len(runs.results) == 8
-    too_long |= {f"p{n}": PromptError("too long") for n in (1, 3)}
-    with pytest.raises(PromptError, match="no prompt can be answered.*too long"):
-        measured(*only)
-
-
-def test_if_plain_decoding_fails_there_is_nothing_to_compare_with() -> None:
-    runs = Runs()
-    only = fake([], "plain", fails={"p2": BackendError("broken")}), fake([], "a")
-    with pytest.raises(BackendError, match="broken"):
-        take_turns(only, PROMPTS, runs)
-    assert [each.prompt for each in runs.results] == [1, 1]
 
 
 def test_an_answer_that_was_cut_short_does_not_count() -> None:
@@ -206,7 +185,7 @@ def test_each_temperature_has_its_plain_decoding() -> None:
 def test_counts_and_shares_are_over_all_answers() -> None:
     other = {
         "n_rounds": 15,
-        "n_drafted": 30,
+        "drafted_by_depth": (20, 10),
         "n_accepted": 5,
         "mean_accepted_length": 4.0,
         "time_to_first_token_s": 3.0,

@@ -139,9 +139,6 @@ def test_without_llama_cpp_the_hint_says_how_to_install_it(tmp_path: Path, error
     assert "pip install" in str(caught.value.hint)
 
 
-# --- the comparison -------------------------------------------------------------------------
-
-
 # --- what is shown --------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
 from specgen.session.memory import Memory
 from specgen.session.session import Session
-from tests.helpers.common import ROOT
+from tests.helpers.cli import ended
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 SHORT = ("-t", "1", "-n", "12")
@@ -42,20 +41,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 def run(
-    arguments: Sequence[str | Path], *, code: str | None = None, **env: str
+    arguments: Sequence[str | Path], *, code: str, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own."""
-    start = ["-m", "specgen"] if code is None else ["-c", code]
-    return subprocess.run(
-        [sys.executable, *start, *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "passive", **env},
-        input=f"{PROMPT}\n",
-    )
+    return ended(*arguments, code=code, stdin=f"{PROMPT}\n", env=env)
 
 
 @pytest.fixture

@@ -260,22 +260,6 @@ def test_the_value_is_that_of_the_best_answers_to_all_questions(
         assert found.value(n, chance) == pytest.approx(expected, abs=0.1 * token_s)
 
 
-def test_there_is_nothing_behind_the_longest_draft() -> None:
-    assert rule([1.0, 1.0, 1.0], 0.0, 1.0, [1.0], [1.0]).value(2, 1.0) == 0.0
-    assert rule([1.0], 0.0, 1.0, [1.0], [1.0]).value(0, 1.0) == 0.0
-
-
-def test_a_dear_row_is_taken_for_the_cheap_ones_behind_it() -> None:
-    """A second row costs as much as a plain decode, three more nothing."""
-    step = [1.0, 2.0, 2.0, 2.0, 2.0]
-    likely, unlikely = rule(step, 0.0, 1.0, [1.0], [0.8]), rule(step, 0.0, 1.0, [1.0], [0.4])
-    assert likely.value(1, 0.8) == pytest.approx(0.64 + 0.512 + 0.4096, abs=0.02)
-    assert likely.wants_token([0.5])
-    assert not unlikely.wants_token([0.5])
-    # By itself it would not be.
-    assert not rule(step[:2], 0.0, 1.0, [1.0], [0.8]).wants_token([0.5])
-
-
 # --- the figures of an answer
 
 

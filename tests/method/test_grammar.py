@@ -358,23 +358,7 @@ def test_a_bad_grammar_is_one_line_and_nothing_else(
     assert capfd.readouterr() == ("", "")
 
 
-_PIECES = [
-    '"a"',
-    "[^b]",
-    "x",
-    "root",
-    "(",
-    ")",
-    "|",
-    "*",
-    "+",
-    "?",
-    "{2}",
-    "{0,2}",
-    ".",
-    '""',
-    "\n",
-]
+_PIECES = ['"a"', "[^b]", "x", "root", *"()|*+?.\n", "{2}", "{0,2}", '""']
 
 
 @given(parts=st.lists(st.sampled_from([*_PIECES, "root ::= ", "x ::= "]), max_size=12))

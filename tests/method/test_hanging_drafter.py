@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.common import ROOT
+from tests.helpers.cli import ended, spawn
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 EXACT = ("-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-n", "40", "-q")
@@ -38,16 +38,8 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def interrupted_twice(arguments: Sequence[str]) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a command whose drafter hangs."""
     reader, writer = os.pipe()
-    with subprocess.Popen(
-        [sys.executable, "-c", HANGS, str(writer), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-        pass_fds=[writer],
-    ) as process:
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "text": True, "pass_fds": [writer]}
+    with spawn(str(writer), *arguments, code=HANGS, **streams) as process:
         os.close(writer)
         assert process.stdin is not None
         process.stdin.write(PROMPT + "\n")
@@ -72,15 +64,7 @@ def test_a_second_ctrl_c_ends_an_answer_whose_drafter_hangs(tiny_models: Path) -
     code, out, err = interrupted_twice(["run", *options, PROMPT])
     assert code == 130
     assert "Traceback" not in err
-    plain = subprocess.run(
-        [sys.executable, "-m", "specgen", "run", *options, PROMPT],
-        check=True,
-        capture_output=True,
-        input=f"{PROMPT}\n",
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-    ).stdout
+    plain = ended("run", *options, PROMPT, stdin=f"{PROMPT}\n").stdout
     said = out.rstrip("\n\ufffd")
     assert said
     assert plain.startswith(said)

@@ -32,8 +32,8 @@ from tests.helpers.fake_generations import (
     ngram_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
-from tests.helpers.sessions import options_of
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.sessions import folder_with, options_of
+from tests.tiny import TinyConfig
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -148,12 +148,7 @@ TARGET = TinyConfig(logit_scale=3.0)
 TEXT = "def add(a, b): return a + b # and the sum is the sum is"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_tiny_model(folder / "target.gguf", TARGET)
-    write_tiny_model(folder / "draft.gguf", TARGET.draft(0.03))
-    return folder
+models = folder_with(target=TARGET, draft=TARGET.draft(0.03))
 
 
 def answer(

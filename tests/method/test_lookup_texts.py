@@ -282,6 +282,3 @@ def test_several_processes_add_at_once(tmp_path: Path) -> None:
     for number in range(0, 300, 100):
         own = [first for first in firsts if first // 100 == number // 100]
         assert own == list(range(number, number + 10))
-
-
-# --- saved arrays

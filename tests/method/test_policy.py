@@ -493,14 +493,6 @@ def test_n_grams_that_were_right_without_being_followed_are_followed() -> None:
     assert set(copied(cost_aware(DEAR_ROWS), 200, right=False)) == {0}
 
 
-def test_to_draft_nothing_is_a_legal_answer() -> None:
-    policy = cost_aware({n: 1.0 * n for n in range(1, 18)})
-    assert len(cut(policy, chain(*[0.99] * 8))) == 0
-    plan = planned(policy, chain(0.99, origin="ngram"), price=Price(0.1, 0.1))
-    assert (len(plan.found), plan.n_max, plan.reason) == (0, 0, "row cost")
-    assert not plan.wants_token([1.0])
-
-
 def test_before_anything_was_measured_the_first_decodes_are_plain() -> None:
     policy = CostAwarePolicy(DraftOptions(), CostTable())
     assert planned(policy) == RoundPlan("costs unknown")

@@ -21,8 +21,8 @@ from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.prompts.continued import of_tokens
 from specgen.session.session import Session
-from tests.helpers.sessions import options_of
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.sessions import folder_with, options_of
+from tests.tiny import TinyConfig
 
 #: Probability that a correct specgen fails, of each test, were its seeds drawn anew.
 LEVEL = 1e-5
@@ -37,13 +37,8 @@ N_PROMPT = 60
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 5, 0.95, 0.05
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reference")
-    config = TinyConfig(logit_scale=2.0, n_ctx_train=512)
-    write_tiny_model(folder / "target.gguf", config)
-    write_tiny_model(folder / "draft.gguf", config.draft(0.1))
-    return folder
+TARGET = TinyConfig(logit_scale=2.0, n_ctx_train=512)
+models = folder_with(target=TARGET, draft=TARGET.draft(0.1))
 
 
 def distribution(logits: NDArray[np.float32]) -> dict[int, float]:

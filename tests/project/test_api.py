@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,9 @@ import pytest
 import specgen
 from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
 from specgen.events import CommittedEvent, FinishedEvent
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.cli import ended
+from tests.helpers.sessions import folder_with
+from tests.tiny import TinyConfig
 from tests.tiny.config import CHATML_TEMPLATE
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
@@ -22,14 +22,8 @@ PROMPT = "the cat is in the"
 N = 12
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a target and a draft that have a chat template."""
-    folder = tmp_path_factory.mktemp("api")
-    target = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=2048)
-    write_tiny_model(folder / "target.gguf", target)
-    write_tiny_model(folder / "draft.gguf", target.draft(0.02))
-    return folder
+TARGET = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=2048)
+files = folder_with(target=TARGET, draft=TARGET.draft(0.02))
 
 
 @pytest.fixture
@@ -47,8 +41,7 @@ def test_importing_it_loads_nothing() -> None:
     code = (
         "import sys, specgen; print([name for name in sys.modules if name.startswith('specgen.')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert ended(code=code).stdout.strip() == "[]"
 
 
 def test_every_public_name_is_there() -> None:

@@ -13,23 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "specgen"
 #: The wings and the modules beside them, from the bottom up. A module imports from its own wing and
 #: from those below it only.
 WINGS = (
-    "errors",
-    "sampler_options",
-    "options",
-    "events",
-    "system",
-    "method",
-    "text",
-    "llama",
-    "drafters",
-    "models",
-    "session",
-    "train",
-    "measure",
-    "serve",
-    "render",
-    "api",
-    "cli",
+    *("errors", "sampler_options", "options", "events", "system", "method", "text", "llama"),
+    *("drafters", "models", "session", "train", "measure", "serve", "render", "api", "cli"),
 )
 #: These import one another's protocols and values, without circles of modules.
 METHOD = ("method", "text", "drafters")
@@ -125,7 +110,7 @@ def test_nothing_below_the_renderers_prints_or_reads_the_clock() -> None:
 
 @pytest.mark.parametrize(
     ("module", "most_modules", "most_lines"),
-    [("specgen.cli.run", 88, 18_000), ("specgen.method.loop", 15, 2_850)],
+    [("specgen.cli.run", 89, 18_800), ("specgen.method.loop", 15, 2_850)],
 )
 def test_little_of_the_package_is_needed(module: str, most_modules: int, most_lines: int) -> None:
     """What `specgen run` and the loop need, imports in functions included."""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from specgen.drafters.kinds import ANY_FILE, KINDS, find_kind, kinds
+from tests.helpers.cli import ended
 from tests.helpers.common import ROOT
 from tests.registry import DRAFTERS, KINDS_TESTED
 from tests.tiny import TinyConfig, write_tiny_model
@@ -18,14 +19,7 @@ EXAMPLE = ROOT / "docs" / "examples" / "phrases-drafter"
 
 def specgen(packages: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(packages), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-m", "specgen", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    return ended(*arguments, env={"PYTHONPATH": path})
 
 
 def test_a_package_of_its_own_drafts(tmp_path: Path) -> None:

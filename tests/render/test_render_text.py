@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wcwidth import wcwidth
 
 from specgen.render.rows import Cell, Cleaner, Flow, Row, Run, append_cells, clean, clean_line, wrap
 
@@ -73,22 +72,6 @@ def test_a_cleaned_line_has_signs_for_line_feeds() -> None:
     assert clean_line("a\nb\tc") == "a↵b    c"
 
 
-@pytest.mark.parametrize(
-    "character",
-    [FAMILY, "🇩🇪", "👍🏽", "❤️", "1️⃣", "e\u0301", "\u1112\u1161\u11ab", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "ก็", "🏳️\u200d🌈"],
-)
-def test_what_one_sees_as_one_character_is_one_cell(character: str) -> None:
-    assert texts(cells_of(f"a{character}b")) == ["a", character, "b"]
-
-
-@given(st.text())
-def test_no_character_is_wider_than_assumed(text: str) -> None:
-    cleaned = clean(text).replace("\n", "").replace("\t", "")
-    for cell in cells_of(cleaned):
-        assert sum(max(0, wcwidth(character)) for character in cell.text) <= cell.width
-        assert not cell.exact or sum(map(wcwidth, cell.text)) == cell.width
-
-
 def rows_of(text: str, columns: int) -> list[str]:
     return [text_of(row) for row in wrap(cells_of(text), columns)]
 
@@ -106,6 +89,29 @@ def rows_of(text: str, columns: int) -> list[str]:
 )
 def test_rows_end_where_the_terminal_ends_them(text: str, rows: list[str]) -> None:
     assert rows_of(text, 10) == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("one two  three four", ["one two", "three four"]),
+        ("0123456789 ab", ["0123456789", "ab"]),
+        ("a 0123456789abc", ["a 01234567", "89abc"]),  # no row is left half empty
+        ("see 漢字漢字漢字", ["see 漢字漢", "字漢字"]),
+        ("    return a + b + c", ["    return", " a + b + c"]),
+        (
+            "```\none two three\n```\none two three",
+            ["```", "one two th", "ree", "```", "one two", "three"],
+        ),
+    ],
+)
+def test_prose_is_broken_between_words_and_code_where_the_terminal_breaks_it(
+    text: str, rows: list[str]
+) -> None:
+    flow = Flow(10)
+    for character in text:
+        flow.feed([Run(character, "plain")])
+    assert [text_of(row) for row in flow.finish()] == rows
 
 
 def test_tabs_go_to_the_next_stop() -> None:

@@ -17,7 +17,7 @@ from specgen.errors import PairError, UsageError
 from specgen.models.files import memory_file
 from specgen.options import DraftOptions, TreeShape
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
-from tests.helpers.tiny import write_respelled_model
+from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig, write_tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
@@ -35,19 +35,13 @@ PROMPTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adapter")
-    configs = {
-        "target": TARGET,
-        "good": TARGET.draft(0.02),
-        "wrong": TARGET.draft(1.5),
-        "more tokens": replace(TARGET, n_vocab=400),
-    }
-    for name, config in configs.items():
-        write_tiny_model(folder / f"{name}.gguf", config)
-    write_respelled_model(folder / "respelled.gguf", TARGET)
-    return folder
+models = folder_with(
+    target=TARGET,
+    good=TARGET.draft(0.02),
+    wrong=TARGET.draft(1.5),
+    respelled=TARGET,
+    **{"more tokens": replace(TARGET, n_vocab=400)},
+)
 
 
 @contextlib.contextmanager

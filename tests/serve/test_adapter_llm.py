@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from specgen.models.registry import load_registry, user_registry_file
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serve.adapters.llm import AnswerError
 from specgen.session.prompts.template import Message
+from tests.helpers.cli import ended
 from tests.helpers.common import ROOT
 from tests.helpers.fetch import store
 
@@ -259,13 +258,8 @@ def test_a_process_ends_cleanly_and_keeps_what_was_learnt(
         "from llm.cli import cli\n"
         "cli()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, PROMPT, *of_files(chat_models)],
-        env={**os.environ, "LLM_USER_PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    own = {"LLM_USER_PATH": str(tmp_path)}
+    done = ended(PROMPT, *of_files(chat_models), code=code, env=own)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout) > 4
     assert memory_file().exists()

@@ -13,7 +13,7 @@ import specgen
 from tests.helpers.cli import in_process
 from tests.helpers.scripted import asked_of, write_model_that_says
 from tests.helpers.server import running, session_of
-from tests.helpers.templates import FAMILIES
+from tests.helpers.templates import CONTROLS, FAMILIES, calls_as_written
 
 PARAMETERS = {
     "type": "object",
@@ -40,57 +40,25 @@ OPENS = "<think>\n"
 
 @dataclass(frozen=True)
 class Family:
-    """A template, its control tokens, and a call of a function as its models write it: the name is NAME, and the
-    arguments that nobody asked for are part of it."""
+    """A template, and its control tokens."""
 
     template: str
-    call: str
     controls: tuple[str, ...] = ()
+
+    def call(self, name: str = "NAME", lines: object = "x") -> str:
+        """A call of a function as its models write it, by default with an argument of a wrong type."""
+        arguments = {"path": "a.py", "lines": lines}
+        if self.template is HARMONY:
+            head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+            return f"{head}{json.dumps(arguments)}<|call|>"
+        return calls_as_written(self.template, (name, arguments))
 
 
 FAMILY = {
-    "Hermes": Family(
-        FAMILIES["Hermes"],
-        '<tool_call>\n{"name": "NAME", "arguments": {"path": "a.py", "lines": "x"}}\n</tool_call>',
-        ("<tool_call>", "</tool_call>"),
-    ),
-    "Hermes in plain text": Family(
-        FAMILIES["Hermes"],
-        '<tool_call>\n{"name": "NAME", "arguments": {"path": "a.py", "lines": "x"}}\n</tool_call>',
-    ),
-    "Qwen-Coder": Family(
-        FAMILIES["Qwen-Coder"],
-        "<tool_call>\n<function=NAME>\n<parameter=path>\na.py\n</parameter>\n<parameter=lines>\nx\n"
-        "</parameter>\n</function>\n</tool_call>",
-    ),
-    "Mistral": Family(
-        FAMILIES["Mistral"],
-        '[TOOL_CALLS][{"name": "NAME", "arguments": {"path": "a.py", "lines": "x"}}]',
-        ("[TOOL_CALLS]",),
-    ),
-    "Devstral": Family(
-        FAMILIES["Devstral"],
-        '[TOOL_CALLS]NAME[ARGS]{"path": "a.py", "lines": "x"}',
-        ("[TOOL_CALLS]", "[ARGS]"),
-    ),
-    "Kimi": Family(
-        FAMILIES["Kimi"].replace("section|", "tool_section|"),
-        '<|tool_section|><|one|>functions.NAME:0<|args|>{"path": "a.py", "lines": "x"}<|/one|>'
-        "<|/tool_section|>",
-        ("<|tool_section|>", "<|one|>", "<|args|>", "<|/one|>", "<|/tool_section|>"),
-    ),
-    "DeepSeek": Family(
-        FAMILIES["DeepSeek"],
-        '<calls>\n<call name="NAME">\n<arg name="path" string="true">a.py</arg>\n'
-        '<arg name="lines" string="false">x</arg>\n</call>\n</calls>',
-    ),
-    "Llama": Family(
-        FAMILIES["Llama"], '{"name": "NAME", "parameters": {"path": "a.py", "lines": "x"}}'
-    ),
+    **{name: Family(FAMILIES[name], CONTROLS.get(name, ())) for name in FAMILIES},
+    "Hermes in plain text": Family(FAMILIES["Hermes"]),
     "gpt-oss": Family(
         HARMONY,
-        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"
-        '{"path": "a.py", "lines": "x"}<|call|>',
         (
             *("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
             *("<|call|>", "<|return|>", "<|constrain|>"),
@@ -122,7 +90,7 @@ def said_by(
 ) -> tuple[str, str, list[tuple[str, Any]]]:
     """What is made of a text by a family whose template has something `added`."""
     family = FAMILY[name]
-    text = text.replace("@call", family.call)
+    text = text.replace("@call", family.call())
     body = {**ASKED, **body}
     answer = asked_of(
         folder, family.template + added, text, body, controls=family.controls, draft=draft
@@ -135,7 +103,7 @@ def said_by(
 def test_an_invented_name_is_impossible(tmp_path: Path, name: str) -> None:
     """With any draft, one that wants to say it too among them, and behind text where the family lets it."""
     before = "" if name in ("Llama", "gpt-oss") else "In a < b I look. "
-    text = before + FAMILY[name].call.replace("NAME", "reread")
+    text = before + FAMILY[name].call("reread")
     drawn: dict[str, Any] = {
         "temperature": 1.5,
         "seed": 3,
@@ -145,7 +113,8 @@ def test_an_invented_name_is_impossible(tmp_path: Path, name: str) -> None:
     for sampling, drafts in (({}, ("ngram", "same")), (drawn, ("same",))):
         plain = said_by(tmp_path, name, text, draft="none", **sampling)
         content, _, calls = plain
-        assert calls or sampling
+        # Where this model has no wish, it takes LFM's single quote, and never ends the text.
+        assert calls or sampling or name == "LFM"
         assert all(is_right(*call) for call in calls)
         assert content.startswith(before.strip())
         for draft in drafts:
@@ -159,8 +128,7 @@ def test_text_without_a_mark_is_free(tmp_path: Path, name: str) -> None:
 
 
 def test_several_calls_and_text_behind_them(tmp_path: Path) -> None:
-    call = FAMILY["Hermes"].call.replace('"x"', "7")
-    calls = [call.replace("NAME", name) for name in ("read", "read_all")]
+    calls = [FAMILY["Hermes"].call(name, 7) for name in ("read", "read_all")]
     calls.append('<tool_call>\n{"name": "list", "arguments": {}}\n</tool_call>')
     text = f"One {calls[0]} two {calls[1]}\n{calls[2]} three"
     arguments = {"path": "a.py", "lines": 7}
@@ -173,7 +141,7 @@ def test_several_calls_and_text_behind_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("added", [THINKS, OPENS])
 def test_a_call_in_a_thought_is_none(tmp_path: Path, added: str) -> None:
     begin = "<think>" if added == THINKS else ""
-    thought = f"I may say {FAMILY['Hermes'].call} or not."
+    thought = f"I may say {FAMILY['Hermes'].call()} or not."
     content, thoughts, calls = said_by(
         tmp_path, "Hermes", f"{begin}{thought}</think>\n\nSo: @call", added
     )
@@ -250,8 +218,7 @@ def test_a_model_that_thinks_may_answer_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_required_answer_ends_behind_its_first_call(tmp_path: Path, name: str) -> None:
-    text = FAMILY[name].call.replace("NAME", "read").replace('"x"', "7").replace("x\n", "7\n")
-    text = text.replace(">x<", ">7<")
+    text = FAMILY[name].call("read", 7)
     for choice in ("required", {"type": "function", "function": {"name": "read"}}):
         found = said_by(tmp_path, name, text, tool_choice=choice)
         assert found == ("", "", [("read", {"path": "a.py", "lines": 7})])
@@ -260,7 +227,58 @@ def test_a_required_answer_ends_behind_its_first_call(tmp_path: Path, name: str)
 FENCED = '```json\n{\n  "name": "read",\n  "arguments": {"path": "a.py"}\n}\n```'
 
 
-@pytest.mark.parametrize("text", [FAMILY["Hermes"].call, FENCED])
+#: Calls at the beginning of an answer, of whose arguments the last one is no integer.
+BARE = [
+    FENCED.replace('"a.py"', '"a.py", "lines": "x"'),
+    '{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}',
+    ' {"name":"read","parameters":{"path": "a.py", "lines": "x"}} Done.',
+]
+
+
+@pytest.mark.parametrize("text", BARE)
+@pytest.mark.parametrize("added", ["", OPENS])
+def test_a_call_without_a_mark_has_valid_arguments(tmp_path: Path, text: str, added: str) -> None:
+    """Where it is the beginning of an answer, and its name was offered."""
+    lead = "Well.</think>" if added else ""
+    for draft in ("none", "same"):
+        _, _, calls = said_by(tmp_path, "Hermes in plain text", lead + text, added, draft)
+        ((name, arguments),) = calls
+        assert (name, arguments["path"]) == ("read", "a.py")
+        assert is_right(name, arguments)
+
+
+@pytest.mark.parametrize("text", ['{"name": "Ann", "age": "x"}', "```json\n[1]\n```", "```\n{"])
+def test_other_objects_are_free(tmp_path: Path, text: str) -> None:
+    assert said_by(tmp_path, "Hermes in plain text", text) == (text, "", [])
+
+
+EDIT = {
+    "properties": {
+        "path": {"type": "string"},
+        "all": {"type": "boolean"},
+        "old": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "lines": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["path", "old"],
+}
+EDITS = {
+    "LFM": "<|tool_call_start|>[edit(all=True, old='it\\'s', lines=[1, 2], path='a.py')]<|tool_call_end|>",
+    "Qwen-Coder": "<tool_call>\n<function=edit>\n<parameter=old>\nit's\n</parameter>\n<parameter=all>\ntrue\n"
+    "</parameter>\n<parameter=path>a.py</parameter><parameter=lines>\n[1, 2]</parameter>\n</function>\n</tool_call>",
+    "Gemma": '<|call>call:edit{all:true,lines:[1,2],old:<|"|>it\'s<|"|>,path:<|"|>a.py<|"|>}<call|>',
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_arguments_are_written_as_the_family_does(tmp_path: Path, name: str) -> None:
+    """In any order, with its quotes, and also without the line breaks of its template."""
+    body = {**ASKED, "tools": [tool("edit", EDIT)]}
+    answer = asked_of(tmp_path, FAMILIES[name], EDITS[name], body)
+    expected = {"path": "a.py", "all": True, "old": "it's", "lines": [1, 2]}
+    assert message_of(answer) == ("", "", [("edit", expected)])
+
+
+@pytest.mark.parametrize("text", [FAMILY["Hermes"].call(), FENCED])
 def test_on_all_apis_a_call_is_one(tmp_path: Path, text: str) -> None:
     """An invented one is another, and one in a fence counts where its name was offered."""
     family = FAMILY["Hermes"]

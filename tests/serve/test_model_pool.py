@@ -21,7 +21,8 @@ from specgen.serve.server.options import Limits
 from specgen.session.engine import Engine, generate
 from tests.helpers.browser import browser
 from tests.helpers.server import FIXED, N_CTX, PATIENCE_S, Pooled, pooled, session_of, wait_until
-from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.sessions import folder_with
+from tests.tiny import CHATML_TEMPLATE, TinyConfig
 
 __all__ = ["browser"]
 
@@ -61,16 +62,10 @@ class Served(Pooled):
             yield
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pool")
-    for seed, name in enumerate(NAMES):
-        config = TinyConfig(
-            logit_scale=3.0, unprintable_scale=0.0, seed=seed, chat_template=CHATML_TEMPLATE
-        )
-        write_tiny_model(folder / f"{name}.gguf", config)
-        write_tiny_model(folder / f"{name}-draft.gguf", config.draft(0.1))
-    return folder
+MODEL = TinyConfig(logit_scale=3.0, unprintable_scale=0.0, chat_template=CHATML_TEMPLATE)
+CONFIGS = {name: replace(MODEL, seed=seed) for seed, name in enumerate(NAMES)}
+DRAFTS = {f"{name}-draft": config.draft(0.1) for name, config in CONFIGS.items()}
+files = folder_with(**CONFIGS, **DRAFTS)
 
 
 @pytest.fixture(scope="module")

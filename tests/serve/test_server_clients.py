@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.session.engine import Engine
-from tests.helpers.server import Running, tiny_server
+from tests.helpers.server import Running, serves, tiny_server
 from tests.serve.test_server_tools import LARGE, TEMPLATE, tool
 from tests.tiny.config import INFILL_TOKENS
 
@@ -21,11 +20,7 @@ TURNS: list[dict[str, Any]] = [{"role": "user", "content": "the cat is in the"}]
 PROMPT = "the cat é is in the house"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    config = {**LARGE, "control_tokens": INFILL_TOKENS, "chat_template": TEMPLATE}
-    with tiny_server(tmp_path_factory.mktemp("clients"), draft=0.05, **config) as server:
-        yield server
+server = serves(draft=0.05, **LARGE | {"control_tokens": INFILL_TOKENS})
 
 
 def streamed(server: Running, path: str, **body: Any) -> list[dict[str, Any]]:
@@ -70,7 +65,7 @@ def test_what_editors_send(server: Running, name: str) -> None:
     assert found.status_code == 200, found.text
     body = found.json()
     if name == "llama.vim":
-        assert list(body) == [each for each in FIELDS if "per_token" not in each]
+        assert list(body) == FIELDS
         assert body["timings/predicted_n"] == 8
     elif name == "llama.vim, ahead":
         assert body == {}
@@ -78,7 +73,7 @@ def test_what_editors_send(server: Running, name: str) -> None:
         assert body["content"] == ""
     else:
         ignored = [each.partition(":")[0] for each in body["warnings"]]
-        assert ignored == ["samplers", *(each for each in ("n_cmpl", "lora") if each in ignored)]
+        assert ignored == ["samplers", *(each for each in ("lora",) if each in EDITORS[name])]
 
 
 def test_an_answer_of_no_tokens_warms_the_cache_up(server: Running) -> None:
@@ -97,6 +92,48 @@ def test_an_answer_ends_before_a_line_with_less_indentation(server: Running) -> 
     for n_indent, text in ((4, "a\n    b"), (2, "a\n    b\n  c")):
         body = server.post("/infill", **GAP, grammar=grammar, n_indent=n_indent).json()
         assert (body["content"], body["stop_type"]) == (text, "eos")
+
+
+# --- llama.cpp's own path -------------------------------------------------------------------------
+
+
+def test_prompts_of_tokens_and_texts_are_answered_as_a_list(server: Running) -> None:
+    tokens = server.post("/tokenize", content=PROMPT, add_special=True).json()["tokens"]
+    forms = [PROMPT, tokens, {"prompt_string": PROMPT}, [*tokens[:1], PROMPT]]
+    found = server.post("/completion", prompt=forms, n_predict=4, return_tokens=True).json()
+    alone = server.post("/completion", prompt=PROMPT, n_predict=4, return_tokens=True).json()
+    assert [each["index"] for each in found] == [0, 1, 2, 3]
+    for each in found:
+        assert (each["content"], each["tokens"]) == (alone["content"], alone["tokens"])
+        assert each["timings"]["predicted_n"] == each["tokens_predicted"] == 4
+    mixed = [1, 2, PROMPT, 3, PROMPT]
+    assert server.post("/completion", prompt=mixed, n_predict=2).json()["tokens_evaluated"] > 20
+    chunks = streamed(server, "/completion", prompt=forms[:2], n_predict=4)
+    for number in (0, 1):
+        own = [each for each in chunks if each["index"] == number]
+        assert "".join(each["content"] for each in own) == alone["content"]
+        assert own[-1]["timings"]["predicted_n"] == 4
+    assert len(server.post("/completion", prompt="x", n_cmpl=2, n_predict=1).json()) == 2
+    openai = server.post("/completions", prompt=forms[:2], n_predict=4).json()
+    assert [each["text"] for each in openai["choices"]] == [alone["content"]] * 2
+
+
+def test_biases_of_texts_are_those_of_their_tokens(server: Running) -> None:
+    asked: dict[str, Any] = {"prompt": PROMPT, "n_predict": 8, "return_tokens": True}
+    said = server.post("/completion", **asked).json()["content"]
+    tokens = server.post("/tokenize", content=said).json()["tokens"]
+    for biases in ([[said, False]], {said: -1000}):
+        other = server.post("/completion", logit_bias=biases, **asked).json()
+        assert other["content"]
+        assert not set(other["tokens"]) & set(tokens)
+
+
+def test_a_character_cut_in_two_is_answered(server: Running) -> None:
+    body = b'{"prompt": "cut \\ud83d here \\\\ud83d", "max_tokens": 1, "echo": true}'
+    found = server.http.post("/v1/completions", content=body).json()
+    assert found["choices"][0]["text"].startswith("cut ? here \\ud83d")
+    for broken in (b'{"prompt": "\\ud83d"', b'{"a": "\\ud83d", "b": ' + b"[" * 100_000):
+        assert server.http.post("/v1/completions", content=broken).status_code == 400
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
@@ -286,6 +323,9 @@ def test_a_full_context_is_named(server: Running) -> None:
     ):
         found = server.post(path, **asked, **body).json()
         assert "the context is full" in found["warnings"][-1]
+    for more, is_full in (({}, True), ({"max_tokens": 1}, False)):
+        own = server.post("/completion", prompt="x", **{**asked, **more}).json()
+        assert own["truncated"] is is_full
 
 
 # --- the end --------------------------------------------------------------------------------------
@@ -329,30 +369,8 @@ def test_an_answer_without_a_token_is_an_error_when_the_server_ends(
 
 # --- odd values -----------------------------------------------------------------------------------
 
-ODD: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2,
-    2**31,
-    2**63,
-    -(2**63),
-    2**200,
-    0.5,
-    -1e308,
-    1e308,
-]
-ODD += [
-    {"schema": True},
-    "",
-    "x",
-    "\x00",
-    "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
-    "1" * 5000,
-]
+ODD: list[Any] = [None, True, False, 0, -1, 1, 2, 2**31, 2**63, -(2**63), 2**200]
+ODD += [0.5, -1e308, 1e308, {"schema": True}, "", "x", "\x00", "1" * 5000]
 ODD += [[], [[]], {}, [None], [""], ["x", 1], [1, 2], [-1], [2**40], {"a": {}}, [{}], {"type": "x"}]
 ODD += [{"type": "function", "function": {}}, {"type": 1}, [[1, 2], [3]], {"": ""}, [[[[1]]]]]
 #: What one field or another reads within its value.
@@ -374,7 +392,12 @@ FIELDS_WITHIN: dict[str, list[Any]] = {
     "options": [
         {name: each} for each in ODD for name in ("num_predict", "stop", "seed", "grammar")
     ],
-    "logit_bias": [{"5": each} for each in ODD] + [{str(each): 1} for each in ODD],
+    "logit_bias": [
+        *({"5": each} for each in ODD),
+        *({str(each): 1} for each in ODD),
+        *([[each, 1]] for each in ODD),
+    ],
+    "prompt": [[[each, "x", 1]] for each in ODD] + [["x", each] for each in ODD],
     "chat_template_kwargs": [{"enable_thinking": each, "x": each} for each in ODD],
 }
 BODIES: dict[str, dict[str, Any]] = {
@@ -390,88 +413,25 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/v1/embeddings": {"input": "x"},
 }
-FIELD_NAMES = [
-    "messages",
-    "prompt",
-    "input",
-    "input_prefix",
-    "input_suffix",
-    "input_extra",
-    "suffix",
-    "system",
-    "instructions",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "max_tokens",
-    "max_completion_tokens",
-    "n_predict",
-    "stop",
-    "stop_sequences",
-    "ignore_eos",
-    "grammar",
-    "json_schema",
-    "response_format",
-    "text",
-    "format",
-    "output_config",
-    "chat_template_kwargs",
-    "stream",
-    "stream_options",
-    "speculative",
-    "logprobs",
-    "top_logprobs",
-    "n",
-    "n_probs",
-    "n_indent",
-    "n_cmpl",
-    "echo",
-    "seed",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "logit_bias",
-    "repeat_penalty",
-    "repeat_last_n",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_sequence_breakers",
-    "xtc_probability",
-    "mirostat",
-    "samplers",
-    "thinking",
-    "enable_thinking",
-    "think",
-    "reasoning",
-    "reasoning_effort",
-    "reasoning_format",
-    "continue_final_message",
-    "add_generation_prompt",
-    "cache_prompt",
-    "return_progress",
-    "response_fields",
-    "t_max_predict_ms",
-    "options",
-    "images",
-    "raw",
-    "content",
-    "tokens",
-    "with_pieces",
-    "add_special",
-    "include",
-    "metadata",
-    "model",
-]
+FIELD_NAMES = """
+    messages prompt input input_prefix input_suffix input_extra suffix system instructions tools
+    tool_choice parallel_tool_calls max_tokens max_completion_tokens n_predict stop
+    stop_sequences ignore_eos grammar json_schema response_format text format output_config
+    chat_template_kwargs stream stream_options speculative logprobs top_logprobs n n_probs
+    n_indent n_cmpl echo seed temperature top_k top_p min_p typical_p logit_bias repeat_penalty
+    repeat_last_n presence_penalty frequency_penalty dry_multiplier dry_sequence_breakers
+    xtc_probability mirostat samplers thinking enable_thinking think reasoning reasoning_effort
+    reasoning_format continue_final_message add_generation_prompt cache_prompt return_progress
+    response_fields t_max_predict_ms options images raw content tokens with_pieces add_special
+    include metadata model
+"""
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_no_value_of_a_field_makes_the_server_fail(server: Running, path: str) -> None:
     """Each is answered or refused by its name; a few of them, by chance."""
     draws, cases = random.Random(path), list[tuple[str, Any]]()
-    for name in FIELD_NAMES:
+    for name in FIELD_NAMES.split():
         cases += [(name, value) for value in (*ODD, *FIELDS_WITHIN.get(name, ()))]
     for name, value in draws.sample(cases, 60):
         found = server.post(path, **{"max_tokens": 2, **BODIES[path], name: value})

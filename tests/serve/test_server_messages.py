@@ -11,8 +11,8 @@ import pytest
 from anthropic.types import Message
 
 from specgen.serve.server.options import Limits, ServerOptions
-from tests.helpers.server import Running, tiny_server
-from tests.serve.test_server_tools import LARGE, TEMPLATE, tool
+from tests.helpers.server import Running, serves, tiny_server
+from tests.serve.test_server_tools import LARGE, tool
 
 TOOLS: Any = [
     {"name": each["name"], "description": "x", "input_schema": each["parameters"]}
@@ -22,15 +22,10 @@ TURNS: Any = [{"role": "user", "content": "the cat is in the"}]
 #: What the template writes when the model may think, and when it may not.
 THINKING = "{% if enable_thinking is not defined or enable_thinking %}<think>\n"
 THINKING += "{% else %}<think>\n\n</think>\n\n{% endif %}"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    template = TEMPLATE.replace("assistant\n{% endif -%}", f"assistant\n{THINKING}{{% endif -%}}")
-    with tiny_server(
-        tmp_path_factory.mktemp("messages"), **{**LARGE, "chat_template": template}
-    ) as server:
-        yield server
+TEMPLATE = LARGE["chat_template"].replace(
+    "assistant\n{% endif -%}", f"assistant\n{THINKING}{{% endif -%}}"
+)
+server = serves(**LARGE | {"chat_template": TEMPLATE})
 
 
 @pytest.fixture
@@ -168,7 +163,7 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"messages": TURNS, "stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": TURNS, "stop_sequences": [1]}, "stop_sequences"),
         ({"messages": []}, "messages"),
     ],
 )
@@ -185,7 +180,7 @@ def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_know(
     client: anthropic.Anthropic,
 ) -> None:
     turns: Any = [{"role": "user", "content": "x " * 3000}]
-    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 1024 "):
         client.messages.create(model="any", max_tokens=4, messages=turns)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.server import Running, tiny_server, wait_until
+from specgen.events import Event
+from tests.helpers.server import Running, running, session_of, tiny_server, wait_until
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPTS = ("the cat is in the", "one two three one two three one", "the cat is in the house")
 
@@ -61,6 +64,38 @@ def test_slots_tell_what_they_do(server: Running) -> None:
     assert len(busy) == 1
     assert busy[0]["n_prompt_tokens"] >= busy[0]["n_prompt_tokens_processed"] > 0
     wait_until(lambda: server.engine.is_idle, "the end")
+
+
+def test_a_long_prompt_is_seen_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a slot's count, by the metrics, by notes of the server, and in the stream: something comes at once."""
+    monkeypatch.setattr("specgen.serve.server.http.FIRST_COMMENT_S", 0.0)
+    notes, seen = list[str](), list[tuple[int, float]]()
+    target = write_tiny_model(tmp_path / "target.gguf", TinyConfig(n_ctx_train=4096))
+    with running(session_of(target), n_ctx=4096, note=notes.append) as server:
+        step = server.engine.step
+
+        def watched() -> list[Event]:
+            events = step()
+            (slot, *_) = server.http.get("/slots").json()
+            seen.append((slot["n_prompt_tokens_processed"], server.metric("prompt_tokens_total")))
+            return events
+
+        monkeypatch.setattr(server.engine, "step", watched)
+        prompt = " ".join(map(str, range(600)))
+        asked = {"prompt": prompt, "max_tokens": 2, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=asked) as response:
+            first, *_, last = filter(None, response.iter_lines())
+        n_prompt = server.post("/tokenize", content=prompt).json()["tokens"]
+    assert (first, last) == (": waiting", "data: [DONE]")
+    n_read = [n for n, _ in seen if n]
+    assert len(set(n_read)) >= 3, "it moves"
+    assert {counted for _, counted in seen} >= {0, *n_read[:-2]}
+    assert len(n_prompt) > max(n_read) > 1000
+    begins, ends = notes
+    assert re.match(
+        r"target: reading \d{4} tokens of a prompt, about .* m?s \(0 were cached\)", begins
+    )
+    assert re.match(r"target: the answer begins after .* m?s", ends)
 
 
 def test_responses_are_counted_by_status(server: Running) -> None:

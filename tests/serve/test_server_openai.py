@@ -13,19 +13,16 @@ import pytest
 
 import specgen
 from specgen.session.engine import generate
-from tests.helpers.server import Running, session_of, tiny_server
+from tests.helpers.server import Running, serves, session_of, tiny_server
 from tests.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
 
 MESSAGES: Any = [{"role": "user", "content": "the cat is in the"}]
 PROMPT = "the cat is in the house of"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("server")
-    config: dict[str, Any] = {"control_tokens": INFILL_TOKENS, "n_ctx_train": 512}
-    with tiny_server(folder, draft=0.05, chat_template=CHATML_TEMPLATE, **config) as server:
-        yield server
+server = serves(
+    draft=0.05, chat_template=CHATML_TEMPLATE, control_tokens=INFILL_TOKENS, n_ctx_train=512
+)
 
 
 @pytest.fixture
@@ -231,7 +228,7 @@ def test_paths_without_a_version_and_with_a_slash(server: Running) -> None:
     assert own["content"] == own["choices"][0]["text"] == whole["choices"][0]["text"]
     assert own["tokens_evaluated"] == whole["usage"]["prompt_tokens"]
     assert list(said("/completion", **text, response_fields=["content"])) == ["content"]
-    assert len(said("/completion", **text, n=2)["choices"]) == 2
+    assert len(said("/completions", **text, n=2)["choices"]) == 2
     get = server.http.get
     assert get("/models/").json() == get("/v1/models").json()
     assert get("/models/target").json()["id"] == "target"
@@ -273,9 +270,7 @@ def test_variables_and_earlier_reasoning_reach_the_template(
         assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000, b'{"prompt": "\\ud800"}']
-)
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000])
 def test_bodies_that_are_none(server: Running, body: bytes) -> None:
     found = server.http.post("/v1/completions", content=body)
     assert found.status_code == 400

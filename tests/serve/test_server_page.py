@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, e
 from specgen.serve.server.options import ServerOptions
 from tests.helpers.browser import browser
 from tests.helpers.common import ROOT
-from tests.helpers.server import PATIENCE_S, Running, tiny_server, wait_until
+from tests.helpers.server import PATIENCE_S, Running, serves, tiny_server, wait_until
 from tests.tiny import CHATML_TEMPLATE
 
 __all__ = ["browser"]
@@ -28,19 +28,12 @@ API = "**/v1/chat/completions"
 expect.set_options(timeout=1000 * PATIENCE_S)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose draft has tokens that are accepted and refused."""
-    with tiny_server(tmp_path_factory.mktemp("page"), **CHATTING) as server:
-        yield server
+#: Its draft has tokens that are accepted and refused.
+server = serves(**CHATTING)
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose answers take minutes."""
-    how = {**CHATTING, "n_ctx_train": 32768, "n_ctx": 32768, "max_tokens": -1}
-    with tiny_server(tmp_path_factory.mktemp("endless"), **how) as server:
-        yield server
+#: Its answers take minutes.
+endless = serves(**CHATTING, n_ctx_train=32768, n_ctx=32768, max_tokens=-1)
 
 
 @contextlib.contextmanager
@@ -222,6 +215,18 @@ def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:
     body = send(page)
     assert answer(page)
     assert body["messages"] == [{"role": "user", "content": QUESTION}]
+
+
+def test_how_far_a_prompt_is_read_is_shown(page: Page) -> None:
+    assert send(page)["return_progress"] is True
+    shown = page.evaluate("""async () => {
+        const { Figures } = await import("./page/figures.js");
+        const figures = new Figures(0);
+        const prompt_progress = { total: 4000, cache: 1000, processed: 2500, time_ms: 3000 };
+        figures.count({ prompt_progress }, [], 1);
+        return figures.running();
+    }""")
+    assert shown == "reading the prompt: 63% of 4000 tokens, 3.00 s left"
 
 
 def test_thoughts_are_faint_and_no_part_of_the_conversation(markdown: Page) -> None:

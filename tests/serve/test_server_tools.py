@@ -11,7 +11,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.helpers.server import Running, tiny_server
+from tests.helpers.server import Running, serves, tiny_server
 from tests.tiny.config import CHATML_TEMPLATE
 
 #: ChatML that tells of tools, and writes calls between marks.
@@ -56,10 +56,7 @@ def tool(name: str, *values: str) -> Any:
 TOOLS: Any = [tool("weather", "C", "F"), tool("length", "m", "ft")]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with tiny_server(tmp_path_factory.mktemp("tools"), **LARGE) as server:
-        yield server
+server = serves(**LARGE)
 
 
 @pytest.fixture

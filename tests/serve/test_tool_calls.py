@@ -20,11 +20,9 @@ from specgen.serve.formats.openai import read_chat, read_request
 from specgen.serve.formats.request import Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser
-from specgen.session.prompts.template import Message, ToolCall, render
-from tests.helpers.common import NOW
 from tests.helpers.formats import written
 from tests.helpers.sessions import answered, opened
-from tests.helpers.templates import FAMILIES, UNKNOWN, made_of
+from tests.helpers.templates import CONTROLS, FAMILIES, UNKNOWN, calls_as_written, made_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 FORMS = {name: form_of(template) for name, template in FAMILIES.items()}
@@ -99,6 +97,7 @@ TEXTS = [
     f"So: {ADD}",
     "``",
     "<tool_call>" + "[" * 5_000,
+    '<tool_call>{"name": "add", "arguments": "no object"}</tool_call>',
 ]
 
 
@@ -120,6 +119,8 @@ WRITTEN: dict[str, str] = {
     '</parameter>\n</invoke>\n<invoke name="add">\n<parameter name="numbers">[]</parameter>\n</invoke>\n</calls>',
     "DeepSeek": '<calls>\n<call name="weather">\n<arg name="city" string="true">K</arg>\n<arg name="days" string="false">'
     '3</arg>\n</call>\n<call name="add">\n<arg name="numbers" string="false">[]</arg>\n</call>\n</calls>',
+    "R1": '<calls><one>weather\n```json\n{"city": "K", "days": 3}\n```</one>\n<one>add\n```json\n{"numbers": []}\n```'
+    "</one></calls>",
     "LFM": "<|tool_call_start|>[weather(city='K', days=3), add(numbers=[])]<|tool_call_end|>",
 }
 
@@ -256,65 +257,22 @@ def test_what_is_sent_of_broken_arguments_is_json(written: str) -> None:
             assert calls == [("add", MENDED[written])], (text, pieces)
 
 
+_WORDS = r"""
+<tool_call> </tool_call> [TOOL_CALLS] [ARGS] <calls> </calls>
+<function=weather> <parameter=city> </parameter> </function> <![CDATA[ ]]> <arg_key> </arg_key> <arg_value>
+</arg_value> <|tool_call_start|>[ ]<|tool_call_end|> ``` city days weather add " ' \ \u00e9 \ud83d
+{ } [ ] ( ) , : = 3 NaN true é 😀
+"""
 _MARKS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "<calls>",
-        "</calls>",
-        "```json\n",
-        "```",
-    ),
-    *(
-        '{"name": "weather", "arguments": ',
-        '{"city": "',
-        "city",
-        "days",
-        '"',
-        "'",
-        "\\",
-        "\\u00e9",
-        "\\ud83d",
-    ),
-    *(
-        "{",
-        "}",
-        "[",
-        "]",
-        "(",
-        ")",
-        ",",
-        ":",
-        "=",
-        " ",
-        "\n",
-        "weather",
-        "add",
-        "3",
-        "NaN",
-        "true",
-        "é",
-        "😀",
-    ),
-    *(
-        "<function=weather>\n",
-        "<parameter=city>\n",
-        "\n</parameter>\n",
-        "</function>\n",
-        "<![CDATA[",
-        "]]>",
-    ),
-    *(
-        "<arg_key>",
-        "</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-        "<|tool_call_start|>[",
-        "]<|tool_call_end|>",
-    ),
+    *_WORDS.split(),
+    " ",
+    "\n",
+    "```json\n",
+    "\n</parameter>\n",
+    "<function=weather>\n",
+    "<parameter=city>\n",
 ]
+_MARKS += ['{"name": "weather", "arguments": ', '{"city": "']
 
 
 @settings(max_examples=400, deadline=None)
@@ -371,6 +329,11 @@ def test_calls_of_each_family_are_read_however_they_are_cut(name: str) -> None:
             assert (content.strip(), calls) == ((before + after).strip(), expected), pieces
 
 
+def test_a_list_of_something_else_is_content() -> None:
+    for pieces in cuts(text := '[TOOL_CALLS][[ 3 "a", {"name": "add"}]'):
+        assert parsed(MISTRAL, pieces) == (text, [], [])
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_no_part_of_a_text_is_a_broken_call(name: str) -> None:
     text = WRITTEN[name]
@@ -402,12 +365,6 @@ def test_names_of_tools_may_have_dots_and_slashes() -> None:
     )
     for pieces in cuts(text):
         assert parsed(form("GLM"), pieces)[1] == [("add.more/far:away-", {"note": "7"})]
-
-
-def test_a_backslash_that_escapes_nothing_stands_for_itself() -> None:
-    text = '<tool_call>{"name": "weather", "arguments": {"city": "C:\\path\\new"}}</tool_call>'
-    for pieces in cuts(text):
-        assert parsed(HERMES, pieces)[1] == [("weather", {"city": "C:\\path\new"})]
 
 
 def test_an_id_may_be_left_out() -> None:
@@ -477,17 +434,9 @@ def test_calls_stream_on_all_apis(read: Any, asked: Any, is_custom: bool, is_cut
 
 # --- grammars of calls: tiny models write at random what these allow
 
-#: Templates by the marks of their calls, which are control tokens of the model.
-TEMPLATES = {
-    "Hermes": (FAMILIES["Hermes"], ("<tool_call>", "</tool_call>")),
-    "Llama": (FAMILIES["Llama"], ("<|python_tag|>",)),
-    "Mistral": (FAMILIES["Mistral"], ("[TOOL_CALLS]",)),
-    "Granite": (FAMILIES["Granite"], ("<|tool_call|>",)),
-    "not control": (FAMILIES["Hermes"], ()),
-    "Kimi": (FAMILIES["Kimi"], ("<|section|>", "<|one|>", "<|args|>", "<|/one|>", "<|/section|>")),
-    **{name: (FAMILIES[name], ()) for name in ("Command", "Apertus", "Devstral", "GLM", "LFM")},
-    **{name: (FAMILIES[name], ()) for name in ("Qwen-Coder", "MiniMax", "DeepSeek")},
-}
+#: Templates, and the control tokens of their models.
+TEMPLATES = {name: (FAMILIES[name], CONTROLS.get(name, ())) for name in FAMILIES}
+TEMPLATES["not control"] = (FAMILIES["Hermes"], ())
 SCHEMA = {
     "type": "object",
     "properties": {"unit": {"enum": ["C", "F"]}, "exact": {"type": "boolean"}},
@@ -588,7 +537,7 @@ AROUND = [
 @settings(max_examples=100, deadline=None)
 @given(
     opening=st.tuples(st.sampled_from(MARKS), BEHIND.map("".join)).map("".join),
-    between=st.sampled_from(["\n", ", ", "<|n|>", ";"]),
+    between=st.sampled_from(["", "\n", ", ", "<|n|>", ";"]),
     closing=ENDS,
     around=st.sampled_from(AROUND),
     after=BEHIND.map("".join),
@@ -606,10 +555,7 @@ def test_a_form_that_is_found_gives_back_what_its_template_writes(
         ("weather", {"city": "Köln & <b>", "days": 3}),
         ("add", {"numbers": [1, [2]]}),
     ]
-    calls = tuple(ToolCall(f"id{name}", name, arguments) for name, arguments in wanted)
-    turns = [Message("user", "x"), Message("assistant", "", calls)]
-    text = render(template, turns, bos_token="", eos_token="", now=NOW)
-    text = text.partition("assistant\n")[2].partition("<|im_end|>")[0]
+    text = calls_as_written(template, *wanted)
     for pieces in ([text], list(text)):
         content, read, _ = parsed(found, pieces)
         assert (content.strip(), read) == ("", wanted)

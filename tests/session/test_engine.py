@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from specgen.errors import BackendError, PromptError, UsageError
 from specgen.events import CommittedEvent, DraftedEvent, Event, PromptEvent
 from specgen.llama import LlamaBackend
+from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, TreeShape
 from specgen.session.answer_loop import AnswerLoop
@@ -31,8 +32,7 @@ from specgen.text.prefix import n_common
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB
-from tests.helpers.sessions import answered, finished, options_of, write_models
-from tests.helpers.tiny import write_respelled_model
+from tests.helpers.sessions import answered, finished, folder_with, options_of
 from tests.helpers.virtual_time import VirtualTime
 from tests.registry import CACHES, ON_TINY
 from tests.tiny import TinyConfig
@@ -54,14 +54,15 @@ N_TOKENS = 24
 N_CTX = 512
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("engine")
-    for name, architecture in CACHES.items():
-        config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
-        write_models(folder, {name: config, f"{name} draft": config.draft(0.1)})
-        write_respelled_model(folder / f"{name} respelled.gguf", config.draft(0.05))
-    return folder
+CONFIGS = {
+    name: TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
+    for name, architecture in CACHES.items()
+}
+models = folder_with(
+    **CONFIGS,
+    **{f"{name} draft": config.draft(0.1) for name, config in CONFIGS.items()},
+    **{f"{name} respelled": config.draft(0.05) for name, config in CONFIGS.items()},
+)
 
 
 def seconds(name: str, n_rows: int) -> float:
@@ -463,6 +464,64 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: Virtua
     assert n_pieces - 2 <= steps[first.index] <= len(first.prompt.tokens)
     assert alike.finished is not None
     assert alike.finished.n_cached_tokens >= len(first.prompt.tokens) - 40
+
+
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cancelled_reading_ends_in_the_middle_of_a_piece(
+    models: Path, costs: VirtualTime, kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is free at once, others go on, and the prompt, asked for again, has the same answer."""
+    monkeypatch.setattr("specgen.session.answer_loop.N_READ_BESIDE", 4)
+    decode, unwanted = llama_cpp.llama_decode, list[Request]()
+
+    def cancelling(*arguments: Any) -> int:
+        for request in unwanted:
+            engine.cancel(request)
+        return int(decode(*arguments))
+
+    with engine_of(models, costs, 2, kind=kind, drafter=drafter, n_batch=8) as (loaded, engine):
+        expected = alone(loaded, PROMPTS[:2])
+        other = engine.insert(PROMPTS[0])
+        engine.step()
+        for n_pieces in (1, 3):
+            request = engine.insert(PROMPTS[1])
+            for _ in range(n_pieces):
+                engine.step()
+            n_read = request.running.n_read
+            unwanted.append(request)
+            with monkeypatch.context() as patch:
+                patch.setattr(llama_cpp, "llama_decode", cancelling)
+                while not request.is_done:
+                    engine.step()
+            assert request.finished is not None
+            assert request.finished.finish_reason == "interrupted"
+            assert request.slot is None
+            assert n_read < len(request.prompt.tokens)
+        again = engine.insert(PROMPTS[1])
+        list(engine.run())
+        assert [other.text, again.text] == expected
+
+
+@pytest.mark.parametrize("has_equal_rows", [True, False])
+def test_pieces_are_short_while_anyone_waits(
+    models: Path, costs: VirtualTime, has_equal_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each then takes 0.3 s; where a text would depend on it, pieces stay as they are alone."""
+    monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", has_equal_rows)
+    monkeypatch.setattr("specgen.session.scheduler.N_READ_BESIDE", 8)
+    with engine_of(models, costs, 2, drafter="ngram", n_batch=128) as (loaded, engine):
+        prompts = ["1234567890 the cat" * 20, "is 0987654321 not" * 20]
+        expected = alone(loaded, prompts)
+        asked = [engine.insert(prompt) for prompt in prompts]
+        times = [costs()]
+        while not any(request.state == "decoding" for request in asked):
+            engine.step()
+            times.append(costs())
+        list(engine.run())
+        assert [request.text for request in asked] == expected
+    step_s = [after - before for before, after in itertools.pairwise(times)][1:-1]
+    assert (max(step_s) < 0.36) == has_equal_rows
 
 
 def test_an_answer_may_ask_for_shorter_drafts(models: Path, costs: VirtualTime) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from specgen.session.kept_answers import (
 )
 from specgen.session.session import Session
 from tests.helpers import sessions
-from tests.helpers.common import ROOT
+from tests.helpers.cli import spawn
 
 ANSWER = KeptAnswer((1, 2, 3), tuple(range(10, 30)), (7, 8), "digest")
 
@@ -123,11 +121,10 @@ for number in range(60):
 
 
 def test_two_processes_keep_all_answers_of_both(tmp_path: Path) -> None:
-    children = [
-        subprocess.Popen([sys.executable, "-c", _ADD, tmp_path, str(name)], cwd=ROOT)
-        for name in range(2)
-    ]
-    assert [child.wait(60) for child in children] == [0, 0]
+    children = [spawn(tmp_path, str(name), code=_ADD) for name in range(2)]
+    for child in children:
+        child.communicate(timeout=60)
+    assert [child.returncode for child in children] == [0, 0]
     answers = read_answers(tmp_path)
     assert [answer.number for answer in answers] == list(range(1, 121))
     assert {answer.prompt for answer in answers} == {

@@ -18,7 +18,7 @@ from specgen.llama.library import llama_cpp
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
-from tests.helpers.sessions import answered, finished, opened, options_of, write_models
+from tests.helpers.sessions import answered, finished, folder_with, opened, options_of
 from tests.tiny import TinyConfig
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -26,18 +26,13 @@ PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 TARGET = TinyConfig(logit_scale=6.0, control_scale=1.0, n_vocab=384)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    configs = {
-        "target": TARGET,
-        "perfect": TARGET,
-        "good": TARGET.draft(0.02),
-        "bad": TARGET.draft(1.5),
-        "padded": replace(TARGET.draft(0.02), n_vocab=400),
-        "short": replace(TARGET, n_ctx_train=60),
-        "no bos": replace(TARGET, add_bos=False),
-    }
-    return write_models(tmp_path_factory.mktemp("models"), configs)
+models = folder_with(
+    target=TARGET,
+    perfect=TARGET,
+    good=TARGET.draft(0.02),
+    short=replace(TARGET, n_ctx_train=60),
+    **{"no bos": replace(TARGET, add_bos=False)},
+)
 
 
 def session_on(

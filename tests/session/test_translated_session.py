@@ -15,7 +15,7 @@ from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers import sessions
 from tests.helpers.common import NOW
-from tests.helpers.sessions import write_models
+from tests.helpers.sessions import folder_with
 from tests.tiny import CHATML_TEMPLATE, TinyConfig
 
 TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.3)
@@ -36,20 +36,14 @@ TEXTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    configs = {
-        "target": TARGET,
-        "bpe draft": TARGET.draft(0.02),
-        "draft": DRAFT,
-        "no bos": replace(DRAFT, add_bos=False),
-        "short": replace(DRAFT, n_ctx_train=40),
-        "mamba": replace(DRAFT, architecture="mamba"),
-        "chat": replace(TARGET, chat_template=CHATML_TEMPLATE),
-        "chat draft": replace(DRAFT, chat_template=PLAIN_TEMPLATE),
-        "broken template": replace(DRAFT, chat_template="{{ raise_exception('never') }}"),
-    }
-    return write_models(tmp_path_factory.mktemp("models"), configs)
+CHAT_DRAFT = replace(DRAFT, chat_template=PLAIN_TEMPLATE)
+BROKEN = replace(DRAFT, chat_template="{{ raise_exception('never') }}")
+models = folder_with(
+    target=TARGET,
+    draft=DRAFT,
+    chat=replace(TARGET, chat_template=CHATML_TEMPLATE),
+    **{"bpe draft": TARGET.draft(0.02), "chat draft": CHAT_DRAFT, "broken template": BROKEN},
+)
 
 
 def opened(

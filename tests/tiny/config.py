@@ -59,9 +59,6 @@ class TinyConfig:
     #: How the matrices are stored; vectors are always f32. Quantised types need dimensions that
     #: are multiples of 32.
     tensor_type: TensorType = "f32"
-    #: Round the matrices to this type before they are stored as `tensor_type`: a model of the
-    #: very same numbers that runs through other kernels.
-    rounded_to: TensorType | None = None
     #: Seed of the weights. Each tensor has a generator of its own, so models that differ only
     #: in `n_layer` or `n_vocab` share the weights they both have.
     seed: int = 0

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tests.tiny.config import TensorType, TinyConfig
 from tests.tiny.vocabulary import TinyVocabulary, tiny_vocabulary
 from tests.tiny.weights import (
@@ -75,10 +73,6 @@ def add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: TinyW
     if weights.ndim == 1 or any(part in name for part in _ALWAYS_F32):
         writer.add_tensor(name, weights)
         return
-    if config.rounded_to is not None:
-        coarse = _quantisation(config.rounded_to)
-        rounded = quants.dequantize(quants.quantize(weights, coarse), coarse)
-        weights = rounded.astype(np.float32)
     kind = _quantisation(config.tensor_type)
     writer.add_tensor(name, quants.quantize(weights, kind), raw_dtype=kind)
 

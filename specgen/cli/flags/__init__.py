@@ -26,6 +26,7 @@ from specgen.options import (
     Grammar,
     KernelOptions,
     ModelChoice,
+    PrefixOptions,
     Workers,
     staged,
 )
@@ -356,6 +357,7 @@ setup = group(
             "them (`specgen draft learn`), and repetitions of them draft. `specgen draft forget` deletes them.",
             rich_help_panel="Learning",
         ),
+        "prefixes": group(PrefixOptions)(PrefixOptions),
         "prompt_cache": Option(
             "--prompt-cache",
             metavar="FILE",

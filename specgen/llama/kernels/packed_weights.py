@@ -21,7 +21,7 @@ from typing import Any
 
 from specgen.llama.gguf_file import parts_of
 from specgen.llama.kernels.attached import Kernels, attached, ggml_version
-from specgen.system.files import NEW, existing_parent, new_beside
+from specgen.system.files import NEW, existing_parent, make_room, new_beside
 from specgen.system.processes import is_failing
 
 _SUFFIX = ".packed"
@@ -76,23 +76,23 @@ class PackedWeights:
                 self._path.unlink()  # damaged, or of other weights
 
     @property
-    def _n_bytes(self) -> int:
-        """The number of bytes that are to be written; 0 if there are none, or too few to be worth it."""
+    def n_new_bytes(self) -> int:
+        """The bytes of what was packed anew, not read from the file; 0 if they are too few to be worth one."""
         n_bytes = int(self._native.packed_file_bytes(self._handle))
         return n_bytes if n_bytes >= LEAST_BYTES else 0
 
     @property
     def lacks_room(self) -> bool:
         with contextlib.suppress(OSError):
-            return self._n_bytes > room_bytes(self._path.parent)
+            return self.n_new_bytes > room_bytes(self._path.parent)
         return False
 
     def close(self) -> None:
         """Write the file, if there is none and the disk has room. The model's weights must still be loaded.
         Nothing is written while an exception, such as Ctrl-C, ends the process."""
         try:
-            if self._n_bytes and not is_failing() and not self._path.exists():
-                self._write(self._n_bytes)
+            if self.n_new_bytes and not is_failing() and not self._path.exists():
+                self._write(self.n_new_bytes)
         except OSError as error:
             _log.info("packed weights are not kept: %s: %s", self._path, error.strerror)
         finally:
@@ -101,7 +101,7 @@ class PackedWeights:
     def _write(self, n_bytes: int) -> None:
         folder = self._path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        if not _make_room(folder, n_bytes):
+        if not make_room(_files(folder), n_bytes, room_bytes(folder)):
             _log.info("packed weights (%.1f GB) are not kept: too little room", n_bytes / 1e9)
             return
         with new_beside(self._path) as new:
@@ -131,18 +131,3 @@ def _files(folder: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         return [path for path in folder.iterdir() if path.suffix in (_SUFFIX, NEW)]
     return []
-
-
-def _make_room(folder: Path, n_bytes: int) -> bool:
-    """Delete the least recently used files until one more of `n_bytes` has room. Return whether it has."""
-    if n_bytes > room_bytes(folder):
-        return False
-    disk = shutil.disk_usage(folder)
-    # What is too much of the share for all files, and what the disk has too little of.
-    excess = kept_bytes(folder) + n_bytes - int(MOST_SHARE * disk.total)
-    excess = max(excess, n_bytes + int(FREE_SHARE * disk.total) - disk.free)
-    for path in sorted(_files(folder), key=lambda path: path.stat().st_mtime):
-        if excess > 0:
-            excess -= path.stat().st_size
-            path.unlink(missing_ok=True)
-    return excess <= 0

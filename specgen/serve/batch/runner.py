@@ -13,7 +13,7 @@ from typing import Any
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
-from specgen.serve.formats.answers import check_tokens
+from specgen.serve.formats.answers import with_biases
 from specgen.serve.formats.openai import ChatWriter
 from specgen.serve.formats.request import Request, with_call_form
 from specgen.session.calibration import calibrate, target_costs
@@ -142,7 +142,7 @@ class Batch:
                 template = template_of(session.target, has_tools=True)
                 vocabulary = session.target.vocabulary
                 request = with_call_form(line.request, template, vocabulary.has_control)
-                check_tokens(request, vocabulary.n_tokens)
+                request = with_biases(request, vocabulary)
                 prompt = self._prompting.prompt(session, request)
                 n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
                 tasks.append(_Task(line, request, prompt, n_ctx))

@@ -6,8 +6,8 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from specgen.errors import BackendError, PromptError, PromptLengthError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
@@ -15,6 +15,9 @@ from specgen.serve.formats.request import BodyError, Request
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser
 from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
+
+if TYPE_CHECKING:
+    from specgen.llama.vocabulary import LlamaVocabulary
 
 #: An object of JSON: a body, an event, or a chunk of a stream.
 Json: TypeAlias = dict[str, Any]
@@ -44,20 +47,25 @@ _CODES: tuple[tuple[type[SpecgenError], int, str | None], ...] = (
 class RequestError(Exception):
     """A refused or failed request: the `status` of the response, and the content of its body.
 
-    `param` is the wrong field, if there is one; `code` names the kind of error for programs."""
+    `param` is the wrong field, if there is one; `code` names the kind of error for programs. Clients that shorten a prompt
+    read the `figures` of llama.cpp's server."""
 
     status: int
     message: str
     code: str | None = None
     param: str | None = None
     headers: Mapping[str, str] | None = None
+    figures: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(error: SpecgenError) -> RequestError:
         """Return the error for a client: 400 if the request is wrong, 500 if the model failed. Hints are left
         out, since they name options of the command line."""
         status, code = next(each[1:] for each in _CODES if isinstance(error, each[0]))
-        return RequestError(status, error.message, code, getattr(error, "field", None))
+        found = RequestError(status, error.message, code, getattr(error, "field", None))
+        if isinstance(error, PromptLengthError):
+            found.figures = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.n_most}
+        return found
 
     @staticmethod
     def ending() -> RequestError:
@@ -71,15 +79,22 @@ class RequestError(Exception):
     def body(self) -> Json:
         kind = _TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": {**error, **self.figures}}
 
 
-def check_tokens(request: Request, n_tokens: int) -> None:
-    """Raise `BodyError` if a bias or the prompt names a token that a vocabulary of `n_tokens` lacks."""
-    biased = [("logit_bias", token) for token, _ in request.sampling.logit_bias]
-    for name, token in [*biased, *(("prompt", token) for token in request.tokens or ())]:
-        if not 0 <= token < n_tokens:
-            raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
+def with_biases(request: Request, vocabulary: LlamaVocabulary) -> Request:
+    """Return the request with its biases as those of tokens. Raise `BodyError` for a token that is not there."""
+    if request.biases is None:
+        return request
+    found: list[tuple[int, float]] = []
+    for key, bias in request.biases:
+        tokens = [key] if isinstance(key, int) else vocabulary.tokenize_inside(key)
+        try:
+            vocabulary.check(tokens)
+        except PromptError as error:
+            raise BodyError("logit_bias", error.message) from None
+        found += ((token, bias) for token in tokens)
+    return replace(request, sampling=replace(request.sampling, logit_bias=tuple(found)))
 
 
 class Answer:
@@ -120,6 +135,12 @@ class Answer:
     def finish(self, event: FinishedEvent) -> list[Delta]:
         """End the answer; return the rest. The arguments of a call that was cut have no end."""
         self.finished = event
+        is_thinking = self._thoughts is not None and (
+            self._thoughts.is_open or self._thoughts.is_past
+        )
+        # The token that ends an answer is none of its own.
+        n_most = event.n_tokens if is_thinking else 0
+        self.n_reasoning_tokens = min(self.n_reasoning_tokens, n_most)
         deltas = self._add(*self._thoughts.finish()) if self._thoughts is not None else []
         if self._calls is not None:
             is_cut = event.finish_reason != "stop" or self.stop_string is not None
@@ -159,6 +180,11 @@ class Answer:
         """The stop string that ended the answer; None if something else did."""
         stopped_by = None if self.finished is None else self.finished.stopped_by
         return stopped_by if stopped_by in self._request.generation.stop else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the end of the context ended the answer."""
+        return self.finished is not None and self.finished.finish_reason == "context"
 
     @property
     def finish_reason(self) -> Literal["length", "stop", "tool_calls"]:
@@ -236,10 +262,11 @@ class AnswerWriter(ABC):
     def _end(self, number: int) -> list[Json]:
         """Return the chunks at the end of an answer."""
 
-    def _figures(self) -> Json:
-        """Return `usage`, and specgen's own figures, with the request's wishes about drafts."""
-        finished = [each.finished for each in self._answers if each.finished is not None]
-        n_reasoning = sum(each.n_reasoning_tokens for each in self._answers)
+    def _figures(self, number: int | None = None) -> Json:
+        """Return `usage`, and specgen's own figures, with the request's wishes about drafts: of all answers, or of one."""
+        answers = self._answers if number is None else [self._answers[number]]
+        finished = [each.finished for each in answers if each.finished is not None]
+        n_reasoning = sum(each.n_reasoning_tokens for each in answers)
         found = figures(finished, n_reasoning, self._first.n)
         wish = self._first.speculative
         found["speculative"] |= {"draft": wish.draft, "max": wish.max, "verifier": wish.verifier}
@@ -260,8 +287,8 @@ def figures(
     """Return the figures of answers, which are ordered by prompt. The tokens of a prompt count once; times
     and counts of drafts are sums.
 
-    In `speculative`, the gain is known of a single answer on a machine that is not busy. The names in `timings`
-    are llama.cpp's; `_ms` are milliseconds. `undrafted` says why rounds drafted nothing."""
+    In `speculative`, the gain is known of a single answer on a machine that is not busy, and `undrafted` says why rounds
+    drafted nothing. The names in `timings` are llama.cpp's, and all are numbers; `_ms` are milliseconds."""
     prompts, first = answers[::n_for_each_prompt], answers[0]
     n_prompt = sum(each.n_prompt_tokens for each in prompts)
     n_cached = sum(each.n_cached_tokens for each in prompts)
@@ -278,6 +305,7 @@ def figures(
         between, tokens_per_s = None, _rate(n_tokens, predicted_s)
     if is_busy(first.others_share):
         between = None
+    by_position = _sums([each.drafted_by_depth for each in answers])
     undrafted: Counter[tuple[str, str]] = Counter()
     for count in itertools.chain.from_iterable(each.undrafted for each in answers):
         undrafted[count.reason, count.text] += count.n_rounds
@@ -293,27 +321,29 @@ def figures(
             "n_rounds": n_rounds,
             "n_drafted": n_drafted,
             "n_accepted": n_accepted,
-            "acceptance_rate": _rate(n_accepted, n_drafted),
+            "acceptance_rate": _rate(n_accepted, sum(by_position)),
             "mean_accepted_length": _rate(n_kept, n_rounds),
             "estimated_speedup": None if between is None else first.estimated_speedup,
             "estimated_speedup_range": None if between is None else list(between),
-            "drafted_by_position": _sums([each.drafted_by_depth for each in answers]),
+            "drafted_by_position": by_position,
             "accepted_by_position": _sums([each.accepted_by_depth for each in answers]),
+            "undrafted": [
+                {"reason": reason, "text": text, "n_rounds": n}
+                for (reason, text), n in undrafted.most_common()
+            ],
         },
         "timings": {
             "cache_n": n_cached,
             "prompt_n": n_prompt - n_cached,
             "prompt_ms": 1000.0 * prompt_s,
-            "prompt_per_second": _rate(n_prompt - n_cached, prompt_s),
+            "prompt_per_token_ms": _rate(1000.0 * prompt_s, n_prompt - n_cached) or 0.0,
+            "prompt_per_second": _rate(n_prompt - n_cached, prompt_s) or 0.0,
             "predicted_n": n_tokens,
             "predicted_ms": 1000.0 * predicted_s,
-            "predicted_per_second": tokens_per_s,
+            "predicted_per_token_ms": _rate(1000.0 * predicted_s, n_tokens) or 0.0,
+            "predicted_per_second": tokens_per_s or 0.0,
             "draft_n": n_drafted,
             "draft_n_accepted": n_accepted,
-            "undrafted": [
-                {"reason": reason, "text": text, "n_rounds": n}
-                for (reason, text), n in undrafted.most_common()
-            ],
         },
     }
 

@@ -75,10 +75,10 @@ class CallForm:
     def ends(self) -> tuple[str, str]:
         """What stands between two calls up to the next one's name, and behind the last one; of objects of JSON, what
         stands between the objects."""
-        between, closing = self.between or "", self.closing
+        between, closing = self.between or "", self.closing.rstrip()
         if self.keys is not None:
             between, closing = between.partition("}")[2], closing.partition("}")[2]
-            between = between[: between.rfind("{")] if "{" in between else ""
+            between = (between[: between.rfind("{")] or " ") if "{" in between else ""
         return between, closing
 
     @property

@@ -46,12 +46,21 @@ class _InfillBody(TextBody):
 def read_llama_cpp_completion(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
-    """Read a body of llama.cpp's own path for the continuation of a text. What only OpenAI's clients ask for is
-    answered in their form. Raise `BodyError`."""
+    """Read a body of llama.cpp's own path for the continuation of texts. Raise `BodyError`."""
+    asked = parse(TextBody, body)
+    found = read_completion(body, sampling, generation)
+    return tuple(_as_llama_cpp(asked, each) for each in found)
+
+
+def read_any_completion(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body of the path that is llama.cpp's own and that of OpenAI's clients without ``/v1``: what only these ask
+    for is answered in their form. Raise `BodyError`."""
     found = read_completion(body, sampling, generation)
     if len(found) > 1 or found[0].n > 1 or found[0].has_usage_alone:
         return found
-    return (_as_llama_cpp(parse(TextBody, body), found[0]),)
+    return read_llama_cpp_completion(body, sampling, generation)
 
 
 def read_infill(
@@ -86,8 +95,8 @@ def _as_llama_cpp(asked: TextBody, request: Request) -> Request:
 
 
 class LlamaCppWriter(ChatWriter):
-    """Writes a text completion with llama.cpp's fields beside the others. A whole one has only those of `fields`, each
-    by its path (``timings/prompt_n``), if there are any, and its tokens if it `has_tokens`."""
+    """Writes text completions with llama.cpp's fields beside the others; several are a list. A whole one has only those
+    of `fields`, each by its path (``timings/prompt_n``), if there are any, and its tokens if it `has_tokens`."""
 
     def __init__(
         self,
@@ -98,8 +107,8 @@ class LlamaCppWriter(ChatWriter):
     ) -> None:
         super().__init__(*args, **named)
         self._fields, self._has_tokens = fields, has_tokens
-        self._tokens: list[int] = []
-        self._probabilities: list[Json] = []
+        self._tokens: list[list[int]] = [[] for _ in self._answers]
+        self._probabilities: list[list[Json]] = [[] for _ in self._answers]
 
     def begin(self, n_prompt_tokens: int) -> list[Json]:
         return [self._filled(each) for each in super().begin(n_prompt_tokens)]
@@ -112,18 +121,27 @@ class LlamaCppWriter(ChatWriter):
         tokens = [piece.token_id for piece in event.pieces] if event is not None else []
         for chunk in chunks[:1]:
             chunk["tokens"] = tokens
-        self._tokens += tokens
+        self._tokens[number] += tokens
         if event is not None and self._has_logprobs:
             found = logprob_entries(event.pieces, self._first.generation.logprobs)
             chunks[0]["completion_probabilities"] = found
-            self._probabilities += found
+            self._probabilities[number] += found
         return chunks
 
-    def whole(self) -> Json:
-        body = self._filled(super().whole())
-        body["tokens"] = self._tokens if self._has_tokens else []
+    def _end(self, number: int) -> list[Json]:
+        chunk = self._chunk(number, {}, self._ending(number))
+        return [{**chunk, **own_figures(self._figures(number))}]
+
+    def whole(self) -> Any:
+        found = [self._whole(number) for number in range(len(self._answers))]
+        return found if len(found) > 1 else found[0]
+
+    def _whole(self, number: int) -> Json:
+        choices = [self._choice(number)]
+        body = self._filled({**self._head, "choices": choices, **self._figures(number)})
+        body["tokens"] = self._tokens[number] if self._has_tokens else []
         if self._has_logprobs:
-            body["completion_probabilities"] = self._probabilities
+            body["completion_probabilities"] = self._probabilities[number]
         if not self._fields:
             return body
         found = {path: _at(body, path) for path in self._fields}
@@ -131,8 +149,8 @@ class LlamaCppWriter(ChatWriter):
 
     def _filled(self, body: Json) -> Json:
         (choice,) = body["choices"]
-        reason = choice["finish_reason"]
-        body |= {"index": 0, "content": choice["text"], "stop": reason is not None}
+        reason, number = choice["finish_reason"], choice["index"]
+        body |= {"index": number, "content": choice["text"], "stop": reason is not None}
         if reason is not None:
             timings, stop_type = body["timings"], "eos" if reason == "stop" else "limit"
             stop_type = "word" if "stop_reason" in choice else stop_type
@@ -143,11 +161,11 @@ class LlamaCppWriter(ChatWriter):
                     "n_predict": request.generation.max_tokens,
                     "stream": request.streams,
                 },
-                "prompt": self._prompts[0],
-                "has_new_line": "\n" in self._answers[0].text("content"),
+                "prompt": self._prompts[number],
+                "has_new_line": "\n" in self._answers[number].text("content"),
                 "stop_type": stop_type,
                 "stopping_word": choice.get("stop_reason", ""),
-                "truncated": False,
+                "truncated": self._answers[number].is_full,
                 "tokens_predicted": timings["predicted_n"],
                 "tokens_evaluated": timings["cache_n"] + timings["prompt_n"],
                 "tokens_cached": timings["cache_n"],
@@ -233,6 +251,16 @@ def _loading(
 def _written(requests: tuple[Request, ...], field: str) -> tuple[Request, ...]:
     writer = functools.partial(OllamaWriter, field=field)
     return tuple(replace(request, n=1, writer=writer) for request in requests)
+
+
+def ollama_embeddings(
+    vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
+) -> bytes:
+    """Return the body of a response with vectors that are JSON already. Clients of the older path read `embedding`."""
+    rest: Json = {"model": model, "prompt_eval_count": n_tokens, "warnings": [*warnings]}
+    data = ", ".join(vectors)
+    first = f'{{"embedding": {vectors[0]}, "embeddings": [{data}], '
+    return f"{first}{json.dumps(rest)[1:]}".encode()
 
 
 class OllamaWriter(AnswerWriter):

@@ -242,7 +242,8 @@ def error_body(body: Mapping[str, Any]) -> dict[str, Any]:
         kind = "request_too_large"
     elif error["code"] == "context_length_exceeded":
         # Agents look for these words, and shorten the prompt.
-        message = f"prompt is too long: {message}"
+        n, n_most = error["n_prompt_tokens"], error["n_ctx"]
+        message = f"prompt is too long: {n} tokens > {n_most} maximum"
     return {"type": "error", "error": {"type": _ERRORS.get(kind, kind), "message": message}}
 
 

@@ -88,7 +88,7 @@ class _Body(AnswerBody):
     #: A number of likely tokens in a text completion. A chat has a boolean, and the number beside it.
     logprobs: bool | Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = 0
-    n: Annotated[int, Field(ge=1, lt=2**31)] = 1
+    n: Annotated[int, Field(ge=1, lt=2**31, validation_alias=AliasChoices("n", "n_cmpl"))] = 1
     has_usage_alone: bool | None = Field(
         None, validation_alias=AliasPath("stream_options", "include_usage")
     )
@@ -240,7 +240,7 @@ def read_completion(
     )
     found: list[Request] = []
     for prompt in _inputs("prompt", asked.prompt).values():
-        if isinstance(prompt, list):
+        if not isinstance(prompt, str):
             found.append(replace(empty, tokens=tuple(prompt)))
         elif asked.system is not None and kind == "prompt":
             turns = (Message("system", asked.system), Message("user", prompt))
@@ -252,13 +252,16 @@ def read_completion(
     return tuple(found)
 
 
-def _inputs(field: str, value: Any) -> dict[str, str | list[int]]:
-    """Return the texts, or lists of tokens, in a field, each by its place. Raise `BodyError`."""
-    is_several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
-    found: dict[str, str | list[int]] = {}
+def _inputs(field: str, value: Any) -> dict[str, str | list[int | str]]:
+    """Return the inputs in a field, each by its place: texts, or lists of tokens with texts among them. Like llama.cpp's
+    server, take an object for its text. Raise `BodyError`."""
+    is_several = isinstance(value, list) and value and all(type(each) is not int for each in value)
+    found: dict[str, str | list[int | str]] = {}
     for number, each in enumerate(value if is_several else [value]):
         where = f"{field}[{number}]" if is_several else field
-        is_tokens = isinstance(each, list) and all(type(token) is int for token in each)
+        if isinstance(each, dict) and [*each] == ["prompt_string"]:
+            each = each["prompt_string"]  # noqa: PLW2901
+        is_tokens = isinstance(each, list) and all(type(part) in (int, str) for part in each)
         if not each or not (isinstance(each, str) or is_tokens):
             what = f"{shown(each)} is not a text, or a list of texts or of tokens"
             raise BodyError(where, "it is empty" if each == "" else what)
@@ -321,20 +324,22 @@ class ChatWriter(AnswerWriter):
         return chunk
 
     def whole(self) -> Json:
-        choices = []
-        for number, answer in enumerate(self._answers):
-            content = self._echoed[number] + answer.text("content")
-            thought = answer.text("thought")
-            calls = [_call(each) for each in answer.calls]
-            message: Json = {"role": "assistant", "content": content}
-            if thought:
-                message["reasoning_content"] = thought
-            if calls:
-                message |= {"content": content or None, "tool_calls": calls}
-            said = {"text": content} if self._is_text else {"message": message}
-            logprobs = self._logprobs[number] if self._has_logprobs else None
-            choices.append({"index": number, **said, "logprobs": logprobs, **self._ending(number)})
+        choices = [self._choice(number) for number in range(len(self._answers))]
         return {**self._head, "choices": choices, **self._figures()}
+
+    def _choice(self, number: int) -> Json:
+        answer = self._answers[number]
+        content = self._echoed[number] + answer.text("content")
+        thought = answer.text("thought")
+        calls = [_call(each) for each in answer.calls]
+        message: Json = {"role": "assistant", "content": content}
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        said = {"text": content} if self._is_text else {"message": message}
+        logprobs = self._logprobs[number] if self._has_logprobs else None
+        return {"index": number, **said, "logprobs": logprobs, **self._ending(number)}
 
     def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
         told = (delta for delta in deltas if delta.text or delta.kind == "call")
@@ -448,7 +453,7 @@ def _entry(top: TokenLogprob) -> Json:
 
 
 class _EmbeddingBody(Fields):
-    input: Any = None
+    input: Any = Field(None, validation_alias=AliasChoices("input", "prompt"))
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
@@ -489,9 +494,11 @@ def read_embedding_request(body: Mapping[str, Any], embedder: Embedder) -> Embed
     return EmbeddingRequest(tuple(tokens), is_base64, asked.dimensions, tuple(warnings))
 
 
-def _tokens(embedder: Embedder, where: str, text: str | list[int]) -> list[int]:
+def _tokens(embedder: Embedder, where: str, text: str | list[int | str]) -> list[int]:
     try:
-        found = embedder.tokenize(text) if isinstance(text, str) else text
+        if isinstance(text, str):
+            return embedder.tokenize(text)
+        found = embedder.model.vocabulary.tokens_of(text, parse_special=False)
         embedder.check(found)
     except PromptError as error:
         raise BodyError(where, error.message) from None

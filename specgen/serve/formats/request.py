@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     AliasPath,
     BaseModel,
@@ -51,8 +52,6 @@ _SILENT = frozenset(
 )
 #: Variables of chat templates that say how much is thought; few templates read both.
 _THINKING = frozenset(["enable_thinking", "reasoning_effort"])
-
-
 #: The parameters of a custom tool: a free text.
 _FREE_TEXT: Mapping[str, Any] = {
     "type": "object",
@@ -78,7 +77,6 @@ def shown(value: Any) -> str:
 
 # --- fields of bodies -----------------------------------------------------------------------------
 
-#: Later layers have 64 bits or fewer.
 Integer: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Schema: TypeAlias = dict[str, Any]
 
@@ -145,10 +143,10 @@ AS_PARTS = BeforeValidator(_as_parts)
 Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
-def text_of(parts: Sequence[Part], separator: str = "") -> str:
-    """Return the texts of a content, joined. An image, or what else no local model reads, is named in its place: a
-    refusal would end an agent's session for good."""
-    return separator.join(map(_text_of_part, parts))
+def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
+    """Return the texts of a content, as lines, like vLLM and llama.cpp. An image, or what else no local model reads, is
+    named in its place: a refusal would end an agent's session for good."""
+    return separator.join(filter(None, map(_text_of_part, parts)))
 
 
 def _text_of_part(part: Part) -> str:
@@ -220,13 +218,18 @@ class Choice(Fields):
     disable_parallel_tool_use: bool = False
 
 
+#: A token, or a text and so all of its tokens; false means that they never come.
+_Bias: TypeAlias = tuple[
+    int | str, Annotated[float, BeforeValidator(lambda n: -LARGEST_FACTOR if n is False else n)]
+]
+
+
 def _biases(value: Any) -> Any:
-    """Return biases as an object: llama.cpp's server also takes pairs, with false for tokens that never come."""
-    if not isinstance(value, list) or not all(
-        isinstance(each, list) and len(each) == 2 and isinstance(each[0], int) for each in value
-    ):
-        return value
-    return {token: -LARGEST_FACTOR if bias is False else bias for token, bias in value}
+    """Return biases as pairs, as llama.cpp's server also takes them."""
+    is_token = re.compile(r"-?[0-9]{1,18}").fullmatch
+    if isinstance(value, dict):
+        value = tuple((int(key) if is_token(key) else key, bias) for key, bias in value.items())
+    return value
 
 
 def _sampler_fields() -> dict[str, Any]:
@@ -234,7 +237,7 @@ def _sampler_fields() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in (each for each in fields(SamplerOptions) if each.name != "samplers"):
         several: dict[str, Any] = {
-            "logit_bias": Annotated[dict[int, float], BeforeValidator(_biases)],
+            "logit_bias": Annotated[tuple[_Bias, ...], BeforeValidator(_biases)],
             "dry_breakers": tuple[str, ...],
             "top_k": Annotated[int, BeforeValidator(lambda k: 0 if k == -1 else k)],
         }
@@ -265,8 +268,9 @@ class AnswerBody(_Samplers):
         ),
     )
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
+        tuple[str, ...],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        AfterValidator(lambda texts: tuple(filter(None, texts))),
     ] = Field((), validation_alias=AliasChoices("stop", "stop_sequences"))
     ignore_eos: bool = False
     grammar: str | None = None
@@ -290,10 +294,8 @@ class AnswerBody(_Samplers):
     ) -> Request:
         """Return the request with these defaults, and `more` of its fields; `form` is the answer's. Raise `BodyError`."""
         samplers = self.model_dump(include={*_Samplers.model_fields}, exclude_none=True)
-        if "logit_bias" in samplers:
-            samplers["logit_bias"] = tuple(samplers["logit_bias"].items())
-        ends = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set
-        told = [*warnings]
+        biases = samplers.pop("logit_bias", None)
+        ends, told = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set, [*warnings]
         grammar = self._grammar(form, told) or generation.grammar
         if self.ignore_eos and grammar is not None:
             raise BodyError("ignore_eos", "a text that follows a grammar has an end")
@@ -301,6 +303,7 @@ class AnswerBody(_Samplers):
             kind,
             replace(sampling, **samplers),
             replace(generation, **self.model_dump(include=ends), grammar=grammar),
+            biases=biases,
             warnings=(*self.warnings(), *told),
             streams=self.stream,
             speculative=self.speculative,
@@ -311,17 +314,14 @@ class AnswerBody(_Samplers):
         """Return what the answer has to follow. Of the schema in a format that is not strict, what no grammar can
         enforce is left out, with a warning, as at OpenAI. Raise `BodyError`."""
         schema = None if form is None else form.schema_of(self.format_field)
-        asked = {
-            "grammar": self.grammar,
-            "json_schema": self.json_schema,
-            self.format_field: schema,
-        }
+        asked = {"grammar": self.grammar or None, "json_schema": self.json_schema}
+        asked[self.format_field] = schema
         names = [name for name, value in asked.items() if value is not None]
         if not names:
             return None
         if len(names) > 1:
             raise BodyError(names[1], f"{names[0]} is given as well")
-        if self.grammar is not None:
+        if self.grammar:
             return Grammar("gbnf", self.grammar)
         text = json.dumps(asked[names[0]])
         try:
@@ -402,9 +402,8 @@ class ChatBody(AnswerBody):
         if kind in ("auto", "required", "any"):
             is_parallel = is_parallel and not choice.disable_parallel_tool_use
             return Tools(functions, functions, kind != "auto", is_parallel)
-        must_call, named = True, [choice]
+        must_call, named = kind != "allowed_tools" or choice.mode == "required", [choice]
         if kind == "allowed_tools":
-            must_call = choice.mode == "required"
             named = [each for each in choice.tools if each.type in ("function", "custom")]
         elif kind in ("function", "custom", "tool"):
             is_parallel = False
@@ -445,11 +444,14 @@ class Request:
     messages: tuple[Message, ...] = ()
     continues: bool = False  # the last message is the beginning of the answer
     text: str = ""
-    tokens: tuple[int, ...] | None = None
+    tokens: tuple[int | str, ...] | None = None  # with texts between them
     gap: Gap | None = None
     tools: Tools | None = None
     call_form: CallForm | None = None  # how the model writes calls: see `with_call_form`
     variables: Mapping[str, Any] = field(default_factory=dict)  # more of them for the template
+    biases: tuple[tuple[int | str, float], ...] | None = (
+        None  # of tokens and texts: see `with_biases`
+    )
     splits_reasoning: bool = False  # a thinking block is no part of the answer
     warnings: tuple[str, ...] = ()  # what was ignored
     n: int = 1  # answers that are wanted
@@ -515,13 +517,8 @@ def with_call_form(
     if tools.must_call and generation.ignore_eos:
         raise BodyError("ignore_eos", "a text that follows a grammar has an end")
     try:
-        grammar, warnings = calls_grammar(
-            form,
-            tools.callable,
-            is_parallel=tools.is_parallel,
-            must_call=tools.must_call,
-            other=other,
-        )
+        how: dict[str, Any] = {"is_parallel": tools.is_parallel, "must_call": tools.must_call}
+        grammar, warnings = calls_grammar(form, tools.callable, other=other, **how)
     except UsageError as error:
         if tools.must_call or other is not None:
             raise BodyError("tools", error.message) from None
@@ -560,12 +557,11 @@ class Conversation:
         self.messages: list[Message] = []
 
     def add_result(self, identity: str | None, text: str, name: str | None = None) -> None:
-        """Add the result of a call, by its id or by the `name` of its tool. Agents shorten conversations: a result whose call is gone becomes text of the
-        user's turn, since many templates take none without a call."""
+        """Add the result of a call, by its id or by the `name` of its tool. Agents shorten conversations: a result whose
+        call is gone becomes text of the user's turn, since many templates take none without a call."""
         calls = (call for message in self.messages for call in message.tool_calls)
         found = (call.name for call in calls if call.identity == (identity or ""))
-        names = [each for each in found if name in (None, each)]
-        if names:
+        if names := [each for each in found if name in (None, each)]:
             self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
         else:
             self.join_text("user", f"[result of an earlier call]\n{text}")
@@ -576,11 +572,11 @@ class Conversation:
         if role == "system" and any(message.role != "system" for message in self.messages):
             role = "user"
         last = self._turn(role)
-        self.messages[-1] = replace(last, content=_joined(last.content, text))
+        self.messages[-1] = replace(last, content=_paragraphs(last.content, text))
 
     def join_thought(self, thought: str) -> None:
         last = self._turn("assistant")
-        self.messages[-1] = replace(last, reasoning=_joined(last.reasoning or "", thought))
+        self.messages[-1] = replace(last, reasoning=_paragraphs(last.reasoning, thought))
 
     def join_call(self, where: str, identity: str | None, name: str | None, arguments: Any) -> None:
         """Add a call to the model's turn. Raise `BodyError` if it has no id or no name."""
@@ -596,5 +592,5 @@ class Conversation:
         return self.messages[-1]
 
 
-def _joined(before: str, text: str) -> str:
-    return f"{before}\n\n{text}" if before else text
+def _paragraphs(*texts: str | None) -> str:
+    return "\n\n".join(filter(None, texts))

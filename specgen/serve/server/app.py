@@ -26,11 +26,13 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
-from specgen.errors import SpecgenError
+from specgen.errors import PromptLengthError, SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, check_tokens
+from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, with_biases
 from specgen.serve.formats.local_servers import (
+    ollama_embeddings,
+    read_any_completion,
     read_infill,
     read_llama_cpp_completion,
     read_ollama_chat,
@@ -69,16 +71,22 @@ from specgen.system.files import as_json
 Reader: TypeAlias = Callable[
     [Mapping[str, Any], SamplerOptions, GenerationOptions], tuple[Request, ...]
 ]
-#: Some clients leave out ``/v1``. There llama.cpp's server answers completions in a form of its own.
+#: Some clients leave out ``/v1``.
 _READERS: Mapping[str, Reader] = {
     "/v1/messages": read_messages,
     "/v1/completions": read_completion,
-    **dict.fromkeys(["/completion", "/completions"], read_llama_cpp_completion),
+    "/completions": read_any_completion,
+    "/completion": read_llama_cpp_completion,
     **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
     **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
     **dict.fromkeys(["/infill", "/v1/infill"], read_infill),
     "/api/chat": read_ollama_chat,
     "/api/generate": read_ollama_generate,
+}
+#: Writes the response with the vectors of inputs.
+_EMBEDDINGS: Mapping[str, Callable[..., bytes]] = {
+    **dict.fromkeys(["/embeddings", "/v1/embeddings"], embedding_response),
+    **dict.fromkeys(["/api/embed", "/api/embeddings"], ollama_embeddings),
 }
 _log = logging.getLogger("specgen.serve.server")
 
@@ -127,8 +135,10 @@ class Server:
                 self._post(path, functools.partial(self._complete, read))
                 for path, read in _READERS.items()
             ),
-            self._post("/embeddings", self._embed, embeds=True),
-            self._post("/v1/embeddings", self._embed, embeds=True),
+            *(
+                self._post(path, functools.partial(self._embed, write), embeds=True)
+                for path, write in _EMBEDDINGS.items()
+            ),
             self._work(
                 "/v1/messages/count_tokens", functools.partial(self._count_tokens, read_messages)
             ),
@@ -225,7 +235,8 @@ class Server:
         template = template_of(model.session.target, has_tools=True)
         found = read(body, options.sampler, options.generation)
         has_token = model.session.target.vocabulary.has_control
-        return tuple(with_call_form(request, template, has_token) for request in found)
+        found = tuple(with_call_form(request, template, has_token) for request in found)
+        return tuple(with_biases(request, model.target.vocabulary) for request in found)
 
     def _submit(
         self,
@@ -244,7 +255,6 @@ class Server:
         model.check_room(n_answers)
         asks: list[Insert] = []
         for request in requests:
-            check_tokens(request, model.target.vocabulary.n_tokens)
             generation = request.generation
             if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
                 generation = replace(generation, max_tokens=limits.answer_tokens)
@@ -254,8 +264,8 @@ class Server:
                 what = f"but the context has {n_ctx}"
                 if n_fits < n_ctx:
                     what = f"at most {n_fits} are allowed"
-                message = f"the prompt has {n_tokens} tokens; {what}"
-                raise RequestError(400, message, "context_length_exceeded")
+                what = f"the prompt has {n_tokens} tokens; {what}"
+                raise PromptLengthError(what, n_tokens, n_fits)
             wish, seed = request.speculative, request.sampling.seed
             asks += (
                 functools.partial(
@@ -293,7 +303,11 @@ class Server:
         return {"prompt": _prompt(asked, model, must_fit=False).text}
 
     async def _embed(
-        self, model: ServedEmbedder, request: HttpRequest, body: Mapping[str, Any]
+        self,
+        write: Callable[..., bytes],
+        model: ServedEmbedder,
+        request: HttpRequest,
+        body: Mapping[str, Any],
     ) -> Response:
         asked = await run_in_threadpool(read_embedding_request, body, model.embedder)
         limit_s = self._limits.request_s or None
@@ -304,7 +318,7 @@ class Server:
             message = f"the embeddings were not done in {limit_s:g} s"
             raise RequestError(503, message, code="timeout") from None
         n_tokens = sum(map(len, asked.tokens))
-        content = embedding_response(vectors, n_tokens, model.name, asked.warnings)
+        content = write(vectors, n_tokens, model.name, asked.warnings)
         return Response(content, media_type="application/json")
 
     # --- the server itself -------------------------------------------------------------------
@@ -376,6 +390,7 @@ class Server:
         return JSONResponse(
             {
                 **about,
+                "model_path": str(session.target.path),
                 "total_slots": engine.n_parallel,
                 "default_generation_settings": {
                     "n_ctx": engine.n_ctx,

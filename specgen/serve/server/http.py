@@ -33,8 +33,9 @@ from specgen.serve.server.options import Limits, ServerOptions, is_loopback
 
 
 _T = TypeVar("_T")
-#: Seconds without data after which a comment is sent, to keep a stream open, in proxies too.
-_KEEP_ALIVE_S = 15.0
+#: Seconds without data after which a comment is sent: soon, so that a client knows that it is heard, and then now and
+#: then, to keep the stream open, in proxies too.
+FIRST_COMMENT_S, _KEEP_ALIVE_S = 0.2, 5.0
 _COMMENT = b": waiting\n\n"
 
 
@@ -57,8 +58,15 @@ async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
     except ClientDisconnect:
         raise RequestError(400, "the body is cut off") from None
     try:
-        body = from_json(data, allow_inf_nan=False)
-    except ValueError as error:
+        try:
+            body = from_json(data, allow_inf_nan=False)
+        except ValueError as error:
+            if "hex escape" not in str(error):
+                raise
+            # Agents that cut texts cut characters in two. A refusal would end their session for good.
+            whole = json.dumps(json.loads(data), ensure_ascii=False).encode(errors="replace")
+            body = from_json(whole, allow_inf_nan=False)
+    except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
@@ -140,11 +148,13 @@ class EventStream(StreamingResponse):
 
     async def _events(self, values: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
         nothing: Mapping[str, Any] = {}
+        patience_s = FIRST_COMMENT_S
         while True:
             # The timeout ends only the wait; a slow step goes on.
             following = asyncio.ensure_future(anext(values, nothing))
             try:
-                while not (await asyncio.wait((following,), timeout=_KEEP_ALIVE_S))[0]:
+                while not (await asyncio.wait((following,), timeout=patience_s))[0]:
+                    patience_s = _KEEP_ALIVE_S
                     yield self._alive
                 value = following.result()
             finally:

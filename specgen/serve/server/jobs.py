@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from specgen.errors import BackendError, SpecgenError, WorkerLostError
-from specgen.events import Event, PromptEvent
+from specgen.events import CommittedEvent, Event, FinishedEvent, PromptEvent, ReadingEvent
 from specgen.llama.embeddings import Embedder
 from specgen.llama.model import LlamaModel
 from specgen.serve.formats.answers import RequestError
@@ -22,6 +22,7 @@ from specgen.session.engine import Engine
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Hidden
+from specgen.system.progress import seconds_text
 
 #: The number of an answer in its job, and an event of that answer or the error that ended it.
 JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
@@ -29,6 +30,8 @@ JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
 Insert: TypeAlias = Callable[[Engine], Request]
 _BROKEN = "the engine has failed, and the server ends"
 _CLOSING = "the engine is closed"
+#: New tokens of a prompt whose reading is noted.
+_MANY_TOKENS = 1000
 _log = logging.getLogger("specgen.serve.server")
 
 
@@ -120,7 +123,7 @@ class ServedModel:
     """A model that generates text, and a thread that steps its engine while there are jobs.
 
     `n_waiting` answers may wait for a free slot. `turns` is held for each step, so that engines take turns with all
-    cores. `idle` is called after the last answer. `failure` is the exception that ended the thread, a bug or a lost
+    cores. `idle` is called after the last answer. `note` gets lines about long prompts. `failure` is the exception that ended the thread, a bug or a lost
     worker; all answers have failed then.
     """
 
@@ -132,6 +135,7 @@ class ServedModel:
         n_waiting: int,
         turns: Turns,
         idle: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.name = name
         self.session, self.engine = opened.session, opened.engine
@@ -140,7 +144,9 @@ class ServedModel:
         self.n_parallel, self.n_open = opened.engine.n_parallel, 0
         self.failure: BaseException | None = None
         self._opened, self._metrics, self._n_waiting = opened, metrics, n_waiting
-        self._turns, self._idle = turns, idle
+        self._turns, self._idle, self._note = turns, idle, note
+        #: When the reading of long prompts began, by the answer's number.
+        self._reading_since_s: dict[int, float] = {}
         self._changed = threading.Condition()
         self._jobs: list[Job] = []
         self._is_closing = False
@@ -254,9 +260,27 @@ class ServedModel:
             return
         seconds = time.perf_counter() - started
         self._metrics.count_events(events)
+        self._note_reading(events)
         has_begun = any(isinstance(event, PromptEvent) for event in events)
         if plain_token_s is not None and not has_begun:
             self._metrics.count_round(events, seconds, plain_token_s)
+
+    def _note_reading(self, events: Sequence[Event]) -> None:
+        """Note when a long prompt begins to be read, and when its answer begins."""
+        since_s = self._reading_since_s
+        for event in events:
+            number = event.sequence
+            if isinstance(event, ReadingEvent) and number not in since_s:
+                n_cached, expected_s = event.n_cached_tokens, event.spent_s + event.left_s
+                n_new = event.n_prompt_tokens - n_cached
+                if n_new > _MANY_TOKENS and event.spent_s:  # of the first piece
+                    since_s[number] = event.time_s - event.spent_s
+                    about = f"about {seconds_text(expected_s)} ({n_cached} were cached)"
+                    self._note(f"{self.name}: reading {n_new} tokens of a prompt, {about}")
+            elif isinstance(event, (CommittedEvent, FinishedEvent)) and number in since_s:
+                seconds = seconds_text(event.time_s - since_s.pop(number))
+                what = "the answer begins" if isinstance(event, CommittedEvent) else "cancelled"
+                self._note(f"{self.name}: {what} after {seconds}")
 
     def _pass_on(self, jobs: Sequence[Job]) -> None:
         """Give requests their news. Answers count as done before: a client that has the last one may ask again."""

@@ -15,13 +15,19 @@ from prometheus_client import (
 )
 
 from specgen.errors import SpecgenError
-from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, VerifiedEvent
+from specgen.events import (
+    CommittedEvent,
+    DraftedEvent,
+    Event,
+    FinishedEvent,
+    ReadingEvent,
+    VerifiedEvent,
+)
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _DRAFTS = "spec_decode_num"
 #: Counters that add up a field of finished answers: name, field, help.
 _SUMS = (
-    ("prompt_tokens", "n_prompt_tokens", "Tokens of prompts, cached ones included."),
     ("prompt_tokens_cached", "n_cached_tokens", "Tokens of prompts that were in the cache."),
     ("tokens_predicted", "n_tokens", "Tokens of answers."),
     ("draft_seconds", "draft_s", "Time in decodes of the draft model."),
@@ -31,6 +37,7 @@ _SUMS = (
 )
 #: The other figures of a model: name, kind, help, and a label beside the model's name.
 _FIGURES = (
+    ("prompt_tokens", Counter, "Tokens of prompts as they are read, cached ones included.", ""),
     (f"{_DRAFTS}_drafts", Counter, "Drafts that the target verified.", ""),
     (f"{_DRAFTS}_draft_tokens", Counter, "Tokens of these drafts.", ""),
     (f"{_DRAFTS}_accepted_tokens", Counter, "Tokens of drafts that were accepted.", ""),
@@ -81,6 +88,8 @@ class Metrics:
     def __init__(self, server: ServerMetrics, model: str) -> None:
         self._figures, self.model = server.figures, model
         self._round_s, self._plain_s = 0.0, 0.0
+        #: Tokens of prompts that are counted while they are read, by the answer's number.
+        self._n_counted: dict[int, int] = {}
         for name in server.figures.keys() - {name for name, *_, label in _FIGURES if label}:
             self._of(name)  # so that it is there, with 0
 
@@ -89,6 +98,7 @@ class Metrics:
 
     def show_slots(self, n_slots: int) -> None:
         """Show that the model was loaded, with so many slots; with 0 that it was unloaded."""
+        self._n_counted.clear()
         self._of("slots").set(n_slots)
         self._of("model_loads").inc(n_slots > 0)
 
@@ -110,11 +120,19 @@ class Metrics:
                 self._of(f"{_DRAFTS}_wasted_tokens").inc(n_drafted - n_accepted)
                 for position in range(n_accepted):
                     self._of(f"{_DRAFTS}_accepted_tokens_per_pos", position).inc()
+            elif isinstance(event, ReadingEvent):
+                self._count_prompt(event.sequence, event.n_read)
             elif isinstance(event, FinishedEvent):
                 self._of("answers", event.finish_reason).inc()
                 self._of("prefix_cache_hits").inc(event.n_cached_tokens > 0)
+                self._count_prompt(event.sequence, event.n_prompt_tokens)
+                del self._n_counted[event.sequence]
                 for name, field, _ in _SUMS:
                     self._of(name).inc(getattr(event, field))
+
+    def _count_prompt(self, sequence: int, n_tokens: int) -> None:
+        self._of("prompt_tokens").inc(n_tokens - self._n_counted.get(sequence, 0))
+        self._n_counted[sequence] = n_tokens
 
     def count_text(self, n_tokens: int, seconds: float) -> None:
         self._of("prompt_tokens").inc(n_tokens)

@@ -323,7 +323,7 @@ class ModelPool:
         if isinstance(opened, Embedder):
             place.served = ServedEmbedder(name, opened, *shared)
         else:
-            place.served = ServedModel(name, opened, *shared, self._wake)
+            place.served = ServedModel(name, opened, *shared, self._wake, self._note)
         place.metrics.show_slots(place.served.n_parallel)
         if len(self.places) > 1:
             seconds = time.perf_counter() - started

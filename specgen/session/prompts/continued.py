@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specgen.errors import PromptError
 from specgen.session.prompts.prompt import Prompt, Prompts, check_length, make_prompt
 from specgen.session.prompts.template import Message
 from specgen.session.prompts.thoughts import begun_in
 
 
-def of_tokens(prompts: Prompts, tokens: Sequence[int]) -> Prompt:
-    """Return a prompt of these tokens of the target. Raise `PromptError` if it lacks one of them."""
-    vocabulary = prompts.target.vocabulary
-    for token in tokens:
-        if not 0 <= token < vocabulary.n_tokens:
-            raise PromptError(
-                f"there is no token {token}: {prompts.target.name} has {vocabulary.n_tokens} tokens"
-            )
+def of_tokens(prompts: Prompts, parts: Sequence[int | str]) -> Prompt:
+    """Return a prompt of these tokens of the target, with the texts among them. Raise `PromptError`."""
+    for part in parts:
+        if isinstance(part, str):
+            check_length(prompts.target.vocabulary, part, prompts.n_ctx)
+    tokens = prompts.target.vocabulary.tokens_of(parts, parse_special=True)
     return make_prompt(_text_of(prompts, tokens), tokens)
 
 

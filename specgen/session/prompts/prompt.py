@@ -38,6 +38,8 @@ class Prompt:
     ends: frozenset[int] = frozenset()
     #: The marks of the thoughts that the answer may have.
     thoughts: ThoughtMarks | None = None
+    #: The first message of the user, which all prompts of a conversation have; empty without a conversation.
+    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,9 @@ class Prompts:
         head = chat.head(self.target.vocabulary, *found)
         template = template_of(self.target, has_tools=bool(tools)) or ""
         thoughts = thoughts_behind(found[0], template)
-        return replace(make_prompt(*found), head=head, draft_tokens=own, thoughts=thoughts)
+        subject = next((each.content for each in messages if each.role == "user"), "")
+        prompt = replace(make_prompt(*found), head=head, draft_tokens=own, thoughts=thoughts)
+        return replace(prompt, subject=subject)
 
 
 def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
@@ -111,15 +115,7 @@ def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
 
 
 def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> list[int]:
-    """Return a prompt's tokens, with the beginning-of-text token if the model wants one. Raise
-    `PromptError` if the text has half a surrogate pair, which UTF-8 cannot express."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"the prompt has half a surrogate pair, {text[error.start]!r}, at character {error.start}",
-            hint="give text that UTF-8 can express",
-        ) from None
+    """Return a prompt's tokens, with the beginning-of-text token if the model wants one. Raise `PromptError`."""
     # A chat template may have written the beginning-of-text token already.
     add_special = not (parse_special and _begins(vocabulary, text))
     return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -255,6 +251,5 @@ def check_length(vocabulary: LlamaVocabulary, text: str, n_ctx: int | None) -> N
         return
     n_least = vocabulary.fewest_tokens(text)
     if n_least > n_ctx:
-        raise PromptLengthError(
-            f"the prompt has at least {n_least} tokens, but the context has {n_ctx}"
-        )
+        what = f"the prompt has at least {n_least} tokens, but the context has {n_ctx}"
+        raise PromptLengthError(what, n_least, n_ctx)

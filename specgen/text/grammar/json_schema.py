@@ -1,8 +1,8 @@
 """JSON schemas (draft 2020-12) as grammars, which llguidance reads.
 
-JSON is written on one line, with properties in the schema's order. As in llama.cpp, an object that lists
-properties has no others, unless `additionalProperties` allows them: left open, small models invent properties.
-What no grammar can enforce is refused, or left out by name.
+JSON is written on one line, with properties in the schema's order. As in llama.cpp and vLLM, an object that lists
+properties has no others, unless `additionalProperties` allows them: left open, small models invent properties, also in
+place of those that are listed. What no grammar can enforce is refused, or left out by name.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
     root = _parse(schema)
     left_out: list[str] = []
     for part in list(_parts(root)):
+        _leave_out_unknown_type(part, root, left_out)
         _put_in_known_keywords(part, left_out)
     choices = _Choices(root, _close(root), left_out)
     for part in list(_parts(root)):
@@ -202,6 +203,17 @@ def _plain(problem: str) -> str:
 # --- keywords that llguidance does not know -------------------------------------------------------
 
 
+def _leave_out_unknown_type(part: Part, root: Part, left_out: list[str]) -> None:
+    given = part.get("type", [])
+    types = given if isinstance(given, list) else [given]
+    unknown = [json.dumps(each)[:_N_NAMED] for each in types if str(each) not in _TYPES]
+    if unknown and part is root:
+        raise UsageError(f"the JSON schema is invalid: {unknown[0]} is no type")
+    if unknown:
+        left_out.append(f"type {unknown[0]}")
+        del part["type"]
+
+
 def _put_in_known_keywords(part: Part, left_out: list[str]) -> None:
     """Write keywords that llguidance does not know by others, and leave out patterns that it cannot follow."""
     if part.get("uniqueItems") is False:
@@ -309,11 +321,11 @@ def _close(root: Part) -> set[int]:
             _join(root, [part], joined)
             joined -= set() if was_joined else {id(part)}
     for part in parts:
-        named = part.get("properties")
-        if id(part) in joined or not isinstance(named, dict) or part.keys() & _OPENING:
+        named = _properties(part)
+        if "properties" not in part or id(part) in joined or part.keys() & _OPENING:
             continue
-        if named and not any(schema is not False for schema in named.values()):
-            continue  # it lists only what it excludes
+        if (named or part is not root) and all(schema is False for schema in named.values()):
+            continue  # it lists nothing, or only what it excludes; a function without parameters takes none
         names: set[str] = set()
         for each in _together(root, [part]).values():
             names |= {*_properties(each)} | {*_required(each)}

@@ -6,6 +6,7 @@ export class Figures {
   #now;
   #nTokens = 0;
   #nAccepted = 0;
+  #progress = null; // how far the prompt is read
   #last = {}; // the chunk that has the server's own figures
 
   constructor(now) {
@@ -19,6 +20,7 @@ export class Figures {
     if (pieces.length && this.#first === null) {
       this.#first = { now, nTokens: pieces.length };
     }
+    this.#progress = chunk.prompt_progress ?? this.#progress;
     if (chunk.timings) {
       this.#last = chunk;
     }
@@ -33,7 +35,7 @@ export class Figures {
   // While the answer comes: what the page counted itself.
   running() {
     if (this.#first === null) {
-      return "reading the prompt";
+      return reading(this.#progress);
     }
     const parts = [counted(this.#nTokens, "token")];
     const seconds = (this.#now - this.#first.now) / 1000;
@@ -74,6 +76,16 @@ export class Figures {
     }
     return parts.join(" · ");
   }
+}
+
+function reading(progress) {
+  const nNew = progress ? progress.processed - progress.cache : 0;
+  if (nNew <= 0) {
+    return "reading the prompt";
+  }
+  const left = ((progress.total - progress.processed) * progress.time_ms) / nNew;
+  return `reading the prompt: ${percent(progress.processed / progress.total)} of ` +
+    `${counted(progress.total, "token")}, ${seconds(left)} left`;
 }
 
 // Between which two numbers the gain is; the server gives none if its machine was busy.

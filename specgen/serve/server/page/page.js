@@ -187,7 +187,7 @@ async function ask(text) {
   setRunning(controller);
   let pausedAt = performance.now();
   try {
-    for await (const chunk of client.answer({ messages, ...settings() }, controller.signal)) {
+    for await (const chunk of client.answer({ messages, return_progress: true, ...settings() }, controller.signal)) {
       following(() => turn.add(chunk));
       if (performance.now() - pausedAt > LONGEST_MS) {
         await pause();

@@ -1,0 +1,464 @@
+"""Prefixes of prompts on the disk, with what contexts computed of them, so that the next process need not read them.
+
+An entry is a text in one context, of the target or of a draft, at one place. Stored is what two prompts share before
+they part, such as an agent's system message and tools; what came once is not. Keyed hashes of prompts remember what
+was seen. A state is copied when exactly the place has been read, and written beside the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from specgen.drafters.interface import CacheSlot
+from specgen.errors import BackendError, RollbackError
+from specgen.llama import LlamaBackend, build
+from specgen.llama.gguf_file import parts_of
+from specgen.llama.kernels.attached import attached
+from specgen.llama.vocabulary import LlamaVocabulary
+from specgen.method.backend import Backend
+from specgen.models.files import size_of
+from specgen.options import ContextOptions, PrefixOptions
+from specgen.system.files import (
+    NEW,
+    KeptResults,
+    existing_parent,
+    make_room,
+    new_beside,
+    replace_bytes,
+)
+from specgen.system.processes import is_failing
+
+_FORMAT = "specgen text 1"
+#: How a file of texts begins.
+MAGIC = json.dumps({"format": _FORMAT}).removesuffix("}").encode()
+_LONGEST_HEADER = 4096
+_SUFFIX = ".prefix"
+#: Shorter prefixes are read again.
+LEAST_TOKENS = 512
+#: Prompts are compared at multiples of so many tokens, and where the first control tokens are.
+_BLOCK, _N_MARKS = 256, 32
+#: Prompts that are remembered, and texts that may wait to be written.
+_N_SEEN, _N_WAITING = 64, 4
+#: A text is stored if reading it takes so many times as long as loading it.
+_WORTH = 3.0
+#: How quick loading is supposed to be before any was measured.
+BYTES_PER_S = 1e9
+#: What the store may take of the free disk, and at most.
+_SHARE, _MOST_BYTES = 0.1, 20 * 10**9
+#: Bytes that are written at once.
+CHUNK = 16 << 20
+#: What a process that was killed left is deleted after so many seconds.
+_LEFT_S = 3600.0
+
+_log = logging.getLogger("specgen.session.prefix_store")
+
+
+# --- texts in files
+
+
+@dataclass(frozen=True, slots=True)
+class CachedContext:
+    """A context of the target or of a draft; `key` names all that the state of a text there depends on, but the text."""
+
+    backend: LlamaBackend
+    key: str
+
+    @classmethod
+    def of(cls, backend: LlamaBackend, options: ContextOptions, name: str) -> CachedContext:
+        """Return a context with these options, whose `name` tells it from others of its model."""
+        model, kernels = backend.model, attached()
+        about = [part.stat() for part in parts_of(model.path)]
+        parts = [model.name, *((each.st_size, each.st_mtime_ns) for each in about)]
+        types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
+        code = [model.kernels, kernels.digest if kernels is not None else "", build().llama_version]
+        data = json.dumps([name, parts, code, options.n_gpu_layers, types])
+        digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
+        return cls(backend, digest[:16])
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether it can drop any number of a text's last tokens."""
+        return self.backend.rollback == "cells" and not self.backend.model.n_window
+
+
+@dataclass(frozen=True, slots=True)
+class SavedText:
+    """A text in a file: a line of JSON, its tokens as int32, and llama.cpp's form of a sequence's state."""
+
+    path: Path
+    key: str
+    tokens: NDArray[np.int32]
+    #: The seconds that it took to read a token; 0 if that is not known.
+    token_s: float
+    #: Where the tokens begin in the file, and the bytes of tokens and state.
+    start: int
+    n_bytes: int
+    crc32: int
+
+    @classmethod
+    def read(cls, path: Path, offset: int = 0) -> SavedText | None:
+        """Return the text whose line begins at `offset`; None if there is none, or it is cut. Raise `OSError`."""
+        with (
+            path.open("rb") as file,
+            contextlib.suppress(ValueError, KeyError, TypeError, AttributeError),
+        ):
+            file.seek(offset)
+            values = json.loads(file.readline(_LONGEST_HEADER))
+            if values.pop("format") != _FORMAT:
+                return None
+            start, n_tokens = file.tell(), values.pop("n_tokens")
+            tokens = np.frombuffer(file.read(4 * n_tokens), "<i4")
+            found = cls(path, **values, tokens=tokens, start=start)
+            is_whole = len(tokens) == n_tokens and found.end <= os.fstat(file.fileno()).st_size
+            return found if is_whole else None
+        return None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n_bytes
+
+    def state(self) -> NDArray[np.uint8] | None:
+        """Return the state, mapped; None if the file is damaged. Raise `OSError`."""
+        data = np.memmap(self.path, np.uint8, "r", self.start, (self.n_bytes,))
+        return data[4 * len(self.tokens) :] if zlib.crc32(data.data) == self.crc32 else None
+
+    def restore(self, backend: LlamaBackend, sequence: int) -> bool | None:
+        """Let a sequence hold the text. Return whether llama.cpp took it, and None if the file is damaged."""
+        state = self.state()
+        if state is None:
+            return None
+        return backend.restore_text(sequence, self.tokens.tolist(), state)
+
+
+def write_text(
+    path: Path,
+    key: str,
+    text: Sequence[int] | NDArray[np.int32],
+    state: NDArray[np.uint8],
+    token_s: float = 0.0,
+    stopped: Callable[[], bool] = bool,
+) -> bool:
+    """Append a text to a file, and return whether all of it was written before `stopped`. Raise `OSError`."""
+    tokens = np.array(text, "<i4").view(np.uint8)
+    crc32, n_bytes = zlib.crc32(state.data, zlib.crc32(tokens.data)), len(tokens) + len(state)
+    header = {"format": _FORMAT, "key": key, "n_tokens": len(text), "token_s": token_s}
+    line = json.dumps({**header, "n_bytes": n_bytes, "crc32": crc32}).encode()
+    with path.open("ab") as file:
+        file.write(line + b"\n" + tokens.tobytes())
+        for start in range(0, len(state), CHUNK):
+            if stopped():
+                return False
+            file.write(state[start : start + CHUNK].data)
+    return True
+
+
+def marks_in(vocabulary: LlamaVocabulary, tokens: Sequence[int] | NDArray[np.int32]) -> list[int]:
+    """Return where control tokens are in a text: at the ends of messages, among others."""
+    found = [token for token in np.unique(tokens).tolist() if vocabulary.is_control(token)]
+    places: list[int] = np.flatnonzero(np.isin(tokens, found)).tolist()
+    return places
+
+
+# --- the store
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A prompt that was seen in a context with this `key`: its length, and keyed hashes of its prefixes by their
+    lengths. `run` is the process, and `subject` the hash of the user's first message; empty without a conversation."""
+
+    key: str
+    run: str
+    subject: str
+    n: int
+    hashes: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A text that is to be stored when a sequence holds it, and what the context had decoded before."""
+
+    tokens: NDArray[np.int32]
+    n_rows: int
+    decode_s: float
+
+
+_SEEN = TypeAdapter(_Seen)
+
+
+class PrefixStore:
+    """The prefixes in a folder, for the contexts of one engine. What cannot be read or written changes no answer."""
+
+    def __init__(self, folder: Path, options: PrefixOptions, clock: Callable[[], float]) -> None:
+        self._folder = folder
+        self._options = options
+        self._clock = clock
+        self._contexts: dict[Backend, CachedContext] = {}
+        self._due: dict[tuple[Backend, int], _Due] = {}
+        #: Entries that are being written, or that there was no room for.
+        self._tried: set[str] = set()
+        self._seen = KeptResults(folder / "seen.json", _N_SEEN)
+        self._run = secrets.token_hex(4)
+        self._bytes_per_s = BYTES_PER_S
+        self._writer = ThreadPoolExecutor(1, "prefix store")
+        self._waiting: list[Future[None]] = []
+        self._is_stopped = False
+
+    def serve(self, contexts: Sequence[CachedContext]) -> None:
+        """Store texts of these contexts from now on, and of no others."""
+        self._contexts = {context.backend: context for context in contexts}
+        self._due.clear()
+
+    def close(self) -> None:
+        """Write what waits, but nothing while an exception, such as Ctrl-C, ends the process."""
+        self._is_stopped = is_failing()
+        self._writer.shutdown(cancel_futures=self._is_stopped)
+
+    def extend(
+        self, backend: Backend, slot: CacheSlot, prompt: Sequence[int], n_held: int, n_again: int
+    ) -> int:
+        """Load the longest stored prefix of a prompt, if the slot's `n_held` tokens are fewer. Return how many it then
+        holds, at most all but the last and the `n_again` before it. Decide what is stored when it is read."""
+        context, sequence = self._contexts.get(backend), slot.branches(backend).first
+        self._due.pop((backend, sequence), None)
+        if context is None or len(prompt) < LEAST_TOKENS:
+            return n_held
+        backend, tokens = context.backend, np.array(prompt, "<i4")
+        try:
+            n, saved = self._longest(context, tokens[:-1], slot.n_ctx(backend))
+            place = self._place(context, tokens, slot.subject)
+            n_held = self._load(context, sequence, saved, n - n_again * context.goes_back, n_held)
+        except OSError as error:
+            _log.info("the prefix store cannot be used: %s: %s", self._folder, error.strerror)
+            return n_held
+        if place > n and _name(context, tokens[:place]) not in self._tried:
+            if n_held > place:
+                try:
+                    backend.remove(sequence, place)
+                    n_held = place
+                except RollbackError:
+                    backend.remove(sequence)
+                    n_held = 0
+            due = _Due(tokens[:place], backend.n_decoded_rows, backend.decode_s)
+            self._due[backend, sequence] = due
+        return n_held
+
+    def due(self, backend: Backend, sequence: int) -> int:
+        """Return where reading has to stop, so that the text is stored; 0 for nowhere."""
+        due = self._due.get((backend, sequence))
+        return len(due.tokens) if due is not None else 0
+
+    def take(self, backend: LlamaBackend, sequence: int, *, cuts: bool = False) -> None:
+        """Copy the state of a text that is due, if the sequence holds it, for another thread to write. If `cuts`, a
+        longer text is cut first."""
+        due, context = self._due.get((backend, sequence)), self._contexts.get(backend)
+        if due is None or context is None or backend.length(sequence) < len(due.tokens):
+            return
+        del self._due[backend, sequence]
+        self._tried.add(_name(context, due.tokens))
+        if not np.array_equal(backend.text(sequence)[: len(due.tokens)], due.tokens):
+            return
+        n_rows, decode_s = backend.n_decoded_rows - due.n_rows, backend.decode_s - due.decode_s
+        token_s = decode_s / n_rows if n_rows > 0 else 0.0
+        self._waiting = [each for each in self._waiting if not each.done()]
+        if len(self._waiting) >= _N_WAITING:
+            return
+        try:
+            if backend.length(sequence) > len(due.tokens):
+                if not cuts:
+                    return
+                backend.remove(sequence, len(due.tokens))
+            n_bytes = backend.saved_bytes(sequence)
+            if token_s and token_s * len(due.tokens) < _WORTH * n_bytes / self._bytes_per_s:
+                return
+            if n_bytes > min(self._most_bytes(), psutil.virtual_memory().available // 2):
+                _log.info("a prefix of %d tokens is not stored: too little room", len(due.tokens))
+                return
+            state = backend.saved_text(sequence)
+        except RollbackError:  # the cells that a sliding window needs are gone
+            backend.remove(sequence)
+            return
+        except (BackendError, OSError) as error:
+            _log.info("a prefix is not stored: %s", error)
+            return
+        write = self._writer.submit(self._write, context, due.tokens, state, token_s)
+        self._waiting.append(write)
+
+    # --- reading
+
+    def _longest(
+        self, context: CachedContext, tokens: NDArray[np.int32], n_ctx: int
+    ) -> tuple[int, SavedText | None]:
+        """Return the longest prefix of a text that an entry has, and this entry."""
+        best: tuple[int, SavedText | None] = (0, None)
+        for path in self._folder.glob(f"{context.key}-*{_SUFFIX}"):
+            try:
+                saved = SavedText.read(path)
+            except OSError:  # another process deleted it
+                continue
+            if saved is None or saved.key != context.key:
+                self._drop(path)
+                continue
+            n_most = min(len(saved.tokens), len(tokens))
+            differ = np.flatnonzero(saved.tokens[:n_most] != tokens[:n_most])
+            n = int(differ[0]) if len(differ) else n_most
+            is_usable = context.goes_back or n == len(saved.tokens)
+            if n > best[0] and is_usable and len(saved.tokens) < n_ctx:
+                best = n, saved
+        return best
+
+    def _load(
+        self, context: CachedContext, sequence: int, saved: SavedText | None, n: int, n_held: int
+    ) -> int:
+        """Let a sequence hold the first `n` tokens of an entry, if that is quicker than to read what it lacks."""
+        if saved is None or n <= n_held:
+            return n_held
+        if saved.token_s and (n - n_held) * saved.token_s < saved.n_bytes / self._bytes_per_s:
+            return n_held
+        started, backend = self._clock(), context.backend
+        is_taken = saved.restore(backend, sequence)
+        if not is_taken:
+            self._drop(saved.path)
+            return n_held if is_taken is None else 0
+        if n < len(saved.tokens):
+            backend.remove(sequence, n)
+        seconds = self._clock() - started
+        if saved.n_bytes > CHUNK:  # little says nothing of the disk
+            self._bytes_per_s = saved.n_bytes / seconds
+        with contextlib.suppress(OSError):
+            os.utime(saved.path)  # the least recently used goes first
+        _log.info("%s: %d tokens were loaded in %.2f s", context.backend.model.name, n, seconds)
+        return n
+
+    def _drop(self, path: Path) -> None:
+        _log.info("a prefix is damaged, or of another version, and deleted: %s", path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    # --- what is stored
+
+    def _place(self, context: CachedContext, tokens: NDArray[np.int32], subject: str) -> int:
+        """Return the length of the prefix that is worth storing, 0 for none, and remember the prompt."""
+        n, marks = len(tokens), marks_in(context.backend.vocabulary, tokens)
+        shared, blocks = n - 1, range(_BLOCK, n, _BLOCK)
+        if self._options.kept == "shared":
+            shared = self._shared(context.key, tokens, {n, *marks[:_N_MARKS], *blocks}, subject)
+        if context.goes_back:
+            return shared if shared >= LEAST_TOKENS else 0
+        # Only a whole entry can be used, so it ends where a message does, which the next prompt may share too.
+        for places in (marks, blocks):
+            place = max((each for each in places if each <= shared), default=0)
+            if place >= LEAST_TOKENS:
+                return place
+        return 0
+
+    def _shared(self, key: str, tokens: NDArray[np.int32], points: set[int], subject: str) -> int:
+        """Return how many tokens a prompt shares with an earlier one before they part; 0 if it goes on behind one that is
+        as long. The same prompt counts if another process read it."""
+        n, known = len(tokens), dict[str, _Seen]()
+        for name, values in self._seen.read().items():
+            with contextlib.suppress(ValidationError):
+                if (seen := _SEEN.validate_python(values)).key == key:
+                    known[name] = seen
+        secret = self._secret()
+        lengths = {seen.n for seen in known.values() if seen.n <= n}
+        hashes, state, start = dict[int, str](), hashlib.blake2b(key=secret, digest_size=8), 0
+        for end in sorted(points | lengths):
+            state.update(tokens[start:end].tobytes())
+            hashes[end], start = state.copy().hexdigest(), end
+        about = (
+            subject
+            and hashlib.blake2b(
+                subject.encode(errors="replace"), key=secret, digest_size=8
+            ).hexdigest()
+        )
+        new = _Seen(key, self._run, about, n, {each: hashes[each] for each in points})
+        name, parted, continued = secrets.token_hex(8), 0, 0
+        for other, seen in known.items():
+            same = (length for length, value in seen.hashes.items() if hashes.get(length) == value)
+            shared, is_own = max(same, default=0), seen.run == self._run
+            if shared == seen.n and (is_own or shared < n):
+                continued = max(continued, shared)
+                name = other if is_own else name
+            elif not (is_own and about and about == seen.subject):  # not the same conversation
+                parted = max(parted, min(shared, n - 1))
+        self._seen.add({name: asdict(new)})
+        return parted if parted > continued else 0
+
+    def _secret(self) -> bytes:
+        """Return the key of the hashes. Raise `OSError`."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = self._folder / "secret"
+        if not file.exists():
+            replace_bytes(file, secrets.token_bytes(32))
+        return file.read_bytes()[:64]
+
+    # --- writing, in a thread of its own
+
+    def _write(
+        self,
+        context: CachedContext,
+        tokens: NDArray[np.int32],
+        state: NDArray[np.uint8],
+        token_s: float,
+    ) -> None:
+        key, path = context.key, self._folder / _name(context, tokens)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with new_beside(path) as new:
+                self._clean(new)
+                if not make_room(stored(self._folder), len(state), self._most_bytes()):
+                    _log.info("a prefix of %d tokens is not stored: too little room", len(tokens))
+                    return
+                if not write_text(new, key, tokens, state, token_s, lambda: self._is_stopped):
+                    return
+                new.replace(path)
+            for other in self._folder.glob(f"{key}-*{_SUFFIX}") if context.goes_back else ():
+                saved = SavedText.read(other)
+                n = len(saved.tokens) if saved is not None else 0
+                if n < len(tokens) and np.array_equal(tokens[:n], saved.tokens if saved else ()):
+                    other.unlink()  # the new one has all of it
+            _log.info("%s: stored a prefix of %d tokens", context.backend.model.name, len(tokens))
+        except OSError as error:
+            _log.info("a prefix is not stored: %s: %s", self._folder, error.strerror)
+
+    def _clean(self, new: Path) -> None:
+        """Delete what killed processes left. Raise `OSError`."""
+        now = new.stat().st_mtime
+        for left in self._folder.glob(f"*{NEW}"):
+            if now - left.stat().st_mtime > _LEFT_S:
+                left.unlink()
+
+    def _most_bytes(self) -> int:
+        if self._options.max_bytes is not None:
+            return self._options.max_bytes
+        free = shutil.disk_usage(existing_parent(self._folder)).free
+        free += sum(map(size_of, stored(self._folder)))
+        return min(_MOST_BYTES, int(_SHARE * free))
+
+
+def _name(context: CachedContext, tokens: NDArray[np.int32]) -> str:
+    """Return the name of an entry's file."""
+    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+    return f"{context.key}-{digest[:16]}{_SUFFIX}"
+
+
+def stored(folder: Path) -> list[Path]:
+    """Return the entries of a store."""
+    return sorted(folder.glob(f"*{_SUFFIX}"))
