@@ -122,21 +122,16 @@ def propose_together(
 def _decode_next(waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Clock) -> None:
     """Decode the rows that the first draft waits for, and those of others in the same cache, as many as fit; resume
     each with its logits."""
-    backend, costs = waiting[0][1].backend, waiting[0][1].costs
-    most, end, together = (
-        max(backend.n_batch, backend.n_outputs),
-        0,
-        list[tuple[Proposal, Ask, int]](),
-    )
-    batch = waiting[0][1].batch if len(waiting) == 1 else Batch()
+    backend, costs, batch = waiting[0][1].backend, waiting[0][1].costs, Batch()
+    most, first = max(backend.n_batch, backend.n_outputs), 0
+    together: list[tuple[Proposal, Ask, int]] = []
     for proposal, ask in waiting:
-        n_rows, after = len(batch) + len(ask.batch), end + sum(ask.batch.wants_logits)
-        fits = n_rows <= most and after <= backend.n_outputs
+        end = first + sum(ask.batch.wants_logits)
+        fits = len(batch) + len(ask.batch) <= most and end <= backend.n_outputs
         if ask.backend is backend and (fits or not together):  # the first one always gets its turn
-            end = after
             together.append((proposal, ask, end))
-            if batch is not ask.batch:
-                batch.extend(ask.batch)
+            batch.extend(ask.batch)
+            first = end
     started, before_s, first = clock(), backend.decode_s, 0
     try:
         logits = backend.decode(batch)

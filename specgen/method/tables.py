@@ -98,9 +98,8 @@ class CostTable:
 
     def seconds_to(self, n_rows: int) -> list[float]:
         """Return `seconds_each` of one, two, ... `n_rows` rows."""
-        n, known, slowness = self.n_sharing, self._seconds, self._slowness
-        sizes = range(n, n_rows * n + 1, n)
-        return [(slowness * known[m] if m in known else self.seconds(m)) / n for m in sizes]
+        sizes = range(self.n_sharing, n_rows * self.n_sharing + 1, self.n_sharing)
+        return [self.seconds(size) / self.n_sharing for size in sizes]
 
     def share_of_batch(self, n_drafted: int, n_rows: int) -> float:
         """Return one sequence's share of a batch: an equal part of plain rows, and the rest by its drafted rows."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,11 +25,6 @@ Scores: TypeAlias = npt.NDArray[np.floating[Any]]
 _GROUP = 64
 #: A smaller array is partitioned at once, without groups.
 _SMALL = 2048
-#: The most blocks that `likeliest` divides a row into, and how far below the largest logit that of a block has to be so
-#: that its tokens do not change the sum of the row's e^logit, in float32.
-_N_BLOCKS, _FAR = 64, 40.0
-#: The function of the kernels' library that `likeliest` calls, once it is attached; their source says what it does.
-native_likeliest: Callable[..., float] | None = None
 
 
 def best(scores: Scores, n: int) -> TokenArray:
@@ -46,47 +37,6 @@ def best(scores: Scores, n: int) -> TokenArray:
     if values[order[-1]] == -np.inf:
         order = order[: np.count_nonzero(values[order] > -np.inf)]
     return order if positions is None else positions[order]
-
-
-def likeliest(row: Logits, n: int) -> tuple[list[int], list[float], float]:
-    """Return the n likeliest tokens of a row, float32[n_vocab], the lowest first among equals; their logits; and the sum
-    of e^(logit - largest), within 1e-5 of it. The row is written to and restored. The sum is NaN unless the largest
-    logit is finite."""
-    if native_likeliest is not None and row.dtype == np.float32 and row.flags.c_contiguous:
-        of_tokens, of_scores = _array_types(n)
-        tokens, scores = of_tokens(), of_scores()
-        address = row.__array_interface__["data"][0]
-        total = native_likeliest(address, len(row), n, tokens, scores)
-        found = [token for token in tokens if token >= 0]
-        return found, scores[: len(found)], total
-    blocks = row.reshape(math.gcd(len(row), _N_BLOCKS), -1)
-    maxima, found, logits = blocks.max(axis=1), list[int](), list[float]()
-    top = float(maxima.max())
-    if not math.isfinite(top):
-        return found, logits, math.nan
-    # Blocks that would not change the sum are left out: a draft computes no logits for rare tokens.
-    masses = blocks[maxima > top - _FAR]
-    masses -= np.float32(top)
-    np.exp(masses, out=masses)
-    while len(found) < n:
-        block = int(maxima.argmax())
-        place = int(blocks[block].argmax())
-        logit = float(blocks[block, place])
-        if logit == -np.inf:
-            break
-        found.append(block * blocks.shape[1] + place)
-        logits.append(logit)
-        blocks[block, place] = -np.inf
-        maxima[block] = blocks[block].max()
-    row[found] = logits
-    return found, logits, float(masses.sum())
-
-
-@lru_cache  # to make the types takes longer than to find the tokens
-def _array_types(
-    n: int,
-) -> tuple[type[ctypes.Array[ctypes.c_int32]], type[ctypes.Array[ctypes.c_float]]]:
-    return ctypes.c_int32 * n, ctypes.c_float * n
 
 
 def _likely(scores: Scores, n: int) -> TokenArray:

@@ -11,9 +11,8 @@ from hypothesis.extra import numpy as hnp
 from specgen.errors import BackendError, NoTokenAllowedError
 from specgen.method.draft import Distribution
 from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
-from specgen.system import arrays
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
-from specgen.text.sampling import Sampler, likeliest
+from specgen.text.sampling import Sampler, chain, likeliest
 from specgen.text.sampling.chain import mixture, most_likely
 from tests.helpers.exact_distributions import distribution
 
@@ -74,7 +73,7 @@ def test_the_best_are_the_largest_and_the_lowest_ids_among_equals(row: Logits, k
 def _looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two that find the likeliest tokens of a row."""
     if request.param == "numpy":
-        monkeypatch.setattr(arrays, "native_likeliest", None)
+        monkeypatch.setattr(chain, "native_likeliest", None)
     else:
         request.getfixturevalue("kernels")
 

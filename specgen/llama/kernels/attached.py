@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from specgen.errors import BackendError
 from specgen.llama.library import forget_log, ggml, last_error
-from specgen.system import arrays
 from specgen.system.machine import REBUILD
+from specgen.text.sampling import chain
 
 #: The result of `computing` if specgen's kernels do not compute.
 LLAMA_CPP = "llama.cpp"
@@ -28,11 +28,6 @@ LLAMA_CPP = "llama.cpp"
 WORKERS = "workers"
 
 _TEXT, _POINTER, _INT, _UINT64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
-#: Those of `likeliest`, which libraries of earlier builds lack.
-_LIKELIEST: tuple[Any, ...] = (
-    *(_POINTER, ctypes.c_int64, _INT),
-    *(ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_float)),
-)
 #: The library's functions, whose names begin with `specgen_kernels_`: results and arguments.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "problem": (_TEXT,),
@@ -133,10 +128,11 @@ def attach(path: Path) -> Kernels:
             hint=None if fits else f"install the llama.cpp that they are for: {REBUILD}",
         )
     _attached = Kernels(path, native)
-    with contextlib.suppress(AttributeError):
-        likeliest = library.specgen_kernels_likeliest
-        likeliest.restype, likeliest.argtypes = ctypes.c_double, _LIKELIEST
-        arrays.native_likeliest = likeliest
+    with contextlib.suppress(AttributeError):  # libraries of earlier builds lack it
+        native.likeliest = library.specgen_kernels_likeliest
+        native.likeliest.restype = ctypes.c_double
+        native.likeliest.argtypes = _POINTER, ctypes.c_int64, _INT, _POINTER, _POINTER
+        chain.native_likeliest = native.likeliest
     return _attached
 
 

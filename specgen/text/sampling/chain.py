@@ -7,6 +7,7 @@ result of the one before; those that are switched off cost nothing.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ import numpy as np
 from specgen.errors import BackendError
 from specgen.method.draft import Distribution
 from specgen.options import SamplerName, SamplerOptions
-from specgen.system import arrays
 from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray, best
 from specgen.text.sampling import samplers
 from specgen.text.sampling.dry import DryBreakers, dry_penalties
@@ -315,16 +315,12 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
 
 # --- what a row of logits says by itself, before samplers and grammar -------------------------------
 
-
-def argmax(logits: Logits) -> int:
-    """Return the most likely token of a row, float32[n_vocab]; the lowest id among equals.
-
-    Raise `BackendError` if the largest logit is not finite: NaN would win every comparison.
-    """
-    token_id = int(logits.argmax())
-    if not math.isfinite(logits[token_id]):
-        raise _not_finite(float(logits[token_id]))
-    return token_id
+#: The function of the kernels' library for this, once it is attached: its source says what it does, and how exactly.
+native_likeliest: Callable[..., float] | None = None
+_MOST = (
+    64  # tokens that it is asked for; to make the types of its results takes longer than to call it
+)
+_Tokens, _Scores = ctypes.c_int32 * _MOST, ctypes.c_float * _MOST
 
 
 def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
@@ -332,10 +328,17 @@ def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     probabilities at temperature 1. The row is written to and restored.
 
     Raise `BackendError` if the largest logit is not finite."""
-    tokens, scores, total = arrays.likeliest(logits, n)
+    found, values, total = list[int](), list[float](), 0.0
+    if native_likeliest is not None and n <= _MOST and logits.flags.c_contiguous:
+        address, tokens, scores = logits.__array_interface__["data"][0], _Tokens(), _Scores()
+        total = native_likeliest(address, len(logits), n, tokens, scores)
+        found, values = [token for token in tokens[:n] if token >= 0], scores[:n]
     if not 0.0 < total < math.inf:
-        raise _not_finite(float(logits.max()))
-    return tokens, [math.exp(score - scores[0]) / total for score in scores]
+        if not math.isfinite(top := float(logits.max())):
+            raise _not_finite(top)
+        found = best(logits, n).tolist()
+        values, total = logits[found].tolist(), float(np.exp(logits - np.float32(top)).sum())
+    return found, [math.exp(value - values[0]) / total for value in values[: len(found)]]
 
 
 def _not_finite(logit: float) -> BackendError:
