@@ -78,7 +78,7 @@ class CallForm:
         between, closing = self.between or "", self.closing.rstrip()
         if self.keys is not None:
             between, closing = between.partition("}")[2], closing.partition("}")[2]
-            between = between[: between.rfind("{")] if "{" in between else ""
+            between = (between[: between.rfind("{")] or " ") if "{" in between else ""
         return between, closing
 
     @property
