@@ -312,11 +312,7 @@ def test_the_tools_that_may_be_called() -> None:
     assert request.tools.functions[0].definition["function"] == {
         "name": "a",
         "description": "A.",
-        "parameters": {
-            "type": "object",
-            "properties": {},
-            "required": ["x"],
-        },
+        "parameters": {"type": "object", "properties": {}, "required": ["x"]},
     }
     assert not request.tools.must_call
     assert chat(tools=tools, tool_choice="none").tools is None

@@ -390,7 +390,7 @@ class Server:
         return JSONResponse(
             {
                 **about,
-                "model_path": str(session.target.path),
+                "model_path": session.target.name,
                 "total_slots": engine.n_parallel,
                 "default_generation_settings": {
                     "n_ctx": engine.n_ctx,
