@@ -141,7 +141,7 @@ class _Rules:
     def _arguments(self, function: Function) -> str:
         """Return arguments one by one: all that are required, with others before, between and behind them."""
         properties = function.parameters.get("properties", {})
-        required = function.parameters.get("required", ())
+        required = function.parameters.get("required") or ()
         pairs = {key: self._pair(key, schema, function) for key, schema in properties.items()}
         keys = [key for key in properties if key in required]
         others = [pairs[key] for key in properties if key not in required]
@@ -167,7 +167,8 @@ class _Rules:
 
     def _pair(self, key: str, schema: Any, function: Function) -> str:
         schema = schema if isinstance(schema, Mapping) else {}
-        choices, kind = schema.get("enum", ()), schema.get("type")
+        choices, kind = schema.get("enum"), schema.get("type")
+        choices = choices if isinstance(choices, list) else []
         kind = kind if isinstance(kind, str) else ""
         if self.form.style == "gemma":
             value = "gemma_text" if kind == "string" else "gemma"
@@ -221,7 +222,7 @@ def _may_be_text(schema: Any) -> bool:
     options = schema.get("anyOf", schema.get("oneOf"))
     if isinstance(options, list):
         return any(map(_may_be_text, options))
-    return "string" in schema.get("type", "" if "$ref" in schema else "string")
+    return "string" in str(schema.get("type", "" if "$ref" in schema else "string"))
 
 
 def calls_grammar(
