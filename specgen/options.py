@@ -379,6 +379,8 @@ class Grammar:
     #: is free; behind a call that has to be, only another one may follow.
     mark: str = ""
     is_first: bool = False
+    #: A pattern for the beginning of a text that is a call without a mark, which follows the rule `bare`.
+    head: str = ""
 
 
 _answer = partial(option, panel="Answer")

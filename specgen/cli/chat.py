@@ -87,7 +87,7 @@ def chat(
         session = stack.enter_context(
             opened(options, kernels, output, sources.drafts, check_template)
         )
-        news = calibrate(session)
+        news = calibrate(session, status=output.status)
         engine = stack.enter_context(Engine(session, interrupted=stop))
         engine.notify(news)
         stack.callback(session.memory.save)

@@ -85,6 +85,14 @@ class Output:
             line = textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
         print(line, file=sys.stderr)
 
+    def status(self, text: str) -> contextlib.AbstractContextManager[object]:
+        """Show on a terminal what is being done, until it is."""
+        if self.quiet or self.verbose or not sys.stderr.isatty():
+            return contextlib.nullcontext()
+        from specgen.render.streams import make_console
+
+        return make_console(sys.stderr, os.environ).status(text)
+
     def needs(self, answer: GenerationOptions) -> GenerationOptions:
         """Return the options of an answer, with the probabilities that are shown. Raise `UsageError` if this output
         cannot show what is asked for."""
@@ -149,7 +157,7 @@ def show_answer(
     from specgen.session.engine import generate
 
     with Interrupt() as interrupt:
-        events = generate(session, prompt, interrupted=interrupt)
+        events = generate(session, prompt, interrupted=interrupt, status=output.status)
         finished = output.show_answer(events)
     session.memory.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"

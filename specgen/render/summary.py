@@ -120,7 +120,13 @@ def summary_items(
         parts |= {"target": of.target_s - of.prompt_s, "specgen": of.loop_s}
         shares = {name: part_s / of.wall_s for name, part_s in parts.items() if part_s > 0}
         texts = (f"{n} {s:.0%}" if s >= 0.01 else f"{n} under 1%" for n, s in shares.items())
-        yield "time", _listed(seconds_text(of.wall_s), *texts)
+        before = {"loading": of.loading_s, "loading and packing": of.packing_s}
+        before |= {"measuring what drafting costs": of.measuring_s}
+        setup = _listed(*(f"{n} {seconds_text(s)}" for n, s in before.items() if s > 0))
+        yield (
+            "time",
+            _listed(seconds_text(of.wall_s), *texts, f"before it {setup}" if setup else ""),
+        )
     if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
         yield "kernels", str(kernels)
     if gain := _gain(of, draft):

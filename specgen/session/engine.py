@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from specgen.errors import (
     BackendError,
@@ -26,7 +27,7 @@ from specgen.method.tables import CostTable
 from specgen.models.files import prefixes_folder
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration import calibrate
+from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
 from specgen.session.prefix_store import CachedContext, PrefixStore, marks_in
@@ -477,7 +478,9 @@ class Engine:
         table = CostTable() if costs.was_busy else costs.table(n_past=sequence.n_prompt)
         finished = self._loop.finish(sequence, table)
         if request.load is not None:
-            finished = replace(finished, others_share=request.load.share)
+            setup: dict[str, Any] = dict(self._session.setup_s)
+            self._session.setup_s.clear()
+            finished = replace(finished, others_share=request.load.share, **setup)
             if is_busy(finished.others_share):  # its decodes say nothing of what they cost
                 draft = self._session.draft
                 costs.do_not_keep(None, None if draft is None else draft.timed)
@@ -522,12 +525,16 @@ class Engine:
 
 
 def generate(
-    session: Session, prompt: Prompt, *, interrupted: Callable[[], bool] = bool
+    session: Session,
+    prompt: Prompt,
+    *,
+    interrupted: Callable[[], bool] = bool,
+    status: Status = no_status,
 ) -> Generator[Event, None, None]:
     """Generate an answer in contexts of its own, and yield its events; the last one is a `FinishedEvent`. Raise
     `PromptError` if the prompt does not fit into the context, `MemoryLimitError` if the context does not fit into
     memory, and `BackendError` if the models are closed."""
-    n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted)
+    n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted, status)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         engine.notify(news)
         yield from engine.stream(engine.insert(prompt))

@@ -41,6 +41,13 @@ def test_what_it_says() -> None:
     }
 
 
+def test_what_came_before_the_answer_is_no_part_of_its_time() -> None:
+    event = finished(wall_s=8.0, draft_s=2.0, target_s=6.0, loop_s=0.0, packing_s=21.72)
+    event = dataclasses.replace(event, loading_s=0.5, measuring_s=2.0)
+    before = "loading 500 ms, loading and packing 21.7 s, measuring what drafting costs 2.00 s"
+    assert items(event)["time"].endswith(f"target 70%, before it {before}")
+
+
 def test_what_was_not_read_again_and_why_little_was_drafted() -> None:
     event = finished(n_prompt_tokens=4056, n_cached_tokens=4000)
     assert items(event)["prompt"] == "4056 tokens, 4000 of them not read again"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     AliasPath,
     BaseModel,
@@ -51,7 +52,6 @@ _SILENT = frozenset(
 )
 #: Variables of chat templates that say how much is thought; few templates read both.
 _THINKING = frozenset(["enable_thinking", "reasoning_effort"])
-
 #: The parameters of a custom tool: a free text.
 _FREE_TEXT: Mapping[str, Any] = {
     "type": "object",
@@ -268,8 +268,9 @@ class AnswerBody(_Samplers):
         ),
     )
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
+        tuple[str, ...],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        AfterValidator(lambda texts: tuple(filter(None, texts))),
     ] = Field((), validation_alias=AliasChoices("stop", "stop_sequences"))
     ignore_eos: bool = False
     grammar: str | None = None
@@ -313,17 +314,14 @@ class AnswerBody(_Samplers):
         """Return what the answer has to follow. Of the schema in a format that is not strict, what no grammar can
         enforce is left out, with a warning, as at OpenAI. Raise `BodyError`."""
         schema = None if form is None else form.schema_of(self.format_field)
-        asked = {
-            "grammar": self.grammar,
-            "json_schema": self.json_schema,
-            self.format_field: schema,
-        }
+        asked = {"grammar": self.grammar or None, "json_schema": self.json_schema}
+        asked[self.format_field] = schema
         names = [name for name, value in asked.items() if value is not None]
         if not names:
             return None
         if len(names) > 1:
             raise BodyError(names[1], f"{names[0]} is given as well")
-        if self.grammar is not None:
+        if self.grammar:
             return Grammar("gbnf", self.grammar)
         text = json.dumps(asked[names[0]])
         try:
@@ -391,8 +389,10 @@ class ChatBody(AnswerBody):
             is_text = tool.type == "custom" and not tool.parameters
             # Templates read the properties even of functions without parameters.
             schema = {"type": "object", "properties": {}, **tool.parameters}
-            if not schema["properties"]:  # it takes no arguments: a grammar would take any
-                schema = {"additionalProperties": False, **schema}
+            schema["properties"] = schema["properties"] or {}
+            for part, kind in (("properties", dict), ("required", list)):
+                if not isinstance(schema.get(part) or kind(), kind):
+                    raise BodyError(f"{where}.parameters.{part}", f"it is {shown(schema[part])}")
             found[name] = Function(name, tool.description, _FREE_TEXT if is_text else schema)
         return self._allowed(found)
 
