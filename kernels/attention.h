@@ -28,7 +28,7 @@ namespace {
 template <class V>
 struct Attention {
     static constexpr int64_t alignment = 64;
-    // Rows of a task: enough to hide the conversion of keys and values (a tenth of the time),
+    // Rows of a task: enough to hide the conversion of keys and values,
     // few enough that scores of a long cache fit into the processor's cache.
     static constexpr int64_t most_rows = 96;
     static constexpr int64_t most_scores = 1 << 20;
