@@ -265,8 +265,33 @@ EDITS = {
     "LFM": "<|tool_call_start|>[edit(all=True, old='it\\'s', lines=[1, 2], path='a.py')]<|tool_call_end|>",
     "Qwen-Coder": "<tool_call>\n<function=edit>\n<parameter=old>\nit's\n</parameter>\n<parameter=all>\ntrue\n"
     "</parameter>\n<parameter=path>a.py</parameter><parameter=lines>\n[1, 2]</parameter>\n</function>\n</tool_call>",
-    "Gemma": '<|call>call:edit{all:true,lines:[1,2],old:<|"|>it\'s<|"|>,path:<|"|>a.py<|"|>}<call|>',
+    "Gemma": '<|call>call:edit{all:true,lines:[1,2],old:<|"|>a < b><|"|>,path:<|"|>a.py<|"|>}<call|>',
 }
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "controls"),
+    [
+        # The marks behind a call begin alike, and more than four tokens of text spell that beginning.
+        (
+            FAMILIES["Kimi"].replace("<|/one|>", "<|tool_call_end|>").replace("<|one|>", "<|tool_call_begin|>"),
+            '<|section|><|tool_call_begin|>functions.read:0<|args|>{"path": "a.py"}<|tool_call_end|><|tool_calls|>',
+            ("<|section|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|args|>", "<|tool_calls|>"),
+        ),
+        (
+            FAMILIES["Devstral"].replace("[ARGS]", "[CALL_ID]{{ c.id }}[ARGS]"),
+            '[TOOL_CALLS]read[ARGS]{"path": "a.py"}',
+            ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_may_choose_among_marks(
+    tmp_path: Path, template: str, text: str, controls: tuple[str, ...]
+) -> None:
+    template = template.replace("<|/section|>", "<|tool_calls|>")
+    answer = asked_of(tmp_path, template, text, ASKED, controls=controls)
+    assert message_of(answer) == ("", "", [("read", {"path": "a.py"})])
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -274,7 +299,8 @@ def test_arguments_are_written_as_the_family_does(tmp_path: Path, name: str) -> 
     """In any order, with its quotes, and also without the line breaks of its template."""
     body = {**ASKED, "tools": [tool("edit", EDIT)]}
     answer = asked_of(tmp_path, FAMILIES[name], EDITS[name], body)
-    expected = {"path": "a.py", "all": True, "old": "it's", "lines": [1, 2]}
+    old = "a < b>" if name == "Gemma" else "it's"
+    expected = {"path": "a.py", "all": True, "old": old, "lines": [1, 2]}
     assert message_of(answer) == ("", "", [("edit", expected)])
 
 

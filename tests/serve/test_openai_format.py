@@ -151,6 +151,8 @@ def test_prompts() -> None:
         ({"n": 2}, "n"),
         ({"tools": [tool("a b")]}, "tools[0].name"),
         ({"tools": [tool("a"), tool("a")]}, "tools[1].name"),
+        ({"tools": [tool("a", parameters={"properties": [1]})]}, "tools[0].parameters.properties"),
+        ({"tools": [tool("a", parameters={"required": True})]}, "tools[0].parameters.required"),
         ({"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
         ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -310,12 +312,7 @@ def test_the_tools_that_may_be_called() -> None:
     assert request.tools.functions[0].definition["function"] == {
         "name": "a",
         "description": "A.",
-        "parameters": {
-            "additionalProperties": False,
-            "type": "object",
-            "properties": {},
-            "required": ["x"],
-        },
+        "parameters": {"type": "object", "properties": {}, "required": ["x"]},
     }
     assert not request.tools.must_call
     assert chat(tools=tools, tool_choice="none").tools is None

@@ -389,6 +389,10 @@ class ChatBody(AnswerBody):
             is_text = tool.type == "custom" and not tool.parameters
             # Templates read the properties even of functions without parameters.
             schema = {"type": "object", "properties": {}, **tool.parameters}
+            schema["properties"] = schema["properties"] or {}
+            for part, kind in (("properties", dict), ("required", list)):
+                if not isinstance(schema.get(part) or kind(), kind):
+                    raise BodyError(f"{where}.parameters.{part}", f"it is {shown(schema[part])}")
             found[name] = Function(name, tool.description, _FREE_TEXT if is_text else schema)
         return self._allowed(found)
 

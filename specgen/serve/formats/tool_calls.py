@@ -26,7 +26,7 @@ from specgen.serve.formats.call_forms import (
 from specgen.serve.formats.call_values import ArgumentsReader
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
-from specgen.text.prefix import n_begun
+from specgen.text.prefix import n_begun, n_common
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
     "gemma": (
         'gemma: gemma_text | GEMMA_PLAIN | "[" (gemma ("," gemma)*)? "]" | "{" (gemma_pair ("," gemma_pair)*)? "}"',
         "GEMMA_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|true|false|null/",
-        'gemma_text: "<|\\"|>" GEMMA_STRING "<|\\"|>"',
-        "GEMMA_STRING: /[^<>]*/",
+        'gemma_text: "<|\\"|>" gemma_string',
+        'gemma_string[suffix="<|\\"|>"]: /(?s:.*)/',
         'gemma_pair: /[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" gemma',
     ),
     "python": (
@@ -104,9 +104,8 @@ class _Rules:
             arguments = self._schema(function.parameters, function.name, function.name)
         else:
             arguments = self._arguments(function)
-        self.lines.append(
-            f"{rule}: {literal(function.name)} {self.text(self.form.after_name)} {arguments}"
-        )
+        after = " | ".join(map(self.text, self.form.after_names))
+        self.lines.append(f"{rule}: {literal(function.name)} ({after}) {arguments}")
         keys = {'"arguments"', '"parameters"', literal((self.form.keys or ("", "arguments"))[1])}
         key = " | ".join(map(literal, sorted(keys)))
         comma, colon = 'WHITE? "," WHITE?', 'WHITE? ":" WHITE?'
@@ -127,11 +126,12 @@ class _Rules:
         """Return a part of the form. Not all models write the line breaks of their template around pairs."""
         breaks = r"\s*\n\s*" if self.form.style == "pairs" else "(?!)"
         parts = re.split(f"({breaks}|{ANY})", text)
-        return " ".join(
+        written = (
             "ANY" if part == ANY else f"{literal(part)}{'?' if number % 2 else ''}"
             for number, part in enumerate(parts)
             if part
         )
+        return " ".join(written) or '""'
 
     def _new(self, text: str) -> str:
         rule = f"rule_{len(self.lines)}"
@@ -141,7 +141,7 @@ class _Rules:
     def _arguments(self, function: Function) -> str:
         """Return arguments one by one: all that are required, with others before, between and behind them."""
         properties = function.parameters.get("properties", {})
-        required = function.parameters.get("required", ())
+        required = function.parameters.get("required") or ()
         pairs = {key: self._pair(key, schema, function) for key, schema in properties.items()}
         keys = [key for key in properties if key in required]
         others = [pairs[key] for key in properties if key not in required]
@@ -167,15 +167,19 @@ class _Rules:
 
     def _pair(self, key: str, schema: Any, function: Function) -> str:
         schema = schema if isinstance(schema, Mapping) else {}
-        choices, kind = schema.get("enum", ()), schema.get("type")
+        choices, kind = schema.get("enum"), schema.get("type")
+        choices = choices if isinstance(choices, list) else []
         kind = kind if isinstance(kind, str) else ""
         if self.form.style == "gemma":
-            value = "gemma"
+            value = "gemma_text" if kind == "string" else "gemma"
             if kind in ("integer", "number", "boolean"):
                 value = self._value(schema, function, key)
-            elif kind == "string":
-                texts = (f'<|"|>{each}<|"|>' for each in choices)
-                value = f"({' | '.join(map(literal, texts))})" if choices else "gemma_text"
+            elif choices:
+                texts = (
+                    f'<|"|>{each}<|"|>' if isinstance(each, str) else json.dumps(each)
+                    for each in choices
+                )
+                value = f"({' | '.join(map(literal, texts))})"
             return self._new(f"{literal(key + ':')} {value}")
         if self.form.style == "python":
             plain = {"string": "PYTHON_TEXT", "boolean": '"True" | "False"'}
@@ -218,7 +222,7 @@ def _may_be_text(schema: Any) -> bool:
     options = schema.get("anyOf", schema.get("oneOf"))
     if isinstance(options, list):
         return any(map(_may_be_text, options))
-    return "string" in schema.get("type", "" if "$ref" in schema else "string")
+    return "string" in str(schema.get("type", "" if "$ref" in schema else "string"))
 
 
 def calls_grammar(
@@ -260,6 +264,10 @@ def calls_grammar(
         lines.append(f"bare_call: {' | '.join(rules.bare)}")
         names = "|".join(re.escape(literal(function.name)) for function in functions)
         head = rf"\s*(?:```(?:json)?\s*)?\{{\s*{name}\s*:\s*(?:{names})"
+    same = form.closing[: n_common(form.closing, form.between or "")]
+    if is_parallel and same.rfind("<") > same.rfind(">"):
+        # A text forced up to the middle of a control token's name would exclude that token.
+        lines.append('%llguidance {"no_forcing": true}')
     text = "\n".join([*lines, *rules.lines])
     return Grammar("lark", text, must_call, mark, not form.mark, head), rules.warnings
 

@@ -32,7 +32,6 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, with_biases
 from specgen.serve.formats.local_servers import (
     ollama_embeddings,
-    read_any_completion,
     read_infill,
     read_llama_cpp_completion,
     read_ollama_chat,
@@ -75,7 +74,7 @@ Reader: TypeAlias = Callable[
 _READERS: Mapping[str, Reader] = {
     "/v1/messages": read_messages,
     "/v1/completions": read_completion,
-    "/completions": read_any_completion,
+    "/completions": functools.partial(read_llama_cpp_completion, or_openai=True),
     "/completion": read_llama_cpp_completion,
     **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
     **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
@@ -122,7 +121,7 @@ class Server:
             Route("/health", self._health),
             Route("/v1/health", self._health),
             Route("/version", _version),
-            Route("/api/version", _ollama_version),
+            Route("/api/version", _version),
             Route("/api/tags", self._tags),
             Route("/api/ps", self._tags),
             *(Route(f"{start}/models", self._models) for start in ("", "/v1")),
@@ -390,7 +389,7 @@ class Server:
         return JSONResponse(
             {
                 **about,
-                "model_path": str(session.target.path),
+                "model_path": session.target.name,
                 "total_slots": engine.n_parallel,
                 "default_generation_settings": {
                     "n_ctx": engine.n_ctx,
@@ -426,13 +425,11 @@ class Server:
         )
 
 
-async def _version(_request: HttpRequest) -> Response:
-    return JSONResponse({"version": __version__})
-
-
-async def _ollama_version(_request: HttpRequest) -> Response:
-    """Return the first version of ollama with all that is answered here: clients compare it with what they need."""
-    return JSONResponse({"version": "0.9.0", "specgen": __version__})
+async def _version(request: HttpRequest) -> Response:
+    """Return the version; to ollama's clients, who compare it with what they need, the first of ollama with all that is
+    answered here."""
+    is_ollama = request.url.path.startswith("/api/")
+    return JSONResponse({"version": "0.9.0" if is_ollama else __version__, "specgen": __version__})
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:
