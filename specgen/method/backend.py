@@ -40,8 +40,11 @@ class Batch:
         return Batch(*(getattr(self, each.name)[start:end] for each in fields(self)))
 
     def extend(self, other: Batch) -> None:
-        for each in fields(self):
-            getattr(self, each.name).extend(getattr(other, each.name))
+        self.tokens += other.tokens
+        self.positions += other.positions
+        self.sequences += other.sequences
+        self.wants_logits += other.wants_logits
+        self.hidden += other.hidden
 
 
 class Vocabulary(Protocol):

@@ -8,6 +8,7 @@ was seen. A state is copied when exactly the place has been read, and written be
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -16,7 +17,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,8 +54,8 @@ _SUFFIX = ".prefix"
 LEAST_TOKENS = 512
 #: Prompts are compared at multiples of so many tokens, and where the first control tokens are.
 _BLOCK, _N_MARKS = 256, 32
-#: Prompts that are remembered, and texts that may wait to be written.
-_N_SEEN, _N_WAITING = 64, 4
+#: Prompts that are remembered.
+_N_SEEN = 64
 #: A text is stored if reading it takes so many times as long as loading it.
 _WORTH = 3.0
 #: How quick loading is supposed to be before any was measured.
@@ -217,7 +218,6 @@ class PrefixStore:
         self._run = secrets.token_hex(4)
         self._bytes_per_s = BYTES_PER_S
         self._writer = ThreadPoolExecutor(1, "prefix store")
-        self._waiting: list[Future[None]] = []
         self._is_stopped = False
 
     def serve(self, contexts: Sequence[CachedContext]) -> None:
@@ -242,10 +242,10 @@ class PrefixStore:
         backend, tokens = context.backend, np.array(prompt, "<i4")
         try:
             n, saved = self._longest(context, tokens[:-1], slot.n_ctx(backend))
-            place = self._place(context, tokens, slot.subject)
             n_held = self._load(context, sequence, saved, n - n_again * context.goes_back, n_held)
+            place = self._place(context, tokens, slot.subject)
         except OSError as error:
-            _log.info("the prefix store cannot be used: %s: %s", self._folder, error.strerror)
+            _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
             return n_held
         if place > n and _name(context, tokens[:place]) not in self._tried:
             if n_held > place:
@@ -276,9 +276,6 @@ class PrefixStore:
             return
         n_rows, decode_s = backend.n_decoded_rows - due.n_rows, backend.decode_s - due.decode_s
         token_s = decode_s / n_rows if n_rows > 0 else 0.0
-        self._waiting = [each for each in self._waiting if not each.done()]
-        if len(self._waiting) >= _N_WAITING:
-            return
         try:
             if backend.length(sequence) > len(due.tokens):
                 if not cuts:
@@ -297,8 +294,7 @@ class PrefixStore:
         except (BackendError, OSError) as error:
             _log.info("a prefix is not stored: %s", error)
             return
-        write = self._writer.submit(self._write, context, due.tokens, state, token_s)
-        self._waiting.append(write)
+        self._writer.submit(self._write, context, due.tokens, state, token_s)
 
     # --- reading
 
@@ -376,18 +372,13 @@ class PrefixStore:
             with contextlib.suppress(ValidationError):
                 if (seen := _SEEN.validate_python(values)).key == key:
                     known[name] = seen
-        secret = self._secret()
+        hashed = functools.partial(hashlib.blake2b, key=self._secret(), digest_size=8)
         lengths = {seen.n for seen in known.values() if seen.n <= n}
-        hashes, state, start = dict[int, str](), hashlib.blake2b(key=secret, digest_size=8), 0
+        hashes, state, start = dict[int, str](), hashed(), 0
         for end in sorted(points | lengths):
             state.update(tokens[start:end].tobytes())
             hashes[end], start = state.copy().hexdigest(), end
-        about = (
-            subject
-            and hashlib.blake2b(
-                subject.encode(errors="replace"), key=secret, digest_size=8
-            ).hexdigest()
-        )
+        about = subject and hashed(subject.encode(errors="replace")).hexdigest()
         new = _Seen(key, self._run, about, n, {each: hashes[each] for each in points})
         name, parted, continued = secrets.token_hex(8), 0, 0
         for other, seen in known.items():
@@ -422,28 +413,28 @@ class PrefixStore:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with new_beside(path) as new:
-                self._clean(new)
+                oldest = new.stat().st_mtime - _LEFT_S
+                for left in self._folder.glob(f"*{NEW}"):
+                    if left.stat().st_mtime < oldest:
+                        left.unlink()
                 if not make_room(stored(self._folder), len(state), self._most_bytes()):
                     _log.info("a prefix of %d tokens is not stored: too little room", len(tokens))
                     return
                 if not write_text(new, key, tokens, state, token_s, lambda: self._is_stopped):
                     return
                 new.replace(path)
+            _log.info("%s: stored a prefix of %d tokens", context.backend.model.name, len(tokens))
             for other in self._folder.glob(f"{key}-*{_SUFFIX}") if context.goes_back else ():
                 saved = SavedText.read(other)
                 n = len(saved.tokens) if saved is not None else 0
-                if n < len(tokens) and np.array_equal(tokens[:n], saved.tokens if saved else ()):
+                if (
+                    saved is not None
+                    and n < len(tokens)
+                    and np.array_equal(saved.tokens, tokens[:n])
+                ):
                     other.unlink()  # the new one has all of it
-            _log.info("%s: stored a prefix of %d tokens", context.backend.model.name, len(tokens))
         except OSError as error:
-            _log.info("a prefix is not stored: %s: %s", self._folder, error.strerror)
-
-    def _clean(self, new: Path) -> None:
-        """Delete what killed processes left. Raise `OSError`."""
-        now = new.stat().st_mtime
-        for left in self._folder.glob(f"*{NEW}"):
-            if now - left.stat().st_mtime > _LEFT_S:
-                left.unlink()
+            _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
 
     def _most_bytes(self) -> int:
         if self._options.max_bytes is not None:

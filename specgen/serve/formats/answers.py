@@ -182,11 +182,6 @@ class Answer:
         return stopped_by if stopped_by in self._request.generation.stop else None
 
     @property
-    def is_full(self) -> bool:
-        """Whether the end of the context ended the answer."""
-        return self.finished is not None and self.finished.finish_reason == "context"
-
-    @property
     def finish_reason(self) -> Literal["length", "stop", "tool_calls"]:
         if self.finished is None or self.finished.finish_reason != "stop":
             return "length"

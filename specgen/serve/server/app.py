@@ -7,6 +7,7 @@ import datetime
 import functools
 import logging
 import socket
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -32,7 +33,6 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, with_biases
 from specgen.serve.formats.local_servers import (
     ollama_embeddings,
-    read_any_completion,
     read_infill,
     read_llama_cpp_completion,
     read_ollama_chat,
@@ -75,7 +75,7 @@ Reader: TypeAlias = Callable[
 _READERS: Mapping[str, Reader] = {
     "/v1/messages": read_messages,
     "/v1/completions": read_completion,
-    "/completions": read_any_completion,
+    "/completions": functools.partial(read_llama_cpp_completion, or_openai=True),
     "/completion": read_llama_cpp_completion,
     **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
     **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
@@ -122,7 +122,7 @@ class Server:
             Route("/health", self._health),
             Route("/v1/health", self._health),
             Route("/version", _version),
-            Route("/api/version", _ollama_version),
+            Route("/api/version", _version),
             Route("/api/tags", self._tags),
             Route("/api/ps", self._tags),
             *(Route(f"{start}/models", self._models) for start in ("", "/v1")),
@@ -426,13 +426,11 @@ class Server:
         )
 
 
-async def _version(_request: HttpRequest) -> Response:
-    return JSONResponse({"version": __version__})
-
-
-async def _ollama_version(_request: HttpRequest) -> Response:
-    """Return the first version of ollama with all that is answered here: clients compare it with what they need."""
-    return JSONResponse({"version": "0.9.0", "specgen": __version__})
+async def _version(request: HttpRequest) -> Response:
+    """Return the version; to ollama's clients, who compare it with what they need, the first of ollama with all that is
+    answered here."""
+    is_ollama = request.url.path.startswith("/api/")
+    return JSONResponse({"version": "0.9.0" if is_ollama else __version__, "specgen": __version__})
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:
@@ -577,6 +575,9 @@ async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:
 def serve(pool: ModelPool, options: ServerOptions, bound: socket.socket, **how: Any) -> None:
     """Answer requests on a socket until SIGTERM or Ctrl-C; `how` are more arguments of `DrainingServer`. Raise the
     exception that ended the thread of an engine, if one did: a bug or a lost worker."""
+    sys.setswitchinterval(
+        0.0005
+    )  # so that a body being read holds up no decode, which asks Python whether to go on
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.serve.server").setLevel(logging.INFO)
     DrainingServer(Server(pool, options).app(), pool, options, **how).run(sockets=[bound])
