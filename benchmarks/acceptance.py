@@ -51,7 +51,7 @@ from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Sampler, argmax
+from specgen.text.sampling import Sampler
 
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
 #: Draft temperatures relative to the target's, and top-k, of the sweep.
@@ -213,7 +213,9 @@ class Place:
         distributions: list[Distribution] = []
         row = self._draft_root
         while True:
-            source = sampler.distribution(row) if sampler else Distribution.certain(argmax(row))
+            source = (
+                sampler.distribution(row) if sampler else Distribution.certain(int(row.argmax()))
+            )
             tokens.append(source.draw(rng))
             distributions.append(source)
             if len(tokens) == self._n:

@@ -27,7 +27,15 @@ def main() -> None:
     parser.add_argument("--threads", default="2")
     asked = parser.parse_args()
     command = [sys.executable, "-m", "specgen", "serve", "-m", str(asked.target), "-md", "none"]
-    command += ["-q", "--parallel", str(1 + _N_SHORT), "-c", str(asked.ctx_size)]
+    command += [
+        "-q",
+        "--prefix-store",
+        "off",
+        "--parallel",
+        str(1 + _N_SHORT),
+        "-c",
+        str(asked.ctx_size),
+    ]
     command += ["--port", str(_PORT), "-t", asked.threads]
     contender = Contender("specgen", tuple(command), _PORT)
     words = " ".join(f"word{n * 7919 % 1000}" for n in range(_WORDS_OF_LONG // 2))

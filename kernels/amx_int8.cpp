@@ -50,4 +50,7 @@ const InstructionSet amx_int8_set = {
        void *argument) { vnni.attention(job, thread, n_threads, scratch, barrier, argument); },
     [](const PlainProduct &product) { vnni.multiply_plain(product); },
     [](const PlainSoftmax &job) { vnni.softmax(job); },
+    [](float *row, int64_t n, int n_best, int32_t *tokens, float *scores) {
+        return vnni.likeliest(row, n, n_best, tokens, scores);
+    },
 };

@@ -335,6 +335,12 @@ EXPORTED void specgen_kernels_set_row_limit(void *limit) {
     set_row_limit(static_cast<RowLimit *>(limit));
 }
 
+// The likeliest tokens of a row of logits, see instruction_set.h.
+EXPORTED double specgen_kernels_likeliest(float *row, int64_t n, int n_best, int32_t *tokens,
+                                          float *scores) {
+    return kernels->likeliest(row, n, n_best, tokens, scores);
+}
+
 // Packed weights in a file, see packed_file.h. From now on the calling thread loads models with `file`, or
 // without one (null).
 EXPORTED void *specgen_kernels_open_packed(const char *path) { return new PackedFile(path); }

@@ -37,8 +37,8 @@ struct Attention {
     struct Plan {
         int64_t group, n_blocks, rows_per_task, tasks_per_head, n_tasks;
         bool shared;  // all threads share each task
-        int64_t scores, heavy_pairs, scales, factors, values;  // bytes, of a task
-        int64_t padded_values, keys, blocks;                   // bytes, of a thread
+        int64_t scores, heavy_pairs, scales, factors;  // bytes, of a task
+        int64_t keys, values, sums, blocks;            // bytes, of a thread
         int64_t task_bytes, thread_bytes, bytes;
 
         Plan(const AttentionJob &job, int n_threads) {
@@ -53,18 +53,17 @@ struct Attention {
             shared = n_tasks % n_threads != 0 && n_tasks < 4 * n_threads;
 
             const int64_t n_rows = rows_per_task * group;
-            const int64_t value_size = rounded_up(job.value_size, V::lanes);
             const int64_t key_size = rounded_up(job.key_size, V::lanes);
             scores = aligned(n_rows * n_cells * sizeof(float));
             heavy_pairs = aligned(n_rows * n_blocks * sizeof(uint32_t));
             scales = aligned(n_rows * sizeof(double));
             factors = aligned(n_cells * sizeof(float));
-            values = aligned(n_cells * value_size * sizeof(int16_t));
-            padded_values = aligned(2 * value_size * sizeof(float));
             keys = aligned(AttentionScores<V>::tile_cells * key_size * sizeof(float));
+            values = aligned(AttentionValues<V>::bytes_of_values(n_blocks));
+            sums = aligned(AttentionValues<V>::bytes_of_sums(n_rows));
             blocks = aligned((shared ? n_tasks : 1) * (1 + n_blocks) * sizeof(uint32_t));
-            task_bytes = scores + heavy_pairs + scales + factors + values;
-            thread_bytes = padded_values + keys + blocks;
+            task_bytes = scores + heavy_pairs + scales + factors;
+            thread_bytes = keys + values + sums + blocks;
             bytes = alignment + (shared ? n_tasks : n_threads) * task_bytes +
                     n_threads * thread_bytes;
         }
@@ -84,16 +83,16 @@ struct Attention {
             memory.heavy_pairs = reinterpret_cast<uint32_t *>(at += scores);
             memory.scales = reinterpret_cast<double *>(at += heavy_pairs);
             memory.factors = reinterpret_cast<float *>(at += scales);
-            memory.values = reinterpret_cast<int16_t *>(at += factors);
             return memory;
         }
         ThreadMemory thread_memory(void *scratch, int thread, int n_threads) const {
             char *at = static_cast<char *>(scratch) + alignment +
                        (shared ? n_tasks : n_threads) * task_bytes + thread * thread_bytes;
             ThreadMemory memory;
-            memory.values = reinterpret_cast<float *>(at);
-            memory.keys = reinterpret_cast<float *>(at += padded_values);
-            memory.blocks = reinterpret_cast<uint32_t *>(at += keys);
+            memory.keys = reinterpret_cast<float *>(at);
+            memory.values = reinterpret_cast<int16_t *>(at += keys);
+            memory.sums = at += values;
+            memory.blocks = reinterpret_cast<uint32_t *>(at += sums);
             return memory;
         }
     };
@@ -132,7 +131,7 @@ struct Attention {
         AttentionScores<V>::list_blocks(job, task, own.blocks);
         AttentionScores<V>::run(job, task, 0, 1, own.blocks, own, memory);
         AttentionWeights<V>::run(job, task, 0, 1, own.blocks[0], memory);
-        AttentionValues<V>::run(job, task, 0, 1, own.blocks[0], memory);
+        AttentionValues<V>::run(job, task, 0, 1, own.blocks, own, memory);
     }
 
     static void run_shared(const AttentionJob &job, const Plan &plan, int thread, int n_threads,
@@ -153,8 +152,9 @@ struct Attention {
                                      plan.task_memory(scratch, i));
         }
         barrier(barrier_argument);
+        const int64_t n_strips = AttentionValues<V>::shared_strips(job.value_size);
         for (int64_t i = 0; i < plan.n_tasks; i++) {
-            AttentionValues<V>::run(job, plan.task(job, i), part(i), n_threads, blocks(i)[0],
+            AttentionValues<V>::run(job, plan.task(job, i), part(i * n_strips), n_threads, blocks(i), own,
                                     plan.task_memory(scratch, i));
         }
     }

@@ -11,25 +11,26 @@ struct AttentionIntegers {
     using Ints = typename V::Ints;
 
     // A cell's factor: the power of two that makes its largest |value| an integer between 2^12 and
-    // 2^13; so float16 values of the two top binades are exact integers.
-    struct Factor {
-        float power, inverse;
-
-        // From the exponent of the largest |value|. Where it is that of infinity or NaN, the factor
-        // is NaN, which gets into the weights of just the rows that see the cell. Where all values
-        // are all but 0 it is 2^-109, to have an inverse.
-        explicit Factor(int exponent) {
-            const int n = exponent < -97 ? -109 : exponent - 12;
-            power = exponent == 128 ? __builtin_nanf("") : power_of_two(n);
-            inverse = exponent == 128 ? 0 : power_of_two(-n);
-        }
-        static float power_of_two(int n) {
-            const int32_t bits = (n + 127) << 23;
-            float power;
-            std::memcpy(&power, &bits, sizeof power);
-            return power;
-        }
-    };
+    // 2^13; so float16 values of the two top binades are exact integers. From the exponent of the
+    // largest |value|. Where it is that of infinity or NaN, the factor is NaN, which gets into the
+    // weights of just the rows that see the cell. Where all values are all but 0 it is 2^-109, to
+    // have an inverse.
+    static float factor(int exponent) {
+        if (exponent == 128) return __builtin_nanf("");
+        const int n = exponent < -97 ? -109 : exponent - 12;
+        return float_of((n + 127) << 23);
+    }
+    // Of a NaN it is any number: what comes of it is not seen, or multiplied by a weight of 0.
+    static float inverse(float factor) {
+        int32_t bits;
+        std::memcpy(&bits, &factor, sizeof bits);
+        return float_of((254 << 23) - bits);
+    }
+    static float float_of(int32_t bits) {
+        float number;
+        std::memcpy(&number, &bits, sizeof number);
+        return number;
+    }
 
     // The exponent of the largest of `size` |values|: 128 where one is not finite.
     template <CacheType type>
@@ -48,76 +49,64 @@ struct AttentionIntegers {
             }
         }
         for (int64_t i = 0; i < size; i += V::lanes) {
-            const Ints absolute =
-                V::bits(V::bits_of(load_cell<V, type>(cell, i)), V::all_ints(0x7fffffff));
-            largest = V::larger(largest, absolute);
+            const Floats values = load_padded<V, type>(cell, i, size);
+            largest = V::larger(largest, V::bits(V::bits_of(values), V::all_ints(0x7fffffff)));
         }
         return (V::largest_lane(largest) >> 23) - 127;
     }
 
-    // The integers of two cells, side by side: the dot product of pairs adds both at once.
-    template <CacheType type>
-    static void store_pair(const char *first, const char *second, int64_t size, float *factors,
-                           int16_t *pairs) {
-        const Factor a(largest_exponent<type>(first, size));
-        const Factor b(largest_exponent<type>(second, size));
-        factors[0] = a.power;
-        factors[1] = b.power;
-        // The last bits of 1.5 * 2^23 + x are those of the integer nearest to x, also a negative
-        // one: this saves the conversion to an integer.
-        const Floats magic = V::all(12582912.0f);
-        const Floats to_first = V::all(a.inverse), to_second = V::all(b.inverse);
-        for (int64_t i = 0; i < size; i += V::lanes) {
-            const Floats x = V::multiply_add(load_cell<V, type>(first, i), to_first, magic);
-            const Floats y = V::multiply_add(load_cell<V, type>(second, i), to_second, magic);
-            V::store(pairs + 2 * i, V::pair(V::bits_of(x), V::bits_of(y)));
-        }
+    // The cells of a block of values, and those behind the last cell, which repeat it.
+    struct Cells {
+        const char *values;
+        int64_t first, last;
+        size_t stride;
+
+        Cells(const AttentionJob &job, const AttentionTask &task, int64_t block)
+            : values(job.values + task.kv_head * job.value_head_stride +
+                     task.stream * job.value_stream_stride),
+              first(block * cells_per_block), last(job.n_cells - 1), stride(job.value_cell_stride) {}
+        const char *operator[](int i) const { return values + smaller(first + i, last) * stride; }
+    };
+
+    // The factors of a block.
+    static void find_factors(const AttentionJob &job, const AttentionTask &task, int64_t block,
+                             float *factors) {
+        with_type(job.value_type, [&](auto type) {
+            const Cells cells(job, task, block);
+            const int64_t bytes = bytes_of_cell(job.value_type, job.value_size);
+            for (int i = 0; i < cells_per_block; i++) {
+                prefetch(cells[i + cells_per_block], bytes);
+                factors[i] = factor(largest_exponent<type()>(cells[i], job.value_size));
+            }
+        });
     }
 
-    template <CacheType type>
-    static void convert_type(const AttentionJob &job, const AttentionTask &task, int64_t block,
-                             int64_t position, float *space, const TaskMemory &memory) {
-        const int64_t size = rounded_up(job.value_size, V::lanes);
-        const char *values = job.values + task.kv_head * job.value_head_stride +
-                             task.stream * job.value_stream_stride;
-        for (int pair = 0; pair < pairs_per_block; pair++) {
-            const char *cells[2];
-            for (int i = 0; i < 2; i++) {
-                const int64_t cell =
-                    smaller(block * cells_per_block + 2 * pair + i, job.n_cells - 1);
-                cells[i] = values + cell * job.value_cell_stride;
-                const int64_t later = smaller(cell + cells_ahead, job.n_cells - 1);
-                prefetch_cell<type>(values + later * job.value_cell_stride, job.value_size);
-            }
-            float *factors = memory.factors + position * cells_per_block + 2 * pair;
-            int16_t *pairs = memory.values + (position * pairs_per_block + pair) * 2 * size;
-            if (size == job.value_size) {
-                store_pair<type>(cells[0], cells[1], size, factors, pairs);
-                continue;
-            }
-            for (int64_t i = 0; i < size; i += V::lanes) {
-                V::store(space + i, load_padded<V, type>(cells[0], i, job.value_size));
-                V::store(space + size + i, load_padded<V, type>(cells[1], i, job.value_size));
-            }
-            store_pair<CacheType::f32>(reinterpret_cast<const char *>(space),
-                                       reinterpret_cast<const char *>(space + size), size, factors,
-                                       pairs);
-        }
-    }
-
-    // The values of a block, which is the task's number `position`; `space` is for two of them.
+    // The integers of a block, of `n` numbers from `first` on, a multiple of the lanes. Those of two
+    // cells lie side by side: the dot product of pairs adds both at once.
     static void convert(const AttentionJob &job, const AttentionTask &task, int64_t block,
-                        int64_t position, float *space, const TaskMemory &memory) {
-        switch (job.value_type) {
-            case CacheType::f32:
-                return convert_type<CacheType::f32>(job, task, block, position, space, memory);
-            case CacheType::f16:
-                return convert_type<CacheType::f16>(job, task, block, position, space, memory);
-            case CacheType::bf16:
-                return convert_type<CacheType::bf16>(job, task, block, position, space, memory);
-            default:
-                return convert_type<CacheType::q8_0>(job, task, block, position, space, memory);
-        }
+                        const float *factors, int64_t first, int64_t n, int16_t *pairs) {
+        with_type(job.value_type, [&](auto type) {
+            // The last bits of 1.5 * 2^23 + x are those of the integer nearest to x, also a negative
+            // one: this saves the conversion to an integer.
+            const Floats magic = V::all(12582912.0f);
+            const Cells cells(job, task, block);
+            const int64_t start = bytes_of_cell(job.value_type, first);
+            const int64_t bytes = bytes_of_cell(job.value_type, smaller(n, job.value_size - first));
+            for (int i = 0; i < cells_per_block; i += 2) {
+                prefetch(cells[i + cells_per_block] + start, bytes);
+                prefetch(cells[i + 1 + cells_per_block] + start, bytes);
+                const Floats to_first = V::all(inverse(factors[i]));
+                const Floats to_second = V::all(inverse(factors[i + 1]));
+                for (int64_t d = first; d < first + n; d += V::lanes) {
+                    const Floats a = load_padded<V, type()>(cells[i], d, job.value_size);
+                    const Floats b = load_padded<V, type()>(cells[i + 1], d, job.value_size);
+                    const Ints x = V::bits_of(V::multiply_add(a, to_first, magic));
+                    const Ints y = V::bits_of(V::multiply_add(b, to_second, magic));
+                    V::store(pairs, V::pair(x, y));
+                    pairs += 2 * V::lanes;
+                }
+            }
+        });
     }
 };
 

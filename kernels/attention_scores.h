@@ -1,4 +1,4 @@
-// The first pass of attention: the scores of all cells. (Values become integers on the way.)
+// The first pass of attention: the scores of all cells. (The factors of values are found on the way.)
 //
 // The score of a cell is one chain of float32 multiply-adds over the key, in the order of its
 // dimensions, whatever the number of rows is and wherever the cell lies.
@@ -83,8 +83,6 @@ struct AttentionScores {
             for (int i = 0; i < V::lanes; i++) {
                 const int64_t cell = smaller(first_cell + first + i, job.n_cells - 1);
                 cells[i] = keys + cell * job.key_cell_stride;
-                const int64_t later = smaller(cell + cells_ahead, job.n_cells - 1);
-                prefetch_cell<type>(keys + later * job.key_cell_stride, job.key_size);
             }
             for (int64_t d = 0; d < size; d += V::lanes) {
                 Floats v[V::lanes];
@@ -100,32 +98,20 @@ struct AttentionScores {
         }
     }
 
-    static void transpose_keys(const AttentionJob &job, const AttentionTask &task,
-                               int64_t first_cell, const ThreadMemory &memory) {
-        switch (job.key_type) {
-            case CacheType::f32:
-                return transpose_keys<CacheType::f32>(job, task, first_cell, memory);
-            case CacheType::f16:
-                return transpose_keys<CacheType::f16>(job, task, first_cell, memory);
-            case CacheType::bf16:
-                return transpose_keys<CacheType::bf16>(job, task, first_cell, memory);
-            default: return transpose_keys<CacheType::q8_0>(job, task, first_cell, memory);
-        }
-    }
-
     // --- scores ---
 
     // Dot products of `rows` queries with the cells of a tile. (GCC keeps the sums in registers
     // only if the loops over rows are unrolled, in a function of their own: a third of the time.)
     template <int rows>
     [[gnu::noinline]] static void multiply_tile(const float *const *queries, const float *keys,
-                                                int64_t key_size, float *dots) {
+                                                int64_t key_size, Lines ahead, float *dots) {
         Floats sums[rows][vectors];
 #pragma GCC unroll 16
         for (auto &row : sums) {
             for (auto &sum : row) sum = V::zero();
         }
         for (int64_t d = 0; d < key_size; d++) {
+            ahead.prefetch();
             Floats key[vectors];
             for (int v = 0; v < vectors; v++) {
                 key[v] = V::load_floats(keys + d * tile_cells + v * V::lanes);
@@ -148,11 +134,13 @@ struct AttentionScores {
 
     template <int rows = most_rows>
     static void multiply(int n_rows, const float *const *queries, const float *keys,
-                         int64_t key_size, float *dots) {
+                         int64_t key_size, const Lines &ahead, float *dots) {
         if constexpr (rows > 1) {
-            if (n_rows < rows) return multiply<rows - 1>(n_rows, queries, keys, key_size, dots);
+            if (n_rows < rows) {
+                return multiply<rows - 1>(n_rows, queries, keys, key_size, ahead, dots);
+            }
         }
-        multiply_tile<rows>(queries, keys, key_size, dots);
+        multiply_tile<rows>(queries, keys, key_size, ahead, dots);
     }
 
     // softcap * tanh(x): tanh(x) = 1 - 2 / (e^2x + 1), which is 1 in float32 above 10.
@@ -190,7 +178,14 @@ struct AttentionScores {
                 job.queries + task.query_row(m + i) * job.query_row_stride +
                 task.head(m + i) * job.query_head_stride + task.stream * job.query_stream_stride);
         }
-        multiply(n, queries, keys, job.key_size, dots);
+        // While the first rows are multiplied, the next tile is on its way.
+        const int64_t next_cell = first_cell + tile_cells;
+        const int64_t n_next = smaller(tile_cells, job.n_cells - next_cell);
+        const Lines ahead(job.keys + task.kv_head * job.key_head_stride +
+                              task.stream * job.key_stream_stride + next_cell * job.key_cell_stride,
+                          job.key_cell_stride, bytes_of_cell(job.key_type, job.key_size),
+                          m == 0 ? n_next : 0);
+        multiply(n, queries, keys, job.key_size, ahead, dots);
         const int64_t n_cells = smaller(tile_cells, job.n_cells - first_cell);
         for (int i = 0; i < n; i++) {
             int16_t space[cells_per_block];
@@ -211,7 +206,9 @@ struct AttentionScores {
         const RowTiles tiles(task.rows(), most_rows);
         for (int first = 0; first < cells_per_block; first += tile_cells) {
             const int64_t first_cell = block * cells_per_block + first;
-            transpose_keys(job, task, first_cell, own);
+            with_type(job.key_type, [&](auto type) {
+                transpose_keys<type()>(job, task, first_cell, own);
+            });
             float *scores = memory.scores + position * cells_per_block + first;
             for (int64_t i = 0; i < tiles.n; i++) {
                 score_tile(job, task, tiles.first(i), tiles.rows(i), first_cell, own.keys, scores,
@@ -226,7 +223,8 @@ struct AttentionScores {
         for (int64_t position = part; position < blocks[0]; position += n_parts) {
             const int64_t block = blocks[1 + position];
             score_block(job, task, block, position, blocks[0], own, memory);
-            AttentionIntegers<V>::convert(job, task, block, position, own.values, memory);
+            AttentionIntegers<V>::find_factors(job, task, block,
+                                               memory.factors + position * cells_per_block);
         }
     }
 };

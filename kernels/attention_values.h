@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_cells.h"
+#include "attention_integers.h"
 
 namespace {
 
@@ -12,13 +13,18 @@ struct AttentionValues {
     // A tile of registers: so many rows and vectors of outputs. Tiles of the same rows make a
     // strip, for which the few pairs of cells with heavy weights are looked up once.
     static constexpr int most_rows = 6, tile_vectors = V::accumulators / most_rows;
-    static constexpr int strip_vectors = 8;
+    static constexpr int strip_vectors = 128 / V::lanes;
+    // Threads that share a task get strips of the numbers in a line of the processor's cache.
+    static constexpr int shared_vectors = 32 / V::lanes;
+    // So many blocks of values are integers at a time: 128 KB of 128 dimensions, which stay in the
+    // second level of the cache.
+    static constexpr int64_t blocks_at_once = 8;
 
-    // The weights of a row, and the values of as many dimensions as a tile has.
+    // The weights of a row, and the values of as many dimensions as a strip has.
     struct Operands {
         const int16_t *weights[most_rows];       // [block]: 64 light parts, 64 heavy ones
         const uint32_t *heavy_pairs[most_rows];  // [block]
-        const int16_t *values;                       // [block][pair][size][2]
+        const int16_t *values;                   // [block][pair][size][2]
         int64_t n_blocks, size;
 
         const int16_t *pair(int64_t block, int pair) const {
@@ -29,20 +35,20 @@ struct AttentionValues {
         }
     };
 
-    // Sums of a tile, as two words and as the sum of heavy parts (see attention_weights.h).
+    // Sums of a strip, as two words and as the sum of heavy parts (see attention_weights.h).
     struct Sums {
         Ints low[most_rows][strip_vectors], high[most_rows][strip_vectors];
         Ints heavy[most_rows][strip_vectors];
     };
+    static int64_t bytes_of_values(int64_t n_blocks) {
+        constexpr int64_t block_bytes = cells_per_block * strip_vectors * V::lanes * sizeof(int16_t);
+        return smaller(blocks_at_once, n_blocks) * block_bytes;
+    }
+    static int64_t bytes_of_sums(int64_t n_rows) { return RowTiles(n_rows, most_rows).n * sizeof(Sums); }
 
     // Sums of light parts for `rows` rows and vectors first, first + 1, ... of their outputs.
     template <int rows, int vectors>
     [[gnu::noinline]] static void add_light(const Operands &from, int first, Sums &to) {
-        for (int row = 0; row < rows; row++) {
-            for (int v = 0; v < vectors; v++) {
-                to.low[row][first + v] = to.high[row][first + v] = V::zero_ints();
-            }
-        }
         for (int64_t block = 0; block < from.n_blocks; block++) {
             Ints sums[rows][vectors];
 #pragma GCC unroll 8
@@ -76,7 +82,7 @@ struct AttentionValues {
     template <int vectors>
     [[gnu::noinline]] static void add_heavy(const Operands &from, int row, int first, Sums &to) {
         Ints sums[vectors];
-        for (auto &sum : sums) sum = V::zero_ints();
+        for (int v = 0; v < vectors; v++) sums[v] = to.heavy[row][first + v];
         for (int64_t block = 0; block < from.n_blocks; block++) {
             const int32_t *words = from.words(row, block) + pairs_per_block;
             for (uint32_t rest = from.heavy_pairs[row][block]; rest != 0; rest &= rest - 1) {
@@ -114,28 +120,31 @@ struct AttentionValues {
         add_strip<rows>(from, n_vectors, to);
     }
 
-    // Outputs of rows m to m + n_rows of the task, for the vectors from `first_vector` on.
-    static void write_rows(const AttentionJob &job, const AttentionTask &task, int64_t m,
-                           int n_rows, int64_t first_vector, int n_vectors, int64_t n_blocks,
-                           const TaskMemory &memory) {
-        Operands from = {};
-        from.size = rounded_up(job.value_size, V::lanes);
-        from.values = memory.values + first_vector * 2 * V::lanes;
-        from.n_blocks = n_blocks;
+    // Add some blocks of a strip to the sums of rows m to m + n_rows of the task; `position` is the
+    // first block's.
+    static void add_blocks(const Operands &strip, int n_vectors, int64_t m, int n_rows,
+                           int64_t position, int64_t n_positions, const TaskMemory &memory, Sums &to) {
+        Operands from = strip;
         for (int i = 0; i < n_rows; i++) {
-            const float *weights = memory.scores + (m + i) * n_blocks * cells_per_block;
-            from.weights[i] = reinterpret_cast<const int16_t *>(weights);
-            from.heavy_pairs[i] = memory.heavy_pairs + (m + i) * n_blocks;
+            const int64_t block = (m + i) * n_positions + position;
+            from.weights[i] =
+                reinterpret_cast<const int16_t *>(memory.scores + block * cells_per_block);
+            from.heavy_pairs[i] = memory.heavy_pairs + block;
         }
-        Sums sums;
-        add_rows(n_rows, from, n_vectors, sums);
+        add_rows(n_rows, from, n_vectors, to);
+    }
+
+    // Outputs of rows m to m + n_rows of the task, from vector `first` on.
+    static void write_rows(const AttentionJob &job, const AttentionTask &task, int64_t m,
+                           int n_rows, int64_t first, int n_vectors, const double *scales,
+                           const Sums &sums) {
         for (int i = 0; i < n_rows; i++) {
             const int64_t row = (task.stream * job.n_rows + task.query_row(m + i)) * job.n_heads +
                                 task.head(m + i);
             for (int v = 0; v < n_vectors; v++) {
-                const int64_t d = (first_vector + v) * V::lanes, left = job.value_size - d;
-                const Floats outputs = V::join(sums.high[i][v], sums.low[i][v], sums.heavy[i][v],
-                                               memory.scales[m + i]);
+                const int64_t d = (first + v) * V::lanes, left = job.value_size - d;
+                const Floats outputs =
+                    V::join(sums.high[i][v], sums.low[i][v], sums.heavy[i][v], scales[m + i]);
                 float *to = job.outputs + row * job.value_size + d;
                 if (left >= V::lanes) {
                     V::store(to, outputs);
@@ -146,20 +155,45 @@ struct AttentionValues {
         }
     }
 
-    // Tiles `part`, `part` + n_parts, ... of the task's outputs.
-    static void run(const AttentionJob &job, const AttentionTask &task, int part, int n_parts,
-                    int64_t n_blocks, const TaskMemory &memory) {
-        const int64_t n_vectors = rounded_up(job.value_size, V::lanes) / V::lanes;
-        // Threads that share a task get narrower tiles.
-        const int width = n_parts == 1 ? strip_vectors : strip_vectors / 2;
+    // A strip of the outputs of all rows of the task.
+    static void run_strip(const AttentionJob &job, const AttentionTask &task, int64_t first,
+                          int n_vectors, const uint32_t *blocks, const ThreadMemory &own,
+                          const TaskMemory &memory) {
         const RowTiles tiles(task.rows(), most_rows);
-        int64_t number = 0;
-        for (int64_t i = 0; i < tiles.n; i++) {
-            for (int64_t v = 0; v < n_vectors; v += width) {
-                if (number++ % n_parts != part) continue;
-                write_rows(job, task, tiles.first(i), tiles.rows(i), v,
-                           static_cast<int>(smaller(width, n_vectors - v)), n_blocks, memory);
+        Sums *sums = reinterpret_cast<Sums *>(own.sums);
+        std::memset(sums, 0, tiles.n * sizeof(Sums));
+        Operands strip = {};
+        strip.values = own.values;
+        strip.size = n_vectors * V::lanes;
+        for (int64_t start = 0; start < blocks[0]; start += blocks_at_once) {
+            strip.n_blocks = smaller(blocks_at_once, blocks[0] - start);
+            for (int64_t i = 0; i < strip.n_blocks; i++) {
+                AttentionIntegers<V>::convert(
+                    job, task, blocks[1 + start + i], memory.factors + (start + i) * cells_per_block,
+                    first * V::lanes, strip.size, own.values + i * cells_per_block * strip.size);
             }
+            for (int64_t i = 0; i < tiles.n; i++) {
+                add_blocks(strip, n_vectors, tiles.first(i), tiles.rows(i), start, blocks[0], memory,
+                           sums[i]);
+            }
+        }
+        for (int64_t i = 0; i < tiles.n; i++) {
+            write_rows(job, task, tiles.first(i), tiles.rows(i), first, n_vectors, memory.scales, sums[i]);
+        }
+    }
+
+    static int64_t shared_strips(int64_t value_size) {
+        return (value_size + shared_vectors * V::lanes - 1) / (shared_vectors * V::lanes);
+    }
+
+    // Strips `part`, `part` + n_parts, ... of the task's outputs.
+    static void run(const AttentionJob &job, const AttentionTask &task, int part, int n_parts,
+                    const uint32_t *blocks, const ThreadMemory &own, const TaskMemory &memory) {
+        const int64_t n_vectors = rounded_up(job.value_size, V::lanes) / V::lanes;
+        const int width = n_parts == 1 ? strip_vectors : shared_vectors;
+        for (int64_t first = part * width; first < n_vectors; first += n_parts * width) {
+            run_strip(job, task, first, static_cast<int>(smaller(width, n_vectors - first)), blocks, own,
+                      memory);
         }
     }
 };

@@ -66,6 +66,13 @@ struct InstructionSet {
 
     void (*multiply_plain)(const PlainProduct &product);
     void (*softmax)(const PlainSoftmax &job);
+
+    // --- logits, see likeliest.h ---
+
+    // Find the `n_best` likeliest of n tokens by a row of logits, the lowest first among equals: -1 where none is
+    // left. Return the sum of e^(logit - largest), within 1e-5 of it; NaN if a logit is none. The row is written
+    // to and restored.
+    double (*likeliest)(float *row, int64_t n, int n_best, int32_t *tokens, float *scores);
 };
 
 extern const InstructionSet avx2_set;

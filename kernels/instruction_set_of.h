@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "instruction_set.h"
+#include "likeliest.h"
 #include "plain_rows.h"
 #include "products.h"
 
@@ -24,7 +25,8 @@ constexpr InstructionSet instruction_set_of(const char *name) {
             Attention<V>::bytes,
             Attention<V>::run,
             PlainRows<V>::run,
-            PlainRows<V>::softmax};
+            PlainRows<V>::softmax,
+            Likeliest<V>::run};
 }
 
 }  // namespace

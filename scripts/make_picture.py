@@ -84,7 +84,7 @@ def draw(events: Iterable[Event], *, columns: int, title: str | None = None) -> 
     for event in events:
         completed = rounds.read(event)
         if completed is not None:
-            flow.feed(dataclasses.replace(completed, reason="").runs(shows_all=True))
+            flow.feed(completed.runs(shows_all=True))
         elif isinstance(event, PromptEvent):
             prompt = event
         elif isinstance(event, FinishedEvent):

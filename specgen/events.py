@@ -201,6 +201,9 @@ class CommittedEvent(_Event, event="committed"):
     #: Why the round drafted what it drafted: a name of the list below, and in words. Null outside rounds.
     reason: str | None = None
     reason_text: str | None = None
+    #: Seconds of drafting, and of the target's batch, which parallel sequences share. Null outside rounds.
+    draft_s: float | None = None
+    target_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +255,12 @@ class FinishedEvent(_Event, event="finished"):
     #: Draft tokens that the target was asked to verify, and how many it kept.
     n_drafted: int
     n_accepted: int
-    #: n_accepted / n_drafted; null when nothing was drafted.
+    #: The share of drafted positions at which a token was accepted: n_accepted / n_drafted in chains; null when nothing
+    #: was drafted.
     acceptance_rate: float | None
     #: Tokens committed per round, without those that the grammar forced; null before the first round.
     mean_accepted_length: float | None
-    #: Accepted and drafted counts by depth in the draft (index 0 is the first drafted token).
+    #: Accepted and drafted counts by position in the draft (index 0 is the first); a tree's branches count as one.
     accepted_by_depth: tuple[int, ...]
     drafted_by_depth: tuple[int, ...]
     #: Tokens per second after the first one; null without more tokens.
@@ -287,10 +291,17 @@ class FinishedEvent(_Event, event="finished"):
     n_cached_tokens: int = 0
     #: Why rounds drafted nothing, the most frequent reason first.
     undrafted: tuple[ReasonCount, ...] = ()
+    #: Rounds by the number of tokens that they added (index 0: one token), without those that the grammar forced.
+    rounds_by_tokens: tuple[int, ...] = ()
     #: Whether the answer ended where its grammar allowed the end.
     ends_grammar: bool = False
     #: The share of all cores' time that other programs took during the answer; null if it was not measured.
     others_share: float | None = None
+    #: Before the first answer, and no part of wall_s: loading the models, or where weights were packed loading and packing
+    #: them, and measuring what drafting costs.
+    loading_s: float = 0.0
+    packing_s: float = 0.0
+    measuring_s: float = 0.0
     #: `estimated_speedup` minus and plus two standard errors, by the times of this answer's decodes.
     estimated_speedup_range: tuple[float, float] | None = None
 

@@ -28,7 +28,7 @@ PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
 TranslateMode: TypeAlias = Literal["auto", "off"]
 KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
-Show: TypeAlias = Literal["accepted", "all", "none"]
+Show: TypeAlias = Literal["accepted", "all", "rounds", "none"]
 
 #: Temperature of a draft model's draws, relative to the target's: a small model is less sure where it is right.
 DRAFT_TEMPERATURE = 0.85
@@ -379,6 +379,8 @@ class Grammar:
     #: is free; behind a call that has to be, only another one may follow.
     mark: str = ""
     is_first: bool = False
+    #: A pattern for the beginning of a text that is a call without a mark, which follows the rule `bare`.
+    head: str = ""
 
 
 _answer = partial(option, panel="Answer")

@@ -4,7 +4,7 @@
 //     g++ FLAGS -Davx512_vnni_set=before -c OLD/kernels/avx512_vnni.cpp -o before.o
 //     g++ FLAGS -Davx512_vnni_set=after -c kernels/avx512_vnni.cpp -o after.o
 //     g++ -O3 -std=c++17 -Ikernels kernels/tests/attention_bench.cpp before.o after.o -o bench -pthread
-//     ./bench 14105 f16 2      cells, type of the cache, threads
+//     ./bench 14105 f16 2      cells, type of the cache, threads (and rows)
 //
 // where FLAGS are those of scripts/build_kernels.py. A job is a layer of Qwen2.5 1.5B; the caches of
 // 28 layers are read in turn, so that they come from memory. "read" is that without arithmetic.
@@ -80,7 +80,8 @@ int main(int argc, char **argv) {
         }
     }
     std::printf("%ld cells of %s, %d threads: microseconds for a layer\n", long(n_cells), type, n_threads);
-    for (const int64_t n_rows : {1, 2, 4, 5, 8, 16}) {
+    for (const int64_t n_rows : {1, 2, 5, 8, 16}) {
+        if (argc > 4 && n_rows != atoi(argv[4])) continue;
         std::vector<float> queries(n_rows * n_heads * size), outputs[2];
         for (float &q : queries) q = (static_cast<int>(random() % 2001) - 1000) * 1e-3f;
         AttentionJob job = {};

@@ -53,12 +53,7 @@ if TYPE_CHECKING:
         ),
     ),
     setup=flags.setup,
-    stats=Option(
-        "--stats/--no-stats",
-        help="Print a summary on standard error after each answer.",
-        rich_help_panel="Output",
-    ),
-    output=flags.output.without("stats", "newline"),
+    output=flags.output.without("newline", "html"),
 )
 def chat(
     *,
@@ -66,7 +61,6 @@ def chat(
     system: str | None = None,
     files: list[Path] | None = None,
     name: str | None = None,
-    stats: bool = False,
     output: Output,
 ) -> int:
     """Talk with a model, at a terminal or in a pipe.
@@ -74,8 +68,8 @@ def chat(
     Each turn decodes only what is new. In a pipe each line is a message, and only answers go to
     standard output. The message /help lists the commands, such as /undo and /save.
     """
-    output.check(setup.answer)
-    output = replace(output, stats=stats, newline=False)  # each answer ends its line
+    setup = replace(setup, answer=output.needs(setup.answer))
+    output = replace(output, newline=False)  # each answer ends its line
     path = None if name is None else _session_file(name)
     text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
     from specgen.session.prompts.thoughts import showing_thoughts
@@ -93,7 +87,7 @@ def chat(
         session = stack.enter_context(
             opened(options, kernels, output, sources.drafts, check_template)
         )
-        news = calibrate(session)
+        news = calibrate(session, status=output.status)
         engine = stack.enter_context(Engine(session, interrupted=stop))
         engine.notify(news)
         stack.callback(session.memory.save)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,7 +69,7 @@ def fim(
     The model must be trained for fill-in-the-middle, like Qwen2.5-Coder, StarCoder2 and Codestral.
     Repetitions of the text around the gap, and of other files of the project, draft too.
     """
-    output.check(setup.answer)
+    setup = replace(setup, answer=output.needs(setup.answer))
     found = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
     context = {str(path): read_text(path) for path in context_files or ()}
     if not found.prefix and not found.suffix and not context:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import sys
 import time
@@ -105,13 +104,6 @@ def load(
     """Load the models, as `open_session` does; on a terminal, show that they are loading."""
     from specgen.session.open import open_session
 
-    def loading(name: str) -> contextlib.AbstractContextManager[object]:
-        if output.quiet or output.verbose or not sys.stderr.isatty():
-            return contextlib.nullcontext()
-        from specgen.render.streams import make_console
-
-        return make_console(sys.stderr, os.environ).status(f"loading {name}")
-
     return open_session(
         options,
         drafts,
@@ -119,7 +111,7 @@ def load(
         memory=memory,
         note=output.note,
         check=check or (lambda _session: None),
-        loading=loading,
+        status=output.status,
         load_ahead=not output.verbose,  # lines of the log of two models at once would be mixed
     )
 
@@ -150,12 +142,14 @@ def log_shown(output: Output) -> Iterator[None]:
     own, handler = logging.getLogger("specgen.session"), logging.StreamHandler()
     own.addHandler(handler)
     own.setLevel(logging.INFO)
+    own.propagate = False  # a server's own log has a handler, too
     try:
         with logging_to(show if output.verbose > 1 else what_matters(show)):
             yield
     finally:
         own.removeHandler(handler)
         own.setLevel(logging.NOTSET)
+        own.propagate = True
 
 
 def what_matters(show: Callable[[str], None]) -> Callable[[str], None]:

@@ -9,8 +9,9 @@ import signal
 import sys
 import textwrap
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from specgen.session.session import Session
 
 
+_N_LIKELIEST = 10  # tokens of the target whose probabilities are known in a walk-through
 _output = partial(option, panel="Output")
 
 
@@ -36,17 +38,24 @@ class Output:
     show: Show = _output(
         "accepted",
         "--show",
-        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay, "
-        "with each round's reason to draft or not), or none (plain text).",
+        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay), or "
+        "none (plain text). In a pipe, too: rounds, a line for each round (with -v the probabilities by both models).",
     )
     stats: bool | None = _output(
         None,
         "--stats/--no-stats",
-        "Print a summary on standard error after the answer.",
-        show_default="stats, but not with --json or --quiet",
+        "Print all figures of an answer on standard error after it, or nothing.",
+        show_default="one line, but not with --json or --quiet",
     )
     json: bool = _output(
         False, "--json", "Print events instead of the answer, a JSON object on each line."
+    )
+    html: Path | None = _output(
+        None,
+        "--html",
+        "Write a page to look at: the answer grows round by round as it did, with what was drafted, accepted and "
+        "rejected, and the probabilities by both models.",
+        metavar="FILE",
     )
     newline: bool = _output(
         True,
@@ -84,10 +93,27 @@ class Output:
             line = textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
         print(line, file=sys.stderr)
 
-    def check(self, answer: GenerationOptions) -> None:
-        """Raise `UsageError` if this output cannot show what is asked for."""
+    def status(self, text: str) -> contextlib.AbstractContextManager[object]:
+        """Show on a terminal what is being done, until it is."""
+        if self.quiet or self.verbose or not sys.stderr.isatty():
+            return contextlib.nullcontext()
+        from specgen.render.streams import make_console
+
+        return make_console(sys.stderr, os.environ).status(text)
+
+    def needs(self, answer: GenerationOptions) -> GenerationOptions:
+        """Return the options of an answer, with the probabilities that are shown. Raise `UsageError` if this output
+        cannot show what is asked for."""
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
+        if self.html is not None and not self.html.parent.is_dir():
+            raise UsageError(f"--html {self.html}: there is no such folder")
+        shows_probabilities = (
+            self.show == "rounds" and self.verbose and not self.json
+        ) or self.html
+        if answer.logprobs is None and shows_probabilities:
+            return replace(answer, logprobs=_N_LIKELIEST)
+        return answer
 
     def show_answer(
         self, events: Generator[Event, None, None], folded: type[FoldedThought] | None = None
@@ -112,10 +138,16 @@ class Output:
             newline=self.newline,
         )
         seen: dict[type[Event], Any] = {}
+        told: list[Event] = []
         with contextlib.closing(events), renderer:
             for event in events:
                 renderer.handle(event)
                 seen[type(event)] = event
+                told += [event] if self.html is not None else []
+        if self.html is not None:
+            from specgen.render.replay import write_replay
+
+            write_replay(self.html, told)
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
         if finished is not None and prompt is not None and self.has_summary:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
@@ -124,6 +156,7 @@ class Output:
                 finished,
                 draft=prompt.draft,
                 kernels=prompt.kernels,
+                whole=self.stats is True,
                 show_legend=is_coloured and sys.stderr.isatty(),
             )
         return finished
@@ -143,7 +176,7 @@ def show_answer(
     from specgen.session.engine import generate
 
     with Interrupt() as interrupt:
-        events = generate(session, prompt, interrupted=interrupt)
+        events = generate(session, prompt, interrupted=interrupt, status=output.status)
         finished = output.show_answer(events)
     session.memory.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"

@@ -49,7 +49,7 @@ def run(
     The answer goes to standard output, everything else to standard error. On a terminal,
     colours show which tokens were drafted and accepted, and which the target chose itself.
     """
-    output.check(setup.answer)
+    setup = replace(setup, answer=output.needs(setup.answer))
     text = read_prompt(argument, option, files or (), output.note)
     if template.chat is not False:
         from specgen.session.prompts.thoughts import showing_thoughts

@@ -125,7 +125,7 @@ class ModelLoader:
                     load(options, output, sources.drafts, memory=self._memory)
                 )
                 stack.callback(save)
-                news = calibrate(loaded, stops)
+                news = calibrate(loaded, stops, output.status)
                 engine = Engine.largest(
                     loaded,
                     n_parallel,

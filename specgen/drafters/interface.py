@@ -83,8 +83,8 @@ class CacheSlot:
             best = max(0, n_held[lender] - n_again)
             n_own = min(n_own, best)
         elif n_own < backend.length(own.first):
-            # Such a cache cannot drop cells: to go back within a text, it would decode it again.
-            best = n_own = 0
+            # Such a cache cannot drop cells: to go back to any other place, it would decode all again.
+            best = n_own = backend.way_back(own.first, n_own)
         try:
             if backend.length(own.first) > n_own:
                 backend.remove(own.first, n_own)

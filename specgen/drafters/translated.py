@@ -442,10 +442,12 @@ class TranslatedDrafter(Drafter):
             return NO_DRAFT
         self._shaper.prefix = held_back = text.held_back
         # The tokens that are held back are drafted again first.
-        again = replace(plan, n_max=plan.n_max + n_held_back, n_given=n_held_back)
-        self.drafted = yield from self.inner.propose(text.tokens, again)
+        if n_held_back:
+            plan = replace(plan, n_max=plan.n_max + n_held_back, n_given=n_held_back)
+        self.drafted = yield from self.inner.propose(text.tokens, plan)
         draft = self._translation.translate(self.drafted, text.last_bytes(_SHOWN), held_back)
-        return replace(draft.first(plan.n_max), looks=self.drafted.looks[n_held_back:])
+        draft = draft.first(plan.n_max - n_held_back)
+        return replace(draft, looks=self.drafted.looks[n_held_back:])
 
     def _n_to_hold_back(self) -> int:
         """Return the number of the drafter's tokens at the end of the text that longer ones may replace: those of an

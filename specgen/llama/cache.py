@@ -59,13 +59,16 @@ class Cache:
                     f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
                 )
 
+    def saved_bytes(self, sequence: int, flags: int = 0) -> int:
+        size = llama_cpp.llama_state_seq_get_size_ext
+        return int(self.call(size, self.context, sequence, flags))
+
     def saved(
         self, sequence: int, flags: int = 0, buffer: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
         """Return the state of a sequence, in `buffer` if it is large enough: uint8[n_bytes]. `flags` are llama.cpp's;
         0 is the whole state. Raise `BackendError`."""
-        size = llama_cpp.llama_state_seq_get_size_ext
-        n_bytes = int(self.call(size, self.context, sequence, flags))
+        n_bytes = self.saved_bytes(sequence, flags)
         if buffer is None or len(buffer) < n_bytes:
             buffer = np.empty(n_bytes, np.uint8)
         forget_log()
@@ -120,6 +123,18 @@ def _pointer(state: NDArray[np.uint8]) -> Any:
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
+def restore_part(cache: Cache, sequence: int, state: NDArray[np.uint8], position: int) -> None:
+    """Let a sequence go back to a position, with the recurrent part of its state there. Raise `RollbackError`."""
+    if not cache.put(sequence, state, _PARTIAL):
+        raise RollbackError(
+            f"{cache.name}: the state of sequence {sequence} at position {position} "
+            f"could not be restored: {last_error()}"
+        )
+    cache.remove(sequence, position)  # the later attention cells of a hybrid model
+    cache.renew_guard(sequence)
+    cache.check_length(sequence, position)
+
+
 class StateCopies:
     """Keeps at most one copy of the recurrent state of each sequence.
 
@@ -151,15 +166,9 @@ class StateCopies:
         if self._n_shared:
             self.cache.remove(sequence)
             self.cache.copy(self._n_shared + sequence, sequence)
-        elif self.cache.put(sequence, self._states[sequence], _PARTIAL):
-            self.cache.remove(sequence, position)  # the later attention cells of a hybrid model
-            self.cache.renew_guard(sequence)
+            self.cache.check_length(sequence, position)
         else:
-            raise RollbackError(
-                f"{self.cache.name}: the state of sequence {sequence} at position {position} "
-                f"could not be restored: {last_error()}"
-            )
-        self.cache.check_length(sequence, position)
+            restore_part(self.cache, sequence, self._states[sequence], position)
 
     def forget(self, sequence: int) -> None:
         if self._n_shared:
@@ -198,6 +207,8 @@ class _Text:
     snapshots_from: int = 0
     #: The position of the state's copy; None if there is no copy.
     copied_at: int | None = None
+    #: A position, at most the end of the text, and the recurrent part of the state there.
+    anchor: tuple[int, NDArray[np.uint8]] | None = None
     #: Whether a checkpoint was set and nothing has been decoded since.
     checkpoint_due: bool = False
 
@@ -234,6 +245,15 @@ class Rewinder:
     def checkpoint(self, sequence: int) -> None:
         self._texts[sequence].checkpoint_due = True
 
+    def anchor(self, sequence: int) -> None:
+        text = self._texts[sequence]
+        if text.n_agreed == text.n_cached == len(text.tokens):
+            text.anchor = len(text.tokens), self._cache.saved(sequence, _PARTIAL)
+
+    def way_back(self, sequence: int, n: int) -> int:
+        anchor = self._texts[sequence].anchor
+        return anchor[0] if anchor is not None and anchor[0] <= n else 0
+
     def remove(self, sequence: int, start: int) -> None:
         text = self._texts[sequence]
         if start <= 0:
@@ -243,6 +263,8 @@ class Rewinder:
             return
         del text.tokens[start:]
         text.n_agreed = min(text.n_agreed, start)
+        if text.anchor is not None and text.anchor[0] > start:
+            text.anchor = None
         if text.copied_at is not None and text.copied_at > start:
             self._copies.forget(sequence)
             text.copied_at = None
@@ -298,6 +320,9 @@ class Rewinder:
         elif text.copied_at is not None and text.copied_at <= text.n_agreed:
             self._copies.restore(sequence, text.copied_at)
             text.n_agreed = text.copied_at
+        elif text.anchor is not None and text.anchor[0] <= text.n_agreed:
+            text.n_agreed, state = text.anchor
+            restore_part(self._cache, sequence, state, text.n_agreed)
         else:
             self._cache.remove(sequence)
             text.n_agreed = 0

@@ -262,6 +262,9 @@ class LlamaBackend:
             return self._rewinder.text(sequence)
         return self._texts[sequence]
 
+    def saved_bytes(self, sequence: int) -> int:
+        return self._cache.saved_bytes(sequence)
+
     def saved_text(self, sequence: int) -> NDArray[np.uint8]:
         """Return the state of a sequence's text: uint8[n_bytes]. Raise `BackendError`."""
         return self._cache.saved(sequence)
@@ -282,6 +285,13 @@ class LlamaBackend:
     def checkpoint(self, sequence: int) -> None:
         if self._rewinder is not None:
             self._rewinder.checkpoint(sequence)
+
+    def anchor(self, sequence: int) -> None:
+        if self._rewinder is not None:
+            self._rewinder.anchor(sequence)
+
+    def way_back(self, sequence: int, n: int) -> int:
+        return n if self._rewinder is None else self._rewinder.way_back(sequence, n)
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         if self._rewinder is not None:

@@ -154,6 +154,11 @@ class LlamaModel:
         return self._weights.kernel_problem
 
     @property
+    def is_newly_packed(self) -> bool:
+        """Whether loading it took longer, since its weights were not kept in the kernels' layout."""
+        return self._weights.is_newly_packed
+
+    @property
     def lacks_disk_room(self) -> bool:
         return self._weights.lacks_disk_room
 

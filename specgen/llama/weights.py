@@ -68,6 +68,10 @@ class LoadedWeights:
         return self._key.kernels
 
     @property
+    def is_newly_packed(self) -> bool:
+        return self._packed is not None and self._packed.n_new_bytes > 0
+
+    @property
     def lacks_disk_room(self) -> bool:
         return self._packed is not None and self._packed.lacks_room
 

@@ -144,6 +144,7 @@ class Outcome:
     n_rounds: int | None = None
     n_drafted: int | None = None
     n_accepted: int | None = None
+    drafted_by_depth: tuple[int, ...] = ()
     mean_accepted_length: float | None = None
     #: Notices for the user, for example that drafting failed.
     notices: tuple[str, ...] = ()
@@ -389,7 +390,7 @@ def _figures(
     speeds = [each.tokens_per_s for each in outcomes if each.tokens_per_s]
     rounds = [(each.mean_accepted_length or 0.0, each.n_rounds or 0) for each in outcomes]
     n_rounds = sum(n for _, n in rounds)
-    n_drafted = sum(outcome.n_drafted or 0 for outcome in outcomes)
+    n_positions = sum(sum(outcome.drafted_by_depth) for outcome in outcomes)
     n_accepted = sum(outcome.n_accepted or 0 for outcome in outcomes)
     first = results[0]
     return Figures(
@@ -401,7 +402,7 @@ def _figures(
         quartiles=_quartiles(speedups),
         worst_speedup=min(map(statistics.geometric_mean, by_prompt.values()), default=None),
         tokens_per_s=statistics.median(speeds) if speeds else None,
-        acceptance_rate=n_accepted / n_drafted if n_drafted else None,
+        acceptance_rate=n_accepted / n_positions if n_positions else None,
         mean_accepted_length=sum(mean * n for mean, n in rounds) / n_rounds if n_rounds else None,
         first_token=statistics.median(firsts) if firsts else None,
         categories=tuple(parts),

@@ -238,13 +238,14 @@ def summarise(replays: Sequence[Replay]) -> DraftFigures:
     tallies = [replay.tally for replay in counted]
     n_tokens = sum(replay.n_tokens for replay in counted)
     n_drafted = sum(tally.n_drafted for tally in tallies)
+    n_positions = sum(sum(tally.drafted_by_depth.values()) for tally in tallies)
     draft_s = sum(tally.draft_s for tally in tallies)
     seconds = draft_s + sum(tally.target_s for tally in tallies)
     return DraftFigures(
         speedup=speedup(n_tokens, seconds, counted[0].token_s),
         worst_speedup=min(replay.speedup for replay in counted),
         tokens_per_s=n_tokens / seconds,
-        acceptance_rate=sum(t.n_accepted for t in tallies) / n_drafted if n_drafted else None,
+        acceptance_rate=sum(t.n_accepted for t in tallies) / n_positions if n_positions else None,
         mean_accepted_length=n_tokens / sum(tally.n_rounds for tally in tallies),
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in counted) / len(counted),

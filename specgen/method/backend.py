@@ -40,8 +40,11 @@ class Batch:
         return Batch(*(getattr(self, each.name)[start:end] for each in fields(self)))
 
     def extend(self, other: Batch) -> None:
-        for each in fields(self):
-            getattr(self, each.name).extend(getattr(other, each.name))
+        self.tokens += other.tokens
+        self.positions += other.positions
+        self.sequences += other.sequences
+        self.wants_logits += other.wants_logits
+        self.hidden += other.hidden
 
 
 class Vocabulary(Protocol):
@@ -107,6 +110,12 @@ class Backend(Protocol):
 
     def checkpoint(self, sequence: int) -> None:
         """Announce, before a draft is decoded, that tokens from here on may be dropped: `remove` must then be cheap."""
+
+    def anchor(self, sequence: int) -> None:
+        """Keep the state of a text as it is now, until the next anchor, so that `remove` can go back to it."""
+
+    def way_back(self, sequence: int, n: int) -> int:
+        """Return the most of a text's first `n` tokens that `remove` can go back to without decoding them again."""
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination` too, or raise

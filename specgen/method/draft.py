@@ -164,21 +164,23 @@ class Draft:
 
     def first(self, n: int) -> Draft:
         """Return the first n nodes, which are a tree too; see `only`."""
-        return self if n >= len(self.tokens) else self.only(range(n))
+        return self.only(range(min(n, len(self.tokens))))
 
     def only(self, nodes: Sequence[int]) -> Draft:
         """Return a draft of these nodes, in this order: parents come before their children. Of independent walks none
         may be left out."""
+        if list(nodes) == list(range(len(self.tokens))):
+            return self
         if self.walks and len(nodes) < len(self.tokens):
             raise ValueError("no node of independent walks may be left out")
         index = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
         return Draft(
-            tuple(self.tokens[node] for node in nodes),
-            tuple(index[self.parents[node]] for node in nodes),
-            tuple(self.origins[node] for node in nodes),
-            tuple(self.probabilities[node] for node in nodes),
-            tuple(self.distributions[node] for node in nodes),
-            tuple(tuple(index[node] for node in walk) for walk in self.walks),
+            tuple([self.tokens[node] for node in nodes]),
+            tuple([index[self.parents[node]] for node in nodes]),
+            tuple([self.origins[node] for node in nodes]),
+            tuple([self.probabilities[node] for node in nodes]),
+            tuple([self.distributions[node] for node in nodes]),
+            tuple(tuple([index[node] for node in walk]) for walk in self.walks),
             self.looks,
         )
 
@@ -213,13 +215,15 @@ def pack(
     branches = slot.of_leaves(len(leaves))
     for branch in branches[1:]:
         backend.copy(slot.first, branch)
-    last = len(pending) - 1
-    for offset, token in enumerate(pending):
-        batch.add(token, n_past + offset, branches, offset == last)
-    paths = [set(draft.path(leaf)) for leaf in leaves]
-    for node, (token, depth) in enumerate(zip(draft.tokens, draft.depths(), strict=True)):
-        through = tuple(b for b, path in zip(branches, paths, strict=True) if node in path)
-        batch.add(token, n_past + len(pending) + depth, through, True)
+    n_all = n_past + len(pending)
+    for position, token in enumerate(pending, n_past):
+        batch.add(token, position, branches, position == n_all - 1)
+    through: list[tuple[int, ...]] = [()] * len(draft)
+    for branch, leaf in zip(branches, leaves, strict=False):  # no draft has no leaf
+        for node in draft.path(leaf):
+            through[node] += (branch,)
+    for token, depth, sequences in zip(draft.tokens, draft.depths(), through, strict=True):
+        batch.add(token, n_all + depth, sequences, True)
     return range(first_row, first_row + len(pending))
 
 

@@ -29,7 +29,6 @@ from specgen.method.tables import (
     judge_drafts,
     values_of_looks,
 )
-from specgen.system.arrays import ProbArray
 
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
@@ -179,7 +178,7 @@ class CostAwarePolicy:
         self._known = {} if acceptance is None else acceptance
         self._here: dict[str, AcceptanceRates] = {}
         #: The values of the model's looks, a few rounds old; empty if they are to be computed.
-        self._values: list[ProbArray] = []
+        self._values: list[list[float]] = []
         self._n_stale = self._n_rounds = 0
         #: The seconds of all rounds; averages over recent ones.
         self._elapsed_s, self._round_s, self._round_tokens = 0.0, 0.0, 1.0
@@ -193,7 +192,7 @@ class CostAwarePolicy:
         if min(self.n_max, offer.n_most) < 1:
             return RoundPlan("no room")
         # A sequence pays its part of a batch in which all draft as much as it does.
-        rows_s = [self._costs.seconds_each(1 + n) for n in range(self.n_max + 1)]
+        rows_s = self._costs.seconds_to(self.n_max + 1)
         recent_s = (self._round_s or rows_s[0]) / self._round_tokens
         stop = WhilePaying(
             origin=offer.drafter or "",
@@ -230,7 +229,7 @@ class CostAwarePolicy:
         plan = RoundPlan("model", n_max, NO_DRAFT, growing, drafter, price.prefill_s)
         # Each look takes `next_s`, but the first one `first_s`; the prefill is spread over the rounds to come.
         n_rounds = max(1.0, offer.n_left / max(1.0, self._round_tokens))
-        value_s = float(self._values[0][-1]) + price.next_s - price.first_s
+        value_s = self._values[0][-1] + price.next_s - price.first_s
         value_s -= _PREFILL_MARGIN * price.prefill_s / n_rounds
         pays = value_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
         n_tried = min(self.n_max, _N_TRIED)
@@ -260,9 +259,8 @@ class CostAwarePolicy:
         costs, plan, n_drafted = self._costs, result.plan, len(result.draft)
         costs.observe(result.n_rows, result.target_s, result.n_sequences)
         if plan.drafter is not None:
-            seen = self.acceptance_of(plan.drafter)
-            for confidence in itertools.chain(*(each.looks for each in result.proposed)):
-                seen.see(confidence)
+            looks = itertools.chain(*(each.looks for each in result.proposed))
+            self.acceptance_of(plan.drafter).see(looks)
         judge_drafts(self.acceptance_of, result.proposed, result.committed, len(result.path))
         self._n_stale = self._n_stale if n_drafted else 0
         if not costs:

@@ -9,7 +9,7 @@ import bisect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -41,6 +41,7 @@ NGRAM_ORIGINS = ("ngram", "lookup")  # of tokens that need no model
 Rates: TypeAlias = Callable[[str], "AcceptanceRates"]  # the acceptance rates of an origin
 #: The logarithms of `whole` at which the values of looks are computed.
 _LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)
+_GRID: list[float] = _LOG_GRID.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,11 @@ class CostTable:
     def seconds_each(self, n_rows: int) -> float:
         """Return one sequence's part of a decode in which all have `n_rows` rows; 0 while nothing is known."""
         return self.seconds(n_rows * self.n_sharing) / self.n_sharing if self._seconds else 0.0
+
+    def seconds_to(self, n_rows: int) -> list[float]:
+        """Return `seconds_each` of one, two, ... `n_rows` rows."""
+        sizes = range(self.n_sharing, n_rows * self.n_sharing + 1, self.n_sharing)
+        return [self.seconds(size) / self.n_sharing for size in sizes]
 
     def share_of_batch(self, n_drafted: int, n_rows: int) -> float:
         """Return one sequence's share of a batch: an equal part of plain rows, and the rest by its drafted rows."""
@@ -151,11 +157,12 @@ class AcceptanceRates:
         at_0, slope = (0.0, 0.85) if origin in NGRAM_ORIGINS else (at_0, slope)
         self._prior = [at_0 + slope * middle for middle in _MIDDLES]
         self._deviation = 0.0
-        self._seen_here = np.zeros(N_BINS)
+        self._seen_here = [0.0] * N_BINS
         self._curve: list[float | None] = [None] * N_BINS  # None: not asked for since a judgement
 
     def acceptance(self, confidence: float) -> float:
-        return self._of_bin(bisect.bisect_left(BIN_EDGES, confidence))
+        known = self._curve[index := bisect.bisect_left(BIN_EDGES, confidence)]
+        return self._of_bin(index) if known is None else known
 
     def curve(self) -> list[float]:
         """Return the acceptance probabilities by bin: those in all texts, shifted by this text's deviation."""
@@ -180,11 +187,15 @@ class AcceptanceRates:
         """Return the acceptance probability of a token whose confidence is not known yet."""
         return float(np.array(self.curve()) @ self.frequencies())
 
-    def see(self, confidence: float) -> None:
-        index = bisect.bisect_left(BIN_EDGES, confidence)
-        self.counts.n_seen *= _FADING
-        self.counts.n_seen[index] += 1.0
-        self._seen_here[index] += 1.0
+    def see(self, confidences: Iterable[float]) -> None:
+        # Lists: the few numbers of a round take NumPy longer.
+        seen, here = self.counts.n_seen.tolist(), self._seen_here
+        for confidence in confidences:
+            index = bisect.bisect_left(BIN_EDGES, confidence)
+            seen = [each * _FADING for each in seen]
+            seen[index] += 1.0
+            here[index] += 1.0
+        self.counts.n_seen[:] = seen
 
     def judge(self, confidence: float, *, accepted: bool) -> None:
         """Learn whether a token was accepted; all tokens before it were."""
@@ -264,7 +275,7 @@ class WhilePaying(Stop):
     token_s: float
     extra_s: Sequence[float]
     next_s: float = 0.0
-    values: Sequence[ProbArray] = ()
+    values: Sequence[Sequence[float]] = ()
     needs_confidence: bool = True
 
     def wants_token(self, confidences: Sequence[float]) -> bool:
@@ -279,7 +290,14 @@ class WhilePaying(Stop):
 
     def value(self, n_drafted: int, whole: float) -> float:
         """Return the seconds that a look at the next token is expected to save; below 0 it does not pay."""
-        return float(np.interp(math.log(max(whole, _LEAST)), _LOG_GRID, self.values[n_drafted]))
+        # As np.interp does, which takes several times as long for one number.
+        values, log_whole = self.values[n_drafted], math.log(max(whole, _LEAST))
+        place = bisect.bisect_right(_GRID, log_whole) - 1
+        if not 0 <= place < len(_GRID) - 1:
+            return values[max(0, place)]
+        low, high = _GRID[place : place + 2]
+        slope = (values[place + 1] - values[place]) / (high - low)
+        return slope * (log_whole - low) + values[place]
 
     def cut(self, draft: Draft) -> Draft:
         return draft if draft.is_drawn else draft.only(self.best_nodes(self.wholes(draft)))
@@ -316,13 +334,12 @@ class WhilePaying(Stop):
         return wholes
 
     def _whole(self, confidences: Sequence[float]) -> float:
-        acceptance = self.rates(self.origin).acceptance
-        return math.prod([acceptance(each) for each in confidences])
+        return math.prod(map(self.rates(self.origin).acceptance, confidences))
 
 
 def values_of_looks(
     extra_s: Sequence[float], next_s: float, token_s: float, rates: AcceptanceRates
-) -> list[ProbArray]:
+) -> list[list[float]]:
     """Return V, the value in seconds of a look at the next token: by n, the tokens of the draft so far, and by W,
     their whole, on the grid.
 
@@ -338,4 +355,4 @@ def values_of_looks(
         # max(0, V(n + 1, W acceptance[b])), between the grid's places
         after_s = np.interp(log_wholes, _LOG_GRID, np.maximum(found[-1], 0.0))
         found.append(np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s)
-    return found[::-1]
+    return [values.tolist() for values in reversed(found)]

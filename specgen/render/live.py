@@ -21,6 +21,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import Show
+from specgen.render.rounds import RoundsRenderer
 from specgen.render.rows import (
     LEGEND,
     Cell,
@@ -239,7 +240,10 @@ class _Status:
         elif isinstance(event, ReadingEvent):
             self._reading = [reading(event), *self._reading[-3:]]
         elif isinstance(event, DraftedEvent):
-            self._n_drafted += len(event.nodes)
+            depths: list[int] = []
+            for node in event.nodes:
+                depths.append(1 if node.parent < 0 else depths[node.parent] + 1)
+            self._n_drafted += max(depths, default=0)
         elif isinstance(event, VerifiedEvent):
             self._n_accepted += len(event.accepted)
         elif isinstance(event, CommittedEvent):
@@ -380,6 +384,8 @@ def make_renderer(
         return JsonlRenderer(stdout.buffer)
     errors = make_console(stderr, environ)
     notice = None if quiet else partial(print_notice, errors, verbose=verbose)
+    if show == "rounds":
+        return RoundsRenderer(console, notice, verbose=verbose)
     is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
     if stdout.isatty() and not is_dumb:
         return LiveRenderer(console, show, notice, thought=folded or (Thought if thinks else None))

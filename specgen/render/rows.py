@@ -2,9 +2,10 @@
 
 A `Cell` is what a reader takes for one character (a letter with its accents, an emoji of several code points).
 Terminals disagree about the width of emoji sequences, so a cell's width is the largest that is usual, and a row never
-runs over the edge. Lines are broken where the terminal itself would break them, so that it joins their rows when text
-is copied. A row never depends on anything after the first cell of the next row, so all rows of a growing text (`Flow`)
-except the last are settled.
+runs over the edge. Lines of prose are broken between words. Lines of code and tables, and words that are longer than a
+row, are broken where the terminal itself would break them, so that it joins their rows when text is copied. A row never
+depends on anything after the first cell of the next row, so all rows of a growing text (`Flow`) except the last are
+settled.
 """
 
 from __future__ import annotations
@@ -81,16 +82,16 @@ def clean_line(text: str) -> str:
 
 # --- marks
 
-#: The origin of a piece of text; ``faint`` marks text that is not the answer, such as the reason of a round.
+#: The origin of a piece of text; ``faint`` marks text that is not the answer, such as thoughts.
 Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
 #: The marks of a legend: all except those that only grammars cause.
 LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
-#: By mark. The colours are the terminal's own sixteen, which suit dark and light backgrounds, and the attributes say
-#: the same without them: accepted tokens are underlined, tokens that the target chose itself bold, bonus tokens both.
+#: By mark. The colours are the terminal's own sixteen, which suit dark and light backgrounds. What matters most is said
+#: without them, too: accepted tokens are underlined, and rejected ones struck through.
 STYLES: Mapping[str, Style] = {
     "accepted": Style(color="green", underline=True),
-    "corrected": Style(color="magenta", bold=True),
-    "bonus": Style(color="cyan", bold=True, underline=True),
+    "corrected": Style(color="magenta"),
+    "bonus": Style(color="cyan"),
     "plain": Style.null(),
     "forced": Style(color="blue"),
     "rejected": Style(color="red", strike=True),
@@ -101,16 +102,22 @@ STYLES: Mapping[str, Style] = {
 Pens: TypeAlias = Mapping[str, tuple[str, str]]
 
 
+def styles_on(console: Console) -> Mapping[str, Style]:
+    """Return the style of each mark on this console. Without colours (NO_COLOR) the attributes stay, the target's own
+    tokens are bold, and rejected text is also dimmed: not every terminal strikes text through."""
+    if not console.no_color:
+        return STYLES
+    bold = {mark: STYLES[mark] + Style(bold=True) for mark in ("corrected", "bonus")}
+    rejected = STYLES["rejected"] + STYLES["faint"]
+    styles = {**STYLES, **bold, "rejected": rejected}
+    return {mark: style.without_color for mark, style in styles.items()}
+
+
 def pens(console: Console) -> Pens:
-    """Return the escape codes for each mark on this console. Without colours (NO_COLOR) the attributes stay, and
-    rejected text is also dimmed: not every terminal strikes text through."""
-    styles = dict(STYLES)
-    if console.no_color:
-        styles["rejected"] += styles["faint"]
-        styles = {mark: style.without_color for mark, style in styles.items()}
+    """Return the escape codes for each mark on this console."""
     system = None if console.color_system is None else ColorSystem.STANDARD
     found = {"": ("", "")}
-    for mark, style in styles.items():
+    for mark, style in styles_on(console).items():
         before, _, after = style.render("\0", color_system=system).partition("\0")
         found[mark] = (before, after)
     return found
@@ -135,27 +142,19 @@ class Round:
     pieces: tuple[Piece, ...]
     #: (index of the piece that took its place, text) for each rejected branch of the draft.
     rejected: tuple[tuple[int, str], ...]
-    #: Why the round drafted what it drafted, in words; empty if the round before had the same reason.
-    reason: str = ""
 
     def runs(self, *, shows_all: bool) -> Iterator[Run]:
-        """Yield the text in order, and with `shows_all` each rejected branch at its position, and the
-        reason at the end of the round's last line. A branch is struck out if it was the only one and no
-        drafted token took its place; otherwise it is in brackets, so that the text stays legible."""
+        """Yield the text in order, and with `shows_all` each rejected branch at its position. A branch is struck out if
+        it was the only one and no drafted token took its place; otherwise it is in brackets, so that the text stays
+        legible."""
         for index, piece in enumerate(self.pieces):
             lost = [text for place, text in self.rejected if place == index and text]
             if shows_all and len(lost) == 1 and piece.kind != "accepted":
                 yield Run(lost[0], "rejected")
             elif shows_all and lost:
                 yield Run(f"[{'|'.join(lost)}]".replace("\n", "\\n"), "aside")
-            has_reason = shows_all and self.reason and index == len(self.pieces) - 1
-            line = piece.text.rstrip("\n") if has_reason else piece.text
-            if line:
-                yield Run(line, piece.kind)
-            if has_reason:
-                yield Run(f" [{self.reason}]", "faint")
-            if line != piece.text:
-                yield Run(piece.text.removeprefix(line), piece.kind)
+            if piece.text:
+                yield Run(piece.text, piece.kind)
 
 
 class RoundReader:
@@ -164,7 +163,6 @@ class RoundReader:
     def __init__(self) -> None:
         self._nodes: tuple[DraftNode, ...] = ()
         self._rejected: tuple[tuple[int, str], ...] = ()
-        self._reason: str | None = None
 
     def read(self, event: Event) -> Round | None:
         """Return the round at its last event; None at the others."""
@@ -179,14 +177,14 @@ class RoundReader:
             )
         if not isinstance(event, CommittedEvent):
             return None
-        reason = event.reason_text or "" if event.reason != self._reason else ""
-        found = Round(event.pieces, self._rejected, reason)
-        self._rejected, self._reason = (), event.reason or self._reason
+        found, self._rejected = Round(event.pieces, self._rejected), ()
         return found
 
 
 # --- cells and rows
 
+#: Characters that show whether a line is code.
+_N_BEGINNING = 16
 #: Distance of the tab stops, in columns.
 TAB_COLUMNS = 8
 #: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not writing,
@@ -257,6 +255,8 @@ class Row:
     width: int
     #: The next row goes on without a line feed: the terminal itself breaks the line there.
     joined: bool = False
+    #: Spaces between this row's last word and the next row's first, which are not drawn.
+    gap: tuple[Cell, ...] = ()
 
     def runs(self) -> Iterator[tuple[str, str]]:
         """Yield (text, mark) for neighbouring cells that look the same."""
@@ -271,7 +271,13 @@ class Row:
 EMPTY_ROW = Row((), 0)
 
 
-def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) -> list[Row]:
+def wrap(
+    cells: Sequence[Cell],
+    columns: int,
+    first_columns: int | None = None,
+    *,
+    between_words: bool = False,
+) -> list[Row]:
     """Lay one line out in at least one row, the first with room for `first_columns`, if that is less than `columns`.
     A row is as wide as the screen only if all its cells have an exact width, otherwise one column less."""
     rows: list[Row] = []
@@ -285,10 +291,30 @@ def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) 
             width, end = width + cell.width, end + 1
         if end == start < len(cells) and room == columns:
             width, end = cells[start].width, end + 1
+        if end < len(cells) and between_words and (cut := _last_word(cells, start, end)):
+            end, after = cut
+            width = sum(cell.width for cell in cells[start:end])
+            rows.append(Row(tuple(cells[start:end]), width, gap=tuple(cells[end:after])))
+            start, room = after, columns
+            continue
         rows.append(Row(tuple(cells[start:end]), width, width == columns and end < len(cells)))
         if end == len(cells):
             return rows
         start, room = end, columns
+
+
+def _last_word(cells: Sequence[Cell], start: int, end: int) -> tuple[int, int] | None:
+    """Return where a row with room for `cells[start:end]` ends between words, and where the next one begins; None if
+    it has no such place in its second half."""
+    for n in range(end, start + (end - start) // 2, -1):
+        if cells[n].text == " ":
+            before = n
+            while before > start and cells[before - 1].text == " ":
+                before -= 1
+            return (before, n + 1) if before > start else None
+        if cells[n].width > 1 or cells[n - 1].width > 1:  # scripts without spaces
+            return (n, n) if n < end else None
+    return None
 
 
 class Flow:
@@ -303,6 +329,9 @@ class Flow:
         self.rows: list[Row] = [EMPTY_ROW]
         #: Columns of the last line before its last row; tab stops depend on it.
         self._columns_before = 0
+        #: Whether the text is in a block of code, and whether its last line begins or ends one, and is broken at any
+        #: character.
+        self._in_code = self._is_fence = self._is_literal = False
 
     def feed(self, runs: Iterable[Run]) -> None:
         """Add text. Rejected text does not break lines: its line feeds are shown as signs."""
@@ -315,6 +344,7 @@ class Flow:
             self._append(cells, first, run.mark)
             for part in others:
                 self._lay_out(cells)
+                self._in_code ^= self._is_fence
                 self._settled += self.rows
                 self.rows, self._columns_before, cells = [EMPTY_ROW], 0, []
                 self._append(cells, part, run.mark)
@@ -324,7 +354,7 @@ class Flow:
         """Lay out the rows that were not handed out for another width."""
         self.columns = columns
         self._columns_before -= sum(row.width for row in self.rows[:-1])
-        cells = [cell for row in self.rows for cell in row.cells]
+        cells = [cell for row in self.rows for cell in (*row.cells, *row.gap)]
         self.rows = [EMPTY_ROW]
         self._lay_out(cells)
 
@@ -360,6 +390,10 @@ class Flow:
 
     def _lay_out(self, cells: list[Cell]) -> None:
         """Replace the growing row by these cells."""
-        rows = wrap(cells, self.columns)
+        if not self._columns_before:  # it is the line's first
+            beginning = "".join(cell.text for cell in cells[:_N_BEGINNING])
+            self._is_fence = beginning.lstrip().startswith(("```", "~~~"))
+            self._is_literal = self._in_code or beginning.startswith(("    ", "|"))
+        rows = wrap(cells, self.columns, between_words=not self._is_literal)
         self.rows[-1:] = rows
         self._columns_before += sum(row.width for row in rows[:-1])

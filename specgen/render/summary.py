@@ -24,6 +24,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _LITTLE = 0.25
 #: Speed-ups that differ by at most this count as equal.
 _NOISE = 0.03
+#: The fewest tokens of whose speed something is said.
+_FEWEST_TIMED = 8
 
 
 def print_summary(
@@ -32,10 +34,16 @@ def print_summary(
     *,
     draft: str | None = None,
     kernels: str | None = None,
+    whole: bool = True,
     show_legend: bool = False,
 ) -> None:
-    """Print the summary: on a terminal in two columns; elsewhere a line for each item, so that it can be
-    searched. `draft` and `kernels` are those of the prompt's event."""
+    """Print the summary: one line in plain words and, if it is `whole`, all known figures, on a terminal in two
+    columns; elsewhere a line for each, so that it can be searched. `draft` and `kernels` are those of the prompt's event."""
+    if console.is_terminal:
+        say(console, Text())
+    say(console, Text(in_short(finished, draft), STYLES["faint"] if not whole else ""))
+    if not whole:
+        return
     items = [(label, Text(text)) for label, text in summary_items(finished, draft, kernels)]
     if show_legend and finished.n_drafted:
         legend = Text("  ").join(Text(mark, STYLES[mark]) for mark in LEGEND)
@@ -49,8 +57,29 @@ def print_summary(
     table.add_column()
     for item in items:
         table.add_row(*item)
-    say(console, Text())
     say(console, table)
+
+
+def in_short(finished: FinishedEvent, draft: str | None = None) -> str:
+    """Return the answer's tokens, time and gain in one sentence, and whether it was cut."""
+    of, speed = finished, finished.tokens_per_s
+    rate = f"{three_digits(speed)} tokens/s" if speed and of.n_tokens >= _FEWEST_TIMED else ""
+    said = _listed(f"{counted(of.n_tokens, 'token')} in {seconds_text(of.wall_s)}", rate)
+    between, is_busy_now = _speedup_range(of), _was_busy(of)
+    if draft != "none" and of.n_rounds:
+        if between is not None and is_busy_now:
+            said += "; what drafts saved is not known, since the machine was busy"
+        elif between is not None:
+            low, high = between
+            times = f"{_between(low, high)} times as fast as without drafts"
+            if round(low, 1) <= 1.0:
+                times = "about as fast as without drafts"
+            if round(high, 1) < 1.0:
+                times = f"slower than without drafts, {_between(low, high)} times as fast"
+            said += f": {times}"
+        elif not of.n_drafted:
+            said += ", nothing was drafted"
+    return said if of.finish_reason == "stop" else f"{said} ({_end(of)})"
 
 
 def summary_items(
@@ -64,8 +93,9 @@ def summary_items(
     counts = counted(of.n_tokens, "token"), counted(of.n_rounds, "round")
     yield "answer", _listed(*counts, length, forced)
     speed, first_s = of.tokens_per_s, of.time_to_first_token_s
+    is_timed = of.n_tokens >= _FEWEST_TIMED
     if speed is not None or first_s is not None:
-        per_s = f"{three_digits(speed)} tokens/s" if speed is not None else ""
+        per_s = f"{three_digits(speed)} tokens/s" if speed and is_timed else ""
         first = (
             f"first token after {seconds_text(first_s)} ({prompt})" if first_s is not None else ""
         )
@@ -77,7 +107,7 @@ def summary_items(
         rate = of.acceptance_rate
         share = "" if rate is None else f"acceptance rate {rate:.0%}, "
         yield "drafts", f"{share}{of.n_accepted} of {counted(of.n_drafted, 'token')} accepted"
-        yield "by depth", _shares(of.accepted_by_depth, of.drafted_by_depth)
+        yield "a round", _histogram(of.rounds_by_tokens)
         if len(of.drafted_by_rank) > 1:  # second guesses for a position beside the first ones
             yield "by guess", _shares(of.accepted_by_rank, of.drafted_by_rank)
     elif of.n_rounds and draft not in (None, "none"):
@@ -90,13 +120,17 @@ def summary_items(
         parts |= {"target": of.target_s - of.prompt_s, "specgen": of.loop_s}
         shares = {name: part_s / of.wall_s for name, part_s in parts.items() if part_s > 0}
         texts = (f"{n} {s:.0%}" if s >= 0.01 else f"{n} under 1%" for n, s in shares.items())
-        yield "time", _listed(seconds_text(of.wall_s), *texts)
+        before = {"loading": of.loading_s, "loading and packing": of.packing_s}
+        before |= {"measuring what drafting costs": of.measuring_s}
+        setup = _listed(*(f"{n} {seconds_text(s)}" for n, s in before.items() if s > 0))
+        yield (
+            "time",
+            _listed(seconds_text(of.wall_s), *texts, f"before it {setup}" if setup else ""),
+        )
     if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
         yield "kernels", str(kernels)
-    if of.estimated_speedup is not None:
-        yield "gain", _gain(of, of.estimated_speedup, draft)
-    elif of.estimate is not None:
-        yield "gain", of.estimate
+    if gain := _gain(of, draft):
+        yield "gain", gain
     yield "end", _end(of)
 
 
@@ -113,28 +147,50 @@ def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int]) -> str:
     return f"{bars}  {numbers}"
 
 
-def _gain(finished: FinishedEvent, speedup: float, draft: str | None) -> str:
-    """Return between which two numbers the gain over plain decoding is, and advice if it is a loss. A gain that may
-    be none is not called one, and on a busy machine nothing is known."""
-    if finished.others_share is not None and is_busy(finished.others_share):
-        return f"not known, since the machine was busy: {busy_text(finished.others_share)}"
+def _histogram(n_rounds: Sequence[int]) -> str:
+    """Return how many of the rounds added one token, two, and so on."""
+    n_all = sum(n_rounds) or 1
+    shares = [(n, of_all / n_all) for n, of_all in enumerate(n_rounds, 1) if of_all]
+    parts = [f"{n} {_BARS[min(7, int(share * 8))]} {share:.0%}" for n, share in shares]
+    return f"tokens added: {'  '.join(parts)}"
+
+
+def _was_busy(finished: FinishedEvent) -> bool:
+    return finished.others_share is not None and is_busy(finished.others_share)
+
+
+def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
+    """Return between which two numbers the gain of the whole answer over plain decoding is; None if it is not known.
+    Reading a long prompt takes the same time with drafts and without."""
+    speedup, whole = finished.estimated_speedup, finished.estimated_whole_speedup
+    if speedup is None:
+        return None
     low, high = finished.estimated_speedup_range or (speedup, speedup)
-    whole, plain, details = (
-        finished.estimated_whole_speedup,
-        finished.plain_tokens_per_s,
-        ["", "", ""],
-    )
-    # Reading a long prompt takes the same time with drafts and without.
-    if whole is not None and abs(whole - speedup) > _NOISE:
-        details[0] = f"{_between(low, high)} times after the first token"
-        prompt = finished.prompt_s / finished.wall_s
-        low, high = (prompt + (whole - prompt) * each / speedup for each in (low, high))
-    if plain is not None:
-        details[1] = f"{three_digits(plain)} tokens/s plain"
-    if finished.estimate:
-        details[2] = f"estimated {finished.estimate}"
+    if whole is None or abs(whole - speedup) <= _NOISE:
+        return low, high
+    prompt = finished.prompt_s / finished.wall_s
+    low, high = (prompt + (whole - prompt) * each / speedup for each in (low, high))
+    return low, high
+
+
+def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
+    """Return the gain over plain decoding, how it is known, and advice if it is a loss. A gain that may be none is not
+    called one, and on a busy machine nothing is known."""
+    of, between = finished, _speedup_range(finished)
+    if between is None:
+        return of.estimate
+    if of.others_share is not None and _was_busy(of):
+        return f"not known, since the machine was busy: {busy_text(of.others_share)}"
+    speedup, details = of.estimated_speedup or 0.0, ["", "", ""]
+    after = of.estimated_speedup_range or (speedup, speedup)
+    if between != after:
+        details[0] = f"{_between(*after)} times after the first token"
+    if of.plain_tokens_per_s is not None:
+        details[1] = f"{three_digits(of.plain_tokens_per_s)} tokens/s plain"
+    if of.estimate:
+        details[2] = f"estimated {of.estimate}"
     about = f" ({_listed(*details)})" if any(details) else ""
-    times = _between(low, high)
+    times, (low, high) = _between(*between), between
     if round(low, 1) > 1.0:
         return f"{times} times as fast as plain decoding{about}"
     if round(high, 1) >= 1.0:

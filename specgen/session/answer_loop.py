@@ -97,6 +97,8 @@ class AnswerLoop(Loop):
             batch, n_batch = Batch(), self.target.n_batch
             is_scored = sequence.options.prompt_logprobs
             n_batch = min(n_batch, self.target.n_outputs) if is_scored else n_batch
+            if self.target.length(sequence.slot.first) in sequence.stops:
+                self.target.anchor(sequence.slot.first)
             is_last = self.add_piece(batch, sequence, min(n_most or n_batch, n_batch))
             if is_scored:
                 batch.wants_logits = [True] * len(batch)
@@ -131,8 +133,7 @@ class AnswerLoop(Loop):
         last row wants logits."""
         text, first = sequence.tokens, sequence.slot.first
         start = self.target.length(first)
-        if start < sequence.stops_at:
-            n_most = min(n_most, sequence.stops_at - start)
+        n_most = min([n_most, *(stop - start for stop in sequence.stops if stop > start)])
         for offset, token in enumerate(text[start : start + n_most]):
             batch.add(token, start + offset, (first,), False)
         is_last = start + n_most >= len(text)

@@ -7,10 +7,12 @@ corrects them while it runs.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from specgen.drafters.interface import Key
 from specgen.method.backend import Backend, Batch
@@ -24,14 +26,15 @@ ACCEPTANCE = 0.7
 #: The least expected speed-up with which a draft is used. The margin pays for the draft's decode of the
 #: prompt, and for prompts that suit it less.
 WORTH = 1.1
-#: The first tokens of this text are decoded one by one before anything is timed: the context is then not empty, and
+#: The first tokens of this text are decoded before anything is timed: the context is then not empty, and
 #: llama.cpp has made its plans.
 _FILLER = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on)."
 _N_FILLER = 4
 #: All sizes of batches up to this are timed; of larger ones only some, since the others are interpolated.
 _N_DENSE = 8
-#: How often each size is timed, and after how many seconds of decodes no other size is begun.
-_N_REPEATS, _BUDGET_S = 3, 2.0
+#: How often each size is timed, and after how many seconds of decodes of all models no other is begun: the decodes of
+#: answers correct what was measured, and add what was not. A draft has at least this share of them.
+_N_REPEATS, _BUDGET_S, _DRAFT_SHARE = 3, 2.0, 0.25
 #: A table with fewer sizes was not measured: it has only seen a few decodes.
 MIN_SIZES = 3
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
@@ -40,8 +43,17 @@ _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
 _N_SHORT = 256
 
 
+#: Shows what is being done while a context is open.
+Status: TypeAlias = Callable[[str], contextlib.AbstractContextManager[object]]
+
+
 def _never() -> bool:
     return False
+
+
+def no_status(_text: str) -> contextlib.AbstractContextManager[object]:
+    """Show nothing."""
+    return contextlib.nullcontext()
 
 
 # --- what a draft is expected to gain --------------------------------------------------------------
@@ -156,13 +168,16 @@ def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> 
 # --- measuring -------------------------------------------------------------------------------------
 
 
-def calibrate(session: Session, interrupted: Callable[[], bool] = _never) -> str:
+def calibrate(
+    session: Session, interrupted: Callable[[], bool] = _never, status: Status = no_status
+) -> str:
     """Measure what drafting costs here if costs decide how much is drafted and they are not known. Return a sentence
     that says so; else an empty one. Raise what `measure_in_short_contexts` raises."""
     draft, is_by_cost = session.draft, session.options.drafting.is_by_cost
     if not is_by_cost or draft is None or is_pair_measured(session, draft.timed):
         return ""
-    took = seconds_text(measure_in_short_contexts(session, interrupted))
+    with status("measuring what drafting costs"):
+        took = seconds_text(measure_in_short_contexts(session, interrupted))
     again = "; the machine was busy, so they will be measured again" * session.costs.was_busy
     return f"measured the costs of drafting in {took}{again}"
 
@@ -196,13 +211,18 @@ def measure_if_new(
         return 0.0
     load = LoadOfOthers()
     sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
-    complete(costs.table(), target, sizes, session.n_rows_max, interrupted)
-    if drafts and timed is not None:
-        complete(costs.table(timed), drafts[0], _DRAFT_SIZES, interrupted=interrupted)
+    has_draft, before_s = bool(drafts) and timed is not None, target.decode_s
+    own_s = _BUDGET_S * (1.0 - _DRAFT_SHARE if has_draft else 1.0)
+    complete(costs.table(), target, sizes, own_s, session.n_rows_max, interrupted)
+    if has_draft:
+        left_s = max(_DRAFT_SHARE * _BUDGET_S, _BUDGET_S - (target.decode_s - before_s))
+        complete(costs.table(timed), drafts[0], _DRAFT_SIZES, left_s, interrupted=interrupted)
     costs.was_busy = is_busy(load.share)
     if costs.was_busy:
         costs.do_not_keep(None, timed)
-    return session.clock() - started
+    took_s = session.clock() - started
+    session.setup_s["measuring_s"] += took_s
+    return took_s
 
 
 # --- timing ----------------------------------------------------------------------------------------
@@ -221,6 +241,7 @@ def complete(
     table: CostTable,
     backend: Backend,
     sizes: Sequence[int],
+    budget_s: float = _BUDGET_S,
     n_rows: int = 1,
     interrupted: Callable[[], bool] = _never,
 ) -> None:
@@ -231,7 +252,7 @@ def complete(
         return
     is_new = not is_measured(table)
     missing = [size for size in sizes if is_new or size == 1 or size not in table.known]
-    for size, seconds in measure_sizes(backend, missing, _BUDGET_S, interrupted).items():
+    for size, seconds in measure_sizes(backend, missing, budget_s, interrupted).items():
         table.set_seconds(size, seconds)
     if table and max(table.known) < n_rows:
         table.set_seconds(n_rows, table.seconds(n_rows))
@@ -244,16 +265,15 @@ def measure_sizes(
     interrupted: Callable[[], bool] = _never,
 ) -> dict[int, float]:
     """Return the median seconds of decoding batches of these sizes, in an empty context, which is empty again
-    afterwards. Powers of two come first, and after `budget_s` seconds of decoding no other batch than a single row is
-    started. A size for which the context has no room is left out. Raise `BackendError`, and `KeyboardInterrupt` if
+    afterwards. Powers of two come first. After `budget_s` seconds of decoding no other batch is started, but two sizes
+    are timed. A size for which the context has no room is left out. Raise `BackendError`, and `KeyboardInterrupt` if
     `interrupted`."""
-    text = begin(backend)
+    before_s, text = backend.decode_s, begin(backend)
     samples: defaultdict[int, list[float]] = defaultdict(list)
-    before_s = backend.decode_s
     ordered = sorted(sizes, key=lambda size: (size & (size - 1) != 0, size))
     for _ in range(_N_REPEATS):
         for size in ordered:
-            if size > 1 and backend.decode_s - before_s > budget_s:
+            if len(samples) > 1 and backend.decode_s - before_s > budget_s:
                 break
             if interrupted():
                 raise KeyboardInterrupt
@@ -268,9 +288,11 @@ def measure_sizes(
 def begin(backend: Backend) -> list[int]:
     """Decode the first tokens of a text; return all of its tokens."""
     text = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
-    for position, token in enumerate(text[: min(_N_FILLER, backend.n_ctx // 2)]):
-        batch = Batch()
-        batch.add(token, position, (0,), True)
+    batch = Batch()
+    for position, token in enumerate(text[: min(_N_FILLER, backend.n_ctx // 2, backend.n_batch)]):
+        batch.add(token, position, (0,), False)
+    if len(batch):
+        batch.wants_logits[-1] = True
         backend.decode(batch)
     return text
 

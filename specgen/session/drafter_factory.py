@@ -69,9 +69,8 @@ class DrafterFactory:
             trail = drafter.trail
             if settings.drafting.adds_ngrams and not draft.is_free:
                 free = session.ngrams.drafter(replace(request, branches=session.n_branches_max > 1))
-            cascade = Cascade(free, drafter, state=state)
-            if draft.is_free:
-                cascade = Cascade(drafter, state=state)
+            pair = (drafter, None) if draft.is_free else (free, drafter)
+            cascade = Cascade(*pair, state=state)
         return AnswerState(
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from specgen.errors import (
     BackendError,
@@ -26,18 +27,21 @@ from specgen.method.tables import CostTable
 from specgen.models.files import prefixes_folder
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration import calibrate
+from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prefix_store import CachedContext, PrefixStore
+from specgen.session.prefix_store import CachedContext, PrefixStore, marks_in
 from specgen.session.prompt_cache import PromptCache
 from specgen.session.prompts import Prompt
-from specgen.session.request import Request
+from specgen.session.request import Request, Slot
 from specgen.session.scheduler import Scheduler
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.text.answer_state import AnswerState
+
+#: Texts with fewer tokens are read again.
+_LEAST_ANCHORED = 128
 
 
 class Engine:
@@ -231,12 +235,14 @@ class Engine:
 
     def _cached_contexts(self) -> list[CachedContext]:
         options = self._session.options
-        found = [CachedContext(self.target, options.target_context, "target")]
+        found = [CachedContext.of(self.target, options.target_context, "target")]
         draft = self._session.draft
         if draft is not None and draft.reads != "cache":  # that has no cache of its own
-            named = ((each, f"{draft.origin} {n}") for n, each in enumerate(self.drafts))
-            own = ((each, name) for each, name in named if each.rollback == "cells")
-            found += (CachedContext(each, options.draft_context, name) for each, name in own)
+            read = draft.origin if draft.reads == "text" else f"{draft.origin} {found[0].key}"
+            own = ((n, each) for n, each in enumerate(self.drafts) if each.rollback == "cells")
+            found += (
+                CachedContext.of(each, options.draft_context, f"{read} {n}") for n, each in own
+            )
         return found
 
     def _open_prefixes(self) -> None:
@@ -252,6 +258,16 @@ class Engine:
         self._prefixes = store
         for slot in self.slots:
             slot.store = store
+
+    def _stops(self, slot: Slot, prompt: Prompt) -> tuple[int, ...]:
+        """Return where reading a prompt stops: where its state is stored and, for a model that cannot go back anywhere,
+        before the answer's turn, behind which the next prompt may go on otherwise than this answer."""
+        stops, n = [0], len(prompt.tokens)
+        if self._prefixes is not None:
+            stops.append(self._prefixes.due(self.target, slot.branches(self.target).first))
+        if self.target.rollback != "cells" and n > _LEAST_ANCHORED:
+            stops += marks_in(self.target.vocabulary, prompt.tokens)[-1:]
+        return tuple(stop for stop in stops if 0 < stop < n)
 
     def _store_prefix(self, request: Request) -> None:
         """Store what was read of a prompt, where it is due."""
@@ -367,9 +383,7 @@ class Engine:
                 slot=slot,
                 index=request.index,
             )
-            if self._prefixes is not None:
-                first = slot.branches(self.target).first
-                request.sequence.stops_at = self._prefixes.due(self.target, first)
+            request.sequence.stops = self._stops(slot, request.prompt)
             self._prepare(request, request.sequence)
             self._store_prefix(request)
             slot.request = request
@@ -464,7 +478,9 @@ class Engine:
         table = CostTable() if costs.was_busy else costs.table(n_past=sequence.n_prompt)
         finished = self._loop.finish(sequence, table)
         if request.load is not None:
-            finished = replace(finished, others_share=request.load.share)
+            setup: dict[str, Any] = dict(self._session.setup_s)
+            self._session.setup_s.clear()
+            finished = replace(finished, others_share=request.load.share, **setup)
             if is_busy(finished.others_share):  # its decodes say nothing of what they cost
                 draft = self._session.draft
                 costs.do_not_keep(None, None if draft is None else draft.timed)
@@ -509,12 +525,16 @@ class Engine:
 
 
 def generate(
-    session: Session, prompt: Prompt, *, interrupted: Callable[[], bool] = bool
+    session: Session,
+    prompt: Prompt,
+    *,
+    interrupted: Callable[[], bool] = bool,
+    status: Status = no_status,
 ) -> Generator[Event, None, None]:
     """Generate an answer in contexts of its own, and yield its events; the last one is a `FinishedEvent`. Raise
     `PromptError` if the prompt does not fit into the context, `MemoryLimitError` if the context does not fit into
     memory, and `BackendError` if the models are closed."""
-    n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted)
+    n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted, status)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         engine.notify(news)
         yield from engine.stream(engine.insert(prompt))

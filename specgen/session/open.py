@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -36,10 +35,12 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.calibration import (
+    Status,
     expected_gain,
     is_pair_measured,
     known_costs,
     measure_in_short_contexts,
+    no_status,
 )
 from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.memory import Memory
@@ -48,8 +49,6 @@ from specgen.session.session import Session
 from specgen.system.machine import look_at_machine
 from specgen.system.progress import human_bytes
 
-#: Shows that the model with this name is loading, within a `with` block.
-Loading = Callable[[str], AbstractContextManager[object]]
 #: Raises that a target cannot do what is asked for.
 Check = Callable[[Session], object]
 #: Errors of a draft that leave the target as it is.
@@ -105,7 +104,7 @@ def open_session(
     memory: Memory | None = None,
     note: Callable[[str], None] = lambda _text: None,
     check: Check = lambda _session: None,
-    loading: Loading = lambda _name: contextlib.nullcontext(),
+    status: Status = no_status,
     load_ahead: bool = True,
 ) -> Session:
     """Load a target, and the first of `drafts` that fits it and is expected to be faster on this machine. Without
@@ -121,7 +120,7 @@ def open_session(
     # Drafts that specgen chose are loaded after the target. So errors of the two can be told
     # apart, and the target is loaded only once if several drafts are tried.
     is_chosen = bool(drafts and drafts[0].why)
-    with contextlib.ExitStack() as on_error, loading(options.target.name):
+    with contextlib.ExitStack() as on_error, status(f"loading {options.target.name}"):
         session = on_error.enter_context(
             Session(
                 replace(options, draft="none") if is_chosen else options,

@@ -8,6 +8,7 @@ was seen. A state is copied when exactly the place has been read, and written be
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -16,11 +17,12 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,12 +31,14 @@ from specgen.errors import BackendError, RollbackError
 from specgen.llama import LlamaBackend, build
 from specgen.llama.gguf_file import parts_of
 from specgen.llama.kernels.attached import attached
+from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.method.backend import Backend
 from specgen.models.files import size_of
 from specgen.options import ContextOptions, PrefixOptions
 from specgen.system.files import (
     NEW,
     KeptResults,
+    existing_parent,
     make_room,
     new_beside,
     replace_bytes,
@@ -48,15 +52,18 @@ _LONGEST_HEADER = 4096
 _SUFFIX = ".prefix"
 #: Shorter prefixes are read again.
 LEAST_TOKENS = 512
-#: Prompts are compared at multiples of so many tokens, and where a control token comes.
-_BLOCK = 64
-#: Prompts that are remembered, and texts that may wait to be written.
-_N_SEEN, _N_WAITING = 128, 4
+#: Prompts are compared at multiples of so many tokens, and where the first control tokens are.
+_BLOCK, _N_MARKS = 256, 32
+#: Prompts that are remembered.
+_N_SEEN = 64
 #: A text is stored if reading it takes so many times as long as loading it.
 _WORTH = 3.0
+#: How quick loading is supposed to be before any was measured.
+BYTES_PER_S = 1e9
 #: What the store may take of the free disk, and at most.
 _SHARE, _MOST_BYTES = 0.1, 20 * 10**9
-_CHUNK = 16 << 20
+#: Bytes that are written at once.
+CHUNK = 16 << 20
 #: What a process that was killed left is deleted after so many seconds.
 _LEFT_S = 3600.0
 
@@ -68,30 +75,27 @@ _log = logging.getLogger("specgen.session.prefix_store")
 
 @dataclass(frozen=True, slots=True)
 class CachedContext:
-    """A context of the target or of a draft, whose `name` tells them apart, and its options."""
+    """A context of the target or of a draft; `key` names all that the state of a text there depends on, but the text."""
 
     backend: LlamaBackend
-    options: ContextOptions
-    name: str
+    key: str
+
+    @classmethod
+    def of(cls, backend: LlamaBackend, options: ContextOptions, name: str) -> CachedContext:
+        """Return a context with these options, whose `name` tells it from others of its model."""
+        model, kernels = backend.model, attached()
+        about = [part.stat() for part in parts_of(model.path)]
+        parts = [model.name, *((each.st_size, each.st_mtime_ns) for each in about)]
+        types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
+        code = [model.kernels, kernels.digest if kernels is not None else "", build().llama_version]
+        data = json.dumps([name, parts, code, options.n_gpu_layers, types])
+        digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
+        return cls(backend, digest[:16])
 
     @property
     def goes_back(self) -> bool:
         """Whether it can drop any number of a text's last tokens."""
         return self.backend.rollback == "cells" and not self.backend.model.n_window
-
-    @property
-    def key(self) -> str:
-        """Names all that the state of a text depends on, but for the text."""
-        options, model, kernels = self.options, self.backend.model, attached()
-        parts = [
-            (part.name, part.stat().st_size, part.stat().st_mtime_ns)
-            for part in parts_of(model.path)
-        ]
-        types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
-        code = [model.kernels, kernels.digest if kernels is not None else "", build().llama_version]
-        about = [self.name, parts, code, options.n_gpu_layers, types]
-        data = json.dumps(about).encode("utf-8", "surrogateescape")
-        return hashlib.sha256(data).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +162,18 @@ def write_text(
     line = json.dumps({**header, "n_bytes": n_bytes, "crc32": crc32}).encode()
     with path.open("ab") as file:
         file.write(line + b"\n" + tokens.tobytes())
-        for start in range(0, len(state), _CHUNK):
+        for start in range(0, len(state), CHUNK):
             if stopped():
                 return False
-            file.write(state[start : start + _CHUNK].data)
+            file.write(state[start : start + CHUNK].data)
     return True
+
+
+def marks_in(vocabulary: LlamaVocabulary, tokens: Sequence[int] | NDArray[np.int32]) -> list[int]:
+    """Return where control tokens are in a text: at the ends of messages, among others."""
+    found = [token for token in np.unique(tokens).tolist() if vocabulary.is_control(token)]
+    places: list[int] = np.flatnonzero(np.isin(tokens, found)).tolist()
+    return places
 
 
 # --- the store
@@ -201,11 +212,12 @@ class PrefixStore:
         self._clock = clock
         self._contexts: dict[Backend, CachedContext] = {}
         self._due: dict[tuple[Backend, int], _Due] = {}
+        #: Entries that are being written, or that there was no room for.
+        self._tried: set[str] = set()
         self._seen = KeptResults(folder / "seen.json", _N_SEEN)
         self._run = secrets.token_hex(4)
-        self._bytes_per_s = 1e9
+        self._bytes_per_s = BYTES_PER_S
         self._writer = ThreadPoolExecutor(1, "prefix store")
-        self._waiting: list[Future[None]] = []
         self._is_stopped = False
 
     def serve(self, contexts: Sequence[CachedContext]) -> None:
@@ -229,20 +241,20 @@ class PrefixStore:
             return n_held
         backend, tokens = context.backend, np.array(prompt, "<i4")
         try:
-            key = context.key
-            n, saved = self._longest(context, key, tokens[:-1], slot.n_ctx(backend))
-            place = self._place(context, key, tokens, slot.subject)
+            n, saved = self._longest(context, tokens[:-1], slot.n_ctx(backend))
             n_held = self._load(context, sequence, saved, n - n_again * context.goes_back, n_held)
+            place = self._place(context, tokens, slot.subject)
         except OSError as error:
-            _log.info("the prefix store cannot be used: %s: %s", self._folder, error.strerror)
+            _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
             return n_held
-        if place > n:
+        if place > n and _name(context, tokens[:place]) not in self._tried:
             if n_held > place:
                 try:
                     backend.remove(sequence, place)
+                    n_held = place
                 except RollbackError:
-                    return n_held
-                n_held = place
+                    backend.remove(sequence)
+                    n_held = 0
             due = _Due(tokens[:place], backend.n_decoded_rows, backend.decode_s)
             self._due[backend, sequence] = due
         return n_held
@@ -259,40 +271,44 @@ class PrefixStore:
         if due is None or context is None or backend.length(sequence) < len(due.tokens):
             return
         del self._due[backend, sequence]
+        self._tried.add(_name(context, due.tokens))
         if not np.array_equal(backend.text(sequence)[: len(due.tokens)], due.tokens):
             return
         n_rows, decode_s = backend.n_decoded_rows - due.n_rows, backend.decode_s - due.decode_s
         token_s = decode_s / n_rows if n_rows > 0 else 0.0
-        self._waiting = [each for each in self._waiting if not each.done()]
-        if len(self._waiting) >= _N_WAITING:
-            return
         try:
             if backend.length(sequence) > len(due.tokens):
                 if not cuts:
                     return
                 backend.remove(sequence, len(due.tokens))
+            n_bytes = backend.saved_bytes(sequence)
+            if token_s and token_s * len(due.tokens) < _WORTH * n_bytes / self._bytes_per_s:
+                return
+            if n_bytes > min(self._most_bytes(), psutil.virtual_memory().available // 2):
+                _log.info("a prefix of %d tokens is not stored: too little room", len(due.tokens))
+                return
             state = backend.saved_text(sequence)
-        except (BackendError, MemoryError) as error:
+        except RollbackError:  # the cells that a sliding window needs are gone
+            backend.remove(sequence)
+            return
+        except (BackendError, OSError) as error:
             _log.info("a prefix is not stored: %s", error)
             return
-        if token_s and token_s * len(due.tokens) < _WORTH * len(state) / self._bytes_per_s:
-            return
-        write = self._writer.submit(self._write, context, due.tokens, state, token_s)
-        self._waiting.append(write)
+        self._writer.submit(self._write, context, due.tokens, state, token_s)
 
     # --- reading
 
     def _longest(
-        self, context: CachedContext, key: str, tokens: NDArray[np.int32], n_ctx: int
+        self, context: CachedContext, tokens: NDArray[np.int32], n_ctx: int
     ) -> tuple[int, SavedText | None]:
         """Return the longest prefix of a text that an entry has, and this entry."""
         best: tuple[int, SavedText | None] = (0, None)
-        for path in self._folder.glob(f"{key}-*{_SUFFIX}"):
+        for path in self._folder.glob(f"{context.key}-*{_SUFFIX}"):
             try:
                 saved = SavedText.read(path)
             except OSError:  # another process deleted it
                 continue
-            if saved is None or saved.key != key:
+            if saved is None or saved.key != context.key:
                 self._drop(path)
                 continue
             n_most = min(len(saved.tokens), len(tokens))
@@ -319,7 +335,8 @@ class PrefixStore:
         if n < len(saved.tokens):
             backend.remove(sequence, n)
         seconds = self._clock() - started
-        self._bytes_per_s = saved.n_bytes / max(seconds, 1e-6)
+        if saved.n_bytes > CHUNK:  # little says nothing of the disk
+            self._bytes_per_s = saved.n_bytes / seconds
         with contextlib.suppress(OSError):
             os.utime(saved.path)  # the least recently used goes first
         _log.info("%s: %d tokens were loaded in %.2f s", context.backend.model.name, n, seconds)
@@ -332,16 +349,12 @@ class PrefixStore:
 
     # --- what is stored
 
-    def _place(
-        self, context: CachedContext, key: str, tokens: NDArray[np.int32], subject: str
-    ) -> int:
+    def _place(self, context: CachedContext, tokens: NDArray[np.int32], subject: str) -> int:
         """Return the length of the prefix that is worth storing, 0 for none, and remember the prompt."""
-        n, vocabulary = len(tokens), context.backend.vocabulary
-        controls = [token for token in np.unique(tokens).tolist() if vocabulary.is_control(token)]
-        marks = np.flatnonzero(np.isin(tokens, controls)).tolist()
+        n, marks = len(tokens), marks_in(context.backend.vocabulary, tokens)
         shared, blocks = n - 1, range(_BLOCK, n, _BLOCK)
         if self._options.kept == "shared":
-            shared = self._shared(key, tokens, {n, *marks, *blocks}, subject)
+            shared = self._shared(context.key, tokens, {n, *marks[:_N_MARKS], *blocks}, subject)
         if context.goes_back:
             return shared if shared >= LEAST_TOKENS else 0
         # Only a whole entry can be used, so it ends where a message does, which the next prompt may share too.
@@ -359,18 +372,13 @@ class PrefixStore:
             with contextlib.suppress(ValidationError):
                 if (seen := _SEEN.validate_python(values)).key == key:
                     known[name] = seen
-        secret = self._secret()
+        hashed = functools.partial(hashlib.blake2b, key=self._secret(), digest_size=8)
         lengths = {seen.n for seen in known.values() if seen.n <= n}
-        hashes, state, start = dict[int, str](), hashlib.blake2b(key=secret, digest_size=8), 0
+        hashes, state, start = dict[int, str](), hashed(), 0
         for end in sorted(points | lengths):
             state.update(tokens[start:end].tobytes())
             hashes[end], start = state.copy().hexdigest(), end
-        about = (
-            subject
-            and hashlib.blake2b(
-                subject.encode(errors="replace"), key=secret, digest_size=8
-            ).hexdigest()
-        )
+        about = subject and hashed(subject.encode(errors="replace")).hexdigest()
         new = _Seen(key, self._run, about, n, {each: hashes[each] for each in points})
         name, parted, continued = secrets.token_hex(8), 0, 0
         for other, seen in known.items():
@@ -401,39 +409,45 @@ class PrefixStore:
         state: NDArray[np.uint8],
         token_s: float,
     ) -> None:
-        key, digest = context.key, hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
-        path = self._folder / f"{key}-{digest}{_SUFFIX}"
+        key, path = context.key, self._folder / _name(context, tokens)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with new_beside(path) as new:
-                self._clean(new)
+                oldest = new.stat().st_mtime - _LEFT_S
+                for left in self._folder.glob(f"*{NEW}"):
+                    if left.stat().st_mtime < oldest:
+                        left.unlink()
                 if not make_room(stored(self._folder), len(state), self._most_bytes()):
                     _log.info("a prefix of %d tokens is not stored: too little room", len(tokens))
                     return
                 if not write_text(new, key, tokens, state, token_s, lambda: self._is_stopped):
                     return
                 new.replace(path)
+            _log.info("%s: stored a prefix of %d tokens", context.backend.model.name, len(tokens))
             for other in self._folder.glob(f"{key}-*{_SUFFIX}") if context.goes_back else ():
                 saved = SavedText.read(other)
                 n = len(saved.tokens) if saved is not None else 0
-                if n < len(tokens) and np.array_equal(tokens[:n], saved.tokens if saved else ()):
+                if (
+                    saved is not None
+                    and n < len(tokens)
+                    and np.array_equal(saved.tokens, tokens[:n])
+                ):
                     other.unlink()  # the new one has all of it
-            _log.info("%s: stored a prefix of %d tokens", context.backend.model.name, len(tokens))
         except OSError as error:
-            _log.info("a prefix is not stored: %s: %s", self._folder, error.strerror)
-
-    def _clean(self, new: Path) -> None:
-        """Delete what killed processes left. Raise `OSError`."""
-        now = new.stat().st_mtime
-        for left in self._folder.glob(f"*{NEW}"):
-            if now - left.stat().st_mtime > _LEFT_S:
-                left.unlink()
+            _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
 
     def _most_bytes(self) -> int:
         if self._options.max_bytes is not None:
             return self._options.max_bytes
-        free = shutil.disk_usage(self._folder).free + sum(map(size_of, stored(self._folder)))
+        free = shutil.disk_usage(existing_parent(self._folder)).free
+        free += sum(map(size_of, stored(self._folder)))
         return min(_MOST_BYTES, int(_SHARE * free))
+
+
+def _name(context: CachedContext, tokens: NDArray[np.int32]) -> str:
+    """Return the name of an entry's file."""
+    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+    return f"{context.key}-{digest[:16]}{_SUFFIX}"
 
 
 def stored(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from specgen.text.prefix import n_common
 
 #: Waiting requests among which one is sought that need not wait for another prompt.
 _N_CONSIDERED = 16
-#: The longest that a piece of a prompt takes while anyone waits.
+#: The time of a piece of a prompt, for which a request that comes meanwhile waits.
 _PIECE_S = 0.3
 #: A prompt waits for another one if it can share at least so many more tokens of it.
 _N_WORTH_WAITING = 32
@@ -150,15 +150,15 @@ class Scheduler:
         )
 
     def n_piece(self) -> int | None:
-        """Return the most tokens of a prompt that are read at once; None for as many as a batch has. While anyone waits,
+        """Return the most tokens of a prompt that are read at once; None for as many as a batch has. If others may come,
         they are so many that they take `_PIECE_S`. Unless a row has the same logits in any batch, the pieces must be
         those of an answer alone."""
-        if len(self.busy) < 2 or not self._target.model.has_equal_rows:
+        if len(self.slots) == 1 or not self._target.model.has_equal_rows:
             return None
-        n_most = N_READ_BESIDE if self.decoding else self._target.n_batch
-        return (
-            max(1, min(n_most, int(_PIECE_S / self._token_s))) if self._token_s else N_READ_BESIDE
-        )
+        n = N_READ_BESIDE
+        if self._token_s and not self.decoding:
+            n = max(n, int(_PIECE_S / self._token_s))
+        return n
 
     def _would_share_more(self, request: Request, reading: Request) -> bool:
         n_shared = n_common(request.prompt.tokens, reading.prompt.tokens)

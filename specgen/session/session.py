@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,8 @@ class Session:
         #: What drafts for the target, and the source that it was loaded from.
         self.draft: LoadedDraft | None = None
         self.draft_source: DraftSource = "none"
+        #: Seconds of the work before the first answer, by their names in its `FinishedEvent`, which takes them.
+        self.setup_s: defaultdict[str, float] = defaultdict(float)
         self._resources = contextlib.ExitStack()
         #: Ends the use of weights that were loaded ahead.
         self._ahead = self._resources.enter_context(contextlib.ExitStack())
@@ -71,6 +74,7 @@ class Session:
             refuse_draft(options.target)
             if isinstance(draft_ahead, Path):
                 self._load_ahead(draft_ahead)
+            started_s = clock()
             self.target = LlamaModel(
                 options.target,
                 n_gpu_layers=options.target_context.n_gpu_layers,
@@ -79,6 +83,7 @@ class Session:
                 mtp=True,
             )
             self._resources.callback(self.target.close)
+            self._count_loading(self.target, started_s)
             self.target.own_template = options.target_context.chat_template
             #: The settings of a request that has none of its own.
             self.settings = RequestSettings.of(
@@ -129,11 +134,18 @@ class Session:
             helpers=self.options.helpers,
             learnt=learnt_weights(learning, source) if isinstance(source, Path) else None,
         )
-        is_ngrams = source == self.ngrams.name and not setup.helpers
+        is_ngrams, started_s = source == self.ngrams.name and not setup.helpers, self.clock()
         self.draft = self.ngrams if is_ngrams else open_draft(source, setup)
+        for model in self.models[1:]:
+            self._count_loading(model, started_s)
+            started_s = self.clock()
         self.draft_source = source
         if source != "none":
             self._ahead.close()
+
+    def _count_loading(self, model: LlamaModel, started_s: float) -> None:
+        name = "packing_s" if model.is_newly_packed else "loading_s"
+        self.setup_s[name] += self.clock() - started_s
 
     def _open_ngrams(self) -> None:
         """Open the n-grams, which also draft beside another draft. Raise `UsageError`."""

@@ -29,7 +29,7 @@ from specgen.events import (
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.drafter import TargetStates
-from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
+from specgen.method.policy import Offer, Policy, RoundResult
 from specgen.method.tables import CostTable
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
@@ -63,6 +63,7 @@ class Tally:
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     drafted_by_rank: Counter[int] = field(default_factory=Counter)
     accepted_by_rank: Counter[int] = field(default_factory=Counter)
+    rounds_by_tokens: Counter[int] = field(default_factory=Counter)
     prompt_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
@@ -93,6 +94,7 @@ class Tally:
         n_committed = min(len(result.path) + 1, len(result.committed))  # the others were forced
         self.n_rounds += 1
         self.n_round_tokens += n_committed
+        self.rounds_by_tokens[max(0, n_committed - 1)] += 1
         self.n_tokens_by_sequences[result.n_sequences] += n_committed
         self.target_s_by_rows[result.n_rows].append(result.target_s)
         self.target_s += result.target_s / result.n_sequences
@@ -104,7 +106,7 @@ class Tally:
         depths, ranks = result.draft.depths(), result.draft.ranks()
         self.n_drafted += len(depths)
         self.n_accepted += len(accepted)
-        self.drafted_by_depth.update(depths)
+        self.drafted_by_depth.update(set(depths))
         self.accepted_by_depth.update(range(len(accepted)))
         self.drafted_by_rank.update(ranks)
         self.accepted_by_rank.update(map(ranks.__getitem__, accepted))
@@ -124,7 +126,8 @@ class Tally:
 
     @property
     def acceptance_rate(self) -> float | None:
-        return self.n_accepted / self.n_drafted if self.n_drafted else None
+        n_drafted = sum(self.drafted_by_depth.values())
+        return self.n_accepted / n_drafted if n_drafted else None
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -227,8 +230,8 @@ class AnswerState:
     #: The number of prompt tokens that the cache held already, and that it holds now.
     n_cached: int = 0
     n_read: int = 0
-    #: The length of the text at which a piece of the prompt ends, so that its state can be stored; 0 for any.
-    stops_at: int = 0
+    #: Lengths of the text at which a piece of the prompt ends, so that its state can be kept.
+    stops: tuple[int, ...] = ()
     #: The clock's time when the first piece of the prompt was read; None before.
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.
@@ -293,12 +296,12 @@ class AnswerState:
         verdict: Verdict,
         logits: Logits,
         now_s: float,
-        plan: RoundPlan | None = None,
+        result: RoundResult | None = None,
     ) -> list[Event]:
         """Commit the accepted path of a draft, the target's token, and the tokens that the grammar forces after it,
-        up to the end of the answer. `logits` are those at the root and at each node; `plan` is the round's
-        plan, None for the prompt. Return the events."""
-        number = 0 if plan is None else self.tally.n_rounds + 1
+        up to the end of the answer. `logits` are those at the root and at each node; `result` is the round's
+        so far, None for the prompt. Return the events."""
+        number = 0 if result is None else self.tally.n_rounds + 1
         own_kind: TokenKind = "plain"
         events: list[Event] = []
         if len(draft):
@@ -331,7 +334,7 @@ class AnswerState:
                 break
         if self.state.has_grammar:
             pieces += self._forced()
-        return [*events, self._committed(pieces, now_s, number, plan)]
+        return [*events, self._committed(pieces, now_s, number, result)]
 
     def take_forced(self, now_s: float) -> list[Event]:
         """Commit the tokens to which the grammar leaves no alternative before the prompt is read, and return the
@@ -359,11 +362,12 @@ class AnswerState:
         pieces: Sequence[Piece],
         now_s: float,
         number: int = 0,
-        plan: RoundPlan | None = None,
+        result: RoundResult | None = None,
     ) -> CommittedEvent:
-        text = "".join([piece.text for piece in pieces])
-        why = (None, None) if plan is None else (plan.reason, plan.why)
-        return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *why)
+        text, known = "".join([piece.text for piece in pieces]), tuple[Any, ...]()
+        if result is not None:
+            known = (result.plan.reason, result.plan.why, result.draft_s, result.target_s)
+        return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *known)
 
     def _with_logprobs(self, piece: Piece, row: Logits) -> Piece:
         """Return the piece with the target's log-probabilities, if they were asked for, from its logits there,

@@ -79,9 +79,11 @@ def test_costs_decide_unless_something_else_is_asked_for(
 ) -> None:
     def measures(*arguments: str) -> bool:
         memory_file().unlink(missing_ok=True)
-        result = cli.run(PROMPT, *arguments)
+        result = cli.run(PROMPT, "--stats", *arguments)
         assert result.out == plain
-        return "measured the costs of drafting" in result.err
+        found = "measured the costs of drafting" in result.err
+        assert found == ("measuring what drafting costs" in result.err), "the summary says how long"
+        return found
 
     assert not measures()  # the tests' own SPECGEN_POLICY
     assert measures("--policy", "cost")

@@ -243,4 +243,4 @@ def test_the_summary_never_follows_the_answer_in_its_line(models: Path, tmp_path
         ended(*command, stderr=errors).stdout for errors in (subprocess.STDOUT, subprocess.PIPE)
     )
     assert not alone.endswith("\n")
-    assert both.startswith(f"{alone}\nanswer: 4 tokens")
+    assert both.startswith(f"{alone}\n4 tokens")

@@ -41,12 +41,32 @@ def test_the_answer_is_alone_on_stdout_and_the_same_with_any_draft(cli: Cli) -> 
     assert plain.code == 0
     assert plain.out
     for draft in ("draft", "bad", "ngram"):
-        result = cli.run(PROMPT, draft=draft)
+        result = cli.run(PROMPT, "--stats", draft=draft)
         assert result.code == 0
         assert result.out == plain.out
         assert "\x1b" not in result.out + result.err
         assert "tokens/s" in result.err
         assert "acceptance rate" in result.err or draft == "ngram"
+
+
+def test_a_page_of_the_rounds(cli: Cli, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = cli.run(PROMPT, "--html", str(page))
+    told = re.search(r'id="events">(.*)</script>', page.read_text(encoding="utf-8"))
+    assert told is not None
+    assert json.loads(told.group(1))[-1]["text"] == result.out.removesuffix("\n")
+    missing = cli.run(PROMPT, "--html", str(tmp_path / "no" / "page.html"))
+    assert "there is no such folder" in complaint(missing, 2)
+
+
+def test_rounds_are_told_one_by_one(cli: Cli) -> None:
+    result = cli.run(PROMPT, "--show", "rounds", "-v", "--policy", "fixed", "--draft-p-min", "0")
+    *rounds, last = result.out.strip().split("\n")[4:]
+    assert rounds[0] == "round      ms  tokens"
+    assert re.fullmatch(r" +\d+ +\d+\.\d +\d+  (\S \S+ (\d+|–)\|(\d+|–)  )*.*", last)
+    assert re.fullmatch(
+        r"30 tokens in .*tokens/s.* \(reached --max-tokens\)", result.err.strip().split("\n")[-1]
+    )
 
 
 def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path: Path) -> None:
@@ -380,7 +400,9 @@ def test_whatever_a_chat_template_does_wrong_exits_with_3(
 ) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", TinyConfig(chat_template=template))
     result = cli("-m", str(path), "-md", "none", "-t", "1", "Hi")
-    assert re.match("error: (the model's chat template failed: .|the prompt has)", result.err)
+    assert re.match(
+        "error: (the model's chat template failed: .|the prompt has|the text has half)", result.err
+    )
     complaint(result, 3)
 
 
@@ -468,7 +490,7 @@ def test_bytes_that_are_not_utf_8_are_refused_by_every_option(cli: Cli) -> None:
         if (
             name.startswith("--")
             and not getattr(option, "is_flag", False)
-            and name != "--prompt-cache"
+            and name not in ("--prompt-cache", "--html")
         ):
             result = cli(*own, "--dry-multiplier", "1", name, os.fsdecode(b"\xff"), "Hi")
             assert complaint(result, result.code)

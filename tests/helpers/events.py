@@ -37,6 +37,7 @@ class Script:
     n_accepted: int = 0
     drafted_by_depth: Counter[int] = field(default_factory=Counter)
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
+    rounds_by_tokens: Counter[int] = field(default_factory=Counter)
     #: The name of the reason of the next rounds, and the reason in words.
     reason: tuple[str, str] | None = None
     undrafted: dict[str, ReasonCount] = field(default_factory=dict)
@@ -136,6 +137,9 @@ class Script:
             mean_accepted_length=self.n_tokens / self.n_rounds if self.n_rounds else None,
             accepted_by_depth=tuple(n for _, n in sorted(self.accepted_by_depth.items())),
             drafted_by_depth=tuple(n for _, n in sorted(self.drafted_by_depth.items())),
+            rounds_by_tokens=tuple(
+                self.rounds_by_tokens[n] for n in range(max(self.rounds_by_tokens, default=-1) + 1)
+            ),
             tokens_per_s=self.n_tokens / self.time_s if self.n_rounds else None,
             time_to_first_token_s=0.5,
             prompt_s=0.4,
@@ -152,6 +156,7 @@ class Script:
 
     def _commit(self, pieces: Sequence[Piece]) -> Script:
         self.n_tokens += len(pieces)
+        self.rounds_by_tokens[len(pieces) - 1] += 1
         text = "".join(piece.text for piece in pieces)
         name, words = self.reason or (None, None)
         return self._add(
@@ -166,7 +171,7 @@ class Script:
         depths: list[int] = []
         for parent in parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        self.drafted_by_depth.update(depths)
+        self.drafted_by_depth.update(set(depths))
         self.accepted_by_depth.update(range(len(path)))
 
 

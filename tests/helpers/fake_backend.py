@@ -280,6 +280,12 @@ class FakeBackend:
         cells = self._cells[sequence]
         return cells[-1].position + 1 if cells else 0
 
+    def anchor(self, sequence: int) -> None:
+        pass
+
+    def way_back(self, sequence: int, n: int) -> int:
+        return 0
+
     def checkpoint(self, sequence: int) -> None:
         self._checkpoints[sequence] = self.length(sequence)
 

@@ -126,6 +126,12 @@ class MemoBackend:
     def text(self, sequence: int) -> Sequence[int]:
         return self._texts[sequence]
 
+    def anchor(self, sequence: int) -> None:
+        pass
+
+    def way_back(self, sequence: int, n: int) -> int:
+        return 0
+
     def checkpoint(self, sequence: int) -> None:
         pass
 

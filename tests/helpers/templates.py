@@ -32,6 +32,14 @@ def _each(pair: str) -> str:
 
 
 _OBJECT = '{"name": "' + _NAME + '", "arguments": ' + _ARGUMENTS + "}"
+_GEMMA_VALUE = """\
+{%- macro w(v) %}
+{%- if v is string %}<|"|>{{ v }}<|"|>{% elif v is mapping %}{{ '{' }}{% for k, x in v | dictsort %}\
+{{ ',' if not loop.first }}{{ k }}:{{ w(x) }}{% endfor %}{{ '}' }}
+{%- elif v is boolean %}{{ 'true' if v else 'false' }}{% elif v is iterable %}[{% for x in v %}\
+{{ ',' if not loop.first }}{{ w(x) }}{% endfor %}]{% else %}{{ v }}{% endif %}
+{%- endmacro %}
+"""
 FAMILIES = {
     "Hermes": _calls(f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n"),
     "Llama": _calls(
@@ -94,6 +102,12 @@ FAMILIES = {
         ", ",
         "]<|tool_call_end|>",
     ),
+    "Gemma": _calls(
+        f"<|call>call:{_NAME}"
+        "{{ '{' }}"
+        "{% for k, v in c.function.arguments | dictsort %}{{ ',' if not loop.first }}{{ k }}:{{ w(v) }}{% endfor %}"
+        "{{ '}' }}<call|>"
+    ).replace("{%- if tools", _GEMMA_VALUE + "{%- if tools", 1),
 }
 #: The marks of their calls that are control tokens.
 CONTROLS: dict[str, tuple[str, ...]] = {

@@ -36,6 +36,7 @@ OUTCOME = Outcome(
     token_ids=tuple(range(11)),
     n_rounds=5,
     n_drafted=10,
+    drafted_by_depth=(10,),
     n_accepted=5,
     mean_accepted_length=2.0,
 )
@@ -184,7 +185,7 @@ def test_each_temperature_has_its_plain_decoding() -> None:
 def test_counts_and_shares_are_over_all_answers() -> None:
     other = {
         "n_rounds": 15,
-        "n_drafted": 30,
+        "drafted_by_depth": (20, 10),
         "n_accepted": 5,
         "mean_accepted_length": 4.0,
         "time_to_first_token_s": 3.0,

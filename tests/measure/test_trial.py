@@ -150,6 +150,7 @@ def test_of_a_tree_the_branch_that_the_answer_follows_is_accepted() -> None:
 def a_replay(n_tokens: int, n_rounds: int, draft_s: float, target_s: float) -> Replay:
     tally = Tally(n_rounds=n_rounds, n_drafted=3 * n_rounds, n_accepted=n_tokens - n_rounds)
     tally.draft_s, tally.target_s = draft_s, target_s
+    tally.drafted_by_depth.update(dict.fromkeys(range(3), n_rounds))
     return Replay(n_tokens, tally, 5.0, 2.0)
 
 

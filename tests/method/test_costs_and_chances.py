@@ -124,7 +124,7 @@ def judged(acceptance: AcceptanceRates, truth: dict[float, float], n: int, seed:
     confidences = list(truth)
     for index in rng.integers(0, len(confidences), n):
         confidence = confidences[index]
-        acceptance.see(confidence)
+        acceptance.see([confidence])
         acceptance.judge(confidence, accepted=bool(rng.random() < truth[confidence]))
 
 
@@ -161,7 +161,7 @@ def test_a_chance_is_never_certain_and_what_was_counted_makes_sense(
 ) -> None:
     acceptance = AcceptanceRates()
     for confidence, accepted in tokens:
-        acceptance.see(confidence)
+        acceptance.see([confidence])
         acceptance.judge(confidence, accepted=accepted)
     curve = np.array(acceptance.curve())
     assert np.all((curve > 0.0) & (curve < 1.0))

@@ -285,9 +285,11 @@ def test_objects_that_hold_together_or_list_nothing_stay_open() -> None:
         {"allOf": [{"properties": {"a": a}}, {"properties": {"a": b}}]},
         {"type": "object", "properties": {"a": {}}, "required": ["a", "c"]},
         {"type": "object", "properties": {"a": {}}, "required": ["a"], "minProperties": 2},
-        {"type": "object", "properties": {}},
+        {"items": {"type": "object", "properties": {}}},
     ):
         assert "additionalProperties" not in schema_grammar(json.dumps(schema)).text
+    nothing = schema_grammar('{"type": "object", "properties": {}}')
+    assert '"additionalProperties": false' in nothing.text
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,8 @@ def test_events_tell_the_answer_and_account_for_every_token() -> None:
         accepted = sum(p.kind == "accepted" for event in committed for p in event.pieces)
         assert accepted == summary.n_accepted
         assert sum(summary.accepted_by_depth) == summary.n_accepted
-        assert sum(summary.drafted_by_depth) == summary.n_drafted
+        assert sum(summary.drafted_by_depth) <= sum(summary.drafted_by_rank) == summary.n_drafted
+        assert sum(summary.rounds_by_tokens) == summary.n_rounds
         for draft_event, verdict in zip(drafted, verified, strict=True):
             lost = {node for branch in verdict.rejected for node in branch.nodes}
             assert lost | set(verdict.accepted) == set(range(len(draft_event.nodes)))

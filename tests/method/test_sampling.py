@@ -12,7 +12,7 @@ from specgen.errors import BackendError, NoTokenAllowedError
 from specgen.method.draft import Distribution
 from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
-from specgen.text.sampling import Sampler, likeliest
+from specgen.text.sampling import Sampler, chain, likeliest
 from specgen.text.sampling.chain import mixture, most_likely
 from tests.helpers.exact_distributions import distribution
 
@@ -69,6 +69,16 @@ def test_the_best_are_the_largest_and_the_lowest_ids_among_equals(row: Logits, k
     assert most_likely(row, k) == expected
 
 
+@pytest.fixture(params=["kernels", "numpy"])
+def _looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two that find the likeliest tokens of a row."""
+    if request.param == "numpy":
+        monkeypatch.setattr(chain, "native_likeliest", None)
+    else:
+        request.getfixturevalue("kernels")
+
+
+@pytest.mark.usefixtures("_looks")
 @pytest.mark.parametrize("n_vocab", [5, 4096, 4097, 30_000])
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
 def test_the_likeliest_have_their_softmax_probabilities(n_vocab: int, shift: float) -> None:
@@ -76,8 +86,11 @@ def test_the_likeliest_have_their_softmax_probabilities(n_vocab: int, shift: flo
     row = (rng.normal(0.0, 4.0, n_vocab) + shift).astype(np.float32)
     row[n_vocab // 3 : n_vocab // 2] = -np.inf
     row[-1] = row[0] = row.max()
+    before = row.copy()
     tokens, chances = likeliest(row, 4)
+    assert np.array_equal(row, before)
     assert tokens == best(row, 4).tolist()
+    assert likeliest(row, 9)[0] == best(row, 9).tolist()
     masses = np.exp(row.astype(np.float64) - row.max())
     assert chances == pytest.approx((masses / masses.sum())[tokens], rel=1e-5)
 
@@ -94,6 +107,13 @@ def test_logits_that_are_no_numbers_are_refused(
     options = SamplerOptions(temperature, k, 1.0, repeat_penalty=penalty)
     with pytest.raises(BackendError):
         Sampler(options).distribution(row, np.array([77, 3]))
+
+
+@pytest.mark.usefixtures("_looks")
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_no_token_is_likeliest_if_logits_are_no_numbers(bad: float) -> None:
+    row = np.full(500, bad if bad == -np.inf else 0.0, np.float32)
+    row[77] = bad
     with pytest.raises(BackendError):
         likeliest(row, 1)
 

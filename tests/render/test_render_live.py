@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from specgen.events import Event, PromptEvent
 from specgen.options import Show
 from specgen.render.live import FoldedThought, LiveRenderer, Thought
+from specgen.render.rounds import RoundsRenderer
 from specgen.render.rows import clean
 from specgen.render.streams import print_notice
 from tests.helpers.events import Script
@@ -51,19 +52,6 @@ def test_the_rejected_tokens_stand_behind_the_text_or_where_they_were_refused() 
     assert other.struck() == " sat on"
 
 
-def test_a_rounds_reason_is_dim_at_its_end_where_it_changes_if_all_is_shown() -> None:
-    terminal = Terminal()
-    script = Script().prompt().because("nothing_found", "nothing found").plain("One").plain(" two")
-    script.because("cost", "a row costs 0.7 of a token").plain(" three\n")
-    script.because("gain", "worth x1.4").round([" four", " no"], 1, " five").finish()
-    play(terminal, script.events, "all")
-    assert terminal.visible == [
-        "One [nothing found] two three [a row costs 0.7 of a token]",
-        " four no five [worth x1.4]",
-    ]
-    assert "\x1b[2m[nothing\x1b[0m" in terminal.written
-
-
 @pytest.mark.parametrize(
     ("show", "row", "struck"),
     [("all", "x[ b] a[ a2] a1 a11 own", " a11"), ("accepted", "x a a1 own b   a2   a11", None)],
@@ -85,8 +73,8 @@ def test_each_kind_of_token_has_a_colour_and_attributes_of_its_own() -> None:
         ("simple", "plain", ("default",)),
         ("yes", "accepted", ("green", "underscore")),
         ("no", "rejected", ("red", "strikethrough")),
-        ("fixed", "corrected", ("magenta", "bold")),
-        ("more", "bonus", ("cyan", "bold", "underscore")),
+        ("fixed", "corrected", ("magenta",)),
+        ("more", "bonus", ("cyan",)),
     ):
         assert terminal.look(word) == terminal.look(name) == look
 
@@ -321,3 +309,20 @@ def test_whatever_is_thought_and_however_the_window_changes(
             renderer.handle(event)
         assert terminal.lines[-1] == "the end"
         assert terminal.lines[-2].startswith("thought for")
+
+
+def test_rounds_fit_a_narrow_terminal_and_have_probabilities_if_they_are_wanted() -> None:
+    terminal = Terminal(50)
+    script = Script().prompt().because("model", "it pays")
+    script.round([" one", " two", " three"], 2, " ten").finish()
+    with RoundsRenderer(terminal.console, verbose=True) as renderer:
+        for event in script.events:
+            renderer.handle(event)
+    assert terminal.visible[-5:] == [
+        "round      ms  tokens",
+        "    1   100.0       3  ✓ one 50|–  ✓ two 50|–",
+        "                       ✗ three 50|–  → ten",
+        "                       by model",
+        "                       it pays",
+    ]
+    assert terminal.look("three") == ("red", "strikethrough")

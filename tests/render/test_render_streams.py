@@ -213,3 +213,25 @@ def test_a_record_that_is_none_is_refused(
         assert main([str(source), "--output", str(output)]) == 1
     assert not output.exists()
     assert "the run did not finish" in capsys.readouterr().err
+
+
+def test_rounds_have_a_line_each_in_a_pipe() -> None:
+    made = (
+        Script().prompt().because("prefill", "the draft must read for 1 s").plain("The").plain(" ")
+    )
+    drafted, parents = [" cat", " dog", " sat", " lay"], (-1, -1, 0, 0)
+    made.because("model", "it pays").round([" big", " red"], 1, " old")
+    made.tree(drafted, parents, (0,), " ran").round(["\n"], 1, "").finish()
+    written, _ = run(made, show="rounds")
+    assert written.split("\n")[3:] == [
+        "round      ms  tokens",
+        "    1   100.0       1  · The",
+        "                       nothing drafted: the draft must read for 1 s",
+        "    2   100.0       1  · ␣",
+        "    3   100.0       2  ✓ big  ✗ red  → old  by model",
+        "    4   100.0       2  ✓ cat  ✗ sat  → ran",
+        "                       └ ✗ dog",
+        "                         └ ✗ lay",
+        "    5   100.0       2  ✓ ↵  + (no text)",
+        "",
+    ]

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from specgen.events import FinishedEvent, ReasonCount
-from specgen.render.summary import print_summary, summary_items
+from specgen.render.summary import in_short, print_summary, summary_items
 from tests.helpers.events import Script
 
 
@@ -35,10 +35,17 @@ def test_what_it_says() -> None:
         "answer": "8 tokens, 3 rounds, 2.67 tokens per pass of the target",
         "speed": "12.3 tokens/s, first token after 500 ms (12 prompt tokens)",
         "drafts": "acceptance rate 83%, 5 of 6 tokens accepted",
-        "by depth": "██▅  100% 100% 50%",
+        "a round": "tokens added: 1 ▃ 33%  3 ▃ 33%  4 ▃ 33%",
         "time": "8.00 s, prompt 5%, draft 25%, target 70%, specgen under 1%",
         "end": "the model ended the text",
     }
+
+
+def test_what_came_before_the_answer_is_no_part_of_its_time() -> None:
+    event = finished(wall_s=8.0, draft_s=2.0, target_s=6.0, loop_s=0.0, packing_s=21.72)
+    event = dataclasses.replace(event, loading_s=0.5, measuring_s=2.0)
+    before = "loading 500 ms, loading and packing 21.7 s, measuring what drafting costs 2.00 s"
+    assert items(event)["time"].endswith(f"target 70%, before it {before}")
 
 
 def test_what_was_not_read_again_and_why_little_was_drafted() -> None:
@@ -137,8 +144,31 @@ def test_a_loss_is_called_one_and_what_is_not_known_is_said() -> None:
 def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> None:
     event = finished(estimated_speedup=0.8, estimate="in a long sentence, " * 9)
     lines = printed(event).splitlines()
-    assert [line.partition(":")[0] for line in lines] == list(items(event))
+    assert (
+        lines[0]
+        == "8 tokens in 800 ms, 26.7 tokens/s: slower than without drafts, 0.8 times as fast"
+    )
+    assert [line.partition(":")[0] for line in lines[1:]] == list(items(event))
+    assert printed(event, whole=False).splitlines() == lines[:1]
     assert "\x1b" not in printed(event)
     assert "accepted  corrected  bonus  plain  rejected" in printed(finished(), show_legend=True)
     plain = Script().plain("a").finished()
     assert "legend" not in printed(plain, show_legend=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "8 tokens in 800 ms, 26.7 tokens/s"),
+        ({"n_tokens": 1}, "1 token in 800 ms"),
+        ({"finish_reason": "length"}, "8 tokens in 800 ms, 26.7 tokens/s (reached --max-tokens)"),
+        ({"n_drafted": 0}, "8 tokens in 800 ms, 26.7 tokens/s, nothing was drafted"),
+        ({"between": (2.4, 3.4)}, ": 2.4 to 3.4 times as fast as without drafts"),
+        ({"between": (0.9, 3.4)}, ": about as fast as without drafts"),
+        ({"between": (2.4, 3.4), "others_share": 0.4}, "since the machine was busy"),
+    ],
+)
+def test_the_first_line_is_plain_words(changes: dict[str, Any], said: str) -> None:
+    if between := changes.pop("between", None):
+        changes |= {"estimated_speedup": 2.0, "estimated_speedup_range": between}
+    assert in_short(finished(**changes)).endswith(said)

@@ -114,6 +114,29 @@ def test_rows_end_where_the_terminal_ends_them(text: str, rows: list[str]) -> No
     assert rows_of(text, 10) == rows
 
 
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("one two  three four", ["one two", "three four"]),
+        ("0123456789 ab", ["0123456789", "ab"]),
+        ("a 0123456789abc", ["a 01234567", "89abc"]),  # no row is left half empty
+        ("see 漢字漢字漢字", ["see 漢字漢", "字漢字"]),
+        ("    return a + b + c", ["    return", " a + b + c"]),
+        (
+            "```\none two three\n```\none two three",
+            ["```", "one two th", "ree", "```", "one two", "three"],
+        ),
+    ],
+)
+def test_prose_is_broken_between_words_and_code_where_the_terminal_breaks_it(
+    text: str, rows: list[str]
+) -> None:
+    flow = Flow(10)
+    for character in text:
+        flow.feed([Run(character, "plain")])
+    assert [text_of(row) for row in flow.finish()] == rows
+
+
 def test_tabs_go_to_the_next_stop() -> None:
     flow = Flow(40)
     flow.feed([Run("a\tb", "plain"), Run("c\td\n\te", "accepted")])

@@ -113,7 +113,8 @@ def test_an_invented_name_is_impossible(tmp_path: Path, name: str) -> None:
     for sampling, drafts in (({}, ("ngram", "same")), (drawn, ("same",))):
         plain = said_by(tmp_path, name, text, draft="none", **sampling)
         content, _, calls = plain
-        assert calls or sampling
+        # Where this model has no wish, it takes LFM's single quote, and never ends the text.
+        assert calls or sampling or name == "LFM"
         assert all(is_right(*call) for call in calls)
         assert content.startswith(before.strip())
         for draft in drafts:
@@ -224,6 +225,83 @@ def test_a_required_answer_ends_behind_its_first_call(tmp_path: Path, name: str)
 
 
 FENCED = '```json\n{\n  "name": "read",\n  "arguments": {"path": "a.py"}\n}\n```'
+
+
+#: Calls at the beginning of an answer, of whose arguments the last one is no integer.
+BARE = [
+    FENCED.replace('"a.py"', '"a.py", "lines": "x"'),
+    '{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}',
+    ' {"name":"read","parameters":{"path": "a.py", "lines": "x"}} Done.',
+]
+
+
+@pytest.mark.parametrize("text", BARE)
+@pytest.mark.parametrize("added", ["", OPENS])
+def test_a_call_without_a_mark_has_valid_arguments(tmp_path: Path, text: str, added: str) -> None:
+    """Where it is the beginning of an answer, and its name was offered."""
+    lead = "Well.</think>" if added else ""
+    for draft in ("none", "same"):
+        _, _, calls = said_by(tmp_path, "Hermes in plain text", lead + text, added, draft)
+        ((name, arguments),) = calls
+        assert (name, arguments["path"]) == ("read", "a.py")
+        assert is_right(name, arguments)
+
+
+@pytest.mark.parametrize("text", ['{"name": "Ann", "age": "x"}', "```json\n[1]\n```", "```\n{"])
+def test_other_objects_are_free(tmp_path: Path, text: str) -> None:
+    assert said_by(tmp_path, "Hermes in plain text", text) == (text, "", [])
+
+
+EDIT = {
+    "properties": {
+        "path": {"type": "string"},
+        "all": {"type": "boolean"},
+        "old": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "lines": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["path", "old"],
+}
+EDITS = {
+    "LFM": "<|tool_call_start|>[edit(all=True, old='it\\'s', lines=[1, 2], path='a.py')]<|tool_call_end|>",
+    "Qwen-Coder": "<tool_call>\n<function=edit>\n<parameter=old>\nit's\n</parameter>\n<parameter=all>\ntrue\n"
+    "</parameter>\n<parameter=path>a.py</parameter><parameter=lines>\n[1, 2]</parameter>\n</function>\n</tool_call>",
+    "Gemma": '<|call>call:edit{all:true,lines:[1,2],old:<|"|>a < b><|"|>,path:<|"|>a.py<|"|>}<call|>',
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "controls"),
+    [
+        # The marks behind a call begin alike, and more than four tokens of text spell that beginning.
+        (
+            FAMILIES["Kimi"].replace("<|/one|>", "<|tool_call_end|>").replace("<|one|>", "<|tool_call_begin|>"),
+            '<|section|><|tool_call_begin|>functions.read:0<|args|>{"path": "a.py"}<|tool_call_end|><|tool_calls|>',
+            ("<|section|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|args|>", "<|tool_calls|>"),
+        ),
+        (
+            FAMILIES["Devstral"].replace("[ARGS]", "[CALL_ID]{{ c.id }}[ARGS]"),
+            '[TOOL_CALLS]read[ARGS]{"path": "a.py"}',
+            ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_may_choose_among_marks(
+    tmp_path: Path, template: str, text: str, controls: tuple[str, ...]
+) -> None:
+    template = template.replace("<|/section|>", "<|tool_calls|>")
+    answer = asked_of(tmp_path, template, text, ASKED, controls=controls)
+    assert message_of(answer) == ("", "", [("read", {"path": "a.py"})])
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_arguments_are_written_as_the_family_does(tmp_path: Path, name: str) -> None:
+    """In any order, with its quotes, and also without the line breaks of its template."""
+    body = {**ASKED, "tools": [tool("edit", EDIT)]}
+    answer = asked_of(tmp_path, FAMILIES[name], EDITS[name], body)
+    old = "a < b>" if name == "Gemma" else "it's"
+    expected = {"path": "a.py", "all": True, "old": old, "lines": [1, 2]}
+    assert message_of(answer) == ("", "", [("edit", expected)])
 
 
 @pytest.mark.parametrize("text", [FAMILY["Hermes"].call(), FENCED])

@@ -138,7 +138,7 @@ def test_a_format_becomes_a_grammar(field: str) -> None:
             "messages[0].content[0].input",
         ),
         ({"tools": [{"type": "bash_20250124"}, {"name": "a", "input_schema": 1}]}, "tools[1].input_schema"),
-        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"stop_sequences": [1]}, "stop_sequences[0]"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_the_name_that_it_has(change: Any, field: str) -> None:

@@ -68,6 +68,7 @@ def test_lengths_and_ends() -> None:
 def test_other_spellings_of_values() -> None:
     """What llama.cpp's, vLLM's and ollama's clients send."""
     assert chat(top_k=-1).sampling.top_k == 0
+    assert chat(grammar="", stop=["x", ""]) == chat(stop="x")
     assert chat(repetition_penalty=1.5).sampling.repeat_penalty == 1.5
     for biases, pairs in (
         ([[5, -1], [6, False], ["6", 1]], ((5, -1.0), (6, -1e30), ("6", 1.0))),
@@ -145,11 +146,13 @@ def test_prompts() -> None:
         ({"logit_bias": [[5]]}, "logit_bias[0][1]"),
         ({"json_schema": {"pattern": "^((((a{100}){100}){100}){100})$"}}, "json_schema"),
         ({"max_completion_tokens": -2}, "max_completion_tokens"),
-        ({"stop": [""]}, "stop[0]"),
+        ({"stop": [1]}, "stop[0]"),
         ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
         ({"n": 2}, "n"),
         ({"tools": [tool("a b")]}, "tools[0].name"),
         ({"tools": [tool("a"), tool("a")]}, "tools[1].name"),
+        ({"tools": [tool("a", parameters={"properties": [1]})]}, "tools[0].parameters.properties"),
+        ({"tools": [tool("a", parameters={"required": True})]}, "tools[0].parameters.required"),
         ({"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
         ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -347,7 +350,7 @@ def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
     ]
     assert chat(messages=turns).messages == (
         Message("user", "[result of an earlier call]\n7"),
-        Message("user", "see [image left out: this model reads text]"),
+        Message("user", "see \n[image left out: this model reads text]"),
         Message("assistant", "", (ToolCall("a", "a", {"x": 1}),)),
         Message("tool", "[file left out: this model reads text]", tool_call_id="a", name="a"),
         Message("user", ""),

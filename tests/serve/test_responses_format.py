@@ -57,7 +57,7 @@ def test_messages_of_one_role_are_joined() -> None:
         said("user", "h"),
     ]
     assert read(instructions="a", input=items).messages == (
-        Message("system", "a\n\nb\n\ncd"),
+        Message("system", "a\n\nb\n\nc\nd"),
         Message("user", "e\n\nf"),
         Message("assistant", "g"),
         Message("user", "late\n\nh"),

@@ -65,7 +65,7 @@ def test_what_editors_send(server: Running, name: str) -> None:
     assert found.status_code == 200, found.text
     body = found.json()
     if name == "llama.vim":
-        assert list(body) == [each for each in FIELDS if "per_token" not in each]
+        assert list(body) == FIELDS
         assert body["timings/predicted_n"] == 8
     elif name == "llama.vim, ahead":
         assert body == {}
@@ -323,6 +323,9 @@ def test_a_full_context_is_named(server: Running) -> None:
     ):
         found = server.post(path, **asked, **body).json()
         assert "the context is full" in found["warnings"][-1]
+    for more, is_full in (({}, True), ({"max_tokens": 1}, False)):
+        own = server.post("/completion", prompt="x", **{**asked, **more}).json()
+        assert own["truncated"] is is_full
 
 
 # --- the end --------------------------------------------------------------------------------------

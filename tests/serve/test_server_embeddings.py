@@ -126,12 +126,27 @@ def test_inputs_are_texts_tokens_or_lists_of_them(
         (TEXTS[0], vectors[:1]),
         (tokens[0], vectors[:1]),
         (tokens, vectors),
+        ([[tokens[0][0], TEXTS[0], tokens[0][-1]]], vectors[:1]),
+        ({"prompt_string": TEXTS[0]}, vectors[:1]),
         ([TEXTS[0], tokens[1]], vectors),
     ):
         answer = server.embed(input=given).json()
         assert [each["embedding"] for each in answer["data"]] == wanted
         assert answer["usage"]["total_tokens"] == sum(map(len, tokens[: len(wanted)]))
         assert "warnings" not in answer
+
+
+def test_ollamas_clients_get_the_vectors(server: Served, expected: dict[str, list[Any]]) -> None:
+    vectors = [vector.tolist() for vector in expected["encoder"]]
+    body = {"model": "encoder", "truncate": True, "keep_alive": "5m"}
+    answer = server.http.post("/api/embed", json={**body, "input": TEXTS}).json()
+    assert (answer["embeddings"], answer["model"]) == (vectors, "encoder")
+    assert answer["prompt_eval_count"] > len(TEXTS)
+    assert answer["warnings"] == ["truncate: ignored, since specgen has no such field"]
+    older = server.http.post("/api/embeddings", json={**body, "prompt": TEXTS[0]}).json()
+    assert older["embedding"] == vectors[0]
+    refused = server.http.post("/api/embed", json={"model": "text", "input": "x"})
+    assert (refused.status_code, "no embeddings" in refused.json()["error"]) == (400, True)
 
 
 def test_vectors_are_cut_to_the_dimensions(server: Served, expected: dict[str, list[Any]]) -> None:

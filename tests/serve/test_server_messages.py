@@ -163,7 +163,7 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"messages": TURNS, "stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": TURNS, "stop_sequences": [1]}, "stop_sequences"),
         ({"messages": []}, "messages"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
+from specgen.errors import UsageError
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.call_forms import CallForm, form_of
@@ -19,7 +21,7 @@ from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.openai import read_chat, read_request
 from specgen.serve.formats.request import Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
-from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser
+from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser, calls_grammar
 from tests.helpers.formats import written
 from tests.helpers.sessions import answered, opened
 from tests.helpers.templates import CONTROLS, FAMILIES, UNKNOWN, calls_as_written, made_of
@@ -330,7 +332,7 @@ def test_calls_of_each_family_are_read_however_they_are_cut(name: str) -> None:
 
 
 def test_a_list_of_something_else_is_content() -> None:
-    for pieces in cuts(text := '[TOOL_CALLS][ 3 "a", {"name": "add"}]'):
+    for pieces in cuts(text := '[TOOL_CALLS][[ 3 "a", {"name": "add"}]'):
         assert parsed(MISTRAL, pieces) == (text, [], [])
 
 
@@ -491,6 +493,26 @@ def test_an_answer_that_has_to_be_a_call_is_one(tmp_path: Path, name: str) -> No
         assert answer.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_odd_schemas_of_arguments_are_no_crash(name: str) -> None:
+    odd: list[Any] = [
+        3,
+        None,
+        True,
+        {"type": 5},
+        {"enum": 3},
+        {"type": ["string", 1]},
+        {"anyOf": [7]},
+    ]
+    for schema in odd:
+        parameters = {"properties": {"a": schema, "b": {}}, "required": None}
+        with contextlib.suppress(UsageError):
+            grammar, _ = calls_grammar(
+                form(name), [Function("f", "", parameters)], is_parallel=True
+            )
+            assert grammar.text
+
+
 def test_several_calls_in_an_answer(tmp_path: Path) -> None:
     template, controls = TEMPLATES["Mistral"]
     asked = request(template, tool_choice="required")
@@ -537,7 +559,7 @@ AROUND = [
 @settings(max_examples=100, deadline=None)
 @given(
     opening=st.tuples(st.sampled_from(MARKS), BEHIND.map("".join)).map("".join),
-    between=st.sampled_from(["\n", ", ", "<|n|>", ";"]),
+    between=st.sampled_from(["", "\n", ", ", "<|n|>", ";"]),
     closing=ENDS,
     around=st.sampled_from(AROUND),
     after=BEHIND.map("".join),

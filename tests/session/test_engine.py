@@ -504,7 +504,7 @@ def test_a_cancelled_reading_ends_in_the_middle_of_a_piece(
 
 
 @pytest.mark.parametrize("has_equal_rows", [True, False])
-def test_pieces_are_short_while_anyone_waits(
+def test_pieces_are_short_where_others_may_wait(
     models: Path, costs: VirtualTime, has_equal_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each then takes 0.3 s; where a text would depend on it, pieces stay as they are alone."""

@@ -45,7 +45,7 @@ def judge(memory: Memory, n: int, mode: str = "greedy", draft: Path | str = DRAF
     acceptance = memory.acceptance(TARGET, draft, mode)
     model = acceptance.setdefault("model", AcceptanceRates("model"))
     for _ in range(n):
-        model.see(0.5)
+        model.see([0.5])
         model.judge(0.5, accepted=True)
 
 

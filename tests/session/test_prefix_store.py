@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specgen.events import FinishedEvent
 from specgen.options import PrefixOptions, SamplerOptions
+from specgen.session import prefix_store
 from specgen.session.engine import Engine
-from specgen.session.prefix_store import LEAST_TOKENS
+from specgen.session.prefix_store import LEAST_TOKENS, stored
+from specgen.session.prompts.template import Message
 from specgen.session.session import Session
-from tests.helpers.common import EXACT
-from tests.helpers.mtp import write_mtp_model
+from tests.helpers.cli import Specgen, spawn
+from tests.helpers.cli import ended as ended_process
+from tests.helpers.common import EXACT, NOW
+from tests.helpers.mtp import MtpArchitecture, write_mtp_model
 from tests.helpers.sessions import finished, opened, write_models
 from tests.registry import CACHES
 from tests.tiny import TinyConfig
+from tests.tiny.config import CHATML_TEMPLATE
 
-SYSTEM = "the cat is in the else for with that it be not self " * 45
-CONTEXT = replace(EXACT, n_ctx=1024, n_batch=128)
+SYSTEM = "the cat is in the else for with that it be not self " * 56
+CONTEXT = replace(EXACT, n_ctx=1280, n_batch=128)
+MTP: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35")
 QUESTIONS = ("cat and more", "self is it", "not in the end", "with that")
 
 
@@ -30,8 +41,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, architecture in CACHES.items():
         config = TinyConfig(architecture=architecture, n_ctx_train=2048)
         write_models(folder, {name: config, f"{name} draft": config.draft(0.1)})
-    write_mtp_model(folder / "mtp.gguf", "glm4moe")
+    for name, architecture in CACHES.items():
+        config = TinyConfig(
+            architecture=architecture, n_ctx_train=2048, chat_template=CHATML_TEMPLATE
+        )
+        write_models(folder, {f"{name} chat": config})
+    for mtp in MTP:
+        write_mtp_model(folder / f"{mtp}.gguf", mtp, n_ctx_train=2048)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _loading_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models read as quickly as a file is loaded."""
+    monkeypatch.setattr(prefix_store, "BYTES_PER_S", np.inf)
 
 
 def session_on(target: Path, cache: Path | None, kept: Any = "shared", **more: Any) -> Session:
@@ -62,6 +85,15 @@ def asked(question: str) -> str:
     return SYSTEM + question
 
 
+def talked(engine: Engine, session: Session, *turns: str) -> FinishedEvent:
+    """The answer in a conversation with this system message, of turns of the user and of the model."""
+    messages = [Message("system", SYSTEM)]
+    for n, text in enumerate(turns):
+        messages.append(Message("assistant" if n % 2 else "user", text))
+    request = engine.insert(session.prompts.of_messages(messages, now=NOW))
+    return finished(list(engine.stream(request)))
+
+
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("cache", CACHES)
@@ -79,3 +111,288 @@ def test_what_two_prompts_share_is_not_read_again(
     n_cached = [each.n_cached_tokens for each in ended]
     assert n_cached[:2] == [0, 0]
     assert min(n_cached[2:]) >= LEAST_TOKENS
+
+
+@pytest.mark.parametrize("architecture", MTP)
+def test_mtp_layers_draft_behind_a_prefix(models: Path, tmp_path: Path, architecture: str) -> None:
+    target = models / f"{architecture}.gguf"
+    ended = [answered(target, tmp_path, asked(each), draft="mtp")[0] for each in QUESTIONS]
+    plain = [answered(target, None, asked(each), draft="mtp")[0] for each in QUESTIONS]
+    assert [each.token_ids for each in ended] == [each.token_ids for each in plain]
+    assert ended[-1].n_cached_tokens >= LEAST_TOKENS
+    assert [each.n_accepted for each in ended] == [each.n_accepted for each in plain]
+    keys = {path.name.partition("-")[0] for path in stored(tmp_path / "prefixes")}
+    assert len(keys) == 2  # one of the target, one of the layer
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_slots_load_prefixes_beside_one_another(models: Path, tmp_path: Path, cache: str) -> None:
+    target, draft = models / f"{cache}.gguf", f"{cache} draft"
+    for question in QUESTIONS[:2]:
+        answered(target, tmp_path, asked(question), draft=draft)
+    prompts = [asked(each) for each in QUESTIONS]
+    with (
+        session_on(target, tmp_path, draft=draft) as session,
+        Engine(session, n_parallel=2) as engine,
+    ):
+        texts = engine.answers([session.prompts.of_text(each, chat=False) for each in prompts])
+    assert texts == [answered(target, None, each)[0].text for each in prompts]
+
+
+def test_a_longer_entry_serves_a_shorter_and_an_edited_prompt(models: Path, tmp_path: Path) -> None:
+    target, text = models / "attention.gguf", asked("and more")
+    n = answered(target, tmp_path, text, kept="all")[0].n_prompt_tokens
+    half = len(SYSTEM) * 9 // 10
+    for changed in (text[:half], text[:half] + "self" + text[half:], text + " cat" * 30):
+        ended = answered(target, tmp_path, changed, kept="all")[0]
+        assert min(n, ended.n_prompt_tokens) * 0.8 < ended.n_cached_tokens
+        assert ended.token_ids == answered(target, None, changed)[0].token_ids
+    assert answered(target, tmp_path, asked("and more"), kept="off")[0].n_cached_tokens == 0
+
+
+@pytest.mark.parametrize("cache", ["sliding window", "recurrent"])
+def test_a_model_that_cannot_go_back_takes_whole_entries_only(
+    models: Path, tmp_path: Path, cache: str
+) -> None:
+    target = models / f"{cache}.gguf"
+    for text in (SYSTEM * 2, SYSTEM + "self " * 40, SYSTEM + "cat"):
+        ended = answered(target, tmp_path, text, kept="all", context=replace(CONTEXT, n_ctx=2048))[
+            0
+        ]
+        assert (
+            ended.token_ids
+            == answered(target, None, text, context=replace(CONTEXT, n_ctx=2048))[0].token_ids
+        )
+    again = answered(target, tmp_path, SYSTEM + "cat", kept="all")[0]
+    assert again.n_cached_tokens >= LEAST_TOKENS
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_turn_whose_past_is_written_otherwise_reads_only_what_is_new(
+    models: Path, cache: str, drafted: bool
+) -> None:
+    target = models / f"{cache} chat.gguf"
+    draft = f"{cache} draft" if drafted else "none"
+    with session_on(target, None, draft=draft) as session, Engine(session) as engine:
+        first = talked(engine, session, "cat and more")
+        second = talked(engine, session, "cat and more", "not what it said", "self")
+        third = talked(engine, session, "cat and more", "not what it said", "self", "is", "for")
+    with session_on(target, None) as session, Engine(session) as engine:
+        assert talked(engine, session, "cat and more").token_ids == first.token_ids
+    turns = ("cat and more", "not what it said", "self")
+    for ended, told in ((second, turns), (third, (*turns, "is", "for"))):
+        with session_on(target, None) as session, Engine(session) as engine:
+            assert talked(engine, session, *told).token_ids == ended.token_ids
+    assert first.n_prompt_tokens - 20 < second.n_cached_tokens < third.n_cached_tokens
+
+
+# --- what is stored
+
+
+def test_a_conversation_is_not_stored_and_a_prompt_that_came_once_is_nowhere(
+    models: Path, tmp_path: Path
+) -> None:
+    target, letter = (
+        models / "attention chat.gguf",
+        "I am not the else that it be, with self in the for " * 4,
+    )
+    with session_on(target, tmp_path) as session, Engine(session) as engine:
+        secret = session.prompts.of_text(letter, chat=False).tokens
+        for turns in (
+            (letter,),
+            (letter, "<think>it is</think> so", "and more"),
+            (letter, "so", "and more", "in", "self"),  # the template drops what was thought
+            (letter, "else", "with"),
+        ):
+            talked(engine, session, *turns)
+    folder = tmp_path / "prefixes"
+    assert stored(folder) == []
+    with session_on(target, tmp_path) as session, Engine(session) as engine:
+        talked(engine, session, "another question")
+    (entry,) = stored(folder)
+    runs = {np.array(secret[n : n + 8], "<i4").tobytes() for n in range(len(secret) - 8)}
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        assert not any(run in data for run in runs), path
+        assert path.stat().st_mode & 0o077 == 0
+    assert folder.stat().st_mode & 0o077 == 0
+    with session_on(target, tmp_path) as session, Engine(session) as engine:
+        assert talked(engine, session, "a third one").n_cached_tokens >= LEAST_TOKENS
+    assert stored(folder) == [entry]
+
+
+def test_the_same_prompt_again_counts_from_another_process_only(
+    models: Path, tmp_path: Path
+) -> None:
+    target = models / "attention.gguf"
+    answered(target, tmp_path, SYSTEM, SYSTEM)
+    assert stored(tmp_path / "prefixes") == []
+    answered(target, tmp_path, SYSTEM)
+    last = answered(target, tmp_path, SYSTEM)[0]
+    assert last.n_cached_tokens == last.n_prompt_tokens - 1
+
+
+def test_in_one_process_the_second_prompt_is_stored(models: Path, tmp_path: Path) -> None:
+    target = models / "attention.gguf"
+    ended = answered(target, tmp_path, *map(asked, QUESTIONS), n_parallel=2)
+    plain = answered(target, None, *map(asked, QUESTIONS), n_parallel=2)
+    assert [each.token_ids for each in ended] == [each.token_ids for each in plain]
+    assert [each.n_cached_tokens for each in ended[2:]] == [
+        each.n_cached_tokens for each in plain[2:]
+    ]
+    assert len(stored(tmp_path / "prefixes")) == 1
+    assert answered(target, tmp_path, asked("it"))[0].n_cached_tokens >= LEAST_TOKENS
+
+
+def test_the_least_recently_used_goes_first(models: Path, tmp_path: Path) -> None:
+    target, folder = models / "attention.gguf", tmp_path / "prefixes"
+    texts = [f"{name} " + SYSTEM for name in ("cat", "self", "not")]
+    answered(target, tmp_path, texts[0], kept="all")
+    (first,) = stored(folder)
+    room = first.stat().st_size * 5 // 2
+    answered(target, tmp_path, texts[1], kept="all", max_bytes=room)
+    os.utime(first, (2**31, 2**31))
+    answered(target, tmp_path, texts[2], kept="all", max_bytes=room)
+    assert first in stored(folder)
+    assert len(stored(folder)) == 2
+    answered(target, tmp_path, "for " + SYSTEM, kept="all", max_bytes=1000)
+    assert len(stored(folder)) == 2  # there is no room for it, so nothing is deleted for it
+
+
+def test_a_prefix_of_another_entry_is_not_kept(models: Path, tmp_path: Path) -> None:
+    target = models / "attention.gguf"
+    for text in (SYSTEM, SYSTEM + "and more " * 10):
+        answered(target, tmp_path, text, kept="all")
+        assert len(stored(tmp_path / "prefixes")) == 1
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize("change", ["damage", "cut", "foreign", "old", "settings", "model"])
+def test_what_does_not_fit_is_not_used(models: Path, tmp_path: Path, change: str) -> None:
+    target, context = models / "attention.gguf", CONTEXT
+    answered(target, tmp_path, SYSTEM, kept="all")
+    (entry,) = stored(tmp_path / "prefixes")
+    data = entry.read_bytes()
+    damaged = {
+        "damage": data[:-100] + bytes([data[-100] ^ 1]) + data[-99:],
+        "cut": data[:-1],
+        "foreign": b"\xff\xfe a text\n",
+        "old": data.replace(b"specgen text", b"specgen else", 1),
+    }
+    if change in damaged:
+        entry.write_bytes(damaged[change])
+    elif change == "settings":
+        context = replace(CONTEXT, cache_type_k="f16")
+    else:
+        target = models / "attention draft.gguf"
+    ended = answered(target, tmp_path, SYSTEM, context=context)[0]
+    assert ended.n_cached_tokens == 0
+    assert ended.token_ids == answered(target, None, SYSTEM, context=context)[0].token_ids
+    assert entry.exists() == (change not in damaged)
+
+
+@pytest.mark.parametrize("problem", ["no folder", "full", "gone", "seen"])
+def test_a_store_that_cannot_be_used_changes_nothing(
+    models: Path, tmp_path: Path, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, folder = models / "attention.gguf", tmp_path / "prefixes"
+    if problem == "no folder":
+        folder.write_text("a file")
+    elif problem == "full":
+
+        def write_text(*_: Any) -> bool:
+            raise OSError(errno.ENOSPC, "no space left")
+
+        monkeypatch.setattr(prefix_store, "write_text", write_text)
+    elif problem == "seen":
+        folder.mkdir()
+        (folder / "seen.json").write_text('{"results": {"a": 1, "b": {"key": 2}}}')
+    for question in QUESTIONS[:3]:
+        ended = answered(target, tmp_path, asked(question))[0]
+        assert ended.token_ids == answered(target, None, asked(question))[0].token_ids
+        if problem == "gone" and folder.exists():
+            shutil.rmtree(folder)
+    if problem != "seen":
+        assert stored(folder) == []
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from specgen.session import prefix_store
+from tests.session.test_prefix_store import answered
+n_left = int(sys.argv[3])
+def die():
+    global n_left
+    n_left -= 1
+    if n_left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return False
+write = prefix_store.write_text
+def dying(path, *values):
+    done = write(path, *values[:-1], die)
+    die()
+    return done
+prefix_store.write_text, prefix_store.CHUNK = dying, 1 << 14
+prefix_store.BYTES_PER_S = float("inf")
+answered(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[4], kept="all")
+"""
+
+
+@pytest.mark.parametrize("n_pieces", [0, 1, 3])
+def test_a_kill_while_a_prefix_is_written_leaves_nothing_that_is_read(
+    models: Path, tmp_path: Path, n_pieces: int
+) -> None:
+    target = models / "attention.gguf"
+    killed = ended_process(str(target), str(tmp_path), str(n_pieces), SYSTEM, code=_KILLED)
+    assert killed.returncode == -signal.SIGKILL
+    folder = tmp_path / "prefixes"
+    (left,) = folder.iterdir()
+    assert stored(folder) == []
+    os.utime(left, (0, 0))
+    ended = [answered(target, tmp_path, SYSTEM, kept="all")[0] for _ in range(2)]
+    assert [each.n_cached_tokens > 0 for each in ended] == [False, True]
+    assert not left.exists()
+
+
+_ASKING = """
+import sys
+from pathlib import Path
+from specgen.session import prefix_store
+from tests.session.test_prefix_store import answered, asked
+prefix_store.BYTES_PER_S = float("inf")
+for n in range(8):
+    text, target = asked(f"{sys.argv[3]} {n}"), Path(sys.argv[1])
+    ended = answered(target, Path(sys.argv[2]), text)[0]
+    assert ended.token_ids == answered(target, None, text)[0].token_ids
+print(ended.n_cached_tokens)
+"""
+
+
+def test_two_processes_store_and_load_at_once(models: Path, tmp_path: Path) -> None:
+    target = models / "attention.gguf"
+    with (
+        spawn(target, tmp_path, "cat", code=_ASKING) as one,
+        spawn(target, tmp_path, "self", code=_ASKING) as other,
+    ):
+        said = [each.communicate(timeout=120) for each in (one, other)]
+    assert [one.returncode, other.returncode] == [0, 0], said
+    assert min(int(out) for out, _ in said) >= LEAST_TOKENS
+
+
+def test_the_command_line_shows_and_clears_the_store(models: Path, specgen: Specgen) -> None:
+    command = ("run", "-m", models / "attention.gguf", "--draft", "none", "--raw", "-n", "4", "-v")
+    first = specgen(*command, "--prefix-store", "all", SYSTEM)
+    assert "stored a prefix" in first.err
+    second = specgen(*command, SYSTEM)
+    assert "tokens were loaded" in second.err
+    assert first.out == second.out
+    assert "prefixes of prompts" in specgen("models", "list").out
+    assert specgen("models", "clear").code == 0
+    assert "prefixes of prompts" not in specgen("models", "list").out
+    wrong = specgen(*command, "--prefix-store-size", "many", SYSTEM)
+    assert wrong.code == 2
+    assert "'many' is not a size: give one like 500M or 20G" in wrong.err

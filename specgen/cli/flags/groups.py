@@ -150,8 +150,8 @@ def _group(
             inner: Any = str if name in parsers else typing.get_args(kind)[0]
             kind, default = list[inner] | None, None
             all_parsers.setdefault(name, tuple)
-        elif name in parsers and default is not None:
-            kind, default = str, str(default)
+        elif name in parsers:
+            kind, default = (str | None, None) if default is None else (str, str(default))
         option.metavar = option.metavar or _metavar(kind)
         parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         parameters.append(parameter.replace(annotation=Annotated[kind, option]))

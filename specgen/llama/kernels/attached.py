@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from specgen.errors import BackendError
 from specgen.llama.library import forget_log, ggml, last_error
 from specgen.system.machine import REBUILD
+from specgen.text.sampling import chain
 
 #: The result of `computing` if specgen's kernels do not compute.
 LLAMA_CPP = "llama.cpp"
@@ -127,6 +128,11 @@ def attach(path: Path) -> Kernels:
             hint=None if fits else f"install the llama.cpp that they are for: {REBUILD}",
         )
     _attached = Kernels(path, native)
+    with contextlib.suppress(AttributeError):  # libraries of earlier builds lack it
+        native.likeliest = library.specgen_kernels_likeliest
+        native.likeliest.restype = ctypes.c_double
+        native.likeliest.argtypes = _POINTER, ctypes.c_int64, _INT, _POINTER, _POINTER
+        chain.native_likeliest = native.likeliest
     return _attached
 
 

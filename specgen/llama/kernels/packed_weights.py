@@ -76,23 +76,23 @@ class PackedWeights:
                 self._path.unlink()  # damaged, or of other weights
 
     @property
-    def _n_bytes(self) -> int:
-        """The number of bytes that are to be written; 0 if there are none, or too few to be worth it."""
+    def n_new_bytes(self) -> int:
+        """The bytes of what was packed anew, not read from the file; 0 if they are too few to be worth one."""
         n_bytes = int(self._native.packed_file_bytes(self._handle))
         return n_bytes if n_bytes >= LEAST_BYTES else 0
 
     @property
     def lacks_room(self) -> bool:
         with contextlib.suppress(OSError):
-            return self._n_bytes > room_bytes(self._path.parent)
+            return self.n_new_bytes > room_bytes(self._path.parent)
         return False
 
     def close(self) -> None:
         """Write the file, if there is none and the disk has room. The model's weights must still be loaded.
         Nothing is written while an exception, such as Ctrl-C, ends the process."""
         try:
-            if self._n_bytes and not is_failing() and not self._path.exists():
-                self._write(self._n_bytes)
+            if self.n_new_bytes and not is_failing() and not self._path.exists():
+                self._write(self.n_new_bytes)
         except OSError as error:
             _log.info("packed weights are not kept: %s: %s", self._path, error.strerror)
         finally:

@@ -300,6 +300,7 @@ def figures(
         between, tokens_per_s = None, _rate(n_tokens, predicted_s)
     if is_busy(first.others_share):
         between = None
+    by_position = _sums([each.drafted_by_depth for each in answers])
     undrafted: Counter[tuple[str, str]] = Counter()
     for count in itertools.chain.from_iterable(each.undrafted for each in answers):
         undrafted[count.reason, count.text] += count.n_rounds
@@ -315,11 +316,11 @@ def figures(
             "n_rounds": n_rounds,
             "n_drafted": n_drafted,
             "n_accepted": n_accepted,
-            "acceptance_rate": _rate(n_accepted, n_drafted),
+            "acceptance_rate": _rate(n_accepted, sum(by_position)),
             "mean_accepted_length": _rate(n_kept, n_rounds),
             "estimated_speedup": None if between is None else first.estimated_speedup,
             "estimated_speedup_range": None if between is None else list(between),
-            "drafted_by_position": _sums([each.drafted_by_depth for each in answers]),
+            "drafted_by_position": by_position,
             "accepted_by_position": _sums([each.accepted_by_depth for each in answers]),
             "undrafted": [
                 {"reason": reason, "text": text, "n_rounds": n}
@@ -330,9 +331,11 @@ def figures(
             "cache_n": n_cached,
             "prompt_n": n_prompt - n_cached,
             "prompt_ms": 1000.0 * prompt_s,
+            "prompt_per_token_ms": _rate(1000.0 * prompt_s, n_prompt - n_cached) or 0.0,
             "prompt_per_second": _rate(n_prompt - n_cached, prompt_s) or 0.0,
             "predicted_n": n_tokens,
             "predicted_ms": 1000.0 * predicted_s,
+            "predicted_per_token_ms": _rate(1000.0 * predicted_s, n_tokens) or 0.0,
             "predicted_per_second": tokens_per_s or 0.0,
             "draft_n": n_drafted,
             "draft_n_accepted": n_accepted,

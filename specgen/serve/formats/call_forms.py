@@ -72,13 +72,19 @@ class CallForm:
         return self.mark if own else self.opening.strip().partition(ANY)[0]
 
     @property
+    def after_names(self) -> tuple[str, ...]:
+        """What may stand behind a name: some models leave out the id that their template writes."""
+        return tuple(dict.fromkeys((self.after_name, _MARKED_ID.sub("", self.after_name))))
+
+    @property
     def ends(self) -> tuple[str, str]:
         """What stands between two calls up to the next one's name, and behind the last one; of objects of JSON, what
         stands between the objects."""
-        between, closing = self.between or "", self.closing.rstrip()
+        between = "" if self.between is None else self.between or " "
+        closing = self.closing.rstrip()
         if self.keys is not None:
             between, closing = between.partition("}")[2], closing.partition("}")[2]
-            between = between[: between.rfind("{")] if "{" in between else ""
+            between = (between[: between.rfind("{")] or " ") if "{" in between else ""
         return between, closing
 
     @property
@@ -129,11 +135,7 @@ def read_name(
     if not whole or (not is_last and len(text) - start < max(map(len, names))):
         return UNCLEAR if names else None
     name = max(whole, key=len)
-    # Some models leave out the id that their template writes.
-    places = [
-        match(after, text, start + len(name))
-        for after in (form.after_name, _MARKED_ID.sub("", form.after_name))
-    ]
+    places = [match(after, text, start + len(name)) for after in form.after_names]
     begin = next((each for each in places if each is not None), None)
     if begin is None or begin == UNCLEAR:
         return begin

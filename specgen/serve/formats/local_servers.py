@@ -44,23 +44,19 @@ class _InfillBody(TextBody):
 
 
 def read_llama_cpp_completion(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+    body: Mapping[str, Any],
+    sampling: SamplerOptions,
+    generation: GenerationOptions,
+    *,
+    or_openai: bool = False,
 ) -> tuple[Request, ...]:
-    """Read a body of llama.cpp's own path for the continuation of texts. Raise `BodyError`."""
-    asked = parse(TextBody, body)
+    """Read a body of llama.cpp's own path for the continuation of texts. On the path that OpenAI's clients use as well
+    (`or_openai`), what only these ask for is answered in their form. Raise `BodyError`."""
     found = read_completion(body, sampling, generation)
-    return tuple(_as_llama_cpp(asked, each) for each in found)
-
-
-def read_any_completion(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> tuple[Request, ...]:
-    """Read a body of the path that is llama.cpp's own and that of OpenAI's clients without ``/v1``: what only these ask
-    for is answered in their form. Raise `BodyError`."""
-    found = read_completion(body, sampling, generation)
-    if len(found) > 1 or found[0].n > 1 or found[0].has_usage_alone:
+    if or_openai and (len(found) > 1 or found[0].n > 1 or found[0].has_usage_alone):
         return found
-    return read_llama_cpp_completion(body, sampling, generation)
+    asked = parse(TextBody, body)
+    return tuple(_as_llama_cpp(asked, each) for each in found)
 
 
 def read_infill(
@@ -154,7 +150,7 @@ class LlamaCppWriter(ChatWriter):
         if reason is not None:
             timings, stop_type = body["timings"], "eos" if reason == "stop" else "limit"
             stop_type = "word" if "stop_reason" in choice else stop_type
-            request = self._first
+            request, finished = self._first, self._answers[number].finished
             body |= {
                 "generation_settings": {
                     **as_json(request.sampling),
@@ -165,7 +161,7 @@ class LlamaCppWriter(ChatWriter):
                 "has_new_line": "\n" in self._answers[number].text("content"),
                 "stop_type": stop_type,
                 "stopping_word": choice.get("stop_reason", ""),
-                "truncated": False,
+                "truncated": finished is not None and finished.finish_reason == "context",
                 "tokens_predicted": timings["predicted_n"],
                 "tokens_evaluated": timings["cache_n"] + timings["prompt_n"],
                 "tokens_cached": timings["cache_n"],
@@ -251,6 +247,16 @@ def _loading(
 def _written(requests: tuple[Request, ...], field: str) -> tuple[Request, ...]:
     writer = functools.partial(OllamaWriter, field=field)
     return tuple(replace(request, n=1, writer=writer) for request in requests)
+
+
+def ollama_embeddings(
+    vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
+) -> bytes:
+    """Return the body of a response with vectors that are JSON already. Clients of the older path read `embedding`."""
+    rest: Json = {"model": model, "prompt_eval_count": n_tokens, "warnings": [*warnings]}
+    data = ", ".join(vectors)
+    first = f'{{"embedding": {vectors[0]}, "embeddings": [{data}], '
+    return f"{first}{json.dumps(rest)[1:]}".encode()
 
 
 class OllamaWriter(AnswerWriter):

@@ -453,7 +453,7 @@ def _entry(top: TokenLogprob) -> Json:
 
 
 class _EmbeddingBody(Fields):
-    input: Any = None
+    input: Any = Field(None, validation_alias=AliasChoices("input", "prompt"))
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     AliasPath,
     BaseModel,
@@ -51,7 +52,6 @@ _SILENT = frozenset(
 )
 #: Variables of chat templates that say how much is thought; few templates read both.
 _THINKING = frozenset(["enable_thinking", "reasoning_effort"])
-
 #: The parameters of a custom tool: a free text.
 _FREE_TEXT: Mapping[str, Any] = {
     "type": "object",
@@ -77,7 +77,6 @@ def shown(value: Any) -> str:
 
 # --- fields of bodies -----------------------------------------------------------------------------
 
-#: Later layers have 64 bits or fewer.
 Integer: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Schema: TypeAlias = dict[str, Any]
 
@@ -144,10 +143,10 @@ AS_PARTS = BeforeValidator(_as_parts)
 Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
-def text_of(parts: Sequence[Part], separator: str = "") -> str:
-    """Return the texts of a content, joined. An image, or what else no local model reads, is named in its place: a
-    refusal would end an agent's session for good."""
-    return separator.join(map(_text_of_part, parts))
+def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
+    """Return the texts of a content, as lines, like vLLM and llama.cpp. An image, or what else no local model reads, is
+    named in its place: a refusal would end an agent's session for good."""
+    return separator.join(filter(None, map(_text_of_part, parts)))
 
 
 def _text_of_part(part: Part) -> str:
@@ -269,8 +268,9 @@ class AnswerBody(_Samplers):
         ),
     )
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
+        tuple[str, ...],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        AfterValidator(lambda texts: tuple(filter(None, texts))),
     ] = Field((), validation_alias=AliasChoices("stop", "stop_sequences"))
     ignore_eos: bool = False
     grammar: str | None = None
@@ -314,17 +314,14 @@ class AnswerBody(_Samplers):
         """Return what the answer has to follow. Of the schema in a format that is not strict, what no grammar can
         enforce is left out, with a warning, as at OpenAI. Raise `BodyError`."""
         schema = None if form is None else form.schema_of(self.format_field)
-        asked = {
-            "grammar": self.grammar,
-            "json_schema": self.json_schema,
-            self.format_field: schema,
-        }
+        asked = {"grammar": self.grammar or None, "json_schema": self.json_schema}
+        asked[self.format_field] = schema
         names = [name for name, value in asked.items() if value is not None]
         if not names:
             return None
         if len(names) > 1:
             raise BodyError(names[1], f"{names[0]} is given as well")
-        if self.grammar is not None:
+        if self.grammar:
             return Grammar("gbnf", self.grammar)
         text = json.dumps(asked[names[0]])
         try:
@@ -392,8 +389,10 @@ class ChatBody(AnswerBody):
             is_text = tool.type == "custom" and not tool.parameters
             # Templates read the properties even of functions without parameters.
             schema = {"type": "object", "properties": {}, **tool.parameters}
-            if not schema["properties"]:  # it takes no arguments: a grammar would take any
-                schema = {"additionalProperties": False, **schema}
+            schema["properties"] = schema["properties"] or {}
+            for part, kind in (("properties", dict), ("required", list)):
+                if not isinstance(schema.get(part) or kind(), kind):
+                    raise BodyError(f"{where}.parameters.{part}", f"it is {shown(schema[part])}")
             found[name] = Function(name, tool.description, _FREE_TEXT if is_text else schema)
         return self._allowed(found)
 
@@ -407,9 +406,8 @@ class ChatBody(AnswerBody):
         if kind in ("auto", "required", "any"):
             is_parallel = is_parallel and not choice.disable_parallel_tool_use
             return Tools(functions, functions, kind != "auto", is_parallel)
-        must_call, named = True, [choice]
+        must_call, named = kind != "allowed_tools" or choice.mode == "required", [choice]
         if kind == "allowed_tools":
-            must_call = choice.mode == "required"
             named = [each for each in choice.tools if each.type in ("function", "custom")]
         elif kind in ("function", "custom", "tool"):
             is_parallel = False
@@ -563,12 +561,11 @@ class Conversation:
         self.messages: list[Message] = []
 
     def add_result(self, identity: str | None, text: str, name: str | None = None) -> None:
-        """Add the result of a call, by its id or by the `name` of its tool. Agents shorten conversations: a result whose call is gone becomes text of the
-        user's turn, since many templates take none without a call."""
+        """Add the result of a call, by its id or by the `name` of its tool. Agents shorten conversations: a result whose
+        call is gone becomes text of the user's turn, since many templates take none without a call."""
         calls = (call for message in self.messages for call in message.tool_calls)
         found = (call.name for call in calls if call.identity == (identity or ""))
-        names = [each for each in found if name in (None, each)]
-        if names:
+        if names := [each for each in found if name in (None, each)]:
             self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
         else:
             self.join_text("user", f"[result of an earlier call]\n{text}")
@@ -579,11 +576,11 @@ class Conversation:
         if role == "system" and any(message.role != "system" for message in self.messages):
             role = "user"
         last = self._turn(role)
-        self.messages[-1] = replace(last, content=_joined(last.content, text))
+        self.messages[-1] = replace(last, content=_paragraphs(last.content, text))
 
     def join_thought(self, thought: str) -> None:
         last = self._turn("assistant")
-        self.messages[-1] = replace(last, reasoning=_joined(last.reasoning or "", thought))
+        self.messages[-1] = replace(last, reasoning=_paragraphs(last.reasoning, thought))
 
     def join_call(self, where: str, identity: str | None, name: str | None, arguments: Any) -> None:
         """Add a call to the model's turn. Raise `BodyError` if it has no id or no name."""
@@ -599,5 +596,5 @@ class Conversation:
         return self.messages[-1]
 
 
-def _joined(before: str, text: str) -> str:
-    return f"{before}\n\n{text}" if before else text
+def _paragraphs(*texts: str | None) -> str:
+    return "\n\n".join(filter(None, texts))

@@ -4,6 +4,7 @@ uses is found in `call_forms.py`."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import uuid
@@ -25,7 +26,7 @@ from specgen.serve.formats.call_forms import (
 from specgen.serve.formats.call_values import ArgumentsReader
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
-from specgen.text.prefix import n_begun
+from specgen.text.prefix import n_begun, n_common
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,27 @@ _MOST_CALLS = 16
 _CONTROL = re.compile(r"<\|[^<>]+\|>")
 #: What a call's id or number may be.
 _ANY_RULE = "ANY: /[0-9A-Za-z]{1,9}/"
-#: Values as Gemma writes them.
-_GEMMA = (
-    'gemma: gemma_text | GEMMA_PLAIN | "[" (gemma ("," gemma)*)? "]" | "{" (gemma_pair ("," gemma_pair)*)? "}"',
-    "GEMMA_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|true|false|null/",
-    'gemma_text: "<|\\"|>" GEMMA_STRING "<|\\"|>"',
-    "GEMMA_STRING: /[^<>]*/",
-    'gemma_pair: /[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" gemma',
-)
+_WHITE_RULE = "WHITE: /[ \\n\\t]{1,12}/"
+#: Values as models write them in each style, beside JSON's.
+_VALUES: Mapping[str, tuple[str, ...]] = {
+    "gemma": (
+        'gemma: gemma_text | GEMMA_PLAIN | "[" (gemma ("," gemma)*)? "]" | "{" (gemma_pair ("," gemma_pair)*)? "}"',
+        "GEMMA_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|true|false|null/",
+        'gemma_text: "<|\\"|>" gemma_string',
+        'gemma_string[suffix="<|\\"|>"]: /(?s:.*)/',
+        'gemma_pair: /[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" gemma',
+    ),
+    "python": (
+        'python: PYTHON_TEXT | PYTHON_PLAIN | "[" (python (", " python)*)? "]" | "{" (python_pair (", " python_pair)*)? "}"',
+        "PYTHON_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|True|False|None/",
+        "PYTHON_TEXT: /'([^'\\\\\\x00-\\x1f]|\\\\.)*'/",
+        'python_pair: PYTHON_TEXT ": " python',
+    ),
+}
+#: So many tokens of a forced text, of a character or more, may be other tokens for llguidance.
+_LOOKED_BACK = 4
+#: So many required arguments may come in any order, which doubles the rules again and again; more in two orders.
+_MOST_PERMUTED = 3
 
 
 class _Rules:
@@ -79,27 +93,47 @@ class _Rules:
 
     def __init__(self, form: CallForm) -> None:
         self.form = form
-        self.lines = [_ANY_RULE, *(_GEMMA if form.style == "gemma" else ())]
+        self.lines = [_ANY_RULE, _WHITE_RULE, *_VALUES.get(form.style, ())]
         #: What cannot be enforced.
         self.warnings: list[str] = []
+        #: Calls as objects of JSON, from the name to the arguments, in which white space is free.
+        self.bare: list[str] = []
 
     def call(self, function: Function) -> str:
         """Return the name of a rule for a call, from its name to its arguments."""
         rule = f"call_{len(self.lines)}"
         if self.form.style == "json":
-            try:
-                schema, left_out = lenient_schema_grammar(json.dumps(function.parameters))
-            except UsageError as error:
-                raise UsageError(f"{function.name}: {error.message}") from None
-            if left_out:
-                names = ", ".join(left_out)
-                self.warnings.append(f"no grammar can enforce {names} of {function.name}")
-            arguments = self._new(in_lark(schema))
+            arguments = self._schema(function.parameters, function.name, function.name)
         else:
             arguments = self._arguments(function)
-        name = literal(function.name)
-        self.lines.append(f"{rule}: {name} {_form_text(self.form.after_name)} {arguments}")
+        after = " | ".join(map(self.text, self.form.after_names))
+        self.lines.append(f"{rule}: {literal(function.name)} ({after}) {arguments}")
+        keys = {'"arguments"', '"parameters"', literal((self.form.keys or ("", "arguments"))[1])}
+        key = " | ".join(map(literal, sorted(keys)))
+        comma, colon = 'WHITE? "," WHITE?', 'WHITE? ":" WHITE?'
+        self.bare.append(f"{literal(literal(function.name))} {comma} ({key}) {colon} {arguments}")
         return rule
+
+    def _schema(self, schema: Mapping[str, Any], where: str, name: str) -> str:
+        """Return a rule for the JSON that conforms to a schema."""
+        try:
+            grammar, left_out = lenient_schema_grammar(json.dumps(schema))
+        except UsageError as error:
+            raise UsageError(f"{where}: {error.message}") from None
+        if left_out:
+            self.warnings.append(f"no grammar can enforce {', '.join(left_out)} of {name}")
+        return self._new(in_lark(grammar))
+
+    def text(self, text: str) -> str:
+        """Return a part of the form. Not all models write the line breaks of their template around pairs."""
+        breaks = r"\s*\n\s*" if self.form.style == "pairs" else "(?!)"
+        parts = re.split(f"({breaks}|{ANY})", text)
+        written = (
+            "ANY" if part == ANY else f"{literal(part)}{'?' if number % 2 else ''}"
+            for number, part in enumerate(parts)
+            if part
+        )
+        return " ".join(written) or '""'
 
     def _new(self, text: str) -> str:
         rule = f"rule_{len(self.lines)}"
@@ -107,49 +141,71 @@ class _Rules:
         return rule
 
     def _arguments(self, function: Function) -> str:
-        """Return arguments one by one: those that are required, in the schema's order, then any others."""
+        """Return arguments one by one: all that are required, with others before, between and behind them."""
         properties = function.parameters.get("properties", {})
-        required = function.parameters.get("required", ())
+        required = function.parameters.get("required") or ()
         pairs = {key: self._pair(key, schema, function) for key, schema in properties.items()}
-        first = [pairs[key] for key in properties if key in required]
+        keys = [key for key in properties if key in required]
         others = [pairs[key] for key in properties if key not in required]
         between = {"python": '", "', "gemma": '","', "pairs": ""}[self.form.style]
-        text = f" {between} ".join(first)
+        before = after = text = ""
         if others:
-            other = self._new(" | ".join(others))
-            more = f"({between} {other})*"
-            text = f"{text} {more}" if first else f"({other} {more})?"
+            other, most = self._new(" | ".join(others)), len(others)
+            before = f"({other} {between}){{0,{most}}}"
+            after = f"({between} {other}){{0,{most}}}"
+            text = f"({other} {after})?"
+        if keys:
+            orders = [keys, sorted(keys)]
+            if len(keys) <= _MOST_PERMUTED:
+                orders = [[*order] for order in itertools.permutations(keys)]
+            text = " | ".join(
+                f"{before} {f' {after} {between} '.join(pairs[key] for key in order)} {after}"
+                for order in orders
+            )
         if self.form.style == "pairs":
             return self._new(text or '""')
         brackets = "()" if self.form.style == "python" else "{}"
-        return self._new(f'"{brackets[0]}" {text} "{brackets[1]}"')
+        return self._new(f'"{brackets[0]}" ({text}) "{brackets[1]}"')
 
     def _pair(self, key: str, schema: Any, function: Function) -> str:
         schema = schema if isinstance(schema, Mapping) else {}
-        kind = schema.get("type")
+        choices, kind = schema.get("enum"), schema.get("type")
+        choices = choices if isinstance(choices, list) else []
+        kind = kind if isinstance(kind, str) else ""
         if self.form.style == "gemma":
-            return self._new(
-                f"{literal(key + ':')} {'gemma_text' if kind == 'string' else 'gemma'}"
-            )
+            value = "gemma_text" if kind == "string" else "gemma"
+            if kind in ("integer", "number", "boolean"):
+                value = self._value(schema, function, key)
+            elif choices:
+                texts = (
+                    f'<|"|>{each}<|"|>' if isinstance(each, str) else json.dumps(each)
+                    for each in choices
+                )
+                value = f"({' | '.join(map(literal, texts))})"
+            return self._new(f"{literal(key + ':')} {value}")
         if self.form.style == "python":
-            return self._new(f"{literal(key + '=')} {self._value(schema, function, key)}")
+            plain = {"string": "PYTHON_TEXT", "boolean": '"True" | "False"'}
+            value = "" if kind in ("integer", "number") else plain.get(kind, "python")
+            if choices:
+                value = " | ".join(literal(repr(each)) for each in choices)
+            values = f"{self._value(schema, function, key)}{' | ' if value else ''}{value}"
+            return self._new(f"{literal(key + '=')} ({values})")
         pair = self.form.pair
         assert pair is not None
-        middle = pair.middles.get(
-            kind if isinstance(kind, str) else "string", pair.middles["string"]
-        )
-        before = f"{_form_text(pair.opening)} {literal(key)} {_form_text(middle)}"
-        choices = schema.get("enum", ())
-        if kind != "string":
-            return self._new(
-                f"{before} {self._value(schema, function, key)} {_form_text(pair.closing)}"
-            )
-        if choices:
-            texts = " | ".join(literal(str(each)) for each in choices)
-            return self._new(f"{before} ({texts}) {_form_text(pair.closing)}")
-        text = f"rule_{len(self.lines)}"
-        self.lines.append(f"{text}[suffix={literal(pair.closing)}]: /(?s:.*)/")
-        return self._new(f"{before} {text}")
+        middle = pair.middles.get(kind, pair.middles["string"])
+        before = f"{self.text(pair.opening)} {literal(key)} {self.text(middle)}"
+        closing = self.text(pair.closing)
+        if not _may_be_text(schema):
+            value = self._value(schema, function, key)
+        elif choices:
+            texts = (each if isinstance(each, str) else json.dumps(each) for each in choices)
+            value = f"({' | '.join(map(literal, texts))})"
+        else:  # it holds also the line breaks around it
+            before = f"{self.text(pair.opening)} {literal(key)} {self.text(middle.rstrip())}"
+            value = f"rule_{len(self.lines)}"
+            self.lines.append(f"{value}[suffix={literal(pair.closing.strip())}]: /(?s:.*)/")
+            closing = self.text(pair.closing[len(pair.closing.rstrip()) :])
+        return self._new(f"{before} {value} {closing}")
 
     def _value(self, schema: Mapping[str, Any], function: Function, key: str) -> str:
         outer = {
@@ -157,15 +213,18 @@ class _Rules:
             for name in ("$defs", "definitions")
             if name in function.parameters
         }
-        try:
-            grammar, left_out = lenient_schema_grammar(
-                json.dumps({**outer, **(schema or {"type": "string"})})
-            )
-        except UsageError as error:
-            raise UsageError(f"{function.name}: {key}: {error.message}") from None
-        if left_out:
-            self.warnings.append(f"no grammar can enforce {', '.join(left_out)} of {function.name}")
-        return self._new(in_lark(grammar))
+        schema = {**outer, **(schema or {"type": "string"})}
+        return self._schema(schema, f"{function.name}: {key}", function.name)
+
+
+def _may_be_text(schema: Any) -> bool:
+    """Return whether a text conforms to a schema, as far as that is said in place."""
+    if not isinstance(schema, Mapping):
+        return True
+    options = schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(options, list):
+        return any(map(_may_be_text, options))
+    return "string" in str(schema.get("type", "" if "$ref" in schema else "string"))
 
 
 def calls_grammar(
@@ -184,9 +243,9 @@ def calls_grammar(
     calls = rules._new(" | ".join(map(rules.call, functions)))  # noqa: SLF001
     more = ""
     if is_parallel and form.between:
-        more = f" ({_form_text(form.between)} {calls}){{0,{_MOST_CALLS - 1}}}"
+        more = f" ({rules.text(form.between)} {calls}){{0,{_MOST_CALLS - 1}}}"
     opening, mark = form.opening.lstrip(), form.trigger if other is None else ""
-    closing = _form_text(form.closing.rstrip())
+    closing = rules.text(form.closing.rstrip())
     if _CONTROL.fullmatch(form.closing) and not form.between:  # it may end the answer
         closing = f"({closing})?"
     if not must_call:
@@ -195,18 +254,24 @@ def calls_grammar(
         mark = ""
     lines = [
         f"start: calls{' | other' if other is not None else ''}",
-        f"calls: {_form_text(opening)} {calls}{more} {closing}",
+        f"calls: {rules.text(opening)} {calls}{more} {closing}",
     ]
     if other is not None:
         lines.append(f"other: {in_lark(other)}")
+    head = ""
+    if mark and form.mark and not must_call and form.keys is not None and form.keys[0]:
+        name = literal(form.keys[0])
+        lead = 'WHITE? (("```json" | "```") WHITE?)? "{" WHITE?'
+        lines.append(f'bare: {lead} {literal(name)} WHITE? ":" WHITE? bare_call WHITE? "}}"')
+        lines.append(f"bare_call: {' | '.join(rules.bare)}")
+        names = "|".join(re.escape(literal(function.name)) for function in functions)
+        head = rf"\s*(?:```(?:json)?\s*)?\{{\s*{name}\s*:\s*(?:{names})"
+    same = form.closing[: n_common(form.closing, form.between or "")]
+    if is_parallel and re.search(rf"<[^<>\s]{{{_LOOKED_BACK},}}\Z", same):
+        # A text forced up to the middle of a control token's name would exclude that token.
+        lines.append('%llguidance {"no_forcing": true}')
     text = "\n".join([*lines, *rules.lines])
-    return Grammar("lark", text, must_call, mark, not form.mark), rules.warnings
-
-
-def _form_text(text: str) -> str:
-    """Return a part of a form as Lark literals."""
-    parts = [literal(part) for part in text.split(ANY)]
-    return " ANY ".join(parts)
+    return Grammar("lark", text, must_call, mark, not form.mark, head), rules.warnings
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import datetime
 import functools
 import logging
 import socket
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -31,7 +32,7 @@ from specgen.events import CommittedEvent, Event, FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, with_biases
 from specgen.serve.formats.local_servers import (
-    read_any_completion,
+    ollama_embeddings,
     read_infill,
     read_llama_cpp_completion,
     read_ollama_chat,
@@ -74,13 +75,18 @@ Reader: TypeAlias = Callable[
 _READERS: Mapping[str, Reader] = {
     "/v1/messages": read_messages,
     "/v1/completions": read_completion,
-    "/completions": read_any_completion,
+    "/completions": functools.partial(read_llama_cpp_completion, or_openai=True),
     "/completion": read_llama_cpp_completion,
     **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
     **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
     **dict.fromkeys(["/infill", "/v1/infill"], read_infill),
     "/api/chat": read_ollama_chat,
     "/api/generate": read_ollama_generate,
+}
+#: Writes the response with the vectors of inputs.
+_EMBEDDINGS: Mapping[str, Callable[..., bytes]] = {
+    **dict.fromkeys(["/embeddings", "/v1/embeddings"], embedding_response),
+    **dict.fromkeys(["/api/embed", "/api/embeddings"], ollama_embeddings),
 }
 _log = logging.getLogger("specgen.serve.server")
 
@@ -116,7 +122,7 @@ class Server:
             Route("/health", self._health),
             Route("/v1/health", self._health),
             Route("/version", _version),
-            Route("/api/version", _ollama_version),
+            Route("/api/version", _version),
             Route("/api/tags", self._tags),
             Route("/api/ps", self._tags),
             *(Route(f"{start}/models", self._models) for start in ("", "/v1")),
@@ -129,8 +135,10 @@ class Server:
                 self._post(path, functools.partial(self._complete, read))
                 for path, read in _READERS.items()
             ),
-            self._post("/embeddings", self._embed, embeds=True),
-            self._post("/v1/embeddings", self._embed, embeds=True),
+            *(
+                self._post(path, functools.partial(self._embed, write), embeds=True)
+                for path, write in _EMBEDDINGS.items()
+            ),
             self._work(
                 "/v1/messages/count_tokens", functools.partial(self._count_tokens, read_messages)
             ),
@@ -295,7 +303,11 @@ class Server:
         return {"prompt": _prompt(asked, model, must_fit=False).text}
 
     async def _embed(
-        self, model: ServedEmbedder, request: HttpRequest, body: Mapping[str, Any]
+        self,
+        write: Callable[..., bytes],
+        model: ServedEmbedder,
+        request: HttpRequest,
+        body: Mapping[str, Any],
     ) -> Response:
         asked = await run_in_threadpool(read_embedding_request, body, model.embedder)
         limit_s = self._limits.request_s or None
@@ -306,7 +318,7 @@ class Server:
             message = f"the embeddings were not done in {limit_s:g} s"
             raise RequestError(503, message, code="timeout") from None
         n_tokens = sum(map(len, asked.tokens))
-        content = embedding_response(vectors, n_tokens, model.name, asked.warnings)
+        content = write(vectors, n_tokens, model.name, asked.warnings)
         return Response(content, media_type="application/json")
 
     # --- the server itself -------------------------------------------------------------------
@@ -378,6 +390,7 @@ class Server:
         return JSONResponse(
             {
                 **about,
+                "model_path": session.target.name,
                 "total_slots": engine.n_parallel,
                 "default_generation_settings": {
                     "n_ctx": engine.n_ctx,
@@ -413,13 +426,11 @@ class Server:
         )
 
 
-async def _version(_request: HttpRequest) -> Response:
-    return JSONResponse({"version": __version__})
-
-
-async def _ollama_version(_request: HttpRequest) -> Response:
-    """Return the first version of ollama with all that is answered here: clients compare it with what they need."""
-    return JSONResponse({"version": "0.9.0", "specgen": __version__})
+async def _version(request: HttpRequest) -> Response:
+    """Return the version; to ollama's clients, who compare it with what they need, the first of ollama with all that is
+    answered here."""
+    is_ollama = request.url.path.startswith("/api/")
+    return JSONResponse({"version": "0.9.0" if is_ollama else __version__, "specgen": __version__})
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:
@@ -564,6 +575,9 @@ async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:
 def serve(pool: ModelPool, options: ServerOptions, bound: socket.socket, **how: Any) -> None:
     """Answer requests on a socket until SIGTERM or Ctrl-C; `how` are more arguments of `DrainingServer`. Raise the
     exception that ended the thread of an engine, if one did: a bug or a lost worker."""
+    sys.setswitchinterval(
+        0.0005
+    )  # so that a body being read holds up no decode, which asks Python whether to go on
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.serve.server").setLevel(logging.INFO)
     DrainingServer(Server(pool, options).app(), pool, options, **how).run(sockets=[bound])

@@ -7,6 +7,7 @@ allowed if the grammar takes what is behind.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from specgen.text.grammar.base import ENDED, GrammarState, Vocabulary
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
 from specgen.text.prefix import n_begun
 
+#: A call at the beginning of a text, and what follows it.
+_BARE = "start: bare /(?s:.)+/?"
 #: The state behind a mark, from the tokens that end with it; None if what is behind it is not allowed.
 _Then: TypeAlias = Callable[[tuple[int, ...]], "GrammarState | None"]
 
@@ -140,6 +143,7 @@ def _in_free_text(
     rules = f"start: lead answer /(?s:.)+/?\nlead[suffix={literal(grammar.mark)}]: /(?s:.*)/"
     try:
         own = LlguidanceGrammar(vocabulary, grammar, rules)
+        bare = LlguidanceGrammar(vocabulary, grammar, _BARE) if grammar.head else None
     except UsageError:
         return _Marks(vocabulary, {}).plain
 
@@ -151,15 +155,25 @@ def _in_free_text(
         is_over = state.allows(own.ends).any()
         return text.after_token(tokens[-1]) if is_over else _Watched(state, within)
 
+    def beginning(state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
+        begun = None if bare is None else bare.fed(tokens)
+        if begun is None:
+            return state
+        data = b"".join(map(vocabulary.token_bytes, tokens)).decode(errors="ignore")
+        if re.match(grammar.head, data):
+            return _Watched(begun, within)
+        return _Watched(state, beginning, tokens)
+
     then: dict[bytes, _Then] = {grammar.mark.encode(): call}
     if thoughts is not None and thoughts.state == "may come":
         then[thoughts.begin.encode()] = lambda _tokens: thinking.plain
     otherwise = _Marks(vocabulary, {}).plain if grammar.is_first else None
     text = _Marks(vocabulary, then, otherwise=otherwise)
+    start = text.plain if bare is None else _Watched(text.plain, beginning)
     if thoughts is None or thoughts.state == "over":
-        return text.plain
-    thinking = _Marks(vocabulary, {thoughts.end.encode(): lambda _tokens: text.plain})
-    return thinking.plain if thoughts.state == "open" else text.plain
+        return start
+    thinking = _Marks(vocabulary, {thoughts.end.encode(): lambda _tokens: start})
+    return thinking.plain if thoughts.state == "open" else start
 
 
 class _Marks:

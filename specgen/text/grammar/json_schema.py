@@ -322,10 +322,10 @@ def _close(root: Part) -> set[int]:
             joined -= set() if was_joined else {id(part)}
     for part in parts:
         named = _properties(part)
-        if id(part) in joined or part.keys() & _OPENING:
+        if "properties" not in part or id(part) in joined or part.keys() & _OPENING:
             continue
-        if all(schema is False for schema in named.values()):
-            continue  # it lists nothing, or only what it excludes
+        if (named or part is not root) and all(schema is False for schema in named.values()):
+            continue  # it lists nothing, or only what it excludes; a function without parameters takes none
         names: set[str] = set()
         for each in _together(root, [part]).values():
             names |= {*_properties(each)} | {*_required(each)}

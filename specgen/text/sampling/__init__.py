@@ -5,7 +5,7 @@ meaning, as pure functions of NumPy arrays.
 `Distribution` of the method.
 """
 
-from specgen.text.sampling.chain import NO_HISTORY, Sampler, argmax, likeliest
+from specgen.text.sampling.chain import NO_HISTORY, Sampler, likeliest
 from specgen.text.sampling.dry import DryBreakers
 from specgen.text.sampling.samplers import Allows
 
@@ -14,6 +14,5 @@ __all__ = [
     "Allows",
     "DryBreakers",
     "Sampler",
-    "argmax",
     "likeliest",
 ]

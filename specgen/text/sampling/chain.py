@@ -7,6 +7,7 @@ result of the one before; those that are switched off cost nothing.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -314,20 +315,12 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
 
 # --- what a row of logits says by itself, before samplers and grammar -------------------------------
 
-#: The most blocks that a row is divided into, and how far below the largest logit that of a block has to be so that its
-#: tokens do not change the sum of the row's e^logit, in float32.
-_N_BLOCKS, _FAR = 64, 40.0
-
-
-def argmax(logits: Logits) -> int:
-    """Return the most likely token of a row, float32[n_vocab]; the lowest id among equals.
-
-    Raise `BackendError` if the largest logit is not finite: NaN would win every comparison.
-    """
-    token_id = int(logits.argmax())
-    if not math.isfinite(logits[token_id]):
-        raise _not_finite(float(logits[token_id]))
-    return token_id
+#: The function of the kernels' library for this, once it is attached: its source says what it does, and how exactly.
+native_likeliest: Callable[..., float] | None = None
+_MOST = (
+    64  # tokens that it is asked for; to make the types of its results takes longer than to call it
+)
+_Tokens, _Scores = ctypes.c_int32 * _MOST, ctypes.c_float * _MOST
 
 
 def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
@@ -335,29 +328,17 @@ def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     probabilities at temperature 1. The row is written to and restored.
 
     Raise `BackendError` if the largest logit is not finite."""
-    blocks = logits.reshape(math.gcd(len(logits), _N_BLOCKS), -1)
-    maxima, tokens, scores = blocks.max(axis=1), list[int](), list[float]()
-    top = float(maxima.max())
-    if not math.isfinite(top):
-        raise _not_finite(top)
-    # Blocks that would not change the sum are left out: a draft computes no logits for rare tokens.
-    masses = blocks[maxima > top - _FAR]
-    masses -= np.float32(top)
-    np.exp(masses, out=masses)
-    total = float(masses.sum())
-    while len(tokens) < n:
-        block = int(maxima.argmax())
-        place = int(blocks[block].argmax())
-        score = float(blocks[block, place])
-        if score == -np.inf:
-            break
-        tokens.append(block * blocks.shape[1] + place)
-        scores.append(score)
-        blocks[block, place] = -np.inf
-        maxima[block] = blocks[block].max()
-    for token, score in zip(tokens, scores, strict=True):
-        logits[token] = score
-    return tokens, [math.exp(score - top) / total for score in scores]
+    found, values, total = list[int](), list[float](), 0.0
+    if native_likeliest is not None and n <= _MOST and logits.flags.c_contiguous:
+        address, tokens, scores = logits.__array_interface__["data"][0], _Tokens(), _Scores()
+        total = native_likeliest(address, len(logits), n, tokens, scores)
+        found, values = [token for token in tokens[:n] if token >= 0], scores[:n]
+    if not 0.0 < total < math.inf:
+        if not math.isfinite(top := float(logits.max())):
+            raise _not_finite(top)
+        found = best(logits, n).tolist()
+        values, total = logits[found].tolist(), float(np.exp(logits - np.float32(top)).sum())
+    return found, [math.exp(value - values[0]) / total for value in values[: len(found)]]
 
 
 def _not_finite(logit: float) -> BackendError:

@@ -1,0 +1,149 @@
+"""The walk-through: a line for each round with what was drafted, what the target made of it, and what it took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from specgen.events import (
+    CommittedEvent,
+    DraftedEvent,
+    DraftNode,
+    Event,
+    FinishedEvent,
+    NoticeEvent,
+    Piece,
+    PromptEvent,
+    RejectedBranch,
+    VerifiedEvent,
+)
+from specgen.render.rows import clean_line, styles_on
+from specgen.render.streams import Renderer
+
+_MARKS = {
+    "accepted": "✓",
+    "rejected": "✗",
+    "corrected": "→",
+    "bonus": "+",
+    "plain": "·",
+    "forced": "=",
+}
+_LEGEND = (
+    "✓ drafted and accepted  ✗ drafted and rejected\n"
+    "→ the target's own instead  + its own after the whole draft\n"
+    "· without a draft  = the only one that the grammar allows"
+)
+_HEAD = "round      ms  tokens  "
+
+
+class RoundsRenderer(Renderer):
+    """Prints the rounds of one answer, wrapped on a terminal only. With `verbose`, tokens are followed by their
+    probabilities in percent, the draft's and the target's, and each reason is told, not only why nothing was drafted."""
+
+    def __init__(
+        self,
+        console: Console,
+        notice: Callable[[NoticeEvent], None] | None = None,
+        *,
+        verbose: bool = False,
+    ) -> None:
+        self._console, self._notice, self._verbose = console, notice, verbose
+        self._styles = styles_on(console)
+        self._nodes: tuple[DraftNode, ...] = ()
+        self._verified: VerifiedEvent | None = None
+        self._last_s = 0.0
+        self._reason = self._origin = ""
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, PromptEvent):
+            legend = _LEGEND + "\n41|3: in percent, by draft and target" * self._verbose
+            for line in (*legend.split("\n"), _HEAD.rstrip()):
+                self._print(Text(line, self._styles["faint"]))
+        elif isinstance(event, DraftedEvent):
+            self._nodes = event.nodes
+        elif isinstance(event, VerifiedEvent):
+            self._verified = event
+        elif isinstance(event, CommittedEvent):
+            self._show(event)
+            self._nodes, self._verified = (), None
+        elif isinstance(event, NoticeEvent) and self._notice is not None:
+            self._notice(event)
+        elif isinstance(event, FinishedEvent):
+            self.close()
+        if not isinstance(event, (DraftedEvent, VerifiedEvent)):
+            self._last_s = event.time_s
+
+    def _finish(self) -> None:
+        self._console.file.flush()
+
+    def _show(self, event: CommittedEvent) -> None:
+        rejected = self._verified.rejected if self._verified is not None else ()
+        path = (-1, *(self._verified.accepted if self._verified is not None else ()))
+        parents = [self._nodes[branch.nodes[0]].parent for branch in rejected]
+        # The branch in whose place the target's own token stands is in the line, and the others are below it.
+        inline = parents.index(path[-1]) if path[-1] in parents else None
+        tokens: list[Text] = []
+        for place, piece in enumerate(event.pieces):
+            node = self._nodes[path[place + 1]] if place + 1 < len(path) else None
+            if inline is not None and place == len(path) - 1:
+                tokens += self._branch(rejected[inline], piece)
+            probability = node.probability if node is not None else None
+            tokens.append(self._token(piece.kind, piece.text, probability, piece.logprob))
+        if self._nodes and self._nodes[0].origin != self._origin:
+            self._origin = self._nodes[0].origin
+            tokens.append(Text(f"by {self._origin}", self._styles["faint"]))
+        ms = f"{1000 * (event.time_s - self._last_s):.1f}" if event.round else ""
+        about = f"{event.round or '':>5} {ms:>7} {len(event.pieces):>7}  "
+        self._lay_out(Text(about, self._styles["faint"]), tokens)
+        for index, branch in enumerate(rejected):
+            if index != inline:
+                depth = path.index(parents[index])
+                start = f"{' ' * len(_HEAD)}{'  ' * depth}└ "
+                self._lay_out(Text(start, self._styles["faint"]), self._branch(branch))
+        words = event.reason_text or ""
+        if event.reason not in (None, self._reason) and (self._verbose or not self._nodes):
+            words = words if self._nodes else f"nothing drafted: {words}"
+            told = [Text(word, self._styles["faint"]) for word in words.split()]
+            self._lay_out(Text(" " * len(_HEAD)), told, gap=" ")
+        self._reason = event.reason or self._reason
+
+    def _branch(self, branch: RejectedBranch, instead: Piece | None = None) -> list[Text]:
+        """Return the tokens of a rejected branch. What the target thinks of the first one is known if it is among the
+        likeliest where the target chose another token `instead`."""
+        nodes = [self._nodes[index] for index in branch.nodes]
+        likeliest = instead.top_logprobs if instead is not None else ()
+        first = {each.token_id: each.logprob for each in likeliest}.get(nodes[0].token_id)
+        logprobs = (first, *[None] * len(nodes))
+        return [
+            self._token("rejected", node.text, node.probability, logprob)
+            for node, logprob in zip(nodes, logprobs, strict=False)
+        ]
+
+    def _token(
+        self, kind: str, text: str, probability: float | None, logprob: float | None
+    ) -> Text:
+        shown = clean_line(text.removeprefix(" ")) or ("␣" if text else "(no text)")
+        found = Text.assemble(f"{_MARKS[kind]} ", (shown, self._styles[kind]))
+        if self._verbose and (probability is not None or logprob is not None):
+            draft = "–" if probability is None else f"{100 * probability:.0f}"
+            target = "–" if logprob is None else f"{100 * math.exp(logprob):.0f}"
+            found.append(f" {draft}|{target}", self._styles["faint"])
+        return found
+
+    def _lay_out(self, start: Text, tokens: Sequence[Text], gap: str = "  ") -> None:
+        """Print a line; on a terminal, what does not fit goes on below the first token."""
+        n_start, columns = start.cell_len, self._console.width if self._console.is_terminal else 0
+        line = start
+        for token in tokens:
+            if columns and n_start < line.cell_len and line.cell_len + token.cell_len > columns:
+                self._print(line)
+                line = Text(" " * n_start)
+            line = Text.assemble(line, token, gap)
+        self._print(line)
+
+    def _print(self, line: Text) -> None:
+        line.rstrip()
+        self._console.print(line, soft_wrap=True)
