@@ -7,9 +7,9 @@
 //   machine="-march=skylake-avx512 -mavx512vnni -mprefer-vector-width=512"
 //   g++ $flags $machine tests/attention_test.cpp -o /tmp/attention_test && /tmp/attention_test
 //
-// machine="-mavx2 -mfma -mf16c" checks AVX2 alone. `--bench` measures microseconds for one layer,
-// `--cold` does so with the caches of 28 layers in turn, `--accuracy` prints errors, `--bits` prints
-// a digest of inputs and outputs of each shape. scripts/arm_kernels.py checks NEON, in an emulator.
+// machine="-mavx2 -mfma -mf16c" checks AVX2 alone. `--accuracy` prints errors, `--bits` a digest of
+// inputs and outputs of each shape. scripts/arm_kernels.py checks NEON, in an emulator.
+// attention_bench.cpp compares the speed of two versions.
 #ifdef __AVX512VNNI__
 #include "../vector_avx512.h"
 #include "../vector_avx_vnni.h"
@@ -22,11 +22,8 @@
 
 #include "../attention.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -679,67 +676,7 @@ bool check_exponential() {
     return worst < 1.5;
 }
 
-// --- measurements ---
-
-template <class V>
-double microseconds(std::vector<Problem> &layers, int n_threads) {
-    std::vector<AttentionJob> jobs;
-    for (Problem &p : layers) jobs.push_back(p.job());
-    Scratch scratch(Attention<V>::bytes(jobs[0], n_threads), 0xff);
-    std::vector<float> outputs(layers[0].n_outputs());
-    for (AttentionJob &job : jobs) job.outputs = outputs.data();
-    Barrier barrier{n_threads};
-    std::atomic<bool> stop{false};
-    double best = 1e30, spent = 0;
-    const auto work = [&](int thread) {
-        // Threads that wait for each other end up on one processor if they may choose.
-        cpu_set_t processor;
-        CPU_ZERO(&processor);
-        CPU_SET(thread, &processor);
-        pthread_setaffinity_np(pthread_self(), sizeof processor, &processor);
-        const auto now = std::chrono::steady_clock::now;
-        for (int i = 0;; i++) {
-            Barrier::wait(&barrier);
-            if (stop) return;
-            const auto start = now();
-            for (const AttentionJob &job : jobs) {
-                Attention<V>::run(job, thread, n_threads, scratch.begin, Barrier::wait, &barrier);
-                Barrier::wait(&barrier);
-            }
-            const double time = std::chrono::duration<double>(now() - start).count() / jobs.size();
-            if (thread != 0) continue;
-            best = std::min(best, time);
-            spent += time * jobs.size();
-            stop = spent > 0.15 && i >= 3;
-        }
-    };
-    std::vector<std::thread> threads;
-    for (int i = 1; i < n_threads; i++) threads.emplace_back(work, i);
-    work(0);
-    for (auto &thread : threads) thread.join();
-    return best * 1e6;
-}
-
-template <class V>
-void bench(const char *name, int n_layers) {
-    std::printf("%s: microseconds for a layer, 12 heads on 2, 128, F16, 2 threads\n", name);
-    std::printf("%8s", "cells");
-    const int rows_list[] = {1, 2, 4, 8, 16, 32, 512};
-    for (const int rows : rows_list) std::printf("%9d", rows);
-    std::printf(" rows\n");
-    for (const int cells : {200, 1300, 4000}) {
-        std::printf("%8d", cells);
-        for (const int rows : rows_list) {
-            if (rows > 32 && (rows > cells || n_layers > 1)) continue;
-            std::vector<Problem> layers(
-                n_layers, make({rows, cells, 12, 2, 128, 128, CacheType::f16, CacheType::f16,
-                                Mask::causal}, 11));
-            std::printf("%9.1f", microseconds<V>(layers, 2));
-            std::fflush(stdout);
-        }
-        std::printf("\n");
-    }
-}
+// --- figures ---
 
 template <class V>
 void print_accuracy(const char *name) {
@@ -805,8 +742,6 @@ bool check_all(const char *name) {
 
 template <class V>
 bool act(const char *name, const std::string &option) {
-    if (option == "--bench") return bench<V>(name, 1), true;
-    if (option == "--cold") return bench<V>(name, 28), true;
     if (option == "--bits") return print_bits<V>(), true;
     if (option == "--accuracy") return print_accuracy<V>(name), true;
     return check_all<V>(name);
