@@ -176,12 +176,6 @@ def test_json_lines_tell_the_whole_story(cli: Cli) -> None:
     assert "tokens/s" in cli.run(PROMPT, "--json", "--stats").err
 
 
-def test_a_seed_repeats_an_answer(cli: Cli) -> None:
-    hot = ("--temp", "1.5", "--seed", "7")
-    assert cli.run(PROMPT, *hot).out == cli.run(PROMPT, *hot).out
-    assert cli.run(PROMPT, *hot).out != cli.run(PROMPT, "--temp", "1.5", "--seed", "8").out
-
-
 # --- constrained answers
 
 NUMBER = {"type": "integer", "minimum": -9, "maximum": 999}
