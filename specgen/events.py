@@ -201,6 +201,9 @@ class CommittedEvent(_Event, event="committed"):
     #: Why the round drafted what it drafted: a name of the list below, and in words. Null outside rounds.
     reason: str | None = None
     reason_text: str | None = None
+    #: Seconds of drafting, and of the target's batch, which parallel sequences share. Null outside rounds.
+    draft_s: float | None = None
+    target_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         ),
     ),
     setup=flags.setup,
-    output=flags.output.without("newline"),
+    output=flags.output.without("newline", "html"),
 )
 def chat(
     *,

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,13 @@ class Output:
     )
     json: bool = _output(
         False, "--json", "Print events instead of the answer, a JSON object on each line."
+    )
+    html: Path | None = _output(
+        None,
+        "--html",
+        "Write a page to look at: the answer grows round by round as it did, with what was drafted, accepted and "
+        "rejected, and the probabilities by both models.",
+        metavar="FILE",
     )
     newline: bool = _output(
         True,
@@ -98,7 +106,12 @@ class Output:
         cannot show what is asked for."""
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
-        if self.show == "rounds" and self.verbose and not self.json:
+        if self.html is not None and not self.html.parent.is_dir():
+            raise UsageError(f"--html {self.html}: there is no such folder")
+        shows_probabilities = (
+            self.show == "rounds" and self.verbose and not self.json
+        ) or self.html
+        if answer.logprobs is None and shows_probabilities:
             return replace(answer, logprobs=_N_LIKELIEST)
         return answer
 
@@ -125,10 +138,16 @@ class Output:
             newline=self.newline,
         )
         seen: dict[type[Event], Any] = {}
+        told: list[Event] = []
         with contextlib.closing(events), renderer:
             for event in events:
                 renderer.handle(event)
                 seen[type(event)] = event
+                told += [event] if self.html is not None else []
+        if self.html is not None:
+            from specgen.render.replay import write_replay
+
+            write_replay(self.html, told)
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
         if finished is not None and prompt is not None and self.has_summary:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"

@@ -95,7 +95,8 @@ class Lexicon:
         for token_id in range(self.vocabulary.n_tokens):
             data = self.vocabulary.token_bytes(token_id)
             is_new = bool(data) and data not in tokens
-            if is_new or (data and self._exact(data.decode(errors="replace")) == [token_id]):
+            exact = [(token_id, data)]
+            if is_new or (data and self._exact(data.decode(errors="replace")) == exact):
                 tokens[data] = token_id
         return tokens
 
@@ -141,8 +142,8 @@ class Lexicon:
         tokens = self._exact(text)
         if tokens is not None:
             spelled: Spelled = []
-            for token in tokens:
-                offset += len(self.vocabulary.token_bytes(token))
+            for token, piece in tokens:
+                offset += len(piece)
                 spelled.append((token, offset))
             return spelled
         if len(text) == 1:
@@ -162,9 +163,9 @@ class Lexicon:
             start = end or start + 1
         return spelled
 
-    def _exact(self, text: str) -> list[int] | None:
-        """Return the tokenizer's tokens, without the token or space that it adds at the start; None if their bytes are
-        not those of the text."""
+    def _exact(self, text: str) -> list[tuple[int, bytes]] | None:
+        """Return the tokenizer's tokens and their bytes, without the token or space that it adds at the start; None if
+        the bytes are not those of the text."""
         text, data = self._anchor + text, text.encode()
         tokens = self.vocabulary.tokenize(text, add_special=False, parse_special=False)
         pieces, first = list(map(self.vocabulary.token_bytes, tokens)), 0
@@ -175,7 +176,7 @@ class Lexicon:
         while first < len(tokens) and (n_added > 0 or not pieces[first]):
             n_added -= len(pieces[first])
             first += 1
-        return tokens[first:] if n_added == 0 else None
+        return list(zip(tokens, pieces, strict=True))[first:] if n_added == 0 else None
 
 
 class DraftText:

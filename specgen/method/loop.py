@@ -170,7 +170,7 @@ class Loop:
         except BackendError as error:  # the grammar allows no token, or a logit is not a number
             sequence.failure = error
             return []
-        events = sequence.commit_verdict(draft, verdict, logits, self.now_s, result.plan)
+        events = sequence.commit_verdict(draft, verdict, logits, self.now_s, result)
         result.path, result.committed = verdict.path, tuple(sequence.tokens[n_before:])
         kept = verdict.path[: len(result.committed)]  # the text may end on the path
         keep_path(self.target, sequence.slot, draft, kept)

@@ -29,7 +29,7 @@ from specgen.events import (
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.drafter import TargetStates
-from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
+from specgen.method.policy import Offer, Policy, RoundResult
 from specgen.method.tables import CostTable
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
@@ -296,12 +296,12 @@ class AnswerState:
         verdict: Verdict,
         logits: Logits,
         now_s: float,
-        plan: RoundPlan | None = None,
+        result: RoundResult | None = None,
     ) -> list[Event]:
         """Commit the accepted path of a draft, the target's token, and the tokens that the grammar forces after it,
-        up to the end of the answer. `logits` are those at the root and at each node; `plan` is the round's
-        plan, None for the prompt. Return the events."""
-        number = 0 if plan is None else self.tally.n_rounds + 1
+        up to the end of the answer. `logits` are those at the root and at each node; `result` is the round's
+        so far, None for the prompt. Return the events."""
+        number = 0 if result is None else self.tally.n_rounds + 1
         own_kind: TokenKind = "plain"
         events: list[Event] = []
         if len(draft):
@@ -334,7 +334,7 @@ class AnswerState:
                 break
         if self.state.has_grammar:
             pieces += self._forced()
-        return [*events, self._committed(pieces, now_s, number, plan)]
+        return [*events, self._committed(pieces, now_s, number, result)]
 
     def take_forced(self, now_s: float) -> list[Event]:
         """Commit the tokens to which the grammar leaves no alternative before the prompt is read, and return the
@@ -362,11 +362,12 @@ class AnswerState:
         pieces: Sequence[Piece],
         now_s: float,
         number: int = 0,
-        plan: RoundPlan | None = None,
+        result: RoundResult | None = None,
     ) -> CommittedEvent:
-        text = "".join([piece.text for piece in pieces])
-        why = (None, None) if plan is None else (plan.reason, plan.why)
-        return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *why)
+        text, known = "".join([piece.text for piece in pieces]), tuple[Any, ...]()
+        if result is not None:
+            known = (result.plan.reason, result.plan.why, result.draft_s, result.target_s)
+        return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *known)
 
     def _with_logprobs(self, piece: Piece, row: Logits) -> Piece:
         """Return the piece with the target's log-probabilities, if they were asked for, from its logits there,

@@ -332,10 +332,6 @@ class Learner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def is_learning(self) -> bool:
-        return self._child is not None
-
     def between_answers(self, *, begins: bool = False) -> None:
         """Start, pause, continue or finish a lesson. The thread that steps the engine calls this after an answer, and
         before one with `begins`, which pauses the lesson."""

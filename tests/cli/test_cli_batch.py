@@ -19,7 +19,7 @@ from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats import request
 from specgen.serve.formats.openai import read_request
 from tests.helpers.batch import answers, records, text_of, wait_for_results
-from tests.helpers.cli import Result, Specgen, in_process, spawn
+from tests.helpers.cli import Result, Specgen, spawn
 from tests.helpers.templates import FAMILIES
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -62,8 +62,8 @@ class Batch:
 
 
 @pytest.fixture
-def batch(capsys: pytest.CaptureFixture[str], chat_models: Path, tmp_path: Path) -> Batch:
-    return Batch(in_process(capsys), chat_models, tmp_path)
+def batch(specgen: Specgen, chat_models: Path, tmp_path: Path) -> Batch:
+    return Batch(specgen, chat_models, tmp_path)
 
 
 def write(path: Path, *lines: str | dict[str, Any]) -> Path:

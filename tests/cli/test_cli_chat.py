@@ -18,7 +18,7 @@ import pytest
 
 from specgen.errors import BackendError
 from specgen.session.answer_loop import AnswerLoop
-from tests.helpers.cli import Result, in_process, spawn
+from tests.helpers.cli import Result, Specgen, spawn
 from tests.helpers.common import ROOT, posix
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
@@ -40,16 +40,13 @@ def options(models: Path, target: str = "target", draft: str = "draft") -> list[
 
 
 @pytest.fixture
-def chat(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, chat_models: Path
-) -> Chat:
+def chat(specgen: Specgen, monkeypatch: pytest.MonkeyPatch, chat_models: Path) -> Chat:
     """Runs `specgen chat` with lines in its standard input."""
-    run = in_process(capsys)
 
     def talk(*arguments: str, lines: str | bytes = "", **names: str) -> Result:
         data = lines if isinstance(lines, bytes) else lines.encode()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        return run("chat", *options(chat_models, **names), *arguments)
+        return specgen("chat", *options(chat_models, **names), *arguments)
 
     return talk
 
@@ -79,7 +76,7 @@ def test_each_line_is_a_turn_and_only_answers_are_on_stdout(chat: Chat, draft: s
 
 
 def test_the_turns_are_those_of_the_model_s_template_and_decode_only_what_is_new(
-    chat: Chat, capsys: pytest.CaptureFixture[str], chat_models: Path, tmp_path: Path
+    chat: Chat, specgen: Specgen, chat_models: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.txt"
     file.write_text("a house\n", encoding="utf-8")
@@ -92,9 +89,9 @@ def test_the_turns_are_those_of_the_model_s_template_and_decode_only_what_is_new
     assert texts[0] == f"<|im_start|>system\nbe brief{end}{first}"
     assert texts[1] == f"{texts[0]}{answers[0]}{end}<|im_start|>user\nis on{end}{assistant}"
     assert [each["n_cached_tokens"] == 0 for each in found] == [True, False, False]
-    own, run = options(chat_models, draft="none"), in_process(capsys)
+    own = options(chat_models, draft="none")
     for text, answer in zip(texts, answers, strict=True):
-        assert run("run", *own, "--raw", "-q", "-p", text).out == answer
+        assert specgen("run", *own, "--raw", "-q", "-p", text).out == answer
 
 
 def test_a_seed_gives_other_answers_to_one_question_and_the_same_next_time(chat: Chat) -> None:
@@ -206,7 +203,7 @@ HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>", "
 
 
 def test_thoughts_between_control_tokens_are_told_apart(
-    chat: Chat, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    chat: Chat, specgen: Specgen, tmp_path: Path
 ) -> None:
     config = TinyConfig(chat_template=CHATML_TEMPLATE, control_tokens=HARMONY)
     model = str(write_tiny_model(tmp_path / "a.gguf", config))
@@ -216,7 +213,7 @@ def test_thoughts_between_control_tokens_are_told_apart(
         marks = "# <|channel|>analysis<|message|>" if begin else ""
         grammar = f'{marks}\nroot ::= {begin} <|channel|> "final" <|message|> "so"'
         own = ("-m", model, "-n", "60", "-q", "--grammar", grammar)
-        assert in_process(capsys)("run", *own, "-md", "none", "x").out.rstrip("\n") == shown[:-1]
+        assert specgen("run", *own, "-md", "none", "x").out.rstrip("\n") == shown[:-1]
         found = chat(*own, lines="x\ny\n/think\n", draft="none")
         assert (found.out, found.code) == (shown * 2, 0 if begin else 2)
         assert found.err == "why\n" or "no thinking block" in found.err

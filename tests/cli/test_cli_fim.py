@@ -16,7 +16,7 @@ import pytest
 
 from specgen.cli import output
 from specgen.method.tables import CostTable
-from tests.helpers.cli import Result, complaint, ended, events_of, in_process
+from tests.helpers.cli import Result, Specgen, complaint, ended, events_of
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig
 from tests.tiny.config import INFILL_TOKENS
@@ -41,20 +41,14 @@ models = folder_with(
 
 
 @pytest.fixture
-def fim(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    models: Path,
-    tmp_path: Path,
-) -> Fim:
+def fim(specgen: Specgen, monkeypatch: pytest.MonkeyPatch, models: Path, tmp_path: Path) -> Fim:
     """Runs `specgen fim` in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    run = in_process(capsys)
 
     def command(*arguments: str, target: str = "target", draft: str = "draft") -> Result:
         draft = draft if draft in ("ngram", "none") else str(models / f"{draft}.gguf")
         own = ["-m", str(models / f"{target}.gguf"), "-md", draft, "-n", "12", "--no-stats"]
-        return run("fim", *own, *arguments)
+        return specgen("fim", *own, *arguments)
 
     return command
 
@@ -234,10 +228,10 @@ def test_bad_input(fim: Fim, arguments: tuple[str, ...], code: int, words: str) 
 
 
 def test_a_model_without_gaps_is_refused_before_a_draft_is_chosen(
-    models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    models: Path, specgen: Specgen, tmp_path: Path
 ) -> None:
     (tmp_path / "x").write_text(TEXT)
-    result = in_process(capsys)("fim", f"{tmp_path / 'x'}:1", "-m", str(models / "plain.gguf"))
+    result = specgen("fim", f"{tmp_path / 'x'}:1", "-m", str(models / "plain.gguf"))
     # A note on the chosen draft would be a second line.
     assert "plain.gguf has no tokens" in complaint(result, 2)
 

@@ -18,7 +18,7 @@ from specgen.cli.app import command_line
 from specgen.cli.command import examples
 from specgen.cli.llama_cpp_options import translated
 from specgen.errors import UsageError
-from tests.helpers.cli import Cli, Result, Specgen, complaint, events_of, in_process
+from tests.helpers.cli import Cli, Result, Specgen, complaint, events_of
 
 DRAFTING = ["run", "chat", "fim", "batch", "serve", "verify", "tune", "bench"]
 DRAFTING += ["draft make", "draft learn"]
@@ -168,12 +168,11 @@ COMMANDS = dict(commands())
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_ends_with_examples_that_are_commands(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, specgen: Specgen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    run = in_process(capsys)
-    help_ = run(*name.split(), "-h")
-    assert help_ == run(*name.split(), "--help")
+    help_ = specgen(*name.split(), "-h")
+    assert help_ == specgen(*name.split(), "--help")
     assert help_.code == 0
     assert "<bool>" not in help_.out
     lines = [line.strip() for line in help_.out.splitlines() if line.strip()]
@@ -199,9 +198,9 @@ def test_the_help_ends_with_examples_that_are_commands(
     ],
 )
 def test_an_error_of_usage_shows_the_value_or_what_to_do(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], said: str, specgen: Specgen
 ) -> None:
-    result = in_process(capsys)(*words)
+    result = specgen(*words)
     assert result.code == 2
     assert said in result.err
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from specgen.errors import MemoryLimitError, ModelFileError
-from tests.helpers.cli import complaint, in_process, spawn
+from tests.helpers.cli import Specgen, complaint, spawn
 from tests.helpers.server import PATIENCE_S, wait_until
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig, write_tiny_model
@@ -76,12 +76,11 @@ def n_tokens(lines: Iterator[str]) -> int:
     return n
 
 
-def test_answers_are_those_of_run(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_those_of_run(models: Path, specgen: Specgen) -> None:
     options = ["-n", "24"]
-    run = in_process(capsys)
     names = ["-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf"), "-q", *options]
-    greedy = run("run", PROMPT, *names).out
-    seeded = run("run", PROMPT, *names, "--temp", "0.8", "--seed", "3").out
+    greedy = specgen("run", PROMPT, *names).out
+    seeded = specgen("run", PROMPT, *names, "--temp", "0.8", "--seed", "3").out
     with started(models, *options) as (process, url):
         for fields, expected in (({}, greedy), ({"temperature": 0.8, "seed": 3}, seeded)):
             body = {"prompt": PROMPT, **fields}
@@ -125,12 +124,12 @@ class TestEnding:
             assert process.wait(PATIENCE_S) == 0
 
 
-def test_a_port_that_is_taken(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken(models: Path, specgen: Specgen) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        result = in_process(capsys)("serve", "-m", models / "target.gguf", "--port", port)
+        result = specgen("serve", "-m", models / "target.gguf", "--port", port)
     assert f"port {port}: cannot listen there" in complaint(result, 2)
 
 
@@ -149,9 +148,9 @@ def test_a_port_that_is_taken(models: Path, capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_options_that_are_refused(
-    models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+    models: Path, specgen: Specgen, arguments: tuple[str, ...], said: str
 ) -> None:
-    result = in_process(capsys)("serve", "-m", models / "target.gguf", *arguments)
+    result = specgen("serve", "-m", models / "target.gguf", *arguments)
     assert said in complaint(result, 2)
     assert ("--api-key-file" in result.err) == ("--host" in arguments)
 
@@ -165,20 +164,18 @@ def test_options_that_are_refused(
     ],
 )
 def test_files_without_keys(
-    models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, said: str
+    models: Path, specgen: Specgen, tmp_path: Path, content: bytes, said: str
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_bytes(content)
-    result = in_process(capsys)("serve", "-m", models / "target.gguf", "--api-key-file", keys)
+    result = specgen("serve", "-m", models / "target.gguf", "--api-key-file", keys)
     assert said in complaint(result, 2)
 
 
-def test_without_the_extra(
-    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_extra(models: Path, specgen: Specgen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "specgen.serve.server.app", raising=False)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    result = in_process(capsys)("serve", "-m", models / "target.gguf")
+    result = specgen("serve", "-m", models / "target.gguf")
     message = complaint(result, 2)
     assert "starlette" in message
     assert "specgen-gguf[server]" in result.err
@@ -187,7 +184,7 @@ def test_without_the_extra(
 # --- several models -------------------------------------------------------------------------------
 
 
-def test_models_of_a_file_answer_as_alone(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_of_a_file_answer_as_alone(models: Path, specgen: Specgen) -> None:
     """Paths are relative to the file, and an entry's options come before those of the command line."""
     file = models / "served.toml"
     file.write_text(
@@ -205,11 +202,10 @@ def test_models_of_a_file_answer_as_alone(models: Path, capsys: pytest.CaptureFi
         parallel = 1
         """
     )
-    run = in_process(capsys)
     target, draft = models / "target.gguf", models / "draft.gguf"
     expected = {
-        "pair": run("run", PROMPT, "-m", target, "-md", draft, "-q", "-n", "24").out,
-        "the/other": run(
+        "pair": specgen("run", PROMPT, "-m", target, "-md", draft, "-q", "-n", "24").out,
+        "the/other": specgen(
             "run", PROMPT, "-m", draft, "-md", "none", "-q", "-n", "7", "--ignore-eos"
         ).out,
     }
@@ -250,9 +246,9 @@ def test_models_in_a_folder(models: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_an_embedding_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_embedding_model_alone(tmp_path: Path, specgen: Specgen) -> None:
     file = write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
-    refused = complaint(in_process(capsys)("serve", "-m", file, "-md", file), 2)
+    refused = complaint(specgen("serve", "-m", file, "-md", file), 2)
     assert "leave out --draft" in refused
     with listening("-m", str(file), "-c", "32") as (process, url):
         body = {"model": "any", "input": "a " * 40}
@@ -277,21 +273,19 @@ def test_an_embedding_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("[a]\ntarget = 'target.gguf'\nlearn = true", "[a]: --learn uses one user's texts"),
     ],
 )
-def test_a_wrong_file_of_models(
-    models: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
-) -> None:
+def test_a_wrong_file_of_models(models: Path, specgen: Specgen, text: str, said: str) -> None:
     file = models / "wrong.toml"
     file.write_text(text)
-    message = complaint(in_process(capsys)("serve", "--models", file), 2)
+    message = complaint(specgen("serve", "--models", file), 2)
     assert str(file) in message
     assert said in message
 
 
-def test_a_model_that_can_never_be_loaded(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_can_never_be_loaded(models: Path, specgen: Specgen) -> None:
     file = models / "large.toml"
     file.write_text("[a]\ntarget = 'target.gguf'\ndraft = 'none'")
-    result = in_process(capsys)("serve", "--models", file, "--memory", "90MiB")
+    result = specgen("serve", "--models", file, "--memory", "90MiB")
     assert f"{file}: [a]: a needs about 10" in complaint(result, MemoryLimitError.exit_code)
     file.write_text("[a]\ntarget = 'missing.gguf'")
-    result = in_process(capsys)("serve", "--models", file)
+    result = specgen("serve", "--models", file)
     assert f"{file}: [a]: " in complaint(result, ModelFileError.exit_code)

@@ -26,6 +26,7 @@ from specgen.method.backend import Batch
 from specgen.options import Grammar, SamplerOptions, parse_tree
 from specgen.session.engine import Engine
 from specgen.session.session import Session
+from tests.helpers import sessions
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.heads import make_heads
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
@@ -195,18 +196,16 @@ def test_a_prompt_that_continues_a_kept_text_is_drafted_as_anew(
 ) -> None:
     with of_layers("letters", target).loaded(folder) as opened, Engine(opened, n_ctx=256) as engine:
         first = opened.prompts.of_text(PROMPT, chat=False)
-        kept = engine.insert(first)
-        list(engine.run())
-        assert kept.finished is not None
-        answer = kept.finished.token_ids
+        engine.insert(first)
+        answer = sessions.finished(list(engine.run())).token_ids
         tokens = (*first.tokens, *answer[: len(answer) - n_left_out], *LETTERS)
-        request = engine.insert(replace(first, tokens=tokens))
+        engine.insert(replace(first, tokens=tokens))
         events = list(engine.run())
-        assert request.finished is not None
-        is_kept = request.finished.n_cached_tokens > len(first.tokens)
+        finished = sessions.finished(events)
+        is_kept = finished.n_cached_tokens > len(first.tokens)
         # A recurrent state does not go back within a text.
         assert is_kept or (n_left_out and target in {"lfm2", "qwen35"})
-        text = [*tokens, *request.finished.token_ids]
+        text = [*tokens, *finished.token_ids]
         found = list(drafts(events))
         assert len(found) > 10
         for n_tokens, draft in found[:-3]:
@@ -285,18 +284,17 @@ def test_an_answer_without_a_draft_leaves_a_gap_that_costs_no_answer(folder: Pat
     with of_layers("letters").loaded(folder) as opened:
         with Engine(opened, n_ctx=256) as engine:
             first = opened.prompts.of_text(PROMPT, chat=False)
-            plain = engine.insert(first, draft=False)
-            list(engine.run())
-            assert plain.finished is not None
-            second = replace(first, tokens=(*first.tokens, *plain.finished.token_ids, *LETTERS))
-            request = engine.insert(second)
+            engine.insert(first, draft=False)
+            plain = sessions.finished(list(engine.run()))
+            second = replace(first, tokens=(*first.tokens, *plain.token_ids, *LETTERS))
+            engine.insert(second)
             events = list(engine.run())
-        assert request.finished is not None
-        assert request.finished.n_drafted > 0
+        assert sessions.finished(events).n_drafted > 0
         assert not [each for each in events if isinstance(each, NoticeEvent) and each.detail]
         opened.change_draft("none")
         with Engine(opened, n_ctx=256) as engine:
-            expected = engine.insert(second)
-            list(engine.run())
-        assert expected.finished is not None
-        assert request.finished.token_ids == expected.finished.token_ids
+            engine.insert(second)
+            assert (
+                sessions.finished(list(engine.run())).token_ids
+                == sessions.finished(events).token_ids
+            )

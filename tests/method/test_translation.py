@@ -125,16 +125,6 @@ def spelled(vocabulary: FakeVocabulary, data: bytes) -> list[int]:
 # --- bytes as tokens
 
 
-@given(vocabularies(spells_all=True), broken_texts(), broken_texts())
-def test_what_follows_a_text_is_spelled_exactly(
-    vocabulary: FakeVocabulary, before: bytes, data: bytes
-) -> None:
-    found = Lexicon(vocabulary).spell_after(before, data)
-    assert joined(vocabulary, [token for token, _ in found]) == data
-    sizes = [len(vocabulary.token_bytes(token)) for token, _ in found]
-    assert [end for _, end in found] == [sum(sizes[: n + 1]) for n in range(len(sizes))]
-
-
 def test_a_token_for_the_unknown_is_never_text() -> None:
     class WithUnknown(FakeVocabulary):
         """Says token 0 for each byte that has no token."""

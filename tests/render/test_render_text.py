@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wcwidth import wcwidth
 
 from specgen.render.rows import Cell, Cleaner, Flow, Row, Run, append_cells, clean, clean_line, wrap
 
@@ -70,6 +71,28 @@ def test_what_stands_for_control_characters(text: str, expected: str) -> None:
 
 def test_a_cleaned_line_has_signs_for_line_feeds() -> None:
     assert clean_line("a\nb\tc") == "a↵b    c"
+
+
+@pytest.mark.parametrize(
+    "character",
+    [FAMILY, "🇩🇪", "👍🏽", "❤️", "1️⃣", "e\u0301", "\u1112\u1161\u11ab", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "ก็", "🏳️\u200d🌈"],
+)
+def test_what_one_sees_as_one_character_is_one_cell(character: str) -> None:
+    assert texts(cells_of(f"a{character}b")) == ["a", character, "b"]
+
+
+def test_what_some_terminals_show_wider_is_taken_as_wide_and_as_inexact() -> None:
+    cells = cells_of("🌡❤️1️⃣e\u0301a漢")
+    assert [cell.width for cell in cells] == [2, 2, 2, 1, 1, 2]
+    assert [cell.exact for cell in cells] == [False] * 4 + [True] * 2
+
+
+@given(st.text())
+def test_no_character_is_wider_than_assumed(text: str) -> None:
+    cleaned = clean(text).replace("\n", "").replace("\t", "")
+    for cell in cells_of(cleaned):
+        assert sum(max(0, wcwidth(character)) for character in cell.text) <= cell.width
+        assert not cell.exact or sum(map(wcwidth, cell.text)) == cell.width
 
 
 def rows_of(text: str, columns: int) -> list[str]:

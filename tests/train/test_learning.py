@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -269,6 +270,11 @@ def learning(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> L
     return begun
 
 
+def lessons() -> Any:
+    """Counts the processes that begin while this context lasts."""
+    return mock.patch.object(subprocess, "Popen", wraps=subprocess.Popen)
+
+
 def is_told(learner: Learner, said: list[str]) -> bool:
     learner.between_answers()
     return bool(said)
@@ -277,13 +283,13 @@ def is_told(learner: Learner, said: list[str]) -> bool:
 def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
     learning: Learning, tmp_path: Path
 ) -> None:
-    with learning(_SAYS) as (engine, learner, said, loaded):
+    with learning(_SAYS) as (engine, learner, said, loaded), lessons() as begun:
         for text in prompts(NEW_ANSWERS):
             learner.between_answers(begins=True)
-            assert not learner.is_learning
             engine.answers([text])
+        begun.assert_not_called()
         learner.between_answers()
-        assert learner.is_learning
+        begun.assert_called_once()
         wait_for(lambda: is_told(learner, said))
         assert in_use(loaded) == tmp_path / "learning" / "w.gguf"
         assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
@@ -291,7 +297,7 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         finished = sessions.finished(list(engine.stream(answer)))
         assert finished.acceptance_rate == 1.0  # it is the target itself
         learner.between_answers()
-        assert not learner.is_learning
+        begun.assert_called_once()
 
 
 def test_a_lesson_waits_while_an_answer_is_in_the_making(learning: Learning, folder: Path) -> None:
@@ -304,11 +310,11 @@ def test_a_lesson_waits_while_an_answer_is_in_the_making(learning: Learning, fol
 
 @pytest.mark.usefixtures("folder")
 def test_a_lesson_that_fails_ends_learning_and_nothing_else(learning: Learning) -> None:
-    with learning("sys.exit('no memory')") as (engine, learner, said, _):
+    with learning("sys.exit('no memory')") as (engine, learner, said, _), lessons() as begun:
         wait_for(lambda: is_told(learner, said))
         assert said == ["learning has ended: no memory"]
         learner.between_answers()
-        assert not learner.is_learning
+        begun.assert_called_once()
         assert engine.answers(["abc"])
 
 

@@ -82,6 +82,8 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
         'python_pair: PYTHON_TEXT ": " python',
     ),
 }
+#: So many tokens of a forced text, of a character or more, may be other tokens for llguidance.
+_LOOKED_BACK = 4
 #: So many required arguments may come in any order, which doubles the rules again and again; more in two orders.
 _MOST_PERMUTED = 3
 
@@ -257,7 +259,7 @@ def calls_grammar(
     if other is not None:
         lines.append(f"other: {in_lark(other)}")
     head = ""
-    if not must_call and form.mark and form.keys is not None and form.keys[0]:
+    if mark and form.mark and not must_call and form.keys is not None and form.keys[0]:
         name = literal(form.keys[0])
         lead = 'WHITE? (("```json" | "```") WHITE?)? "{" WHITE?'
         lines.append(f'bare: {lead} {literal(name)} WHITE? ":" WHITE? bare_call WHITE? "}}"')
@@ -265,7 +267,7 @@ def calls_grammar(
         names = "|".join(re.escape(literal(function.name)) for function in functions)
         head = rf"\s*(?:```(?:json)?\s*)?\{{\s*{name}\s*:\s*(?:{names})"
     same = form.closing[: n_common(form.closing, form.between or "")]
-    if is_parallel and same.rfind("<") > same.rfind(">"):
+    if is_parallel and re.search(rf"<[^<>\s]{{{_LOOKED_BACK},}}\Z", same):
         # A text forced up to the middle of a control token's name would exclude that token.
         lines.append('%llguidance {"no_forcing": true}')
     text = "\n".join([*lines, *rules.lines])

@@ -7,6 +7,7 @@ import datetime
 import functools
 import logging
 import socket
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -574,6 +575,9 @@ async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:
 def serve(pool: ModelPool, options: ServerOptions, bound: socket.socket, **how: Any) -> None:
     """Answer requests on a socket until SIGTERM or Ctrl-C; `how` are more arguments of `DrainingServer`. Raise the
     exception that ended the thread of an engine, if one did: a bug or a lost worker."""
+    sys.setswitchinterval(
+        0.0005
+    )  # so that a body being read holds up no decode, which asks Python whether to go on
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.serve.server").setLevel(logging.INFO)
     DrainingServer(Server(pool, options).app(), pool, options, **how).run(sockets=[bound])
