@@ -57,7 +57,7 @@ class ParallelDrafter(ModelDrafter):
     def price(self, n_context: int) -> Price:
         if not self._costs:
             return FREE
-        n_behind = max(1, n_context - self.n_skipped - self._backend.length(self._sequence))
+        n_behind = self.n_behind(n_context)
         # After a full acceptance, all drafted tokens and the target's own are new to the model.
         n_usual = min(n_behind, self._n_most + 1)
         first_s, last_s, prefill_s = (
