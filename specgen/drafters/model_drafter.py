@@ -23,7 +23,7 @@ from specgen.text.text_state import Cascade
 _N_SINK = 4
 #: Of a text of which the cache lacks twice as much or more, a draft model reads the beginning and so many of the last tokens. It then agrees with the
 #: target nearly as often, if the answer does not copy the text (where n-grams draft), and starts at once.
-_N_WINDOW = 512
+_N_WINDOW = 256
 #: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
 N_USUAL = 2
 #: How fast the seconds of a drafted token follow the latest ones.
