@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -35,6 +35,7 @@ def _names(incomplete: str) -> list[str]:
     return model_names(incomplete) + pair_names(incomplete)
 
 
+QuantizedType: TypeAlias = Literal["q4_0", "q8_0", "f16"]
 _Name = Annotated[
     str, typer.Argument(metavar="NAME", help="A model or a pair.", autocompletion=_names)
 ]
@@ -191,6 +192,28 @@ def remove_model(
 def files_in(folder: Path) -> list[Path]:
     """Return the files in a folder, if there is one."""
     return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+@app.command(cls=Command)
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT")],
+    type_name: Annotated[
+        QuantizedType, typer.Option("--type", help="The type of all matrices.")
+    ] = "q4_0",
+) -> None:
+    """Write a draft again with another type of weights: Q4_0 is often quicker, and drafts nearly as well.
+
+    `specgen bench` says which of the two is the better draft for your target.
+    """
+    from specgen.llama.gguf_file import check_file
+    from specgen.llama.weights import quantize_file
+
+    check_file(source)
+    if output.exists():
+        raise UsageError(f"{output} exists", "name another file")
+    quantize_file(source, output, type_name)
+    print(f"{output}: {human_bytes(size_of(output))}, before {human_bytes(size_of(source))}")
 
 
 @app.command(cls=Command)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,13 +22,13 @@ from numpy.typing import NDArray
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.gguf_file import opened_parts
-from specgen.llama.library import forget_log, ggml, last_error, llama_cpp
+from specgen.llama.library import ggml, llama_cpp
 from specgen.llama.operators import copy_tensor
+from specgen.llama.weights import write_copy
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.session.calibration import Costs, expected_gain, target_costs
 from specgen.session.session import Session
-from specgen.system.files import new_beside, write_errors
 from specgen.train.target_text import TargetAnswer, TargetText
 from specgen.train.training_loop import Budget
 
@@ -145,14 +144,7 @@ def write_pruned(target: Path, left_out: Collection[int], output: Path) -> None:
     params = llama_cpp.llama_model_quantize_default_params()
     params.only_copy = True
     params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*sorted(left_out), -1)
-    with write_errors(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with new_beside(output) as new:
-            forget_log()
-            paths = os.fsencode(target), os.fsencode(new)
-            if llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)):
-                raise BackendError(f"{target}: llama.cpp cannot copy it: {last_error()}")
-            new.replace(output)
+    write_copy(target, output, params)
 
 
 # --- how well the target agrees with itself without some layers --------------------------------
