@@ -4,7 +4,7 @@
     python scripts/make_picture.py run.jsonl --output docs/images/run.svg
 
 Reads the events that `--json` prints, from a file or from stdin, and shows them as
-`--show all` does on a terminal, without the reasons of rounds: rejected tokens struck through in
+`--show all` does on a terminal: rejected tokens struck through in
 their place, then the summary and the legend.
 """
 
