@@ -47,6 +47,7 @@ specgen models show qwen2.5-coder-1.5b
 specgen models pull Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M
 ls -l $(specgen models path qwen2.5-coder-1.5b)
 specgen models rm Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M
+specgen models quantize 0.5b-Q4_K_M.gguf 0.5b-Q4_0.gguf
 specgen models clear
 specgen draft find -m model.gguf small.gguf smaller.gguf --save
 specgen draft make -m model.gguf --minutes 60
