@@ -18,27 +18,12 @@
 #include <thread>
 #include <vector>
 
+#include "barrier.h"
 #include "instruction_set.h"
 
 extern const InstructionSet before, after;
 
 constexpr int n_layers = 28, n_heads = 12, n_kv_heads = 2, size = 128;
-
-struct Barrier {
-    int n_threads;
-    std::atomic<int> waiting{0}, round{0};
-
-    static void wait(void *argument) {
-        Barrier &barrier = *static_cast<Barrier *>(argument);
-        const int round = barrier.round;
-        if (++barrier.waiting == barrier.n_threads) {
-            barrier.waiting = 0;
-            barrier.round++;
-        } else {
-            while (barrier.round == round) std::this_thread::yield();
-        }
-    }
-};
 
 // The least seconds that a layer took.
 std::atomic<uint64_t> sink;

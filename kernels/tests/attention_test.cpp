@@ -21,6 +21,7 @@
 #endif
 
 #include "../attention.h"
+#include "barrier.h"
 
 #include <algorithm>
 #include <atomic>
@@ -281,22 +282,6 @@ std::vector<double> formula(Problem &p, int stream, int row, int head, bool halv
 }
 
 // --- runs ---
-
-struct Barrier {
-    int n_threads;
-    std::atomic<int> waiting{0}, round{0};
-
-    static void wait(void *argument) {
-        Barrier &barrier = *static_cast<Barrier *>(argument);
-        const int round = barrier.round;
-        if (++barrier.waiting == barrier.n_threads) {
-            barrier.waiting = 0;
-            barrier.round++;
-        } else {
-            while (barrier.round == round) std::this_thread::yield();
-        }
-    }
-};
 
 struct Scratch {
     static constexpr size_t guard = 4096;

@@ -21,8 +21,8 @@ from specgen.text.text_state import Cascade
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
 #: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).
 _N_SINK = 4
-#: Of a text of which the cache lacks twice as much or more, a draft model reads the beginning and so many of the last tokens. It then agrees with the
-#: target nearly as often, if the answer does not copy the text (where n-grams draft), and starts at once.
+#: If more than twice as many tokens are to be read, a draft model reads the text's first few and so many of its last. It
+#: agrees with the target nearly as often, unless the answer copies the text (there n-grams draft), and starts at once.
 _N_WINDOW = 256
 #: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
 N_USUAL = 2
@@ -246,25 +246,27 @@ class ModelDrafter(Drafter):
         self._backend.remove(self._sequence)
         self._n_agreed = self.n_skipped = 0
 
-    def _n_lacking(self, n_context: int) -> int:
-        """Return how many tokens of the text the cache lacks, at least one."""
-        # Most of what became text since the last draft is in the cache.
-        return max(1, n_context - self.n_skipped - self._backend.length(self._sequence))
-
     def n_behind(self, n_context: int) -> int:
         """Return how many tokens are decoded before the next draft: those that the cache lacks, or the window."""
-        n_lacking = self._n_lacking(n_context)
-        return n_lacking if n_lacking <= 2 * _N_WINDOW else min(_N_WINDOW, self._n_ctx // 2)
+        return self._window_to_read(n_context) or max(1, self._n_lacking(n_context))
+
+    def _n_lacking(self, n_context: int) -> int:
+        # Most of what became text since the last draft is in the cache.
+        return n_context - self.n_skipped - self._backend.length(self._sequence)
+
+    def _window_to_read(self, n_context: int) -> int:
+        """Return the size of the window that is read in place of the text; 0 if all that the cache lacks is read."""
+        lacks_much = self._n_lacking(n_context) > 2 * _N_WINDOW
+        return min(_N_WINDOW, self._n_ctx // 2) if lacks_much else 0
 
     def _make_room(self, n_context: int, n_max: int) -> int:
         """Slide the window if text and draft do not fit the cache, or if it lacks much of the text; return how many
         tokens may be drafted."""
-        n_ctx = self._n_ctx
+        n_ctx, n_window = self._n_ctx, self._window_to_read(n_context)
         # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
         n_room = n_ctx - (n_context - self.n_skipped) + 1
-        lacks_much, n_window = self._n_lacking(n_context) > 2 * _N_WINDOW, n_ctx // 2
-        if lacks_much or n_room < min(n_max, max(1, n_ctx // 4)):
-            n_window = min(n_window, _N_WINDOW) if lacks_much else n_window
+        if n_window or n_room < min(n_max, max(1, n_ctx // 4)):
+            n_window = n_window or n_ctx // 2
             if n_window <= _N_SINK:  # too small for a beginning and an end
                 return 0
             self._empty()
