@@ -16,6 +16,7 @@ from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
 from tests.helpers.tiny import write_respelled_model
+from tests.registry import CACHES
 from tests.tiny import TinyConfig, write_tiny_model
 
 
@@ -23,6 +24,14 @@ def write_models(folder: Path, configs: Mapping[str, TinyConfig]) -> Path:
     """Write tiny models into a folder, each as NAME.gguf."""
     for name, config in configs.items():
         write_tiny_model(folder / f"{name}.gguf", config)
+    return folder
+
+
+def write_pairs(folder: Path, n_ctx_train: int) -> Path:
+    """Write a tiny target for each kind of cache, as CACHE.gguf, and its draft as "CACHE draft.gguf"."""
+    for name, architecture in CACHES.items():
+        config = TinyConfig(architecture=architecture, n_ctx_train=n_ctx_train)
+        write_models(folder, {name: config, f"{name} draft": config.draft(0.1)})
     return folder
 
 

@@ -24,7 +24,7 @@ from tests.helpers.cli import Specgen, spawn
 from tests.helpers.cli import ended as ended_process
 from tests.helpers.common import EXACT, NOW
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
-from tests.helpers.sessions import finished, opened, write_models
+from tests.helpers.sessions import finished, opened, write_models, write_pairs
 from tests.registry import CACHES
 from tests.tiny import TinyConfig
 from tests.tiny.config import CHATML_TEMPLATE
@@ -37,10 +37,7 @@ QUESTIONS = ("cat and more", "self is it", "not in the end", "with that")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for name, architecture in CACHES.items():
-        config = TinyConfig(architecture=architecture, n_ctx_train=2048)
-        write_models(folder, {name: config, f"{name} draft": config.draft(0.1)})
+    folder = write_pairs(tmp_path_factory.mktemp("models"), n_ctx_train=2048)
     for name, architecture in CACHES.items():
         config = TinyConfig(
             architecture=architecture, n_ctx_train=2048, chat_template=CHATML_TEMPLATE

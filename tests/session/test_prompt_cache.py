@@ -16,9 +16,8 @@ from specgen.session.session import Session
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
 from tests.helpers.mtp import write_mtp_model
-from tests.helpers.sessions import finished, opened, write_models
+from tests.helpers.sessions import finished, opened, write_pairs
 from tests.registry import CACHES
-from tests.tiny import TinyConfig
 
 PROMPT = "the cat is in the else for with that it be not self " * 4
 CONTEXT = replace(EXACT, n_ctx=512)
@@ -27,10 +26,7 @@ OTHER = "made with another model or other settings: it is made anew"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prompts")
-    for name, architecture in CACHES.items():
-        config = TinyConfig(architecture=architecture, n_ctx_train=1024)
-        write_models(folder, {name: config, f"{name} draft": config.draft(0.1)})
+    folder = write_pairs(tmp_path_factory.mktemp("prompts"), n_ctx_train=1024)
     write_mtp_model(folder / "mtp.gguf", "glm4moe")
     return folder
 
