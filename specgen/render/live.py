@@ -142,13 +142,14 @@ class LiveRenderer(Renderer):
         if isinstance(event, PromptEvent) and self._kind is not None:
             self._thought = self._kind(Flow(self._flow.columns), event.text)
         completed = self._rounds.read(event)
-        if completed is not None and isinstance(event, CommittedEvent):
-            self._add(completed, event)
+        if completed is not None:
+            self._add(completed)
         if not isinstance(event, (DraftedEvent, VerifiedEvent)):
             self._paint()
 
-    def _add(self, completed: Round, event: CommittedEvent) -> None:
+    def _add(self, completed: Round) -> None:
         self._fit()
+        event = completed.committed
         runs = completed.runs(shows_all=self._show == "all")
         if self._show == "none":
             runs = (Run(text, "plain") for text, _ in runs)
@@ -156,7 +157,7 @@ class LiveRenderer(Renderer):
             runs = self._thought.take(runs, event.time_s, event.n_tokens)
         self._flow.feed(runs)
         if self._show == "accepted":
-            self._rejected = tuple(text for _, text in completed.rejected if text)
+            self._rejected = tuple(branch.text for branch in completed.rejected if branch.text)
 
     def _finish(self) -> None:
         self._fit()

@@ -9,18 +9,15 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen.events import (
-    CommittedEvent,
     DraftedEvent,
-    DraftNode,
     Event,
     FinishedEvent,
     NoticeEvent,
     Piece,
     PromptEvent,
-    RejectedBranch,
     VerifiedEvent,
 )
-from specgen.render.rows import clean_line, styles_on
+from specgen.render.rows import Round, RoundReader, clean_line, styles_on
 from specgen.render.streams import Renderer
 
 _MARKS = {
@@ -52,23 +49,18 @@ class RoundsRenderer(Renderer):
     ) -> None:
         self._console, self._notice, self._verbose = console, notice, verbose
         self._styles = styles_on(console)
-        self._nodes: tuple[DraftNode, ...] = ()
-        self._verified: VerifiedEvent | None = None
+        self._rounds = RoundReader()
         self._last_s = 0.0
         self._reason = self._origin = ""
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, PromptEvent):
+        completed = self._rounds.read(event)
+        if completed is not None:
+            self._show(completed)
+        elif isinstance(event, PromptEvent):
             legend = _LEGEND + "\n41|3: in percent, by draft and target" * self._verbose
             for line in (*legend.split("\n"), _HEAD.rstrip()):
                 self._print(Text(line, self._styles["faint"]))
-        elif isinstance(event, DraftedEvent):
-            self._nodes = event.nodes
-        elif isinstance(event, VerifiedEvent):
-            self._verified = event
-        elif isinstance(event, CommittedEvent):
-            self._show(event)
-            self._nodes, self._verified = (), None
         elif isinstance(event, NoticeEvent) and self._notice is not None:
             self._notice(event)
         elif isinstance(event, FinishedEvent):
@@ -79,41 +71,39 @@ class RoundsRenderer(Renderer):
     def _finish(self) -> None:
         self._console.file.flush()
 
-    def _show(self, event: CommittedEvent) -> None:
-        rejected = self._verified.rejected if self._verified is not None else ()
-        path = (-1, *(self._verified.accepted if self._verified is not None else ()))
-        parents = [self._nodes[branch.nodes[0]].parent for branch in rejected]
+    def _show(self, found: Round) -> None:
+        event, nodes, own = found.committed, found.nodes, len(found.accepted)
+        places = [found.place(branch) for branch in found.rejected]
         # The branch in whose place the target's own token stands is in the line, and the others are below it.
-        inline = parents.index(path[-1]) if path[-1] in parents else None
+        inline = places.index(own) if own in places else None
         tokens: list[Text] = []
         for place, piece in enumerate(event.pieces):
-            node = self._nodes[path[place + 1]] if place + 1 < len(path) else None
-            if inline is not None and place == len(path) - 1:
-                tokens += self._branch(rejected[inline], piece)
+            node = nodes[found.accepted[place]] if place < own else None
+            if inline is not None and place == own:
+                tokens += self._branch(found, inline, piece)
             probability = node.probability if node is not None else None
             tokens.append(self._token(piece.kind, piece.text, probability, piece.logprob))
-        if self._nodes and self._nodes[0].origin != self._origin:
-            self._origin = self._nodes[0].origin
+        if nodes and nodes[0].origin != self._origin:
+            self._origin = nodes[0].origin
             tokens.append(Text(f"by {self._origin}", self._styles["faint"]))
         ms = f"{1000 * (event.time_s - self._last_s):.1f}" if event.round else ""
         about = f"{event.round or '':>5} {ms:>7} {len(event.pieces):>7}  "
         self._lay_out(Text(about, self._styles["faint"]), tokens)
-        for index, branch in enumerate(rejected):
+        for index, place in enumerate(places):
             if index != inline:
-                depth = path.index(parents[index])
-                start = f"{' ' * len(_HEAD)}{'  ' * depth}└ "
-                self._lay_out(Text(start, self._styles["faint"]), self._branch(branch))
+                start = f"{' ' * len(_HEAD)}{'  ' * place}└ "
+                self._lay_out(Text(start, self._styles["faint"]), self._branch(found, index))
         words = event.reason_text or ""
-        if event.reason not in (None, self._reason) and (self._verbose or not self._nodes):
-            words = words if self._nodes else f"nothing drafted: {words}"
+        if event.reason not in (None, self._reason) and (self._verbose or not nodes):
+            words = words if nodes else f"nothing drafted: {words}"
             told = [Text(word, self._styles["faint"]) for word in words.split()]
             self._lay_out(Text(" " * len(_HEAD)), told, gap=" ")
         self._reason = event.reason or self._reason
 
-    def _branch(self, branch: RejectedBranch, instead: Piece | None = None) -> list[Text]:
+    def _branch(self, found: Round, index: int, instead: Piece | None = None) -> list[Text]:
         """Return the tokens of a rejected branch. What the target thinks of the first one is known if it is among the
         likeliest where the target chose another token `instead`."""
-        nodes = [self._nodes[index] for index in branch.nodes]
+        nodes = [found.nodes[node] for node in found.rejected[index].nodes]
         likeliest = instead.top_logprobs if instead is not None else ()
         first = {each.token_id: each.logprob for each in likeliest}.get(nodes[0].token_id)
         logprobs = (first, *[None] * len(nodes))

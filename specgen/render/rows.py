@@ -28,7 +28,7 @@ from specgen.events import (
     DraftedEvent,
     DraftNode,
     Event,
-    Piece,
+    RejectedBranch,
     TokenKind,
     VerifiedEvent,
 )
@@ -137,18 +137,25 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The text that one round added to the answer, and the branches that it rejected."""
+    """A round: its draft's nodes, the accepted ones, the rejected branches, and what it added to the answer."""
 
-    pieces: tuple[Piece, ...]
-    #: (index of the piece that took its place, text) for each rejected branch of the draft.
-    rejected: tuple[tuple[int, str], ...]
+    committed: CommittedEvent
+    nodes: tuple[DraftNode, ...] = ()
+    accepted: tuple[int, ...] = ()
+    rejected: tuple[RejectedBranch, ...] = ()
+
+    def place(self, branch: RejectedBranch) -> int:
+        """Return the index of the piece that took a rejected branch's place."""
+        # It begins at the root, or at the accepted node that is its first node's parent.
+        return (-1, *self.accepted).index(self.nodes[branch.nodes[0]].parent)
 
     def runs(self, *, shows_all: bool) -> Iterator[Run]:
         """Yield the text in order, and with `shows_all` each rejected branch at its position. A branch is struck out if
         it was the only one and no drafted token took its place; otherwise it is in brackets, so that the text stays
         legible."""
-        for index, piece in enumerate(self.pieces):
-            lost = [text for place, text in self.rejected if place == index and text]
+        for index, piece in enumerate(self.committed.pieces):
+            branches = [each for each in self.rejected if self.place(each) == index]
+            lost = [each.text for each in branches if each.text]
             if shows_all and len(lost) == 1 and piece.kind != "accepted":
                 yield Run(lost[0], "rejected")
             elif shows_all and lost:
@@ -161,24 +168,22 @@ class RoundReader:
     """Combines the events of a round, so that views need not know how a draft's tree relates to the text."""
 
     def __init__(self) -> None:
-        self._nodes: tuple[DraftNode, ...] = ()
-        self._rejected: tuple[tuple[int, str], ...] = ()
+        self._drafted: DraftedEvent | None = None
+        self._verified: VerifiedEvent | None = None
 
     def read(self, event: Event) -> Round | None:
         """Return the round at its last event; None at the others."""
         if isinstance(event, DraftedEvent):
-            self._nodes = event.nodes
+            self._drafted = event
         elif isinstance(event, VerifiedEvent):
-            # A rejected branch begins at the root, or at the accepted node that is its first node's parent.
-            path = (-1, *event.accepted)
-            self._rejected = tuple(
-                (path.index(self._nodes[branch.nodes[0]].parent), branch.text)
-                for branch in event.rejected
-            )
+            self._verified = event
         if not isinstance(event, CommittedEvent):
             return None
-        found, self._rejected = Round(event.pieces, self._rejected), ()
-        return found
+        drafted, verified = self._drafted, self._verified
+        self._drafted = self._verified = None
+        if drafted is None or verified is None:
+            return Round(event)
+        return Round(event, drafted.nodes, verified.accepted, verified.rejected)
 
 
 # --- cells and rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -15,9 +14,6 @@ from specgen.render.rows import LEGEND, STYLES, clean_line
 from specgen.render.streams import say
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.progress import counted, seconds_text, three_digits
-
-if TYPE_CHECKING:
-    pass
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Above this share of rounds that drafted nothing, the summary says why.
@@ -70,13 +66,12 @@ def in_short(finished: FinishedEvent, draft: str | None = None) -> str:
         if between is not None and is_busy_now:
             said += "; what drafts saved is not known, since the machine was busy"
         elif between is not None:
-            low, high = between
-            times = f"{_between(low, high)} times as fast as without drafts"
-            if round(low, 1) <= 1.0:
-                times = "about as fast as without drafts"
-            if round(high, 1) < 1.0:
-                times = f"slower than without drafts, {_between(low, high)} times as fast"
-            said += f": {times}"
+            times = _between(*between)
+            said += {
+                "gain": f": {times} times as fast as without drafts",
+                "none": ": about as fast as without drafts",
+                "loss": f": slower than without drafts, {times} times as fast",
+            }[_what_it_is(between)]
         elif not of.n_drafted:
             said += ", nothing was drafted"
     return said if of.finish_reason == "stop" else f"{said} ({_end(of)})"
@@ -190,14 +185,20 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
     if of.estimate:
         details[2] = f"estimated {of.estimate}"
     about = f" ({_listed(*details)})" if any(details) else ""
-    times, (low, high) = _between(*between), between
-    if round(low, 1) > 1.0:
+    times, kind = _between(*between), _what_it_is(between)
+    if kind == "gain":
         return f"{times} times as fast as plain decoding{about}"
-    if round(high, 1) >= 1.0:
+    if kind == "none":
         return f"about as fast as plain decoding: {times} times{about}"
     others = "" if draft == "ngram" else ", `--draft ngram`"
     advice = f"try `--draft none`{others} or a smaller `--draft-max`"
     return f"drafting made this slower: {times} times the speed of plain decoding{about}; {advice}"
+
+
+def _what_it_is(between: tuple[float, float]) -> str:
+    """Return whether drafts were a "gain", a "loss", or "none" of the two for certain."""
+    low, high = (round(each, 1) for each in between)
+    return "gain" if low > 1.0 else "none" if high >= 1.0 else "loss"
 
 
 def _between(low: float, high: float) -> str:
