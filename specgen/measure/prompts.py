@@ -48,7 +48,6 @@ def trial_prompts() -> list[BenchPrompt]:
 
 
 def given_prompts(texts: Iterable[str]) -> list[BenchPrompt]:
-    """Return texts as prompts. Raise `PromptError` for an empty one."""
     prompts = [BenchPrompt(number, _ALL, text) for number, text in enumerate(texts, start=1)]
     if not all(prompt.text.strip() for prompt in prompts):
         raise PromptError("a prompt is empty", hint="give some text")
@@ -56,7 +55,6 @@ def given_prompts(texts: Iterable[str]) -> list[BenchPrompt]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the texts of a file's prompts. Raise `PromptError`, which names the line."""
     return [prompt.text for prompt in read_bench_prompts(path)]
 
 
@@ -93,7 +91,6 @@ def evenly_chosen(prompts: Iterable[T], n: int) -> list[T]:
 
 
 def first_of_each(prompts: Iterable[BenchPrompt], n: int) -> list[BenchPrompt]:
-    """Return the first n prompts of each category, in their order."""
     seen: Counter[str] = Counter()
     chosen: list[BenchPrompt] = []
     for prompt in prompts:
@@ -122,7 +119,6 @@ def _record(line: str, number: int, where: str) -> BenchPrompt:
 
 
 def _json_reason(error: Exception) -> str:
-    """Return why a line is not JSON, by an error of `json.loads`."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
