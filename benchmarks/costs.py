@@ -33,6 +33,8 @@ import numpy as np
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 13, 16, 20, 24, 28, 32)
 N_PROMPT = 512
+#: Lengths of a context at which the seconds of reading it so far are told.
+READ = (1024, 2048, 4096, 8192, 16384, 32768)
 N_REPEATS = 7
 KERNELS = ("llama.cpp", "specgen")
 
@@ -75,6 +77,7 @@ def compare(model: Path, n_context: int, asked: argparse.Namespace) -> list[dict
         found: dict[str, Any] = {"model": model.name, "context": n_context, "kernels": name}
         found["ms"] = ms
         found["ratio"] = {size: round(value / ms["1"], 2) for size, value in ms.items()}
+        found["read_s"] = turns[name][-1]["read_s"]
         for key in ("load_s", "context_s", "anonymous_mib", "mapped_mib"):
             found[key] = round(statistics.median(turn[key] for turn in turns[name]), 2)
         results.append(found)
@@ -128,10 +131,11 @@ def _measure(
         backend.decode(batch)
         return backend.decode_s - before
 
-    context_s = sum(
-        decode(min(N_PROMPT, n_context - start), wants_logits=False)
-        for start in range(0, n_context, N_PROMPT)
-    )
+    context_s, read_s = 0.0, {}
+    for start in range(0, n_context, N_PROMPT):
+        context_s += decode(min(N_PROMPT, n_context - start), wants_logits=False)
+        if backend.length(0) in READ:
+            read_s[backend.length(0)] = round(context_s, 2)
     memory = _memory_mib()
     seconds: dict[int, list[float]] = {size: [] for size in (*sizes, N_PROMPT)}
     for turn in range(N_REPEATS):
@@ -143,7 +147,7 @@ def _measure(
     backend.close()
     model.close()
     ms = {str(size): round(1000 * min(times), 1) for size, times in seconds.items()}
-    return {"ms": ms, "load_s": load_s, "context_s": context_s, **memory}
+    return {"ms": ms, "load_s": load_s, "context_s": context_s, "read_s": read_s, **memory}
 
 
 def _memory_mib() -> dict[str, float]:
