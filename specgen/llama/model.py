@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ _ENCODERS = frozenset(
         *("modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe"),
     )
 )
+#: What one value of attention to a token costs in a prompt, in weights of a matrix.
+_ATTENTION_COST = 7
 #: llama.cpp's LLAMA_ROPE_TYPE_NONE.
 _NO_ROTATION = -1
 _MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4
@@ -154,6 +156,11 @@ class LlamaModel:
         return self._weights.kernel_problem
 
     @property
+    def versions(self) -> Sequence[tuple[int, int]]:
+        """The size and the time of each of its files, which may have been replaced since it was loaded."""
+        return self._weights.versions
+
+    @property
     def is_newly_packed(self) -> bool:
         """Whether loading it took longer, since its weights were not kept in the kernels' layout."""
         return self._weights.is_newly_packed
@@ -219,6 +226,12 @@ class LlamaModel:
     @property
     def n_layer(self) -> int:
         return int(llama_cpp.llama_model_n_layer(self.handle))
+
+    @property
+    def n_doubling(self) -> float:
+        """Behind about how many tokens attention to them takes as long as the model's matrices."""
+        n_params = int(llama_cpp.llama_model_n_params(self.handle))
+        return n_params / (_ATTENTION_COST * max(1, self.n_embd * self.n_layer))
 
     @property
     def has_recurrent_state(self) -> bool:

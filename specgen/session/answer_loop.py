@@ -6,9 +6,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from specgen.errors import BackendError, DecodeEndedError
 from specgen.events import Event, FinishedEvent, Piece, ReadingEvent
-from specgen.method.backend import Batch
+from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT
 from specgen.method.loop import Loop
 from specgen.method.tables import CostTable
@@ -18,8 +20,43 @@ from specgen.text.answer_state import AnswerState
 #: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
 #: beside a round while costs are not known.
 N_READ_BESIDE = 32
+#: A piece counts half after so many tokens of later ones; what is expected counts as so many tokens.
+_N_REMEMBERED, _N_EXPECTED = 8192, 128
+#: Behind how many tokens reading one takes twice as long as at the beginning, in a small model.
+_N_DOUBLING = 5000.0
 #: Tokens of the shortest answer that is compared with plain decoding.
 _SHORTEST_COMPARED = 30
+
+
+class ReadingCosts:
+    """What reading prompts costs. A token takes longer the deeper it is, since attention sees all before it: two
+    numbers, fitted to the latest pieces, tell how long. While these were of one depth, a token is expected to take twice
+    as long behind `n_doubling` tokens."""
+
+    def __init__(self, n_doubling: float) -> None:
+        self._n_doubling = n_doubling
+        #: Fading sums of least squares over tokens: their number, depth and its square, seconds, seconds by depth.
+        self._sums = np.zeros(5)
+
+    def observe(self, start: int, n: int, seconds: float) -> None:
+        """Learn from a piece of `n` tokens behind the first `start` ones."""
+        if n > 0 and seconds > 0.0:
+            depth = (start + n / 2) / self._n_doubling
+            new = np.array([n, n * depth, n * depth**2, seconds, seconds * depth])
+            self._sums = self._sums * 0.5 ** (n / _N_REMEMBERED) + new
+
+    def seconds(self, start: int, end: int) -> float:
+        """Return how long reading from one place to another is expected to take; 0 while nothing is known."""
+        n, depth, squares, seconds, moment = self._sums.tolist()
+        if not n or end <= start:
+            return 0.0
+        known = [
+            [n + _N_EXPECTED, depth - _N_EXPECTED],
+            [depth - _N_EXPECTED, squares + _N_EXPECTED],
+        ]
+        growth = max(0.0, float(np.linalg.solve(known, [seconds, moment])[1]))
+        flat = max(0.0, (seconds - growth * depth) / n)
+        return (end - start) * (flat + growth * (start + end) / 2 / self._n_doubling)
 
 
 class AnswerLoop(Loop):
@@ -27,6 +64,16 @@ class AnswerLoop(Loop):
 
     #: A prompt of which a piece is read in the batch of a round, and the costs of batches.
     _beside: tuple[AnswerState, CostTable] | None = None
+
+    def __init__(
+        self,
+        target: Backend,
+        clock: Callable[[], float],
+        interrupted: Callable[[], bool] = bool,
+        n_doubling: float = _N_DOUBLING,
+    ) -> None:
+        super().__init__(target, clock, interrupted)
+        self.reading = ReadingCosts(n_doubling)
 
     def run(self, sequence: AnswerState) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""
@@ -151,6 +198,7 @@ class AnswerLoop(Loop):
         """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are tokens with
         their log-probabilities. After the last piece, whose `logits` are float32[1, n_vocab], commit the first token."""
         tally, n_held = sequence.tally, self.target.length(sequence.slot.first)
+        self.reading.observe(sequence.n_read, n_held - sequence.n_read, target_s)
         sequence.n_read = min(n_held, sequence.n_prompt)
         events: list[Event] = []
         if logits is not None and sequence.options.max_tokens == 0:
@@ -170,16 +218,15 @@ class AnswerLoop(Loop):
         return [self._reading(sequence, scored), *events]
 
     def _reading(self, sequence: AnswerState, scored: tuple[Piece, ...] = ()) -> ReadingEvent:
-        n_read, spent_s = sequence.n_read, sequence.tally.wall_s
-        token_s = spent_s / max(1, n_read - sequence.n_cached)
         return ReadingEvent(
             sequence.index,
             self.now_s,
-            n_read,
+            sequence.n_read,
             sequence.n_prompt,
-            (sequence.n_prompt - n_read) * token_s,
+            self.reading.seconds(sequence.n_read, sequence.n_prompt),
             sequence.n_cached,
-            spent_s,
+            sequence.n_loaded,
+            sequence.tally.wall_s,
             scored,
         )
 
