@@ -206,7 +206,6 @@ def _prompts(
 
 
 def _parse_policies(given: list[str]) -> list[PolicyName]:
-    """Return the policies of these names, of which each may be several with commas between. Raise `UsageError`."""
     names = [name.strip() for names in given for name in names.split(",")]
     for name in names:
         if name not in _POLICIES:
@@ -215,7 +214,6 @@ def _parse_policies(given: list[str]) -> list[PolicyName]:
 
 
 def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> None:
-    """Show the figures, and write the file that was asked for. Raise `OutputError`."""
     from specgen.render.tables import bench_lines, print_bench_tables
 
     text, figures = json.dumps(document, indent=1, ensure_ascii=False), figures_of(runs.results)
@@ -263,7 +261,6 @@ def _command() -> str:
 
 
 def _tree_shape(text: str) -> TreeShape:
-    """Parse a shape in the form of --tree."""
     try:
         return parse_tree(text)
     except ValueError as error:

@@ -59,7 +59,6 @@ def find_drafts(
 
 
 def _stages(draft: str) -> tuple[str, ...]:
-    """Split a draft's name at plus signs, unless it is the name of a file."""
     if not draft or Path(draft).expanduser().exists():
         return (draft,) if draft else ()
     stages = tuple(draft.split("+"))
@@ -167,7 +166,6 @@ def contender_of(
     chat: bool | None = None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Contender:
-    """Return loaded models as a contender."""
     from specgen.session.engine import generate
 
     def events(text: str) -> Iterator[Event]:
@@ -352,7 +350,6 @@ class Figures:
 
 
 def figures_of(results: Sequence[Result]) -> tuple[Figures, ...]:
-    """Return the figures of each contender that has an answer."""
     plain = {_place(each): each for each in results if each.contender == PLAIN}
     answers: dict[tuple[float, str], list[Result]] = defaultdict(list)
     for result in results:

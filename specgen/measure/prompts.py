@@ -39,12 +39,10 @@ def own_prompts() -> list[BenchPrompt]:
 
 
 def trial_prompts() -> list[str]:
-    """Return specgen's prompts to try drafts with."""
     return [prompt.text for prompt in read_bench_prompts(_OWN) if prompt.category == _TRIAL]
 
 
 def given_prompts(texts: Iterable[str]) -> list[BenchPrompt]:
-    """Return texts as prompts. Raise `PromptError` for an empty one."""
     prompts = [BenchPrompt(number, _ALL, text) for number, text in enumerate(texts, start=1)]
     if not all(prompt.text.strip() for prompt in prompts):
         raise PromptError("a prompt is empty", hint="give some text")
@@ -52,7 +50,6 @@ def given_prompts(texts: Iterable[str]) -> list[BenchPrompt]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the texts of a file's prompts. Raise `PromptError`, which names the line."""
     return [prompt.text for prompt in read_bench_prompts(path)]
 
 
@@ -89,7 +86,6 @@ def evenly_chosen(prompts: Iterable[T], n: int) -> list[T]:
 
 
 def first_of_each(prompts: Iterable[BenchPrompt], n: int) -> list[BenchPrompt]:
-    """Return the first n prompts of each category, in their order."""
     seen: Counter[str] = Counter()
     chosen: list[BenchPrompt] = []
     for prompt in prompts:
@@ -118,7 +114,6 @@ def _record(line: str, number: int, where: str) -> BenchPrompt:
 
 
 def _json_reason(error: Exception) -> str:
-    """Return why a line is not JSON, by an error of `json.loads`."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -233,7 +233,6 @@ def replay(
 
 
 def summarise(replays: Sequence[Replay]) -> DraftFigures:
-    """Return the figures of all answers together. Answers of a single token do not count."""
     counted = [replay for replay in replays if replay.tally.n_rounds]
     tallies = [replay.tally for replay in counted]
     n_tokens = sum(replay.n_tokens for replay in counted)
@@ -290,13 +289,11 @@ def _states_of_answer(target: LlamaBackend, tokens: Sequence[int], n_prompt: int
     first, last, start = n_prompt - 1, len(tokens) - 1, 0
     ends = [*range(target.n_batch, first, target.n_batch), first]
     for end in (*ends, *range(first + target.n_outputs, last, target.n_outputs), last):
-        batch = Batch()
-        for position in range(start, end):
-            batch.add(tokens[position], position, (0,), end > first)
         if end > first:
+            batch = Batch.of(tokens[start:end], start, end - start)
             pieces.append(target.decode_hidden(batch)[1].copy())
-        elif len(batch):
-            target.decode(batch)
+        elif end > start:
+            target.decode(Batch.of(tokens[start:end], start))
         start = end
     target.remove(0)
     return np.concatenate(pieces)
@@ -307,10 +304,7 @@ def read_states(target: Backend, tokens: Sequence[int], trail: TargetStates) -> 
     context must be empty, and is empty again afterwards."""
     try:
         for start in range(0, len(tokens), target.n_batch):
-            batch = Batch()
-            for position in range(start, min(start + target.n_batch, len(tokens))):
-                batch.add(tokens[position], position, (0,), False)
-            batch.wants_logits[-1] = True
+            batch = Batch.of(tokens[start : start + target.n_batch], start, 1)
             _, hidden = target.decode_hidden(batch, all_rows=True)
             trail.keep_states(hidden, tokens, start + len(batch))
     finally:

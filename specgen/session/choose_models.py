@@ -52,7 +52,6 @@ class Sources:
 
     @property
     def draft(self) -> DraftSource:
-        """The draft to try first."""
         return self.drafts[0].draft
 
 
@@ -124,7 +123,6 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
 
 
 def find_target(name: str, *, quiet: bool) -> Path:
-    """Return the file of a target. If it is missing, it is fetched."""
     registry = load_registry()
     return find_model(name, registry, fetching(registry, quiet=quiet))
 
@@ -148,7 +146,6 @@ def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str
 
 
 def fetching(registry: Registry, *, quiet: bool) -> Fetch:
-    """Return what fetches a model, from the hub or by its name in the registry."""
     from specgen.models.download import fetch, fetch_reference, stderr_progress
     from specgen.models.hub_names import parse_reference
 
@@ -258,7 +255,6 @@ class SavedDraft:
 
 
 def saved_drafts_file() -> Path:
-    """Return the file of the drafts that were found best; it need not exist."""
     return config_folder() / "drafts.json"
 
 

@@ -219,7 +219,6 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
 
 
 def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterator[str]:
-    """Yield a line about each number of layers for a GPU that changes nothing, since there is none."""
     for context, name in ((target, "-ngl"), (draft, "-ngld")):
         if context.n_gpu_layers > 0 and not build().gpu_offload:
             layers = context.n_gpu_layers

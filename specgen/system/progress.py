@@ -113,12 +113,10 @@ _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things in words."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def three_digits(value: float) -> str:
-    """Return three digits, or all digits before the point if they are more."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -136,5 +134,4 @@ def human_bytes(n_bytes: int) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Return a short time: milliseconds below a second."""
     return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{three_digits(value)} s"

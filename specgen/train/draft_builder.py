@@ -38,17 +38,14 @@ _SHARE_OF_JUDGING, _OPENING_S, _TRIAL_SHARE = 0.4, 3.0, 0.5
 
 
 def text_folder(cache: Path, target: FileIdentity) -> Path:
-    """Return the folder of the target's own text."""
     return cache / "made" / target.key / "text"
 
 
 def distilled_file(cache: Path, target: FileIdentity, draft: Path) -> Path:
-    """Return the file of a draft model that was fitted to the target."""
     return cache / "made" / target.key / f"{draft.stem}-distilled.gguf"
 
 
 def pruned_file(cache: Path, target: FileIdentity) -> Path:
-    """Return the file of the target without some of its layers."""
     return cache / "made" / target.key / f"{Path(target.name).stem}-pruned.gguf"
 
 

@@ -190,9 +190,10 @@ class _Writer:
         text, n_before = [*prompt, *answer[:-1]], len(prompt) - 1
         for start in range(0, n_before, backend.n_batch):
             end = min(start + backend.n_batch, n_before)
-            backend.decode(_rows(text[start:end], start, wanted=False))
+            backend.decode(Batch.of(text[start:end], start))
         for start in range(n_before, len(text), _N_ROWS):
-            yield backend.decode_hidden(_rows(text[start : start + _N_ROWS], start, wanted=True))
+            batch = Batch.of(text[start : start + _N_ROWS], start, _N_ROWS)
+            yield backend.decode_hidden(batch)
 
     def _backend_for(self, n_tokens: int) -> LlamaBackend:
         if self._backend is None or self._backend.n_ctx < n_tokens:
@@ -205,11 +206,6 @@ class _Writer:
             )
             self._resources.callback(self._backend.close)
         return self._backend
-
-
-def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
-    n = len(tokens)
-    return Batch(list(tokens), list(range(position, position + n)), [(0,)] * n, [wanted] * n)
 
 
 def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:

@@ -79,7 +79,6 @@ class Group:
         return [part for name in names if isinstance(name, str) for part in name.split("/")]
 
     def spelling(self, name: str) -> str:
-        """Return the first spelling of an option."""
         (found,) = (each for each in self.parameters if each.name == name)
         spelling: str = found.annotation.__metadata__[0].default  # where typer keeps it
         return spelling

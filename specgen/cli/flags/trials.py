@@ -45,7 +45,6 @@ class Trials:
         return evenly_chosen(enumerate(every, 1), self.n_prompts)
 
     def texts(self) -> list[str]:
-        """Return the prompts. Raise `PromptError`."""
         return [text for _, text in self.numbered()]
 
 
