@@ -97,9 +97,9 @@ class CacheSlot:
         except RollbackError:  # the cells that a sliding window needs are gone
             backend.remove(own.first)
             best = 0
-        if self.store is None:
-            return best
-        n_known = self.store.extend(backend, self, prompt, best, n_again)
+        store, n_known = self.store, best
+        if store is not None:
+            n_known = store.extend(backend, self, prompt, best, n_again)
         self.n_loaded = n_known if n_known > best else 0
         return n_known
 

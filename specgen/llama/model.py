@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import BackendError, ModelFileError, UsageError
-from specgen.llama.gguf_file import GgufMetadata, check_file, opened_parts
+from specgen.llama.gguf_file import GgufMetadata, check_file, opened_parts, parts_of
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
@@ -39,8 +39,6 @@ _ENCODERS = frozenset(
         *("modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe"),
     )
 )
-#: What one value of attention to a token costs in a prompt, in weights of a matrix.
-_ATTENTION_COST = 7
 #: llama.cpp's LLAMA_ROPE_TYPE_NONE.
 _NO_ROTATION = -1
 _MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4
@@ -92,6 +90,10 @@ class LlamaModel:
             remote = "its MTP layers cannot draft while workers (--rpc) compute it"
             self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
         self.file = file
+        #: The size and the time of each of its files now: they may be replaced while it is in use.
+        self.versions = [
+            (each.st_size, each.st_mtime_ns) for each in map(Path.stat, parts_of(file))
+        ]
         #: A chat template that replaces those of the file.
         self.own_template: str | None = None
         #: Whether it is closed: contexts of it decode nothing more.
@@ -154,11 +156,6 @@ class LlamaModel:
     def kernel_problem(self) -> str:
         """Why specgen's kernels do not compute this model although they compute others; empty if they do."""
         return self._weights.kernel_problem
-
-    @property
-    def versions(self) -> Sequence[tuple[int, int]]:
-        """The size and the time of each of its files, which may have been replaced since it was loaded."""
-        return self._weights.versions
 
     @property
     def is_newly_packed(self) -> bool:
@@ -226,12 +223,6 @@ class LlamaModel:
     @property
     def n_layer(self) -> int:
         return int(llama_cpp.llama_model_n_layer(self.handle))
-
-    @property
-    def n_doubling(self) -> float:
-        """Behind about how many tokens attention to them takes as long as the model's matrices."""
-        n_params = int(llama_cpp.llama_model_n_params(self.handle))
-        return n_params / (_ATTENTION_COST * max(1, self.n_embd * self.n_layer))
 
     @property
     def has_recurrent_state(self) -> bool:

@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from specgen.errors import (
     SpecgenError,
     WorkerLostError,
 )
-from specgen.llama.gguf_file import parts_of
 from specgen.llama.kernels.attached import LLAMA_CPP, computing, kernel_problem, loading_with
 from specgen.llama.kernels.packed_weights import PackedWeights, packed_weights_of
 from specgen.llama.library import forget_log, last_error, llama_cpp
@@ -58,7 +57,6 @@ class LoadedWeights:
         key: _Key,
         handle: Any,
         kernel_problem: str,
-        versions: Sequence[tuple[int, int]],
         remote: RemoteCalls | None = None,
         packed: PackedWeights | None = None,
     ) -> None:
@@ -67,8 +65,6 @@ class LoadedWeights:
         self._n_users = 1
         #: Why specgen's kernels do not compute this model although they compute others; empty if they do.
         self.kernel_problem = kernel_problem
-        #: The size and the time of each of its files, as they were when it was loaded.
-        self.versions = versions
         #: llama.cpp's pointer.
         self.handle = handle
         #: Makes the calls that may wait for workers; None if this machine has all layers.
@@ -133,7 +129,6 @@ def lease_weights(
     if (known := _loaded.get(key)) is not None:
         known.share()
         return known
-    versions = [(about.st_size, about.st_mtime_ns) for about in map(Path.stat, parts_of(file))]
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = n_gpu_layers
     params.vocab_only = vocabulary_only
@@ -169,7 +164,7 @@ def lease_weights(
         if remote is not None:
             remote.close()
         raise _load_error(file, last_error())
-    weights = _loaded[key] = LoadedWeights(key, handle, problem, versions, remote, packed)
+    weights = _loaded[key] = LoadedWeights(key, handle, problem, remote, packed)
     return weights
 
 

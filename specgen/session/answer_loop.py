@@ -4,13 +4,12 @@ ends: `text/answer_state.py`.)"""
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
 
 from specgen.errors import BackendError, DecodeEndedError
 from specgen.events import Event, FinishedEvent, Piece, ReadingEvent
-from specgen.method.backend import Backend, Batch
+from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT
 from specgen.method.loop import Loop
 from specgen.method.tables import CostTable
@@ -22,41 +21,38 @@ from specgen.text.answer_state import AnswerState
 N_READ_BESIDE = 32
 #: A piece counts half after so many tokens of later ones; what is expected counts as so many tokens.
 _N_REMEMBERED, _N_EXPECTED = 8192, 128
-#: Behind how many tokens reading one takes twice as long as at the beginning, in a small model.
+#: Behind how many tokens reading one takes twice as long as at the beginning, in models of 1.5B.
 _N_DOUBLING = 5000.0
 #: Tokens of the shortest answer that is compared with plain decoding.
 _SHORTEST_COMPARED = 30
 
 
 class ReadingCosts:
-    """What reading prompts costs. A token takes longer the deeper it is, since attention sees all before it: two
-    numbers, fitted to the latest pieces, tell how long. While these were of one depth, a token is expected to take twice
-    as long behind `n_doubling` tokens."""
+    """What reading prompts costs. A token takes longer the deeper it is, since attention sees all before it: two numbers,
+    fitted to the latest pieces, tell how long. While these were of one depth, `_N_DOUBLING` is a guess."""
 
-    def __init__(self, n_doubling: float) -> None:
-        self._n_doubling = n_doubling
+    def __init__(self) -> None:
         #: Fading sums of least squares over tokens: their number, depth and its square, seconds, seconds by depth.
-        self._sums = np.zeros(5)
+        self._sums = [0.0] * 5
 
     def observe(self, start: int, n: int, seconds: float) -> None:
         """Learn from a piece of `n` tokens behind the first `start` ones."""
         if n > 0 and seconds > 0.0:
-            depth = (start + n / 2) / self._n_doubling
-            new = np.array([n, n * depth, n * depth**2, seconds, seconds * depth])
-            self._sums = self._sums * 0.5 ** (n / _N_REMEMBERED) + new
+            depth = (start + n / 2) / _N_DOUBLING
+            new = n, n * depth, n * depth**2, seconds, seconds * depth
+            kept = 0.5 ** (n / _N_REMEMBERED)
+            self._sums = [kept * old + each for old, each in zip(self._sums, new, strict=True)]
 
     def seconds(self, start: int, end: int) -> float:
         """Return how long reading from one place to another is expected to take; 0 while nothing is known."""
-        n, depth, squares, seconds, moment = self._sums.tolist()
+        n, depth, squares, seconds, moment = self._sums
         if not n or end <= start:
             return 0.0
-        known = [
-            [n + _N_EXPECTED, depth - _N_EXPECTED],
-            [depth - _N_EXPECTED, squares + _N_EXPECTED],
-        ]
-        growth = max(0.0, float(np.linalg.solve(known, [seconds, moment])[1]))
+        flats, mixed = n + _N_EXPECTED, depth - _N_EXPECTED
+        growth = flats * moment - mixed * seconds
+        growth = max(0.0, growth / (flats * (squares + _N_EXPECTED) - mixed**2))
         flat = max(0.0, (seconds - growth * depth) / n)
-        return (end - start) * (flat + growth * (start + end) / 2 / self._n_doubling)
+        return (end - start) * (flat + growth * (start + end) / 2 / _N_DOUBLING)
 
 
 class AnswerLoop(Loop):
@@ -65,15 +61,9 @@ class AnswerLoop(Loop):
     #: A prompt of which a piece is read in the batch of a round, and the costs of batches.
     _beside: tuple[AnswerState, CostTable] | None = None
 
-    def __init__(
-        self,
-        target: Backend,
-        clock: Callable[[], float],
-        interrupted: Callable[[], bool] = bool,
-        n_doubling: float = _N_DOUBLING,
-    ) -> None:
-        super().__init__(target, clock, interrupted)
-        self.reading = ReadingCosts(n_doubling)
+    @functools.cached_property
+    def reading(self) -> ReadingCosts:
+        return ReadingCosts()
 
     def run(self, sequence: AnswerState) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""

@@ -97,8 +97,7 @@ class Engine:
             )
             #: The target's context, in which the answers are generated. Nobody else may decode in it.
             self.target: LlamaBackend = target
-            n_doubling = session.target.n_doubling
-            self._loop = AnswerLoop(target, session.clock, interrupted, n_doubling)
+            self._loop = AnswerLoop(target, session.clock, interrupted)
             self._scheduler = Scheduler(n_parallel, target)
             #: The parts of the caches, and the request that each serves.
             self.slots = self._scheduler.slots

@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +53,8 @@ _SUFFIX = ".prefix"
 LEAST_TOKENS = 512
 #: Prompts are compared at multiples of so many tokens, and where the first control tokens are.
 _BLOCK, _N_MARKS = 256, 32
-#: Prompts that are remembered.
-_N_SEEN = 64
+#: Prompts that are remembered, and the bytes of a file of them that is written anew.
+_N_SEEN, _MOST_SEEN_BYTES = 64, 1 << 20
 #: A text is stored if reading it takes so many times as long as loading it.
 _WORTH = 3.0
 #: How quick loading is supposed to be before any was measured.
@@ -132,17 +132,19 @@ class SavedText:
     def end(self) -> int:
         return self.start + self.n_bytes
 
-    def state(self) -> NDArray[np.uint8] | None:
-        """Return the state, mapped; None if the file is damaged. Raise `OSError`."""
-        data = np.memmap(self.path, np.uint8, "r", self.start, (self.n_bytes,))
-        return data[4 * len(self.tokens) :] if zlib.crc32(data.data) == self.crc32 else None
+    def n_shared(self, tokens: NDArray[np.int32]) -> int:
+        """Return how many tokens another text shares with this one before they part."""
+        n = min(len(self.tokens), len(tokens))
+        differ = np.flatnonzero(self.tokens[:n] != tokens[:n])
+        return int(differ[0]) if len(differ) else n
 
     def restore(self, backend: LlamaBackend, sequence: int) -> bool | None:
-        """Let a sequence hold the text. Return whether llama.cpp took it, and None if the file is damaged."""
-        state = self.state()
-        if state is None:
+        """Let a sequence hold the text. Return whether llama.cpp took it, and None if the file is damaged. Raise
+        `OSError`."""
+        data = np.memmap(self.path, np.uint8, "r", self.start, (self.n_bytes,))
+        if zlib.crc32(data.data) != self.crc32:
             return None
-        return backend.restore_text(sequence, self.tokens.tolist(), state)
+        return backend.restore_text(sequence, self.tokens.tolist(), data[4 * len(self.tokens) :])
 
 
 def write_text(
@@ -201,20 +203,19 @@ class _SeenPrompts:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._known: dict[str, _Seen] = {}
-        #: The file that was read, up to where, and its lines.
-        self._inode = self._end = self._n_lines = 0
+        #: The file that was read, and up to where.
+        self._inode = self._end = 0
 
     def read(self) -> Sequence[_Seen]:
         """Return the prompts. Raise `OSError`."""
         with self._opened("rb") as file:
             about = os.fstat(file.fileno())
             if about.st_ino != self._inode or about.st_size < self._end:
-                self._known, self._inode, self._end, self._n_lines = {}, about.st_ino, 0, 0
+                self._known, self._inode, self._end = {}, about.st_ino, 0
             file.seek(self._end)
             new, _, _ = file.read().rpartition(b"\n")
         self._end += len(new) + 1 if new else 0
         for line in new.split():
-            self._n_lines += 1
             with contextlib.suppress(ValidationError):
                 seen = _SEEN.validate_json(line)
                 self._known.pop(seen.name, None)
@@ -224,7 +225,7 @@ class _SeenPrompts:
 
     def add(self, seen: _Seen) -> None:
         """Add a prompt to the file. Raise `OSError`."""
-        if self._n_lines > 2 * _N_SEEN:
+        if self._end > _MOST_SEEN_BYTES:
             replace_bytes(self._file, b"".join(map(_line, self._known.values())))
         with self._opened("ab") as file:
             file.write(b"\n" + _line(seen))  # what a killed process wrote of its line stays alone
@@ -248,8 +249,8 @@ class PrefixStore:
         self._clock = clock
         self._contexts: dict[Backend, CachedContext] = {}
         self._target: Backend | None = None
-        #: By slot, the length of the prefix of its prompt that is worth storing, and the prompt's.
-        self._places: dict[int, tuple[int, int]] = {}
+        #: By slot, how many tokens of its prompt are behind the prefix that is worth storing.
+        self._n_behind: dict[int, int] = {}
         #: Texts that are to be stored when a sequence holds them.
         self._due: dict[tuple[Backend, int], NDArray[np.int32]] = {}
         #: Entries that are being written, or that there was no room for.
@@ -279,7 +280,7 @@ class PrefixStore:
         context, sequence = self._contexts.get(backend), slot.branches(backend).first
         self._due.pop((backend, sequence), None)
         if backend is self._target:
-            self._places[slot.number] = 0, len(prompt)
+            self._n_behind[slot.number] = len(prompt)
         if context is None or len(prompt) < LEAST_TOKENS:
             return n_held
         backend, tokens = context.backend, np.array(prompt, "<i4")
@@ -287,13 +288,11 @@ class PrefixStore:
             n, saved = self._longest(context, tokens[:-1], slot.n_ctx(backend))
             n_held = self._load(context, sequence, saved, n - n_again * context.goes_back, n_held)
             if backend is self._target:
-                place = self._place(context, tokens, slot)
-                self._places[slot.number] = place, len(prompt)
+                self._n_behind[slot.number] -= self._place(context, tokens, slot)
         except OSError as error:
             _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
             return n_held
-        place, n_prompt = self._places.get(slot.number, (0, 0))
-        place -= n_prompt - len(prompt)  # a draft may leave out a text's first tokens
+        place = len(prompt) - self._n_behind[slot.number]  # a draft may leave out first tokens
         if place > n and _name(context, tokens[:place]) not in self._tried:
             if n_held > place:
                 try:
@@ -348,21 +347,21 @@ class PrefixStore:
     ) -> tuple[int, SavedText | None]:
         """Return the longest prefix of a text that an entry has, and this entry."""
         best: tuple[int, SavedText | None] = (0, None)
-        for path in self._folder.glob(f"{context.key}-*{_SUFFIX}"):
-            try:
-                saved = SavedText.read(path)
-            except OSError:  # another process deleted it
-                continue
-            if saved is None or saved.key != context.key:
-                self._drop(path)
-                continue
-            n_most = min(len(saved.tokens), len(tokens))
-            differ = np.flatnonzero(saved.tokens[:n_most] != tokens[:n_most])
-            n = int(differ[0]) if len(differ) else n_most
+        for saved in self._entries(context):
+            n = saved.n_shared(tokens)
             is_usable = context.goes_back or n == len(saved.tokens)
             if n > best[0] and is_usable and len(saved.tokens) < n_ctx:
                 best = n, saved
         return best
+
+    def _entries(self, context: CachedContext) -> Iterator[SavedText]:
+        for path in self._folder.glob(f"{context.key}-*{_SUFFIX}"):
+            with contextlib.suppress(OSError):  # another process deleted it
+                saved = SavedText.read(path)
+                if saved is not None and saved.key == context.key:
+                    yield saved
+                else:
+                    self._drop(path)
 
     def _load(
         self, context: CachedContext, sequence: int, saved: SavedText | None, n: int, n_held: int
@@ -466,15 +465,9 @@ class PrefixStore:
                     return
                 new.replace(path)
             _log.info("%s: stored a prefix of %d tokens", context.backend.model.name, len(tokens))
-            for other in self._folder.glob(f"{key}-*{_SUFFIX}") if context.goes_back else ():
-                saved = SavedText.read(other)
-                n = len(saved.tokens) if saved is not None else 0
-                if (
-                    saved is not None
-                    and n < len(tokens)
-                    and np.array_equal(saved.tokens, tokens[:n])
-                ):
-                    other.unlink()  # the new one has all of it
+            for saved in self._entries(context) if context.goes_back else ():
+                if saved.n_shared(tokens) == len(saved.tokens) < len(tokens):
+                    saved.path.unlink()  # the new one has all of it
         except OSError as error:
             _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
 
