@@ -158,13 +158,13 @@ def _text_of_part(part: Part) -> str:
 
 
 class Speculative(Fields):
-    """A request's wishes about drafts: `max` is the most tokens drafted in a round, and with `pieces` a stream
-    says of each token where it comes from. None keeps the server's setting."""
+    """A request's wishes about drafts: `max` is the most tokens drafted in a round, and with `events` a stream has the
+    events of each round. None keeps the server's setting."""
 
     draft: bool = True
     max: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     verifier: VerifierName | None = None
-    pieces: bool = False
+    events: bool = False
 
 
 class AnswerFormat(Fields):
