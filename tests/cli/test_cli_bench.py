@@ -140,7 +140,7 @@ def test_the_page_has_each_answer_and_the_charts(
     rows(bench("--draft", "draft", "--draft", "ngram", "--html", file))
     page = browser.new_page(viewport={"width": 375, "height": 800})
     errors: list[object] = []
-    page.on("pageerror", errors.append)
+    page.on("pageerror", lambda error: errors.extend([error]))
     page.goto(file.as_uri())
     assert page.locator("h1").text_content() == "target.gguf: what drafting gains"
     names = page.locator("#figures .chart").first.locator(".faint").all_text_contents()
