@@ -125,7 +125,6 @@ def batch(
 
     @contextlib.contextmanager
     def answering() -> Iterator[Batch | RayBatch]:
-        """Load the models, or connect to the cluster."""
         if cluster is None:
             from specgen.serve.batch.runner import Batch
 
@@ -200,7 +199,6 @@ def _answer(
     lines: Sequence[Line],
     output: Output,
 ) -> int:
-    """Get the lines answered; return the exit code."""
     from specgen.render.tables import batch_summary
 
     stream = None if output.quiet or output.verbose > 0 else sys.stderr
@@ -318,7 +316,6 @@ def actor_job(
 
 
 def _absolute(value: Any) -> Any:
-    """Return a value in which all paths are absolute."""
     if isinstance(value, Path):
         return value.absolute()
     if isinstance(value, tuple):

@@ -22,6 +22,7 @@ from specgen.measure.bench import (
     entries_of,
     figures_of,
     find_drafts,
+    gains,
     measure,
     to_json_object,
 )
@@ -189,7 +190,8 @@ def bench(
         runs = measure(
             entries, prompts, chat=chat, n_rounds=n_rounds, progress=progress, interrupted=stop
         )
-    document, notes = to_json_object(entries, prompts, runs, _command()), _notes(runs)
+    document = to_json_object(entries, prompts, runs, _command())
+    notes = list(dict.fromkeys([*gains(figures_of(runs.results)), *_notes(runs)]))
     _show(runs, document, json_file)
     for note in notes:
         output.note(note)
@@ -217,7 +219,6 @@ def _prompts(
 
 
 def _parse_policies(given: list[str]) -> list[PolicyName]:
-    """Return the policies of these names, of which each may be several with commas between. Raise `UsageError`."""
     names = [name.strip() for names in given for name in names.split(",")]
     for name in names:
         if name not in _POLICIES:
@@ -226,7 +227,6 @@ def _parse_policies(given: list[str]) -> list[PolicyName]:
 
 
 def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> None:
-    """Show the figures, and write the file that was asked for. Raise `OutputError`."""
     from specgen.render.tables import bench_lines, print_bench_tables
 
     text, figures = json.dumps(document, indent=1, ensure_ascii=False), figures_of(runs.results)
@@ -260,7 +260,7 @@ def _notes(runs: Runs) -> list[str]:
     notes += notes_on_figures(runs.others_share)
     if runs.is_interrupted:
         notes.append("interrupted: not everything was measured")
-    return list(dict.fromkeys(notes))
+    return notes
 
 
 def _command() -> str:
@@ -271,7 +271,6 @@ def _command() -> str:
 
 
 def _tree_shape(text: str) -> TreeShape:
-    """Parse a shape in the form of --tree."""
     try:
         return parse_tree(text)
     except ValueError as error:

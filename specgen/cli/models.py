@@ -190,7 +190,6 @@ def remove_model(
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files in a folder, if there is one."""
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 

@@ -84,7 +84,6 @@ class Output:
         return self.stats if self.stats is not None else not (self.json or self.quiet)
 
     def note(self, text: str) -> None:
-        """Print a note on standard error, unless it is to be quiet."""
         if self.quiet:
             return
         line = f"note: {self.prefix}{text}"

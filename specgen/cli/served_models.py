@@ -16,7 +16,7 @@ from specgen.cli.output import Output
 from specgen.drafters.kinds import refuse_draft
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
-from specgen.llama.context_opening import CONTEXT_OVERHEAD_BYTES
+from specgen.llama.context import CONTEXT_OVERHEAD_BYTES
 from specgen.llama.embeddings import Embedder, EmbeddingModel
 from specgen.llama.gguf_file import GgufMetadata, check_file, parts_of
 from specgen.llama.kernels.attached import kernel_problem

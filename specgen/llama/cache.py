@@ -357,8 +357,8 @@ class Rewinder:
 
     def _add_missing(self, batch: Batch, sequence: int) -> None:
         text = self._texts[sequence]
-        for position in range(text.n_cached, len(text.tokens))[: self._n_rows]:
-            batch.add(text.tokens[position], position, (sequence,), False)
+        missing = text.tokens[text.n_cached :][: self._n_rows]
+        batch.extend(Batch.of(missing, text.n_cached, sequence=sequence))
 
     def _run(self, batch: Batch) -> Logits:
         n_rows = Counter(sequence for (sequence,) in batch.sequences)

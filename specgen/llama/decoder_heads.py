@@ -146,7 +146,6 @@ _MATRICES = {
 
 
 def write_heads(path: Path, weights: HeadWeights) -> None:
-    """Write a file of heads. Raise `OSError`."""
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, ARCHITECTURE)
@@ -175,7 +174,6 @@ def is_heads_file(path: Path) -> bool:
 
 
 def read_heads(path: Path) -> HeadWeights:
-    """Read a file of heads. Raise `ModelFileError` if it cannot be read or is damaged."""
     from gguf import GGUFReader
 
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from specgen.errors import BackendError, ModelFileError, PromptError, PromptLengthError
-from specgen.llama.context_opening import ContextSize, open_context
+from specgen.llama.context import ContextSize, open_context
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.model import LlamaModel
 from specgen.options import ContextOptions

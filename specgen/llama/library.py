@@ -134,7 +134,6 @@ def _ggml_libraries() -> Iterator[Any]:
 
 
 def native_folder() -> Path:
-    """Return the folder of the native libraries."""
     return Path(llama_cpp.llama_cpp._base_path)  # noqa: SLF001
 
 
@@ -164,7 +163,6 @@ _DEVICE_KINDS = {0: "cpu", 1: "gpu", 2: "integrated gpu", 3: "accelerator", 4: "
 
 
 def build() -> Build:
-    """Return the version and features of this build of llama.cpp, and the devices that it finds."""
     return Build(
         version=llama_cpp.__version__,
         llama_version=llama_cpp.llama_version().decode("utf-8", "replace"),
@@ -175,7 +173,6 @@ def build() -> Build:
 
 
 def has_gpu() -> bool:
-    """Return whether layers can be kept on a GPU of this machine."""
     offloads = bool(llama_cpp.llama_supports_gpu_offload())
     # With the RPC backend loaded, `llama_supports_gpu_offload` is true on any machine.
     if offloads and llama_cpp.llama_supports_rpc():
@@ -190,13 +187,11 @@ def _devices() -> tuple[Device, ...]:
 
 
 def native_devices() -> list[int]:
-    """Return GGML's devices as native pointers."""
     get = ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
     return [get(index) for index in range(ggml("ggml_backend_dev_count", ctypes.c_size_t)())]
 
 
 def device_of(handle: int) -> Device:
-    """Return what GGML says of a device."""
     name, description = (
         ggml(f"ggml_backend_dev_{what}", ctypes.c_char_p, ctypes.c_void_p)(handle) or b""
         for what in ("name", "description")

@@ -143,7 +143,6 @@ class _TypeTraits(ctypes.Structure):
 
 
 def dequantize(weights: Weights) -> FloatArray:
-    """Return the values of weights as float32 in their shape."""
     number = TYPE_NUMBERS[weights.type_name]
     if number == _F32:
         return weights.data.view(np.float32).reshape(weights.shape).copy()
@@ -280,7 +279,6 @@ def copy_tensor(name: str, tensor: Any, data: NDArray[Any]) -> None:
 
 
 def _compute(build: Callable[[Any], _Graph], shape: tuple[int, ...], n_threads: int) -> FloatArray:
-    """Build a graph in a context, compute it, and return the result as float32 of this shape."""
     if 0 in shape:
         return np.zeros(shape, np.float32)
     with ExitStack() as resources:

@@ -46,7 +46,6 @@ _SLOW = "if the workers are only slow, --rpc-timeout gives them longer; if not, 
 
 
 def library_path() -> Path | None:
-    """Return the RPC backend library that scripts/build_rpc.py built; None if it was not built."""
     path = Path(__file__).with_name(LIBRARY)
     return path if path.is_file() else None
 
@@ -152,7 +151,6 @@ class _Placement(ctypes.Structure):
 
 
 def rpc_procedure(name: bytes, result: Any, *arguments: Any) -> Any:
-    """Return a function of the backend. Raise `BackendError` if it has none of that name."""
     found = procedure(load_rpc(), name, result, *arguments)
     if found is None:
         raise BackendError(f"llama.cpp's RPC backend has no {name.decode()}", hint=_BUILD_HINT)

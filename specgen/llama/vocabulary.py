@@ -298,7 +298,6 @@ def _longest(pattern: re.Pattern[str], text: str) -> int:
 
 
 def _with_stack(n_bytes: int, function: Callable[[], list[int]]) -> list[int]:
-    """Call a function in a thread with a stack of this size."""
     results: list[list[int] | Exception] = []
 
     def work() -> None:

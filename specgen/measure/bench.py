@@ -20,6 +20,7 @@ from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.options import DraftSource, PolicyName, SessionOptions, TreeShape, staged
 from specgen.session.choose_models import find_models
 from specgen.system.files import as_json
+from specgen.system.progress import measured_gain
 
 if TYPE_CHECKING:
     from specgen.session.memory import Memory
@@ -59,7 +60,6 @@ def find_drafts(
 
 
 def _stages(draft: str) -> tuple[str, ...]:
-    """Split a draft's name at plus signs, unless it is the name of a file."""
     if not draft or Path(draft).expanduser().exists():
         return (draft,) if draft else ()
     stages = tuple(draft.split("+"))
@@ -168,7 +168,6 @@ def contender_of(
     chat: bool | None = None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Contender:
-    """Return loaded models as a contender."""
     from specgen.session.engine import generate
 
     def events(text: str) -> Iterator[Event]:
@@ -335,7 +334,7 @@ class Figures:
     """The figures of a contender's answers, to all prompts or to those of one category; None means unknown.
 
     `speedup` over plain decoding is the geometric mean over the answers, or of all prompts over the categories;
-    `quartiles` are over the answers, `worst_speedup` is that of the prompt with the least. `tokens_per_s` is the median,
+    `quartiles` are over the answers, `worst_speedup` is that of the prompt with the least, and so on. `tokens_per_s` is the median,
     and so is `first_token`, the time to the first token relative to plain decoding's."""
 
     temperature: float
@@ -345,6 +344,7 @@ class Figures:
     speedup: float | None
     quartiles: tuple[float, float] | None
     worst_speedup: float | None
+    best_speedup: float | None
     tokens_per_s: float | None
     acceptance_rate: float | None
     mean_accepted_length: float | None
@@ -353,7 +353,6 @@ class Figures:
 
 
 def figures_of(results: Sequence[Result]) -> tuple[Figures, ...]:
-    """Return the figures of each contender that has an answer."""
     plain = {_place(each): each for each in results if each.contender == PLAIN}
     answers: dict[tuple[float, str], list[Result]] = defaultdict(list)
     for result in results:
@@ -386,6 +385,7 @@ def _figures(
         own_s, other_s = (each.outcome.time_to_first_token_s for each in (result, other))
         firsts += [own_s / other_s] if own_s is not None and other_s else []
     speedups = [ratio for ratios in by_prompt.values() for ratio in ratios]
+    of_prompts = [statistics.geometric_mean(ratios) for ratios in by_prompt.values()]
     shares = [each.speedup for each in parts if each.speedup is not None] or speedups
     outcomes = [result.outcome for result in results]
     speeds = [each.tokens_per_s for each in outcomes if each.tokens_per_s]
@@ -401,7 +401,8 @@ def _figures(
         n_answers=len(results),
         speedup=statistics.geometric_mean(shares) if shares else None,
         quartiles=_quartiles(speedups),
-        worst_speedup=min(map(statistics.geometric_mean, by_prompt.values()), default=None),
+        worst_speedup=min(of_prompts, default=None),
+        best_speedup=max(of_prompts, default=None),
         tokens_per_s=statistics.median(speeds) if speeds else None,
         acceptance_rate=n_accepted / n_positions if n_positions else None,
         mean_accepted_length=sum(mean * n for mean, n in rounds) / n_rounds if n_rounds else None,
@@ -415,6 +416,15 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
         return (values[0], values[0]) if values else None
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return first, third
+
+
+def gains(figures: Sequence[Figures]) -> Iterator[str]:
+    """Yield a sentence for each contender that drafts."""
+    for of in figures:
+        if of.contender != PLAIN and of.speedup and of.worst_speedup and of.best_speedup:
+            said = measured_gain(of.speedup, of.worst_speedup, of.best_speedup, of.n_answers)
+            heat = f" at temperature {of.temperature:g}" if of.temperature else ""
+            yield f"{of.contender}{heat}: {said}"
 
 
 # --- the report ------------------------------------------------------------------------------------

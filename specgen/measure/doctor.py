@@ -151,7 +151,6 @@ def diagnose(
 
 
 def places_of(build: Build) -> list[str]:
-    """Return where models can be decoded, the fastest place first."""
     return ["GPU", "CPU"] if build.gpu_offload else ["CPU"]
 
 
@@ -206,7 +205,6 @@ def _ask_worker(endpoint: str) -> str:
 
 
 def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Return the JSON object that a command prints. Raise the error that it reports, and `BackendError` if there is none."""
     try:
         answer = ask_child(command, timeout_s)
     except ChildError as error:
@@ -217,7 +215,6 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 
 
 def explained(error: ChildError) -> BackendError:
-    """Return why a child gave no answer, with a hint against it."""
     message, signal = str(error), ""
     if isinstance(error, ChildDiedError):
         signal = error.signal_name
@@ -241,7 +238,6 @@ def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenErr
 
 
 def child_main(arguments: Sequence[str]) -> None:
-    """Carry out a task and print its result as JSON."""
     task, *place_and_file = arguments
     try:
         if task == "build":
@@ -299,10 +295,7 @@ def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
     tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:_N_TOKENS]
 
     def rows(start: int, end: int) -> Logits:
-        batch = Batch()
-        for position in range(start, end):
-            batch.add(tokens[position], position, (0,), True)
-        return backend.decode(batch).copy()
+        return backend.decode(Batch.of(tokens[start:end], start, end - start)).copy()
 
     together = rows(0, len(tokens))
     backend.remove(0)

@@ -265,10 +265,7 @@ def plain_rows(
         ends = [*range(target.n_batch, n_prompt, target.n_batch), n_prompt]
         for end in (*ends, *range(first, len(tokens) + 1, n_rows)):
             n_wanted = (n_outputs or n_rows) if end > n_prompt else int(end == n_prompt)
-            batch = Batch()
-            for position in range(start, end):
-                batch.add(tokens[position], position, (0,), position >= end - n_wanted)
-            yield from target.decode(batch).copy()
+            yield from target.decode(Batch.of(tokens[start:end], start, n_wanted)).copy()
             start = end
 
 

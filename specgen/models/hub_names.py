@@ -51,7 +51,6 @@ class HubReference:
 
 
 def is_reference(name: str) -> bool:
-    """Return whether a name is meant for the hub."""
     return name.startswith(PREFIX)
 
 
@@ -124,7 +123,6 @@ def reference_of(repo: str, model: list[str], names: Iterable[str]) -> HubRefere
 
 
 def quant_of(name: str) -> str | None:
-    """Return the quantisation in a file's name."""
     found = _QUANT.findall(PurePosixPath(name).name)
     return found[-1].upper() if found else None
 
@@ -205,19 +203,16 @@ def _snapshots(storage: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def storage_of(repo: str) -> Path:
-    """Return the folder of a repository in the cache."""
     return cache_of_hub() / f"models--{repo.replace('/', '--')}"
 
 
 def cache_of_hub() -> Path:
-    """Return the folder of the hub's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def page_of(repo: str) -> str:
-    """Return the address of a repository's page."""
     from huggingface_hub import constants
 
     return f"{constants.ENDPOINT}/{repo}"

@@ -52,7 +52,6 @@ class Conversation:
         return replace(self, turns=(*turns, Turn(question)))
 
     def messages(self, n_left_out: int = 0) -> list[Message]:
-        """Return the messages before the last question's answer, without the first `n_left_out` turns."""
         found = [] if self.system is None else [Message("system", self.system)]
         before = self.files
         for turn in self.turns[n_left_out:]:
@@ -141,12 +140,10 @@ class Chat:
 
     @property
     def draft_name(self) -> str:
-        """The drafter of the next answers: a model's file, ``ngram`` or ``none``."""
         return self._session.draft_name if self.drafts else "none"
 
     @property
     def n_ctx(self) -> int:
-        """The size of the context in tokens."""
         return self._engine.n_ctx
 
     @property

@@ -52,7 +52,6 @@ def _never() -> bool:
 
 
 def no_status(_text: str) -> contextlib.AbstractContextManager[object]:
-    """Show nothing."""
     return contextlib.nullcontext()
 
 
@@ -68,7 +67,6 @@ class Costs:
 
     @property
     def token_s(self) -> float:
-        """Seconds of a token in plain decoding."""
         return self.batch_s[1]
 
     def rows_s(self, n_rows: int) -> float:
@@ -131,11 +129,17 @@ def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
     )
 
 
+def break_even(costs: Costs) -> float | None:
+    """Return the acceptance from which on a draft model pays; None if it cannot, since even a draft that is always right
+    would save nothing."""
+    rates = (percent / 100 for percent in range(101))
+    return next((rate for rate in rates if expected_gain(costs, rate).speedup >= 1.0), None)
+
+
 # --- what is known of a session's models -------------------------------------------------------------
 
 
 def is_measured(table: CostTable, n_rows: int = 1) -> bool:
-    """Return whether a table was measured, up to at least `n_rows` rows."""
     known = table.known
     return len(known) >= MIN_SIZES and max(known) >= n_rows
 
@@ -183,7 +187,6 @@ def calibrate(
 
 
 def short_context(session: Session) -> int:
-    """Return the size, in tokens, of a context in which only costs are measured."""
     n_train = session.target.n_ctx_train
     return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
 
@@ -286,14 +289,9 @@ def measure_sizes(
 
 
 def begin(backend: Backend) -> list[int]:
-    """Decode the first tokens of a text; return all of its tokens."""
     text = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
-    batch = Batch()
-    for position, token in enumerate(text[: min(_N_FILLER, backend.n_ctx // 2, backend.n_batch)]):
-        batch.add(token, position, (0,), False)
-    if len(batch):
-        batch.wants_logits[-1] = True
-        backend.decode(batch)
+    if first := text[: min(_N_FILLER, backend.n_ctx // 2, backend.n_batch)]:
+        backend.decode(Batch.of(first, 0, 1))
     return text
 
 
@@ -308,12 +306,9 @@ def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | Non
     if length + n_rows > target.n_ctx or n_rows > target.n_batch:
         return None
     target.checkpoint(0)
-    batch = Batch()
-    for row in range(n_rows):
-        wants_logits = n_rows - row <= target.n_outputs
-        batch.add(text[(row - n_rows) % len(text)], length + row, (0,), wants_logits)
+    rows = [text[(row - n_rows) % len(text)] for row in range(n_rows)]
     before_s = target.decode_s
-    target.decode(batch)
+    target.decode(Batch.of(rows, length, target.n_outputs))
     seconds = target.decode_s - before_s
     target.remove(0, length)
     return seconds

@@ -111,7 +111,6 @@ def read_answers(folder: Path) -> list[KeptAnswer]:
 
 
 def last_number(folder: Path) -> int:
-    """Return the number of the last answer in a folder; 0 if there is none."""
     with contextlib.suppress(OSError):
         return _last_number(_tail(folder / ANSWERS)[1])
     return 0
@@ -125,7 +124,6 @@ def make_folder(folder: Path) -> None:
 
 
 def _tail(path: Path) -> tuple[int, bytes]:
-    """Return the end of a file, and where it begins."""
     with path.open("rb") as file:
         start = file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return start, file.read()
@@ -193,7 +191,6 @@ def read_state(path: Path) -> Learnt:
 
 
 def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
-    """Write what a draft model learnt. Raise `OSError`."""
     replace_text(state_file(folder, draft), json.dumps(asdict(learnt)) + "\n")
 
 

@@ -90,7 +90,6 @@ class Memory:
         self._unkept.update(self._cost_keys(model, context))
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
-        """Return the numbers of threads with which a model is fastest; None if they were not measured."""
         key = self._model_key(model, context)
         return self._threads.get(key) or _valid(_THREAD_COUNTS, self._known[_THREADS].get(key))
 
@@ -173,7 +172,6 @@ class Memory:
             return
 
     def _cost_keys(self, model: Path, context: ContextOptions) -> list[str]:
-        """Return the keys of a model's tables, by depth."""
         n_threads = context.n_threads or default_threads()
         settings = _placement(context) | {
             "n_threads": n_threads,
@@ -214,11 +212,9 @@ class ModelCosts:
         return self._memory.costs(*self._named(draft), n_past)
 
     def forget(self, draft: Key | None = None) -> None:
-        """Forget costs, so that they are measured again. No answer may be in progress."""
         self._memory.forget_costs(*self._named(draft))
 
     def do_not_keep(self, *drafts: Key | None) -> None:
-        """Leave the present costs to this process."""
         for draft in drafts:
             self._memory.do_not_keep_costs(*self._named(draft))
 
@@ -290,7 +286,6 @@ def _entry_of(counts: AcceptanceCounts) -> dict[str, Any]:
 
 
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
-    """Return an entry of the file; None if it makes no sense."""
     with contextlib.suppress(ValidationError):
         return adapter.validate_python(entry)
     return None

@@ -120,7 +120,6 @@ class Slot(CacheSlot):
 
     @property
     def sequence(self) -> AnswerState | None:
-        """The state of the answer that is made there."""
         request = self.request
         return None if request is None else request.sequence
 
@@ -158,12 +157,10 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is finished or has failed."""
         return self.state == "done"
 
     @property
     def running(self) -> AnswerState:
-        """The state of its answer, while it is served."""
         assert self.sequence is not None, "it is served"
         return self.sequence
 

@@ -12,7 +12,7 @@ from specgen.drafters.interface import DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
 from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.context_opening import n_native_sequences
+from specgen.llama.context import n_native_sequences
 from specgen.llama.gguf_file import check_file
 from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
@@ -31,8 +31,6 @@ _ROOM = (
 
 
 def usual_n_ctx(wanted: int | None, n_train: int) -> int:
-    """Return the size, in tokens, of a context for a prompt and its answer: what is `wanted` (0: the training context),
-    or else 4096, or the training context if that is less."""
     if wanted is not None:
         return wanted or n_train or _ROOM
     return min(_ROOM, n_train) if n_train > 0 else _ROOM
@@ -144,7 +142,7 @@ class Session:
             self._ahead.close()
 
     def _count_loading(self, model: LlamaModel, started_s: float) -> None:
-        name = "packing_s" if model.is_newly_packed else "loading_s"
+        name = "packing_s" if model.n_packed_bytes else "loading_s"
         self.setup_s[name] += self.clock() - started_s
 
     def _open_ngrams(self) -> None:
@@ -180,12 +178,10 @@ class Session:
 
     @property
     def draft_name(self) -> str:
-        """The name of what drafts; "none" if nothing does."""
         return self.draft.name if self.draft is not None else "none"
 
     @property
     def models(self) -> tuple[LlamaModel, ...]:
-        """The target, and the models of the draft."""
         return (self.target, *(self.draft.models if self.draft is not None else ()))
 
     @property
@@ -212,7 +208,6 @@ class Session:
 
     @property
     def n_branches_max(self) -> int:
-        """The most branches of a draft: 1 if drafts are chains."""
         draft, drafting = self.draft, self.options.drafting
         if draft is None or self.target.has_recurrent_state or not drafting.grows_trees:
             return 1
@@ -228,7 +223,6 @@ class Session:
 
     @property
     def usual_n_ctx(self) -> int:
-        """See `usual_n_ctx`."""
         return usual_n_ctx(self.options.target_context.n_ctx, self.target.n_ctx_train)
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:

@@ -93,7 +93,6 @@ class KeptResults:
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """Return the content of a file. Raise `UsageError`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -111,7 +110,6 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def correct(file: object) -> str:
-    """Return a hint for a file with a mistake."""
     return f"correct {file}, or move it away"
 
 

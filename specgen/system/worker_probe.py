@@ -45,7 +45,6 @@ class WorkerInfo:
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Return host and port. Raise `UsageError` if the text is not HOST:PORT."""
     host, separator, port = text.strip().rpartition(":")
     is_number = port.isascii() and port.isdigit() and 0 < int(port) < 65536
     if not (separator and host and is_number) or ":" in host:

@@ -140,7 +140,6 @@ def share_of_a_layer(target: Path, n_layer: int) -> float:
 
 
 def write_pruned(target: Path, left_out: Collection[int], output: Path) -> None:
-    """Write a copy of a file without some layers. Raise `BackendError`, `OutputError`."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.only_copy = True
     params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*sorted(left_out), -1)

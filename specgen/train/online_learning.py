@@ -248,7 +248,6 @@ class Pauses:
 
 
 def main() -> int:
-    """Learn, and return the exit code."""
     asked = json.loads(sys.stdin.buffer.readline())
     pauses = Pauses()
     pauses.listen()

@@ -36,6 +36,8 @@ N_TOP = 16
 #: The number of rows for which llama.cpp computes hidden states and logits at once.
 _N_ROWS = 64
 _FILES = "[0-9]*.npz"
+#: The fewest tokens of an answer that was not finished.
+_SHORTEST = 8
 #: The number of tokens in a row, and the most before a part of a kept answer: most answers fit with their prompt.
 N_COLUMNS, _N_BEFORE = 384, 192
 
@@ -97,10 +99,13 @@ def is_held_back(index: int) -> bool:
     return index % 10 == 9
 
 
-def write_text(session: Session, options: TextOptions, folder: Path, budget: Budget) -> int:
+def write_text(
+    session: Session, options: TextOptions, folder: Path, budget: Budget, n_least: int = 0
+) -> int:
     """Let the target answer prompts until the folder holds as many tokens of answers to them as is asked for, or no prompts
     or time are left. Return the number of tokens of answers to these prompts in the folder. An interrupted call keeps
-    the finished answers, and prompts that have an answer are skipped.
+    the finished answers, and prompts that have an answer are skipped. If time ends before there are `n_least` new tokens,
+    the beginnings of answers are kept, too.
 
     The budget's `progress` gets the tokens so far and in all. Raises `OutputError`, `MemoryLimitError`, `UsageError`
     if `max_tokens` do not fit the target's context, `PairError` if the target has a recurrent state, and
@@ -120,9 +125,14 @@ def write_text(session: Session, options: TextOptions, folder: Path, budget: Bud
         n_have = sum(len(answer.tokens) for answer in answered)
         budget.progress(n_have, n_tokens)
         known = {answer.prompt for answer in answered}
+        n_least += n_have
+        # Of ten prompts, that for judging comes first: there is something to judge by however few answers there are.
+        order = sorted(
+            enumerate(options.prompts), key=lambda each: (each[0] // 10, not is_held_back(each[0]))
+        )
         left = {
             text: (session.prompts.of_text(text), is_held_back(index))
-            for index, text in enumerate(options.prompts)
+            for index, text in order
             if text not in known and n_have < n_tokens
         }
         if not left:
@@ -135,11 +145,15 @@ def write_text(session: Session, options: TextOptions, folder: Path, budget: Bud
                 for text, (prompt, is_judged) in left.items()
                 if len(prompt.tokens) + max_tokens <= n_ctx
             }
-            while waiting and not budget.is_over() and n_have < n_tokens:
+            is_last = False
+            while waiting and not is_last and n_have < n_tokens:
+                is_last = budget.is_over()
+                if is_last and (budget.interrupted() or n_have >= n_least):
+                    break
                 engine.step()
                 for done in [answer for answer in waiting if answer.is_done]:
                     text, is_judged = waiting.pop(done)
-                    answer = _whole_answer(session, done, text, is_judged)
+                    answer = _whole_answer(session, done, text, is_judged, keeps_cut=is_last)
                     if answer is not None:
                         writer.add(answer)
                         n_have += len(answer.tokens)
@@ -190,9 +204,10 @@ class _Writer:
         text, n_before = [*prompt, *answer[:-1]], len(prompt) - 1
         for start in range(0, n_before, backend.n_batch):
             end = min(start + backend.n_batch, n_before)
-            backend.decode(_rows(text[start:end], start, wanted=False))
+            backend.decode(Batch.of(text[start:end], start))
         for start in range(n_before, len(text), _N_ROWS):
-            yield backend.decode_hidden(_rows(text[start : start + _N_ROWS], start, wanted=True))
+            batch = Batch.of(text[start : start + _N_ROWS], start, _N_ROWS)
+            yield backend.decode_hidden(batch)
 
     def _backend_for(self, n_tokens: int) -> LlamaBackend:
         if self._backend is None or self._backend.n_ctx < n_tokens:
@@ -205,11 +220,6 @@ class _Writer:
             )
             self._resources.callback(self._backend.close)
         return self._backend
-
-
-def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
-    n = len(tokens)
-    return Batch(list(tokens), list(range(position, position + n)), [(0,)] * n, [wanted] * n)
 
 
 def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
@@ -240,7 +250,7 @@ def _rounded(n_tokens: int, step: int) -> int:
 
 
 def _whole_answer(
-    session: Session, request: Request, text: str, is_judged: bool
+    session: Session, request: Request, text: str, is_judged: bool, *, keeps_cut: bool
 ) -> TargetAnswer | None:
     finished = request.finished
     if request.failure is not None or finished is None or not finished.token_ids:
@@ -250,7 +260,7 @@ def _whole_answer(
         vocabulary, end = session.target.vocabulary, finished.stopped_by
         ends = [token for token in vocabulary.end_tokens() if vocabulary.token_text(token) == end]
         tokens = (*tokens, *ends[:1])
-    elif finished.finish_reason != "length":
+    elif finished.finish_reason != "length" and not (keeps_cut and len(tokens) >= _SHORTEST):
         return None
     return TargetAnswer(text, request.prompt.tokens, tokens, is_judged)
 

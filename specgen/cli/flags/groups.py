@@ -79,7 +79,6 @@ class Group:
         return [part for name in names if isinstance(name, str) for part in name.split("/")]
 
     def spelling(self, name: str) -> str:
-        """Return the first spelling of an option."""
         (found,) = (each for each in self.parameters if each.name == name)
         spelling: str = found.annotation.__metadata__[0].default  # where typer keeps it
         return spelling
@@ -172,7 +171,7 @@ def _metavar(kind: Any) -> str | None:
         return "|".join(map(str, inner))
     if inner:
         return _metavar(inner[0])
-    return "FILE" if kind is Path else None
+    return {int: "N", float: "NUMBER", Path: "FILE", str: "TEXT"}.get(kind)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:

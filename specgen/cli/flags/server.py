@@ -54,7 +54,6 @@ def server(
     insecure_network: bool = False,
     **others: Any,
 ) -> ServerOptions:
-    """Return the options of the server, without the limits. Raise `UsageError`."""
     keys = () if api_key_file is None else _keys(api_key_file)
     options = ServerOptions(api_keys=keys, **others)
     if not keys and not is_loopback(options.host) and not insecure_network:
@@ -73,7 +72,6 @@ def server(
 
 @group(Limits, _BODY)
 def limits(*, body_mib: int = Limits().body_bytes // _MIB, **others: Any) -> Limits:
-    """Return the limits of a request."""
     return Limits(body_bytes=body_mib * _MIB, **others)
 
 

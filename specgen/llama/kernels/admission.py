@@ -92,7 +92,6 @@ def is_first_time(marker: Path) -> bool:
 
 
 def library_path() -> Path | None:
-    """Return the library; None if it was not built."""
     path = Path(__file__).parents[1] / LIBRARY_NAME
     return path if path.is_file() else None
 
@@ -205,7 +204,6 @@ def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
 
 
 def run_self_test(library: Path) -> Verdict:
-    """Test a library in a child process. Return a verdict however the process ends."""
     try:
         answer = ask_child_again([*CHILD, os.fspath(library)], SELF_TEST_TIMEOUT_S)
     except ChildError as error:

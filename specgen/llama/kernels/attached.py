@@ -137,7 +137,6 @@ def attach(path: Path) -> Kernels:
 
 
 def attached() -> Kernels | None:
-    """Return the kernels of this process; None if none were attached."""
     return _attached
 
 

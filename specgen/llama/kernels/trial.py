@@ -65,7 +65,6 @@ class FailedTestError(Exception):
 
 
 def self_test(library: Path) -> Verdict:
-    """Attach a library and test it."""
     try:
         kernels = attach(library)
     except BackendError as error:
@@ -114,7 +113,6 @@ def _test_product(kernels: Kernels, type_name: str, *, with_experts: bool = Fals
 
 
 def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
-    """Test an attention; return whether the kernels computed it and not llama.cpp."""
     rng = np.random.default_rng(2)
     queries = rng.standard_normal((1, _N_TOKENS, _N_HEADS, size), dtype=np.float32)
     shape = (1, _N_CELLS, _N_KV_HEADS, size)
@@ -254,7 +252,6 @@ class _Written(GgufMetadata):
 
 
 def write_skeleton(file: Path, output: Path) -> None:
-    """Write the skeleton of a model, of which all parts are read. Raise `BackendError`, `OSError`."""
     with opened_parts(file) as (about, tensors), _Written() as made, no_data() as shorter:
         ggml("gguf_set_kv", None, *2 * (ctypes.c_void_p,))(made.handle, about.handle)
         n_tokens = made.length("tokenizer.ggml.tokens") or 0
@@ -327,7 +324,6 @@ def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> l
 
 
 def main(library: str, *trial: str) -> None:
-    """Test the kernels, or try them on a model, and print the result."""
     if not trial:
         sys.stdout.write(json.dumps(asdict(self_test(Path(library)))) + "\n")
         return

@@ -85,7 +85,6 @@ class Specgen(llm.Model):
         response: llm.Response,
         conversation: llm.Conversation | None,
     ) -> Iterator[str]:
-        """Yield the text of the answer as it is generated. Raise `AnswerError`."""
         given = prompt.options.model_dump(exclude_none=True)
         target, draft = given.get("target", self._target), given.get("draft")
         try:
@@ -131,7 +130,6 @@ _loading = threading.Lock()
 
 
 def _loaded(target: str, draft: str | None, n_ctx: int | None) -> specgen.Model:
-    """Return a model; fetch and load it if need be. Raise what `specgen.load` raises."""
     key, named = (target, draft, n_ctx), load_registry().models
     with _loading:
         if key not in loaded_models:

@@ -138,7 +138,6 @@ def _custom_id(value: Any) -> str:
 
 
 def _asked(body: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
-    """Return what a line asks for, and its fields."""
     if not {"body", "url", "method"} & body.keys():
         return ("chat" if "messages" in body else "prompt"), body
     for name in body.keys() - _ENVELOPE:
@@ -163,7 +162,6 @@ Write: TypeAlias = Callable[[Mapping[str, Any]], None]
 def result_of(
     line: Line, settings: Mapping[str, Any], response: Any, error: LineError | None
 ) -> dict[str, Any]:
-    """Return the result of a line, with a response or an error."""
     return {
         "id": f"batch_req_{line.identity}",
         "custom_id": line.custom_id,

@@ -131,7 +131,6 @@ class RayBatch:
 
     @property
     def where(self) -> str:
-        """Who answers, in words."""
         return f"{self.n_actors} Ray actor{'' if self.n_actors == 1 else 's'}"
 
     def run(
@@ -195,7 +194,6 @@ class RayBatch:
         return (lines[start : start + n_each] for start in range(0, len(lines), n_each))
 
     def _check_started(self, ref: Any) -> None:
-        """Raise the error of an actor that could not start."""
         try:
             self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
@@ -230,7 +228,6 @@ class Actor:
             self._error = type(error)(f"{where}: {error.message}", error.hint)
 
     def ready(self) -> None:
-        """Return when the models are loaded. Raise the error with which they could not be."""
         if self._error is not None:
             raise self._error
 

@@ -98,7 +98,6 @@ class Batch:
 
     @property
     def where(self) -> str:
-        """How many answers are generated at once, in words."""
         return f"{self._n_parallel} at once"
 
     def run(

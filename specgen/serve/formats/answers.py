@@ -177,7 +177,6 @@ class Answer:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer; None if something else did."""
         stopped_by = None if self.finished is None else self.finished.stopped_by
         return stopped_by if stopped_by in self._request.generation.stop else None
 

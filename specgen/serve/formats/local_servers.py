@@ -74,7 +74,6 @@ def read_infill(
 
 
 def _as_llama_cpp(asked: TextBody, request: Request) -> Request:
-    """Return the request with an answer in llama.cpp's form."""
     generation = replace(request.generation, n_indent=asked.n_indent)
     if asked.n_probs:
         generation = replace(generation, logprobs=asked.n_probs)

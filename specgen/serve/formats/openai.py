@@ -489,7 +489,6 @@ class EmbeddingRequest:
 
 
 def read_embedding_request(body: Mapping[str, Any], embedder: Embedder) -> EmbeddingRequest:
-    """Read a body for a model. Raise `BodyError`."""
     asked = parse(_EmbeddingBody, body)
     warnings = asked.warnings()
     if asked.dimensions is not None and asked.dimensions > embedder.n_embd:

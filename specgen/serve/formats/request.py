@@ -113,7 +113,6 @@ _Model = TypeVar("_Model", bound=Fields)
 
 
 def parse(model: type[_Model], body: Mapping[str, Any]) -> _Model:
-    """Return a body as a model. Raise `BodyError` for the first value that is wrong."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -179,7 +178,6 @@ class AnswerFormat(Fields):
     )
 
     def schema_of(self, where: str) -> Schema | bool | None:
-        """Return the schema; None for a free text."""
         if self.type == "json_schema" and self.schema_ is None:
             raise BodyError(where, "it has no schema")
         if self.type == "json_object":  # llama.cpp's servers take a schema here

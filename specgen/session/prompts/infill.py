@@ -76,7 +76,6 @@ class InfillTokens:
 
     @staticmethod
     def of(vocabulary: LlamaVocabulary) -> InfillTokens | None:
-        """Return the tokens of a vocabulary; None if it lacks those for prefix and suffix."""
         found = vocabulary.infill_tokens()
         prefix, suffix, middle = found["prefix"], found["suffix"], found["middle"]
         # A model file may name Codestral's two tokens, and an unused third one for the middle.

@@ -109,7 +109,6 @@ class Prompts:
 
 
 def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
-    """Return the model's template for conversations with or without tools; None if it has none."""
     named = model.chat_template(_TOOL_TEMPLATE) if has_tools else None
     return named or model.chat_template()
 
@@ -234,7 +233,6 @@ class _Conversation:
 
 
 def make_prompt(text: str, tokens: Sequence[int]) -> Prompt:
-    """Return a prompt of tokens and their text. Raise `PromptError` if there are none."""
     if not tokens:
         raise PromptError("the prompt is empty", hint="give something to continue")
     return Prompt(text, tuple(tokens))

@@ -54,12 +54,10 @@ THOUGHT_CONTROLS = tuple(
 
 
 def writes_thoughts(template: str) -> bool:
-    """Return whether a chat template has the marks of thoughts."""
     return any(family.begin in template for family in FAMILIES)
 
 
 def begun_in(prompt: str) -> ThoughtMarks | None:
-    """Return the marks of the thinking block that a template has opened at the end of a prompt."""
     end = prompt.rstrip()
     return next((family for family in FAMILIES if end.endswith(family.begin)), None)
 
@@ -165,7 +163,6 @@ class ThoughtMarker:
 
 
 def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
-    """Return options of an answer whose text has the marks of its thoughts."""
     return replace(options, shown_controls=THOUGHT_CONTROLS)
 
 
@@ -180,6 +177,5 @@ def thought_of(prompt: str, text: str) -> str:
 
 
 def answer_of(prompt: str, text: str) -> str:
-    """Return an answer to a prompt without its thinking block."""
     reader = ThoughtReader(prompt)
     return reader.feed(text)[1] + reader.finish()[1]

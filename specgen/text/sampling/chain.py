@@ -152,7 +152,6 @@ class Sampler:
 
 
 def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
-    """Return the weighted sum of two distributions."""
     if weight <= 0.0:
         return second
     if weight >= 1.0:

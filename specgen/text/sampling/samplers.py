@@ -137,7 +137,6 @@ def occurrences(history: TokenArray, last_n: int) -> tuple[TokenArray, ProbArray
 
 
 def last(history: TokenArray, n: int) -> TokenArray:
-    """Return the last n tokens; all if n is negative."""
     return history if n < 0 else history[max(0, len(history) - n) :]
 
 
