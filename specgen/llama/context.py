@@ -201,8 +201,7 @@ class LlamaBackend:
         return memory[:size].reshape(n_rows, n_values)
 
     def hand_out(self, layers: Sequence[int]) -> None:
-        """Let `decode_hidden` with `all_rows` return the inputs of these layers from now on, one behind the other. The
-        architecture must be one of `draft_models.HOOKED`."""
+        """Let `decode_hidden` with `all_rows` return the inputs of these layers (of a model in `HOOKED`)."""
         for layer in set(layers) - set(self._layers):
             set_layer_input(self.handle, layer, True)
         self._layers = tuple(layers)
@@ -288,8 +287,7 @@ class LlamaBackend:
         return self._cache.saved(sequence)
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
-        """Let a sequence hold a text whose state another context saved. Return whether llama.cpp took it; the
-        sequence is empty if not."""
+        """Let a sequence hold a text whose state was saved; return whether llama.cpp took it (else it is empty)."""
         self.remove(sequence)
         if self._rewinder is not None:
             is_taken = self._rewinder.restore(sequence, tokens, state)

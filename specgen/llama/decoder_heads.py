@@ -66,9 +66,7 @@ class HeadWeights:
 
 
 class DecoderHeads:
-    """Loaded heads, which must be closed. A state is a predicted hidden state, float32[n_embd].
-    `compute_s` are the seconds spent in predictions so far. Raises `ModelFileError` if the file has no heads, or is
-    damaged."""
+    """Loaded heads. A state is a predicted hidden state, float32[n_embd]. Raises `ModelFileError`."""
 
     def __init__(self, path: Path, clock: Callable[[], float], n_threads: int) -> None:
         self.path = path

@@ -260,8 +260,7 @@ class DflashContext(StatesContext):
             start = end
 
     def _part(self, row: tuple[Hidden | None, tuple[int, ...]]) -> tuple[bool, tuple[int, ...]]:
-        """Return what the rows of a native batch have in common: llama.cpp takes hidden states or tokens, and
-        chains blocks of one size only."""
+        """Return what rows of a native batch have in common: hidden states or tokens, and chained blocks of one size."""
         hidden, sequences = row
         is_text = hidden is not None
         return is_text, sequences if self.draft.is_chained and not is_text else ()

@@ -91,8 +91,7 @@ def ggml(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
-    """Set whether a context hands out what a layer reads. llama.cpp ends the process if the graph of the
-    model's architecture does not (`specgen.llama.draft_models.HOOKED`)."""
+    """Hand out what a layer reads. llama.cpp ends the process unless the architecture is in `HOOKED`."""
     types = (ctypes.c_uint32, ctypes.c_bool)
     _extension("set", None, "P13llama_contextjb", *types)(context, layer, wanted)
 
@@ -138,8 +137,7 @@ def native_folder() -> Path:
 
 
 def _load_backends() -> None:
-    """Load the backends that are libraries of their own (GGML_BACKEND_DL); other builds are linked to theirs. Both load
-    one more that `GGML_BACKEND_PATH` names. Raise `BackendError` if it cannot be loaded."""
+    """Load backends that are libraries of their own, and the one of `GGML_BACKEND_PATH`. Raise `BackendError`."""
     try:
         n_linked = ggml("ggml_backend_reg_count", ctypes.c_size_t)()
     except BackendError:  # an older GGML

@@ -259,8 +259,7 @@ class LlamaModel:
             capacity = n + 1
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """Return the model's chat template (Jinja), or the one with this name: some files have one for tools. One that
-        was given in place of the file's is for all conversations."""
+        """Return the model's chat template (Jinja), or the one with this name: some files have one for tools."""
         if self.own_template is not None:
             return self.own_template
         key = name.encode() if name is not None else None

@@ -113,8 +113,7 @@ def row_bytes(type_name: str, n_columns: int) -> int:
 
 
 def quantize(values: FloatArray, type_name: str) -> Weights:
-    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round. Raise `ValueError` for a type
-    or a shape that is not possible."""
+    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round. Raise `ValueError`."""
     values = np.ascontiguousarray(values, np.float32)
     n_rows, n_columns = math.prod(values.shape[:-1]), values.shape[-1]
     data = np.zeros(n_rows * row_bytes(type_name, n_columns), np.uint8)

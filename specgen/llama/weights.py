@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Key(NamedTuple):
-    """What loaded weights are known by: a version of a file (device, inode, size, time), the number of layers on a GPU,
-    the kernels, whether only the vocabulary is loaded, whether MTP layers are, and the workers."""
+    """What loaded weights are known by; a `version` is device, inode, size and time."""
 
     version: tuple[int, int, int, int]
     n_gpu_layers: int

@@ -114,8 +114,7 @@ def entries_of(
 
 
 def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
-    """Return drafts by name, each once, without "none", which plain decoding covers. Files of the same name are called
-    by their paths."""
+    """Return drafts by name (files of one name by their paths), each once, without "none"."""
     kept = [stages for stages in dict.fromkeys(found) if stages != ("none",)]
     files = {each for stages in kept for each in stages if isinstance(each, Path)}
     names = Counter(path.name for path in files)
@@ -131,8 +130,7 @@ def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The measurements of one answer; None means that a contender does not report it. `tokens_per_s` counts the
-    tokens after the first one."""
+    """The measurements of one answer; None means not reported. `tokens_per_s` is after the first token."""
 
     text: str
     n_tokens: int
@@ -151,8 +149,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What answers prompts as a user types them. `answer` raises `PromptError` if a prompt does not fit, another
-    `SpecgenError` if the contender cannot go on."""
+    """What answers prompts as typed. `answer` raises `PromptError` if one does not fit, or another error at the end."""
 
     temperature: float
     name: str
@@ -204,8 +201,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A contender that could not answer a prompt (None: or not even warm up), and why. It has no further turn; if it is
-    plain decoding, the prompt has none."""
+    """Why a contender could not answer a prompt (None: warm up): it, or the prompt if it is plain, has no more turns."""
 
     temperature: float
     contender: str
@@ -215,8 +211,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Runs:
-    """The results and failures so far, what computed the target, the error that ended the measurement, and the share of
-    all cores' time that other programs took meanwhile."""
+    """The results and failures so far, what ended the measurement, and the share of the cores that others took."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -293,8 +288,7 @@ def measure(
     progress: Progress = lambda _what, _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Runs:
-    """Measure all entries, each with models of its own: none gains by the costs and acceptance rates that others learn.
-    An error after some results ends the measurements."""
+    """Measure all entries, each with its own models: none gains by what others learn. An error ends it early."""
     from specgen.session.session import Session
     from specgen.system.machine import LoadOfOthers
 
@@ -419,8 +413,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
 def to_json_object(
     entries: Sequence[Entry], prompts: Sequence[BenchPrompt], runs: Runs, command: str
 ) -> dict[str, Any]:
-    """Return everything as JSON values, with times in seconds: the machine, the versions, what was compared with all
-    its options, and the results."""
+    """Return everything as JSON values, with times in seconds."""
     from specgen.llama import build
     from specgen.system.machine import look_at_machine
 

@@ -51,8 +51,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Drafts for a target, the best first, files that cannot draft, the numbers of threads that were chosen by
-    measuring, and the draft that was saved."""
+    """Drafts for a target, the best first, what cannot draft, the numbers of threads chosen, and the saved draft."""
 
     target: Path
     baseline: Baseline
@@ -153,8 +152,7 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 
 
 def advice(search: Search) -> tuple[str, ...]:
-    """Return three sentences: what was measured, what it means, and what to do. An interrupted search, or that of
-    a busy machine, gets only the first: conclusions would rest on half of the measurements."""
+    """Return what was measured, what it means and what to do; only the first if interrupted or busy."""
     baseline, best, figures = search.baseline, search.tried[0], search.tried[0].figures
     measured = (
         f"measured on {len(baseline.answers)} answers of {search.target.name}: {1.0 / baseline.token_s:.1f} tokens/s "
@@ -187,8 +185,7 @@ def advice(search: Search) -> tuple[str, ...]:
 def find_candidates(
     named: Sequence[Path], known: Iterable[Path], target: Path
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for `target`, and those of the `named` that are refused. Of the `known` models
-    on this disk the larger ones are not tried. Files of the same name and size are one."""
+    """Return the files to try for `target`, without larger and equal ones, and the `named` that are refused."""
     candidates: list[Path] = []
     refused: list[Refused] = []
     of_target = identity_of(target)
@@ -232,8 +229,7 @@ def _tuned_threads(
     *,
     is_draft: bool,
 ) -> dict[str, Threads]:
-    """Measure and keep the best numbers of threads of the target or of the loaded draft model, by its name; none if the
-    user named a number, if interrupted, or if the draft has no context of its own."""
+    """Measure and keep the best numbers of threads of a model, unless the user named one."""
     options = session.options.draft_context if is_draft else session.options.target_context
     if (options.n_threads, options.n_threads_batch) != (None, None) or interrupted():
         return {}
@@ -253,8 +249,7 @@ def _tuned_threads(
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
-    """Return the numbers of threads to try, ascending, on a machine with `n_cores` physical and `n_logical` logical
-    cores, of which this process may use `n_usable`: shares of the cores, and all logical and all usable ones."""
+    """Return the numbers of threads to try, ascending: shares of the cores, all logical and all usable ones."""
     shares = {n_cores * eighths // 8 for eighths in range(2, 9)} - {0}
     return sorted({*shares, n_logical, max(1, min(n_usable, n_logical))})
 
@@ -298,8 +293,7 @@ def measure_threads(
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
-    """Return the number of threads that takes the least time, from the seconds by number of each round;
-    `default` unless another one is clearly faster."""
+    """Return the quickest number of threads; `default` unless another one is clearly faster."""
     best, least = default, 1.0 - _MARGIN
     for count in sorted({count for seconds in rounds for count in seconds} - {default}):
         ratios = [s[count] / s[default] for s in rounds if count in s and default in s]

@@ -44,8 +44,7 @@ _N_OFTEN, _N_REPEATS = 6, 3
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """A prompt as it was given, and the tokens of the target's own answer at temperature 0, with the token that
-    ends it."""
+    """A prompt as given, and the tokens of the target's own greedy answer, with the one that ends it."""
 
     prompt: str
     tokens: tuple[int, ...]
@@ -90,8 +89,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
-    """The figures of a draft over all answers together; the decodes of prompts do not count. `start_s` are the
-    seconds of the draft model's decode of a prompt. Figures that do not exist, since nothing was drafted, are None."""
+    """The figures of a draft over all answers; None where nothing was drafted. Prompts only count in `start_s`."""
 
     speedup: float
     worst_speedup: float
@@ -155,8 +153,7 @@ def try_draft(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DraftFigures | None:
-    """Return the figures of the loaded draft for its target; None if interrupted. Raise `MemoryLimitError` or
-    `BackendError` if the draft model cannot be run."""
+    """Return the figures of the loaded draft; None if interrupted. Raise `MemoryLimitError` or `BackendError`."""
     if session.draft is not None and session.draft.reads == "cache":
         raise BackendError(
             f"{session.draft_name}: it reads the target's cache, so it cannot draft for kept answers",
@@ -266,8 +263,7 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
 def fitting_prompts(
     session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
-    """Return the prompts that fit into the context with `n_more` tokens by their numbers, and the numbers of the
-    others. Raise `PromptError` if none fits."""
+    """Return the prompts that fit with `n_more` tokens, and the numbers of others. Raise `PromptError`."""
     prompts = {n: session.prompts.of_text(text, chat=chat, now=NOW) for n, text in texts}
 
     def problem(prompt: Prompt) -> PromptError | None:
@@ -300,8 +296,7 @@ def _states_of_answer(target: LlamaBackend, tokens: Sequence[int], n_prompt: int
 
 
 def read_states(target: Backend, tokens: Sequence[int], trail: TargetStates) -> None:
-    """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
-    context must be empty, and is empty again afterwards."""
+    """Add the target's states after each token to the trail of a draft that reads them all; the context is empty."""
     try:
         for start in range(0, len(tokens), target.n_batch):
             batch = Batch.of(tokens[start : start + target.n_batch], start, 1)

@@ -48,8 +48,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
-    """Return how `specgen run` drafts with these options, and, if costs could decide that nothing is drafted, a way that
-    drafts in every round."""
+    """Return how `specgen run` drafts, and, if costs could decide against it, a way that drafts every round."""
     ways: dict[WayName, DraftOptions] = {drafting.policy_in_use: drafting}
     if drafting.is_by_cost:
         shortest, longest = drafting.ngrams_of
@@ -88,8 +87,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class GreedyResult:
-    """The result of one prompt, by its number; `n_at_once` answers were made at once in one cache. `n_tokens`
-    tokens of plain decoding were compared; `difference` is None if all are equal."""
+    """The result of one prompt, `n_at_once` answers at once; `difference` is None if all tokens are equal."""
 
     prompt: int
     way: WayName
@@ -107,8 +105,7 @@ class GreedyResult:
 def plain_texts(
     session: Session, prompts: Mapping[int, Prompt], interrupted: Callable[[], bool] = lambda: False
 ) -> dict[int, list[int]]:
-    """Return the tokens of plain decoding's answers by the prompts' numbers, each made alone, with those that end a
-    text; fewer if interrupted."""
+    """Return the tokens of plain answers, each made alone, by the prompts' numbers; fewer if interrupted."""
     n = session.options.generation.max_tokens
     asked = [(prompt, n) for prompt in prompts.values()]
     answers = _answers(session, asked, 1, interrupted, draft=False)
@@ -242,8 +239,7 @@ def _difference(
 
 
 def movement(one: Logits, other: Logits) -> float:
-    """Return the distance of row `one` from row `other`, float32[n_vocab] each: the standard deviation of
-    the differences of their logits, divided by that of the other's logits."""
+    """Return how far row `one` is from `other`: the deviation of their differences, relative to `other`'s own."""
     spread = float(np.std(other, dtype=np.float64))
     return float(np.std(one - other, dtype=np.float64)) / spread if spread else 0.0
 
@@ -255,8 +251,7 @@ def plain_rows(
     n_rows: int = 1,
     n_outputs: int | None = None,
 ) -> Iterator[Logits]:
-    """Yield the logits, float32[n_vocab], behind the prompt and behind the tokens of the answer, which is decoded in
-    batches of `n_rows` of which the last `n_outputs` want logits (None: all)."""
+    """Yield the logits behind the prompt and each token of the answer, decoded in batches of `n_rows`."""
     tokens, n_prompt, start = (*prompt, *answer), len(prompt), 0
     n_ctx, n_slots = session.context_size(len(tokens)), -(-n_rows // session.n_rows_max)
     with session.contexts(n_ctx, drafts=False, n_slots=n_slots) as (target, _):
@@ -274,8 +269,7 @@ def plain_rows(
 
 @dataclass(frozen=True, slots=True)
 class SampledResult:
-    """The draws at one place: after `n_prompt` tokens of a prompt and `n_answer` of an answer. `level` is the largest
-    p-value of a defect."""
+    """The draws after `n_prompt` and `n_answer` tokens. `level` is the largest p-value of a defect."""
 
     prompt: int
     way: WayName
@@ -438,8 +432,7 @@ MIN_EXPECTED = 20.0
 
 @dataclass(frozen=True, slots=True)
 class GTest:
-    """The result of `g_test`: 2 Σ count·ln(count / expected) over `n_cells` cells, one of which pools `n_pooled` rare ones
-    (infinite if something impossible was drawn), and the probability that a correct sampler gives at least this."""
+    """2 Σ count·ln(count / expected) over cells, one of which pools rare ones, and the chance to exceed it."""
 
     statistic: float
     n_cells: int
@@ -495,8 +488,7 @@ def g_test(
 
 
 def chi_square_tail(x: float, degrees: int) -> float:
-    """Return P(X >= x) of the chi-square distribution: a finite sum of positive terms, so no digits are lost
-    (Abramowitz and Stegun, 26.4.4 and 26.4.5)."""
+    """P(X >= x) of the chi-square distribution, as a finite sum (Abramowitz and Stegun, 26.4.4 and 26.4.5)."""
     if x <= 0.0:
         return 1.0
     first = math.erfc(math.sqrt(x / 2.0)) if degrees % 2 else 0.0
@@ -511,8 +503,7 @@ def chi_square_tail(x: float, degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The settings and results. `skipped` are the numbers of prompts that do not fit into the context; `unequal_rows`
-    says why rows depend on their batch although specgen's kernels compute."""
+    """The settings and results. `skipped` prompts did not fit; `unequal_rows` says why rows depend on batches."""
 
     target: str
     draft: str
@@ -533,8 +524,7 @@ class VerifyReport:
 
     @property
     def undrafted(self) -> list[str]:
-        """The checks in which nothing was drafted, so that they showed nothing. Where costs decide, that is
-        no fault: each check is made again with a draft in every round."""
+        """The checks in which nothing was drafted, not counting "cost", which may decide so: they showed nothing."""
         checks: dict[str, Sequence[GreedyResult | SampledResult]] = {}
         if self.check != "sampled":
             checks["greedy"] = [result for result in self.greedy if result.n_at_once == 1]

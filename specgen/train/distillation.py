@@ -65,8 +65,7 @@ _LEAST_LEARNT, _LEAST_JUDGED = 1000, 100
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """The result of a training. An agreement is the share of the held-back answers' tokens that the draft
-    finds likeliest: before, and after, the latter of the weights as written to the file."""
+    """The shares of held-back tokens that the draft finds likeliest, before and as written after training."""
 
     agreement_before: float
     agreement_after: float
@@ -90,8 +89,7 @@ def distil(
     rate: float = RATE,
     softness: float = SOFTNESS,
 ) -> Distilled | None:
-    """Train a draft on texts and write it to `output`; None if interrupted. Raises `UsageError` if there is too little
-    text, `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`."""
+    """Train a draft on texts and write it to `output`; None if interrupted. Raise `UsageError` for too little text."""
     learnt, judged = pack_split(texts)
     if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
         raise UsageError(
@@ -242,8 +240,7 @@ def _attention(
 
 
 def _rotated(shape: Hyperparameters, values: jax.Array, angles: jax.Array) -> jax.Array:
-    """Return queries or keys rotated by their positions. In GGUF files of Llama the two values of a pair
-    are neighbours; in the others they are half a head apart."""
+    """Rotate queries or keys. Llama's files have a pair's values beside one another, the others half a head apart."""
     axis = -1 if shape.architecture == "llama" else -2
     pairs = (2, -1) if axis == -2 else (-1, 2)
     first, second = jnp.moveaxis(values.reshape(*values.shape[:-1], *pairs), axis, 0)

@@ -51,8 +51,7 @@ def pruned_file(cache: Path, target: FileIdentity) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time for making drafts is divided, and what fits into it: tokens of the target's text, and prompts on which
-    the drafts are compared."""
+    """How the time is divided, and the tokens of text and judged prompts that fit into it."""
 
     text_s: float
     training_s: float
@@ -95,8 +94,7 @@ class DraftBuilder:
         return text_folder(self.cache, self._identity)
 
     def make(self, kinds: Sequence[Kind], small: Path | None, minutes: float) -> list[Path] | None:
-        """Make drafts of these kinds in about `minutes` and return their files; None if interrupted: the text is kept.
-        `small` is the model that a distilled draft is made from. Raise what making each kind raises."""
+        """Make drafts in about `minutes`; return their files, or None if interrupted. `small` is what is distilled."""
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
 

@@ -49,8 +49,7 @@ _OPTIMIZER = optax.scale_by_adam(b1=0.9, b2=0.98)
 
 @dataclass(frozen=True, slots=True)
 class TrainedHeads:
-    """Heads, and the amount of training. `before` (the linear map alone) and `after` are the shares of held-back places at
-    which they find the target's token likeliest, one and more positions ahead, given the right tokens before it."""
+    """Heads, and the shares of held-back places where they are right, one and more tokens ahead."""
 
     weights: HeadWeights
     before: tuple[float, ...]
@@ -68,8 +67,7 @@ class TrainedHeads:
 
 
 class _Samples(NamedTuple):
-    """Tokens of texts. Row i has the hidden state from which the target chose a token, this token with the next ones, the
-    next hidden state, and the likeliest tokens at later positions."""
+    """Rows of a hidden state, the token chosen from it and the next ones, the next state, and likely tokens later."""
 
     hidden: FloatArray  # [n, n_embd]
     tokens: NDArray[np.int32]  # [n, 1 + N_AHEAD]

@@ -65,8 +65,7 @@ Outcome: TypeAlias = Literal["new", "kept", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The result of learning. An agreement is the share of the judging answers' tokens that the draft finds likeliest: as
-    it came, with the weights in use before, if there were some, and with the new ones."""
+    """The shares of judging tokens that the draft finds likeliest: as it came, in use before, and newly learnt."""
 
     n_answers: int
     n_judging: int
@@ -332,8 +331,7 @@ class Learner:
         self.close()
 
     def between_answers(self, *, begins: bool = False) -> None:
-        """Start, pause, continue or finish a lesson. The thread that steps the engine calls this after an answer, and
-        before one with `begins`, which pauses the lesson."""
+        """Start, pause, continue or finish a lesson: after an answer, or before one (`begins`), which pauses it."""
         if not self._is_on:
             return
         try:

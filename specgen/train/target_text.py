@@ -65,13 +65,11 @@ class TargetText:
         self._paths = [path for _, path in kept]
 
     def hidden(self, index: int) -> NDArray[np.float16]:
-        """Return the target's final hidden states (after the last norm) before each token of an answer:
-        float16[n_tokens, n_embd]. Row 0 belongs to the prompt's last token."""
+        """Return the target's final hidden states before each token of an answer: float16[n_tokens, n_embd]."""
         return _arrays(self._paths[index], "hidden")[0]
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """Return the likeliest tokens at each position of an answer, best first, and their probabilities at
-        temperature 1: int32 and float16[n_tokens, N_TOP]."""
+        """Return the likeliest tokens at each position and their probabilities: int32 and float16[n_tokens, N_TOP]."""
         tokens, probabilities = _arrays(self._paths[index], "top_tokens", "top_probabilities")
         return tokens, probabilities
 
@@ -182,8 +180,7 @@ class _Writer:
     def _read(
         self, prompt: Sequence[int], answer: Sequence[int]
     ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
-        """Yield the logits and the final hidden states before each token of an answer, in pieces: float32[n, n_vocab] and
-        float32[n, n_embd], valid until the next piece."""
+        """Yield logits and final hidden states before each token of an answer, in pieces, valid until the next."""
         backend = self._backend_for(len(prompt) + len(answer))
         if backend.length(0):
             backend.remove(0)
@@ -298,8 +295,7 @@ def kept_texts(
     learning: Sequence[KeptAnswer],
     judging: Sequence[KeptAnswer] = (),
 ) -> list[TrainingText]:
-    """Return kept answers to learn from, and others to judge by, as a draft reads them while it drafts: several texts of
-    an answer that is longer than a row."""
+    """Return kept answers as a draft reads them, to learn from and to judge by; long ones are several texts."""
     translation, digest = _translation(target, draft), draft.vocabulary.digest()
     found: list[TrainingText] = []
     for number, answer in enumerate((*learning, *judging)):
@@ -378,8 +374,7 @@ def pack_split(texts: Sequence[TrainingText]) -> tuple[Rows, Rows]:
 
 
 def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> Rows:
-    """Put texts into as few rows as the longest-first order makes. What of an answer reaches beyond a row is cut off;
-    texts whose prompt does are left out."""
+    """Put texts into few rows, the longest first; an answer is cut at the end, and too long a prompt left out."""
     rows: list[list[TrainingText]] = []
     free: list[int] = []
     fitting = (text for text in texts if len(text.prompt_tokens) < n_columns)

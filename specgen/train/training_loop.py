@@ -35,8 +35,7 @@ N_ANSWER_TOKENS, N_PARALLEL = 256, 16
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """The text to make drafts from: answers to `prompts`, `n_tokens` tokens in all, `n_parallel` answers at
-    once, each with at most `max_tokens` tokens."""
+    """Answers to `prompts`, `n_tokens` in all, to make drafts from."""
 
     prompts: Sequence[str]
     n_tokens: int = N_TOKENS
@@ -46,8 +45,7 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The time that work may take: until `clock` reaches `until_s`, or `interrupted` returns True. `progress` gets the
-    steps done and the steps in all."""
+    """The time that work may take: until `until_s`, or `interrupted`. `progress` gets steps done and in all."""
 
     clock: Callable[[], float]
     until_s: float = math.inf
@@ -90,8 +88,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class TrainingState:
-    """The progress of a training: the lowest loss on the held-back text, the parameters that had it, and the number of
-    judgements since (`n_worse`)."""
+    """The lowest loss on held-back text, the parameters that had it, and the judgements since."""
 
     best_loss: float
     best: Parameters = field(default_factory=dict)

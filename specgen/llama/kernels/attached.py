@@ -49,8 +49,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class KernelCounts(NamedTuple):
-    """How much the kernels have computed since the process began, the size of the weights that are in their layout now,
-    and how many attentions were left to llama.cpp."""
+    """What the kernels computed so far, the bytes in their layout now, and the attentions left to llama.cpp."""
 
     n_products: int
     n_attentions: int
@@ -85,8 +84,7 @@ class Kernels:
         self.computes_products, self.computes_attention = products, attention
 
     def serve(self) -> None:
-        """Pack, from now on, the quantised weights that other machines send to this process's CPU through
-        llama.cpp's RPC."""
+        """Pack the weights that other machines send to this process's CPU through llama.cpp's RPC."""
         self.native.serve()
 
     def counts(self) -> KernelCounts:
@@ -141,8 +139,7 @@ def attached() -> Kernels | None:
 
 
 def computing() -> str:
-    """Return which kernels compute on the CPU for models that are loaded now: ``specgen`` and the instruction set, or
-    ``llama.cpp``."""
+    """Return what computes models that are loaded now on the CPU: ``specgen avx2``, say, or ``llama.cpp``."""
     if _attached is None or not _attached.computes_products:
         return LLAMA_CPP
     return f"specgen {_attached.instructions}"
@@ -155,8 +152,7 @@ def ask_before_loading(problem_of: Callable[[Path], str] | None) -> None:
 
 
 def kernel_problem(file: Path) -> str:
-    """Return why the kernels in use cannot compute a model, as the rest of a sentence ("they died of SIGSEGV
-    ..."); empty if they can, or none are in use."""
+    """Return why the kernels in use cannot compute a model ("they died of SIGSEGV"); empty if they can."""
     if _attached is None or not _attached.computes_products or _problem_of is None:
         return ""
     return _problem_of(file)
