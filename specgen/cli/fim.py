@@ -109,8 +109,7 @@ class _FileGap:
     mark: str = ""
 
     def write(self, middle: str) -> None:
-        """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
-        the file changed meanwhile."""
+        """Write the file with the middle in it, with its own line ends. Raise `OutputError` if it changed meanwhile."""
         from specgen.system.files import replace_bytes, write_errors
 
         assert self.path is not None
@@ -144,8 +143,7 @@ def _find_gap(
 
 
 def _in_file(place: str) -> _FileGap:
-    """Return the gap at FILE:LINE[:COLUMN]. Raise `UsageError` if the text has another form, `PromptError`
-    if the file has no such place."""
+    """Return the gap at FILE:LINE[:COLUMN]. Raise `UsageError`, or `PromptError` if there is no such place."""
     found = _LOCATION.fullmatch(place)
     if found is None:
         hint = "give FILE:LINE or FILE:LINE:COLUMN"

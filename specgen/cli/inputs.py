@@ -111,8 +111,7 @@ def is_terminal() -> bool:
 
 
 def read_template(given: str) -> str:
-    """Return a chat template: one of `BUILT_IN`, that of a model, the content of a file, or the text itself. Raise
-    `UsageError`, or what is wrong with the file."""
+    """Return a chat template: one of `BUILT_IN`, a model's, a file's, or the text itself. Raise `UsageError`."""
     from specgen.session.prompts.template import check_syntax
 
     template = BUILT_IN.get(given)

@@ -34,8 +34,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, of which all but the last one have an answer, with a system message, and the text of files before the
-    user's first turn."""
+    """Turns, all but the last one with an answer, a system message, and the text of files before them."""
 
     system: str | None = None
     files: str = ""
@@ -115,8 +114,7 @@ class Chat:
         self._n_left_out = self._n_again = 0
 
     def ask(self, question: str) -> Generator[Event, None, None]:
-        """Answer a question, and yield the events. If the context is too small, turns are left out from the
-        front; a notice says so. Raise `PromptError` if the question alone does not fit: it is not kept then."""
+        """Answer a question; yield the events. Turns that do not fit are left out. Raise `PromptError`."""
         asked = self.conversation.asking(question)
         prompt, n_gone = self._make_prompt(asked)
         self._keep(asked)
@@ -124,8 +122,7 @@ class Chat:
         yield from self._answer(prompt, n_gone)
 
     def regenerate(self) -> Generator[Event, None, None]:
-        """Answer the last question again, in place of its answer. A given seed is increased each time.
-        Raise `UsageError` if there is no question, and what `ask` raises."""
+        """Answer the last question again; a given seed is increased each time. Raise `UsageError`."""
         if not self.conversation.turns:
             raise UsageError("there is no question to answer again")
         prompt, n_gone = self._make_prompt(self.conversation)

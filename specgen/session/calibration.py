@@ -70,8 +70,7 @@ class Costs:
         return self.batch_s[1]
 
     def rows_s(self, n_rows: int) -> float:
-        """Return the seconds of a batch of `n_rows` rows: never less than those of a single token, as which it may have
-        been measured when the machine was less busy."""
+        """Return the seconds of a batch, at least those of a single token, which may be from a busier moment."""
         return max(self.token_s, CostTable(self.batch_s).seconds(n_rows))
 
 
@@ -155,8 +154,7 @@ def known_costs(session: Session, draft: Key) -> Costs | None:
 
 
 def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> CostTable:
-    """Return the costs of the target. If they are not known, they are measured now. Raise
-    `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
+    """Return the target's costs, measured now if they are not known. Raise `KeyboardInterrupt`."""
     if not is_measured(session.costs.table()):
         measure_in_short_contexts(session, interrupted)
     return session.costs.table()
@@ -168,8 +166,7 @@ def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> 
 def calibrate(
     session: Session, interrupted: Callable[[], bool] = _never, status: Status = no_status
 ) -> str:
-    """Measure what drafting costs here if costs decide how much is drafted and they are not known. Return a sentence
-    that says so; else an empty one. Raise what `measure_in_short_contexts` raises."""
+    """Measure what drafting costs here, if costs decide and are not known; return a sentence about it."""
     draft, is_by_cost = session.draft, session.options.drafting.is_by_cost
     if not is_by_cost or draft is None or is_pair_measured(session, draft.timed):
         return ""
@@ -225,8 +222,7 @@ def measure_if_new(
 
 
 def timed_batch_sizes(n_max: int) -> list[int]:
-    """Return the numbers of rows to time, from 1 to `n_max`, ascending: in steps of one at first, and of
-    a quarter later."""
+    """Return the numbers of rows to time, ascending: in steps of one at first, of a quarter later."""
     sizes = list(range(1, min(n_max, _N_DENSE) + 1))
     while sizes[-1] < n_max:
         sizes.append(min(n_max, sizes[-1] + sizes[-1] // 4))

@@ -259,8 +259,7 @@ def saved_drafts_file() -> Path:
 
 
 def saved_draft(target: FileIdentity) -> SavedDraft | None:
-    """Return the draft that was saved for a target. Unknown fields are ignored. Raise `UsageError` if the file cannot
-    be read or is damaged."""
+    """Return the draft that was saved for a target. Raise `UsageError` if the file is damaged."""
     entry = _read()["drafts"].get(_key(target))
     if entry is None:
         return None
@@ -276,8 +275,7 @@ def saved_draft(target: FileIdentity) -> SavedDraft | None:
 
 
 def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
-    """Save a draft for a target, replacing an earlier one. Raise `UsageError` if the present file is damaged,
-    `OutputError` if it cannot be written."""
+    """Save a draft for a target, replacing an earlier one. Raise `UsageError`, `OutputError`."""
     path, document = saved_drafts_file(), _read()
     values = TypeAdapter(SavedDraft).dump_python(saved, mode="json", exclude_none=True)
     if isinstance(saved.draft, Path):

@@ -33,8 +33,7 @@ _N_GUESSES = 8
 
 @dataclass(frozen=True)
 class DrafterFactory:
-    """Makes what drafts for one answer with the models that are loaded at the time. With `learns_alone`, the
-    acceptance statistics that an answer adds are dropped with it."""
+    """Makes what drafts for an answer. With `learns_alone`, what it adds to statistics is dropped with it."""
 
     session: Session
     learns_alone: bool = False
@@ -166,8 +165,7 @@ class DrafterFactory:
 def draft_sampling(
     target: SamplerOptions, drafting: DraftOptions, *, draws: bool, branches: bool
 ) -> SamplerOptions:
-    """Return the samplers of a draft: the target's, changed so that more drafts are accepted. Penalties and biases
-    stay, since they decide which tokens the target can accept."""
+    """Return the target's samplers, changed so that more is accepted; penalties and biases stay."""
     if draws:
         temperature, top_k = drafting.temperature, drafting.top_k
         if temperature is None:

@@ -72,8 +72,7 @@ class KeptAnswers:
         self._unwritten: list[KeptAnswer] = []
 
     def add(self, answer: KeptAnswer) -> None:
-        """Write an answer; it is on the disk when this returns. Raise `OutputError` if it cannot be
-        written; it is then written with the next one. Very short answers are not kept."""
+        """Write an answer to the disk, if it is not very short. Raise `OutputError`; the next call writes it too."""
         if len(answer.answer) < _LEAST_TOKENS:
             return
         self._unwritten.append(answer)
@@ -99,8 +98,7 @@ class KeptAnswers:
 
 
 def read_answers(folder: Path) -> list[KeptAnswer]:
-    """Return the answers in a folder, the latest last, without damaged lines. Raise `OutputError` if the
-    file exists and cannot be read."""
+    """Return the answers in a folder, the latest last, without damaged lines. Raise `OutputError`."""
     path = folder / ANSWERS
     try:
         return _parsed(path.read_bytes())
@@ -169,8 +167,7 @@ _LEARNT = TypeAdapter(Learnt)
 
 
 def state_file(folder: Path, draft: Path) -> Path:
-    """Return the path of the file about a draft model's learning, in the folder of a target. A draft of the same name
-    and another size is another draft."""
+    """Return the file about a draft model's learning; of the same name and another size, it is another draft."""
     n_bytes = 0
     with contextlib.suppress(OSError):
         n_bytes = draft.stat().st_size

@@ -56,8 +56,7 @@ DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
 
 def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
-    """Choose what computes on the CPU, and whether packed weights are kept, before the first model is loaded.
-    Return what was chosen, and a note if kernels cannot be used. Raise `UsageError` if they were asked for."""
+    """Choose what computes on the CPU, before the first model; return it, and a note. Raise `UsageError`."""
     remember_checks(cache_folder())
     status = choose_kernels(wanted.choice, cache_folder())
     keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
@@ -139,8 +138,7 @@ def open_session(
 
 
 def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
-    """Use the first draft that loads; a draft model whose gain was not measured must also be expected to make
-    the target faster. Return a note with the reasons."""
+    """Use the first draft that loads, if a model also one expected to gain; return a note with the reasons."""
     said: list[str] = []
     may_pay = True
     for choice in choices:

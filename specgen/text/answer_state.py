@@ -149,8 +149,7 @@ class Tally:
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
     def whole_speedup(self, n_tokens: int, plain_token_s: float | None) -> float | None:
-        """Return the speed-up of the whole answer, prefill included, if a token takes `plain_token_s` without a
-        draft. Plain decoding prefills the target alone."""
+        """Return the speed-up of the whole answer; plain decoding prefills the target alone."""
         if plain_token_s is None or not self.wall_s or n_tokens <= self.n_start_tokens:
             return None
         return (self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s) / self.wall_s
@@ -189,8 +188,7 @@ class Tally:
 
 
 def is_impossible(speedup: float, tokens_per_pass: float | None) -> bool:
-    """Return whether a speed-up is larger than drafting can give: a pass of the target takes at least as long
-    as in plain decoding. The machine was then less busy than when plain decoding was measured."""
+    """Return whether a speed-up is more than drafting can give: the machine is less busy by now."""
     return tokens_per_pass is not None and speedup > _LEEWAY * tokens_per_pass
 
 
@@ -257,8 +255,7 @@ class AnswerState:
         return self.tokens[self.n_prompt : self.n_prompt + self.n_answer]
 
     def offer(self, n_most: int) -> Offer:
-        """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes now.
-        There must be a `cascade`."""
+        """Return what is known before a round of at most `n_most` drafted tokens; the free drafter proposes now."""
         cascade, n_draftable = self.cascade, max(0, self.n_ctx - len(self.tokens))
         assert cascade is not None, "something drafts"
         if self.options.max_tokens >= 0:  # the target adds a token of its own
@@ -337,8 +334,7 @@ class AnswerState:
         return [*events, self._committed(pieces, now_s, number, result)]
 
     def take_forced(self, now_s: float) -> list[Event]:
-        """Commit the tokens to which the grammar leaves no alternative before the prompt is read, and return the
-        event, if there are any."""
+        """Commit the tokens that the grammar forces before the prompt is read; return the event, if any."""
         pieces = self._forced() if self.options.max_tokens else []
         return [self._committed(pieces, now_s)] if pieces else []
 
@@ -349,8 +345,7 @@ class AnswerState:
         return [self._committed([piece], now_s, self.tally.n_rounds)] if piece.text else []
 
     def _forced(self) -> list[Piece]:
-        """Commit the tokens that the grammar forces. Logits would change nothing, so no decode is needed before
-        them."""
+        """Commit the tokens that the grammar forces: no decode is needed before them."""
         pieces: list[Piece] = []
         while not self.is_finished and (token := self.state.forced()) is not None:
             pieces.append(Piece(token, self.commit(token), "forced", "grammar"))
@@ -370,8 +365,7 @@ class AnswerState:
         return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *known)
 
     def _with_logprobs(self, piece: Piece, row: Logits) -> Piece:
-        """Return the piece with the target's log-probabilities, if they were asked for, from its logits there,
-        float32[n_vocab]."""
+        """Return the piece with the target's log-probabilities, if they were asked for."""
         n_top = self.options.logprobs
         if n_top is None:
             return piece
@@ -386,8 +380,7 @@ class AnswerState:
         return TokenLogprob(token, text, logprob, tuple(data))
 
     def scored_prompt(self, start: int, logits: Logits) -> tuple[Piece, ...]:
-        """Return the tokens of the prompt whose log-probabilities the `logits` of its rows from `start` on give, if they
-        were asked for. Nothing is said of the first token."""
+        """Return the prompt's tokens with log-probabilities, by rows from `start` on, if they were asked for."""
         pieces = []
         for place in range(start + (start > 0), min(start + len(logits) + 1, self.n_prompt)):
             token = self.tokens[place]

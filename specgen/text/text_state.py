@@ -42,8 +42,7 @@ class TextState:
         self.tokens.append(token)
 
     def history(self, path: Sequence[int], n_last: int) -> TokenArray:
-        """Return the last `n_last` tokens (-1: all) of the text followed by `path`: int64[m], a view that is valid
-        until the next call."""
+        """Return the last `n_last` tokens (-1: all) of the text and `path`: int64[m], valid until the next call."""
         if n_last == 0:
             return self._history[:0]
         n_text, end = len(self.tokens), len(self.tokens) + len(path)
@@ -90,8 +89,7 @@ class Shaper:
         self._looks_back = sampler.n_history != 0 or state.has_grammar
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        """Return the distribution after the text and `path`, from the model's logits there, float32[n_vocab]. Raise
-        `BackendError` if values are no numbers, or if the grammar allows no token."""
+        """Return the distribution after the text and `path`, float32[n_vocab]. Raise `BackendError`."""
         if not self._looks_back:
             return self._sampler.distribution(logits)
         grammar = self._state.grammar(path)
@@ -108,8 +106,7 @@ class Shaper:
     def likeliest(
         self, logits: Logits, path: Sequence[int], n: int
     ) -> tuple[list[int], list[float]]:
-        """Return the n likeliest tokens of the distribution after the text and `path`, and their probabilities in that
-        proportion, the first as in `top_probability`."""
+        """Return the n likeliest tokens after the text and `path`, and their probabilities."""
         grammar = self._state.grammar(path)
         if n <= self._sampler.n_likeliest and (grammar is None or grammar.is_free):
             return likeliest(logits, n)
@@ -201,8 +198,7 @@ class Cascade:
         self._state = state
 
     def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
-        """Begin a round, and return what the free drafter finds to follow the text; at most `n_max` tokens.
-        The last `n_drafted` tokens of `context` are drafted too."""
+        """Begin a round: return what the free drafter finds, at most `n_max` tokens; `n_drafted` are drafts."""
         if self.free is None or n_max < 1:
             return NO_DRAFT
         try:

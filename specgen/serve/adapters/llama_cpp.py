@@ -136,8 +136,7 @@ class SpecgenDraft(LlamaDraftModel):
         self._resources.close()
 
     def __call__(self, input_ids: npt.NDArray[np.intc], /, **_kwargs: Any) -> npt.NDArray[np.intc]:
-        """Return the draft, int32[n_drafted], after the text `input_ids`, int32[n_tokens]. What was accepted is learnt
-        from if the text extends the one before as a round does: by a prefix of the last draft, and one more token."""
+        """Return the draft after a text, and learn from the last one if the text extends it as a round does."""
         if self._is_closed:
             raise BackendError("the draft is closed")
         text, sequence, known = input_ids.tolist(), self._sequence, self._round
@@ -194,8 +193,7 @@ class SpecgenDraft(LlamaDraftModel):
         return draft
 
     def check(self, llama: Llama) -> None:
-        """Raise `UsageError` if `llama` would fail with this draft, or not use it: llama-cpp-python then stores
-        the logits of every token, and has room for those of a batch only without ``logits_all=True``."""
+        """Raise `UsageError` if `llama` would fail with this draft, or not use it: it needs room for all logits."""
         n_ctx, n_own = llama.n_ctx(), self.session.target.vocabulary.n_tokens
         n_room = min(len(llama.input_ids), len(llama.scores))
         problem = hint = ""

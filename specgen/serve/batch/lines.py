@@ -63,8 +63,7 @@ class Line:
 def read_lines(
     data: bytes, name: str, sampling: SamplerOptions, generation: GenerationOptions
 ) -> list[Line]:
-    """Return the lines of a file that are not empty; a line that cannot be read has an error in place of its request.
-    Raise `PromptError` if there is no line, or if two have the same custom_id."""
+    """Return the lines that are not empty; an error stands for a request that cannot be read. Raise `PromptError`."""
     lines: list[Line] = []
     numbers: dict[str, int] = {}
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -227,8 +226,7 @@ class Earlier:
 
 
 def read_results(path: Path) -> Earlier:
-    """Read the results in a file. A last line that was torn when a process was killed is left out; a file
-    that does not exist has none. Raise `OutputError` if it cannot be read, or has a line that is no result."""
+    """Return a file's results; a torn last line is left out. Raise `OutputError` for a line that is none."""
     found = Earlier()
     try:
         data = path.read_bytes()

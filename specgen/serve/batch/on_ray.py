@@ -36,8 +36,7 @@ _STORE_BYTES = 200_000_000
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A Ray cluster at ``local``, ``auto`` or HOST:PORT, and the CPUs and GPUs of an actor there; None takes those
-    of the largest node. A batch ends after `patience_s` seconds without a started actor."""
+    """A cluster at ``local``, ``auto`` or HOST:PORT, and an actor's CPUs and GPUs; None: the largest node's."""
 
     address: str
     cpus_per_worker: float | None = None
@@ -47,8 +46,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class ActorJob:
-    """What an actor does, which can be pickled if `open_session` can: `parallel` answers at once, None for the
-    fastest number. Each node must have `files`, paths with their sizes in bytes."""
+    """What an actor does, which can be pickled. Each node must have `files`, paths with their sizes in bytes."""
 
     open_session: Callable[[], Session]
     prompting: Prompting
@@ -136,8 +134,7 @@ class RayBatch:
     def run(
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
     ) -> Generator[Tally, None, None]:
-        """Get the lines answered, and yield the counts now and then. Unfinished answers are dropped. Raise
-        `BackendError`, also if actors ended before their lines had answers, `ModelFileError` and `OutputError`."""
+        """Get the lines answered; yield the counts now and then. Raise `BackendError` if actors ended early."""
         self.n_actors = min(self.n_actors, len(lines))
         self.tally.n_lines = len(lines)
         portions = deque(self._portions(lines))

@@ -59,8 +59,7 @@ class RequestError(Exception):
 
     @staticmethod
     def of(error: SpecgenError) -> RequestError:
-        """Return the error for a client: 400 if the request is wrong, 500 if the model failed. Hints are left
-        out, since they name options of the command line."""
+        """Return the error for a client, 400 or 500, without the hint, which names options of the command line."""
         status, code = next(each[1:] for each in _CODES if isinstance(error, each[0]))
         found = RequestError(status, error.message, code, getattr(error, "field", None))
         if isinstance(error, PromptLengthError):

@@ -119,8 +119,7 @@ def read_response_request(
 
 
 def _messages(asked: _Body, warnings: list[str]) -> tuple[Message, ...]:
-    """Join items into the turns that templates know. An assistant's turn is one message, with its thoughts,
-    its text and its calls."""
+    """Join items into turns: an assistant's is one message, with its thoughts, its text and its calls."""
     found = Conversation()
     if asked.instructions:
         found.join_text("system", text_of(asked.instructions))

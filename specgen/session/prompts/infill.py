@@ -48,8 +48,7 @@ class ContextFile:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A gap between `prefix` and `suffix` in the file `name`. `context` holds other files of the
-    repository."""
+    """A gap between `prefix` and `suffix` in the file `name`; `context` are other files of the repository."""
 
     prefix: str
     suffix: str
@@ -196,8 +195,7 @@ class _Writer:
 def around_gap(
     prefix: list[int], suffix: list[int], n_room: int
 ) -> tuple[list[int], list[int], list[str]]:
-    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out. Room that
-    one of them does not need goes to the other."""
+    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out."""
     most = max(n_room - len(prefix), n_room - int(_PREFIX_SHARE * n_room))
     n_suffix = min(len(suffix), most)
     n_prefix = min(len(prefix), n_room - n_suffix)

@@ -90,8 +90,7 @@ class Prompts:
         tools: _Tools = (),
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Return the prompt of a conversation's next turn, in the models' own templates: see `template.render`. Raise
-        `UsageError` if the target has none, `PromptError` if it does not accept the messages, and `PromptLengthError`."""
+        """Return the prompt of the next turn, in the models' own templates. Raise `UsageError`, `PromptError`."""
         now = now or datetime.datetime.now().astimezone()
         chat = _Conversation(messages, now, tools, {**self.variables, **(variables or {})})
         found = chat.tokens(self.target, self.n_ctx)
@@ -158,8 +157,7 @@ class _Conversation:
     variables: Mapping[str, Any] | None
 
     def tokens(self, model: LlamaModel, n_ctx: int | None = None) -> tuple[str, list[int]] | None:
-        """Return the conversation in the model's own template, and its tokens; None if it has no template.
-        Names of control tokens become these tokens only where the template writes all of the name."""
+        """Return the conversation in the model's template, and its tokens; None if it has no template."""
         has_tools = bool(self.tools) or any(message.role == "tool" for message in self.messages)
         template = template_of(model, has_tools=has_tools)
         if template is None:

@@ -42,8 +42,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. An assistant's turn may have `tool_calls`, and the `reasoning` before the
-    answer. A tool's turn is the result of the call `tool_call_id` of the tool `name`."""
+    """A turn; an assistant's may have calls and `reasoning`, a tool's is the result of `tool_call_id`."""
 
     role: Role
     content: str
@@ -330,8 +329,7 @@ class TemplateLimitError(Exception):
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Accepts ``{% generation %}``, with which templates made for training mark the assistant's
-    text. The mark does not change the output."""
+    """Accepts ``{% generation %}``, with which templates for training mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
@@ -434,8 +432,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_growth(name: str, values: Sequence[Any]) -> None:
-    """Raise `TemplateLimitError` if the method or filter `name` could make a very long result of these values,
-    of which the first text or list is its subject."""
+    """Raise `TemplateLimitError` if the method or filter `name` could make a very long result."""
     sized = [value for value in values if isinstance(value, Sized)]
     if name not in _GROWING or not sized:
         return

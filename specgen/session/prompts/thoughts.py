@@ -89,8 +89,7 @@ class ThoughtReader:
         self._held, self._is_beginning = "", True
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the new parts of the thinking block and of the answer; empty lines between the two belong to
-        neither. The beginning of a mark is held back."""
+        """Return the new parts of the thought and of the answer. The beginning of a mark is held back."""
         text, self._held = self._held + text, ""
         if not self.is_open and not self.is_past:
             begun = text.lstrip()
@@ -133,8 +132,7 @@ class ThoughtReader:
 
 
 class ThoughtMarker:
-    """Writes an answer to a prompt, in pieces, with its thoughts between ``<think>`` and ``</think>``, whatever the marks
-    of their family. Programs read an answer that follows a `grammar`: it has no thoughts, unless they are part of it."""
+    """Writes an answer with its thoughts between ``<think>`` and ``</think>``; one with a grammar has none."""
 
     def __init__(self, prompt: str = "", grammar: str | None = None) -> None:
         self._reader = ThoughtReader(prompt)

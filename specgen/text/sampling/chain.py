@@ -68,8 +68,7 @@ class Sampler:
 
     @property
     def is_random(self) -> bool:
-        """Whether a distribution may have more than one token: if the chain is not greedy, or if XTC
-        forks it."""
+        """Whether a distribution may have more than one token."""
         return not self.greedy or any(isinstance(step, Fork) for step in self._steps)
 
     def distribution(
@@ -189,8 +188,7 @@ def _edited(candidates: Candidates, edit: Edit, history: TokenArray) -> Candidat
 def _within(
     token_ids: TokenArray, amounts: ProbArray, n_vocab: int
 ) -> tuple[TokenArray, ProbArray]:
-    """Drop the ids that the row does not have, with their amounts: two models may share only some tokens of
-    their vocabularies."""
+    """Drop the ids that the row does not have: two models may share only some tokens."""
     if not len(token_ids) or 0 <= token_ids[0] <= token_ids[-1] < n_vocab:
         return token_ids, amounts
     start, end = token_ids.searchsorted((0, n_vocab))
@@ -349,8 +347,7 @@ def _not_finite(logit: float) -> BackendError:
 
 
 def log_probabilities(logits: Logits, token_ids: Sequence[int]) -> list[float]:
-    """Return the natural logarithms of these tokens' probabilities, from a row of logits, float32[n_vocab];
-    -inf for an impossible token."""
+    """Return the natural logarithms of these tokens' probabilities, from float32[n_vocab] logits."""
     top = float(logits.max())
     normalizer = top + float(np.log(np.exp(logits - np.float32(top)).sum(dtype=np.float64)))
     return [float(logits[token_id]) - normalizer for token_id in token_ids]

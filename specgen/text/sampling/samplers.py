@@ -93,8 +93,7 @@ def allowed(scores: Scores, allows: Allows) -> Candidates:
 
 
 def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
-    """Return the k best tokens of float[n_vocab] that `allows` permits. It is asked about the best ones, and about all
-    only if too few of these are allowed. Raise `NoTokenAllowedError` if nothing is allowed."""
+    """Return the k best tokens that `allows` permits, asked about the best first. Raise `NoTokenAllowedError`."""
     for n in (max(k, _FIRST), _MORE * max(k, _FIRST)):
         kept = best(scores, n)
         kept = kept[allows(kept)][:k]
@@ -130,8 +129,7 @@ def penalties(
 
 
 def occurrences(history: TokenArray, last_n: int) -> tuple[TokenArray, ProbArray]:
-    """Return the tokens among the last n of int64[n_history] (n < 0: all) and how often each occurs:
-    increasing ids int64[m], counts float64[m]."""
+    """Return the tokens among the last n, and how often each occurs: increasing ids int64[m], float64[m]."""
     token_ids, counts = np.unique(last(history, last_n), return_counts=True)
     return token_ids, counts.astype(np.float64)
 
@@ -308,8 +306,7 @@ def _masses(scores: Scores) -> tuple[Scores, float]:
 def _shortest(
     order_by: Scores, masses: Scores, enough: float, side: Literal["left", "right"]
 ) -> TokenArray:
-    """Return positions of the shortest run, by descending `order_by`, whose mass reaches `enough` (side
-    "left") or exceeds it ("right"); all if it never does. Sort as few as possible."""
+    """Return the shortest run, by descending `order_by`, whose mass reaches `enough` or exceeds it."""
     n = _NUCLEUS_START
     while True:
         positions = best(order_by, n)
