@@ -24,11 +24,8 @@ _PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 class Cache:
     """llama.cpp's memory of a native `context` of a model: the cells or states of each sequence.
-
-    llama.cpp gives cells outside the sliding window of their sequence's end to any sequence that asks for some. A
-    rollback moves the end back, and may then need them. But llama.cpp never takes a cell that belongs to two sequences.
-    So `guards` names a second sequence, with the same cells, for each sequence whose cells must stay.
-    """
+    llama.cpp gives cells outside the sliding window of their sequence's end to others. A rollback may need them, so
+    `guards` names a second sequence for each whose cells must stay: cells of two sequences are never taken."""
 
     def __init__(self, model: LlamaModel, context: Any, guards: Mapping[int, int]) -> None:
         self.name, self.n_window, self.call = model.name, model.n_window, model.call
@@ -135,15 +132,9 @@ def restore_part(cache: Cache, sequence: int, state: NDArray[np.uint8], position
 
 class StateCopies:
     """Keeps at most one copy of the recurrent state of each sequence.
-
-    With `n_shared` sequences, copies are inside the cache: sequence `n_shared` + s shares the cell of the state of s.
-    When s goes on, it leaves the shared cell and writes its new state to a free one. It has to write this state anyway,
-    so a copy costs only a few flags, but the cache needs twice the cells.
-
-    With 0, copies are outside the cache, in the memory of the process. They are read from the device and written back,
-    and hold only the recurrent part of the state where llama.cpp can separate it: the attention cells of a hybrid model
-    stay in the cache, and `restore` drops the later ones.
-    """
+    With `n_shared` sequences, sequence `n_shared` + s of the cache shares the cell of the state of s, which leaves the cell
+    when it goes on: a copy costs only flags, but the cache needs twice the cells. With 0, copies are in the process's
+    memory, and hold only the recurrent part of the state: `restore` drops the later attention cells of a hybrid model."""
 
     def __init__(self, cache: Cache, n_shared: int) -> None:
         self.cache = cache

@@ -77,11 +77,8 @@ def last_error() -> str:
 
 @functools.cache
 def ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the GGML libraries, which llama-cpp-python loads but does not declare. Raise `BackendError` if
-    this build has none of that name.
-
-    Wheels have several copies of these libraries. That to which llama.cpp is linked has the list of devices.
-    """
+    """Return a function of the GGML libraries, which llama-cpp-python does not declare. Raise `BackendError`.
+    Of several copies in a wheel, the one to which llama.cpp is linked has the devices."""
     for library in _ggml_libraries():
         with contextlib.suppress(AttributeError):
             function = library[name]

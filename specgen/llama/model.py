@@ -62,14 +62,10 @@ _TILED_TYPES = {
 
 
 class LlamaModel:
-    """A GGUF model: its weights, vocabulary and metadata. Contexts are made from it. All open models of
-    the same file share one copy of the weights in memory.
-
-    `weights` is a copy of the file that is loaded in its place. `workers` are other machines that hold its layers. With
-    `mtp` its MTP layers are loaded too, if there are some that can draft. With `vocabulary_only` its tensors stay on
-    disk: no context can be made, and the sizes are not known. Raises `ModelFileError` if the file cannot be used to
-    generate text, `MemoryLimitError` if it does not fit into memory, `WorkerLostError` if a worker does not answer.
-    """
+    """A GGUF model: its weights, which all models of the same file share, its vocabulary and metadata.
+    `weights` is a copy of the file that is loaded in its place; `workers` hold its layers; with `mtp` its MTP layers are
+    loaded too. With `vocabulary_only` no context can be made, and sizes are not known. Raises `ModelFileError`,
+    `MemoryLimitError`, `WorkerLostError`."""
 
     def __init__(
         self,

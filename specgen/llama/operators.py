@@ -195,14 +195,9 @@ def multiply(
     *,
     n_threads: int = 1,
 ) -> FloatArray:
-    """Multiply each row of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows]. With leading
-    dimensions, float32[a, b, n_tokens, n_columns], the same matrix is used for all; of a stack of matrices, each is used
-    for b / n_matrices tables of tokens.
-
-    With `experts`, int32[n_tokens, n_used], each token is multiplied with the matrices of these numbers (which GGML
-    does not check): float32[n_tokens, n_used, n_rows]. The activations are then float32[n_tokens, n_used, n_columns],
-    or float32[n_tokens, 1, n_columns] if all experts of a token get the same.
-    """
+    """Multiply rows of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows], with leading dimensions too.
+    With `experts`, int32[n_tokens, n_used], each token is multiplied with the matrices of these numbers (unchecked):
+    float32[n_tokens, n_used, n_rows], from activations float32[n_tokens, n_used or 1, n_columns]."""
     activations = np.ascontiguousarray(activations, np.float32)
     *_, n_rows, n_columns = matrix.weights.shape
     if activations.shape[-1] != n_columns:
@@ -230,12 +225,9 @@ def attend(
     cache_type: str = "f16",
     n_threads: int = 1,
 ) -> FloatArray:
-    """Compute attention (FLASH_ATTN_EXT): float32[n_streams, n_rows, n_heads, size].
-
-    Queries are float32[n_streams, n_rows, n_heads, size], keys and values float32[n_streams, n_cells, n_kv_heads,
-    size]; the latter are converted to `cache_type`. The memory layout is that of llama.cpp's cache. The mask,
-    float16[n_streams or 1, n_mask_heads, n_rows, n_cells], is added to the scores.
-    """
+    """Compute attention (FLASH_ATTN_EXT) as llama.cpp's cache is laid out: float32[n_streams, n_rows, n_heads, size].
+    Queries have this shape, keys and values [n_streams, n_cells, n_kv_heads, size]; the mask is added to the scores:
+    float16[n_streams or 1, n_mask_heads, n_rows, n_cells]."""
     attention = ggml("ggml_flash_attn_ext", _POINTER, *5 * (_POINTER,), *3 * (ctypes.c_float,))
     permute = ggml("ggml_permute", _POINTER, *2 * (_POINTER,), *4 * (ctypes.c_int,))
 

@@ -159,10 +159,8 @@ _open: list[RemoteCalls] = []
 
 
 class RemoteCalls:
-    """Makes the native calls of one target in a thread, one at a time.
-
-    `endpoints` are the addresses of the workers. A call is given up, with all later calls, if it takes longer than
-    `timeout_s` seconds without a call of `alive` (twice as long at most, since that is checked so often)."""
+    """Makes the native calls of one target in a thread, one at a time. A call is given up, with all later ones, after
+    `timeout_s` seconds without a call of `alive` (at most twice as long, since that is checked so often)."""
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float) -> None:
         self._endpoints = tuple(endpoints)

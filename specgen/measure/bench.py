@@ -49,9 +49,8 @@ class Entry:
 def find_drafts(
     target: str | None, drafts: Sequence[str], *, quiet: bool
 ) -> tuple[Path, list[Stages]]:
-    """Find a target (None: the default pair's) and its drafts; fetch them if need be. A plus sign separates a draft from
-    its own draft. Without `drafts` they are the one that `specgen run` would pick, and n-grams. Raise `UsageError`,
-    `UnknownModelError`, `FetchError`."""
+    """Find a target (None: the default pair's) and its drafts, each with its own drafts behind plus signs. Without
+    `drafts` they are `specgen run`'s choice and n-grams. Raise `UsageError`, `UnknownModelError`, `FetchError`."""
     named = map(_stages, drafts or [""])
     found = [find_models(staged(target, draft, None), quiet=quiet) for draft in named]
     stages = [(each.draft, *each.helpers) for each in found]
@@ -230,9 +229,8 @@ def take_turns(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`. Each prompt is
-    answered by all one after the other, at each temperature by plain decoding first: a machine that is slow for a while
-    slows all. Raise the `SpecgenError` of plain decoding, and `PromptError` if no prompt could be answered."""
+    """Add all contenders' answers to all prompts to `runs`, each prompt by all in turn, plain decoding first: a slow
+    moment slows all. Raise the error of plain decoding, and `PromptError` if no prompt could be answered."""
     turns: list[tuple[int, BenchPrompt | None, Contender]] = [
         (0, None, each) for each in contenders
     ]
@@ -323,11 +321,8 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a contender's answers, to all prompts or to those of one category; None means unknown.
-
-    `speedup` over plain decoding is the geometric mean over the answers, or of all prompts over the categories;
-    `quartiles` are over the answers, `worst_speedup` is that of the prompt with the least. `tokens_per_s` is the median,
-    and so is `first_token`, the time to the first token relative to plain decoding's."""
+    """A contender's figures, of all prompts or of a category; None means unknown. `speedup` over plain decoding is a
+    geometric mean, `worst_speedup` that of the worst prompt; `tokens_per_s` and `first_token` are medians."""
 
     temperature: float
     contender: str

@@ -92,12 +92,9 @@ def search_drafts(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Search | None:
-    """Try plain decoding, n-grams, the target's MTP layers and the `candidates`, each as `specgen run` would use it at
-    temperature 0. With `tunes_threads`, the best numbers of threads of the target and of the first candidate are
-    measured first. The costs are measured anew, in the session's memory, which the caller saves.
-
-    Return None if interrupted before there was a result. Raise `PromptError`, `MemoryLimitError` or `BackendError` if
-    the target fails; drafts that fail are listed as refused, as are the files `refused`."""
+    """Try plain decoding, n-grams, MTP layers and the `candidates` as `specgen run` would use them at temperature 0.
+    With `tunes_threads`, threads of the target and the first candidate are measured first. The caller saves the costs.
+    None if interrupted before a result. Raise an error of the target; drafts that fail are refused, like `refused`."""
     target, load = session.options.target, LoadOfOthers()
     threads: dict[str, Threads] = {}
 
@@ -261,9 +258,8 @@ def measure_threads(
     budget_s: float,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Threads:
-    """Return the best of these numbers of threads and of `default`, which the backend then uses; its context is empty
-    before and afterwards. All are timed in turns, a row and a batch each, since a machine's speed changes. If
-    `interrupted` is true, the default stays. Raise `BackendError`."""
+    """Return the best of these numbers of threads, which the backend then uses; its context is empty before and after.
+    All are timed in turns, since a machine's speed changes. If `interrupted`, the default stays. Raise `BackendError`."""
     backend.set_threads(default, default)
     text, before_s = begin(backend), backend.decode_s
     #: By the rows of the batch: the seconds by the number of threads, of each round.

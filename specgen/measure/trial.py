@@ -52,9 +52,8 @@ class TargetAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A target without a draft: its answers, generated in contexts of `n_ctx` tokens, and the median seconds of decodes
-    by their rows. `chat` says whether the prompts used its template (None: if it has one). `skipped` are the numbers,
-    from 1 on, of prompts that do not fit into the context."""
+    """A target without a draft: its answers in contexts of `n_ctx` tokens, and the median seconds of decodes by their
+    rows. `chat` says if its template was used (None: if it has one); `skipped` prompts, from 1 on, do not fit."""
 
     answers: tuple[TargetAnswer, ...]
     skipped: tuple[int, ...]
@@ -73,9 +72,8 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A drafter's rounds for one answer, without the token that came from the prompt's decode. `start_s` is the
-    draft model's decode of the prompt; the tally's `target_s` are the target's batches by their measured costs, and
-    `token_s` is that of a token in plain decoding."""
+    """A drafter's rounds for an answer, behind the prompt's token. `start_s` is the draft's decode of the prompt; the tally's
+    `target_s` are batches by their measured costs, `token_s` is plain decoding's."""
 
     n_tokens: int
     tally: Tally
@@ -108,9 +106,8 @@ def measure_target(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Baseline | None:
-    """Let the target answer the prompts at temperature 0 without a draft, and time its batches up to the most rows of
-    a round. None if interrupted. Raise `PromptError` if no prompt fits into the context, no answer is longer than a
-    token, or the context has no room to time the batches; and `MemoryLimitError`."""
+    """Let the target answer the prompts greedily without a draft, and time its batches. None if interrupted. Raise
+    `MemoryLimitError`, or `PromptError` if no prompt fits, no answer is long enough, or nothing can be timed."""
     fitting, skipped = fitting_prompts(session, enumerate(prompts, 1), chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())
     sizes = timed_batch_sizes(session.n_rows_max)
@@ -186,9 +183,8 @@ def replay(
     clock: Callable[[], float],
     states: Hidden | None = None,
 ) -> Replay:
-    """Replay the rounds of a known answer with the drafter of `generation`, which is at the end of its prompt, and
-    then at the end of the answer. `clock` is read around each proposal. For drafts from the target's last state,
-    `states` are those from which it chose each token of the answer, float32[n_tokens, n_embd]."""
+    """Replay a known answer with the drafter of `generation`, which goes from its prompt's end to the answer's. `states`
+    are those from which the target chose each token, float32[n_tokens, n_embd], for drafts that read its last state."""
     cascade, policy, trail = generation.cascade, generation.policy, generation.trail
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0

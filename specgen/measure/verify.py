@@ -68,10 +68,9 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position where the texts differ, counted from 0, and the two tokens as text; one is empty if that text
-    ended. `gap` is how much plain decoding prefers its own token, in logits behind the samplers; up to `allowed`
-    rounding in batches explains it, which is 0 if rows are batch-invariant. `same_in_batches_of` is the smallest batch
-    size in which plain decoding itself chooses the other token."""
+    """The first position where texts differ, and the two tokens (empty: that text ended). `gap` is plain decoding's
+    preference in logits, of which rounding in batches explains `allowed` (0 if rows are batch-invariant); in batches of
+    `same_in_batches_of` plain decoding does the same."""
 
     position: int
     plain: str
@@ -122,9 +121,8 @@ def check_greedy(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _done, _total: None,
 ) -> Iterator[GreedyResult]:
-    """Compare answers at temperature 0 with those of plain decoding, one by one or `n_at_once` at once: some are then
-    shorter, so that others begin in their cells, and prompts are repeated if there are fewer. `way` names how the
-    session drafts. Ends early if interrupted. Raise the first failure of an answer or its drafter."""
+    """Compare greedy answers with plain decoding's, one by one or `n_at_once` at once: some are then shorter, so that
+    others begin in their cells. `way` names how the session drafts. Raise the first failure of an answer or a drafter."""
     calibrate(session, interrupted)
     plain = plain_texts(session, prompts, interrupted) if plain is None else plain
     n_most, every = session.options.generation.max_tokens, list(prompts)
@@ -289,9 +287,8 @@ class SampledResult:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in an answer, and the exact distribution of the next token. `chance` is the smallest of three
-    probabilities: that the drafted token is the target's, that it is not, and that the target does not choose its
-    likeliest token. Where it is small, mistakes are invisible."""
+    """A place in an answer, and the exact distribution there. `chance` is the smallest probability that the drafted token
+    is the target's, is not, or that the target does not choose its likeliest: where it is small, mistakes are invisible."""
 
     prompt: int
     answer: tuple[int, ...]
@@ -310,9 +307,8 @@ def check_sampled(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _done, _total: None,
 ) -> SampledResult | None:
-    """Draw the next token again and again at the place in an answer to one of the prompts where a wrong judgement of
-    drafts would be most visible, and compare with the target's exact distribution. None if nothing was drafted in the
-    answers, or if interrupted."""
+    """Draw the next token again and again where a wrong judgement of drafts would be most visible, and compare with the
+    target's exact distribution. None if nothing was drafted, or if interrupted."""
     calibrate(session, interrupted)
     places = [
         place
@@ -447,17 +443,11 @@ def g_test(
     *,
     min_expected: float = MIN_EXPECTED,
 ) -> GTest:
-    """Test whether int64[n_cells] counts are draws from float64[n_cells] exact probabilities. Of `n_draws` draws those
-    in no cell are impossible and make the p-value 0. A single cell has p-value 1.
-
-    The p-value is that of the chi-square distribution, which the statistic follows only if the expected
-    counts are large. So cells with an expected count below `min_expected` are pooled, and then the rarest other
-    cells until the pool's expected count is that large; this must not depend on counts, which would bias the test.
-    And the statistic is divided by Williams's correction (Biometrika 63, 1976, p. 33),
-    1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The real false-alarm rate is then at most 1.5 times the nominal one, down
-    to a level of 1e-5 (simulated; 5 to 15 times without them).
-
-    Raise `ValueError` if there are no draws, or the probabilities are not positive or do not sum to 1."""
+    """Test whether int64[n_cells] counts are draws from float64[n_cells] exact probabilities; draws in no cell are
+    impossible. The chi-square distribution holds only for large expected counts: cells below `min_expected` are pooled,
+    then the rarest others until the pool suffices (whatever the counts: that would bias the test), and the statistic is
+    divided by Williams's correction (Biometrika 63, 1976, p. 33), 1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The false-alarm
+    rate is then at most 1.5 times the nominal one down to 1e-5. Raise `ValueError`."""
     n = int(counts.sum()) if n_draws is None else n_draws
     n_impossible, total = n - int(counts.sum()), float(exact_probs.sum())
     if not bool((exact_probs > 0.0).all()) or not abs(total - 1.0) <= 1e-6:

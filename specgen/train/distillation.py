@@ -164,11 +164,8 @@ def hidden_states(
     texts: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns, n_embd].
-
-    `tokens`, `texts` and `positions` are int32[n_rows, n_columns]; see `Rows`. A token sees only itself and the tokens
-    before it in the same text.
-    """
+    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns, n_embd], from `Rows`.
+    A token sees only itself and the tokens before it in the same text."""
     shape = hyperparameters
     states = others["token_embd.weight"][tokens]
     if shape.architecture == "gemma3":
@@ -276,13 +273,8 @@ class Score:
 
 
 class Trainer:
-    """Trains factors for the blocks of the weights in a draft's file on rows of text, and judges by others. The weights
-    themselves do not change.
-
-    `softness` is the share of the loss that is the cross-entropy with the target's likeliest tokens (forward KL), in
-    rows that have them; the rest is that with the target's choice. Raises `ModelFileError` if the file cannot be
-    trained, `MemoryLimitError`.
-    """
+    """Trains factors for the blocks of a draft's weights, which stay, on rows of text, and judges by others. `softness` is
+    the loss's share of the cross-entropy with the target's likeliest tokens. Raises `ModelFileError`, `MemoryLimitError`."""
 
     def __init__(self, draft: Path, learnt: Rows, judged: Rows, *, softness: float = 0.0) -> None:
         weights = read_weights(draft)

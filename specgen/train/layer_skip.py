@@ -264,9 +264,8 @@ _LEAST = 0.01
 def search(
     agreement: Agreement, speedup: Speedup, n_layer: int, budget: Budget, *, seed: int = 0
 ) -> dict[Layers, float]:
-    """Return the expected speed-ups of the sets of layers that were judged, until the budget is over or nothing better is
-    found. The first layer always stays, and so does half of all. Each layer is left out alone first. If layers did harm
-    independently, agreements would multiply; the process learns how sets differ from that."""
+    """Return the expected speed-ups of judged sets of layers. The first layer and half of all always stay; each is left out
+    alone first: the process learns how sets differ from the product of these agreements."""
     rng = np.random.default_rng(seed)
     known: dict[Layers, float] = {}
     alone = np.zeros(n_layer)

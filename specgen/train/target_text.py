@@ -96,14 +96,9 @@ def is_held_back(index: int) -> bool:
 
 
 def write_text(session: Session, options: TextOptions, folder: Path, budget: Budget) -> int:
-    """Let the target answer prompts until the folder holds as many tokens of answers to them as is asked for, or no prompts
-    or time are left. Return the number of tokens of answers to these prompts in the folder. An interrupted call keeps
-    the finished answers, and prompts that have an answer are skipped.
-
-    The budget's `progress` gets the tokens so far and in all. Raises `OutputError`, `MemoryLimitError`, `UsageError`
-    if `max_tokens` do not fit the target's context, `PairError` if the target has a recurrent state, and
-    `ModelFileError` if the folder's files are damaged.
-    """
+    """Let the target answer prompts that have no answer yet, until there is enough text, no prompt or no time; return the
+    number of tokens there are. Finished answers stay if interrupted. Raise `OutputError`, `MemoryLimitError`, `UsageError`,
+    `PairError` for a recurrent target, and `ModelFileError` if a file is damaged."""
     if session.target.has_recurrent_state:
         why = "has a recurrent state: its hidden states cannot be read"
         raise PairError(f"{session.target.name} {why}")
@@ -270,11 +265,8 @@ class TrainingText:
 def training_texts(
     text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
 ) -> list[TrainingText]:
-    """Return the target's answers as a draft model sees them while it drafts: prompts in its own chat template, and answers
-    in its own tokens, if it has another vocabulary: what the target found likely is then not known.
-
-    `now` is the date that some templates write. Raises `PromptError` if the target's template does not take a prompt.
-    """
+    """Return the target's answers as a draft reads them: in its own template and tokens, if its vocabulary is another one
+    (what the target found likely is then unknown). `now` is for templates. Raise `PromptError`."""
     translation = _translation(target, draft)
     prompts = Prompts(target, draft if translation is not None else None)
     found = []
@@ -339,12 +331,9 @@ def _parts(prompt: _Tokens, answer: _Tokens) -> Iterator[tuple[_Tokens, _Tokens]
 
 
 class Rows(NamedTuple):
-    """Texts one after the other in rows of one length; each array is [n_rows, n_columns].
-
-    `texts` says which text of its row a token belongs to (0 is padding), and `positions` count from 0 in each text.
-    `labels` are the tokens behind each, where that is of an answer; else -1. `top_tokens` and `top_probabilities` are
-    what the target found likely there, [n_rows, n_columns, n_top]; n_top is 0 where it is not known of all texts.
-    """
+    """Texts one after the other in rows of one length, arrays of [n_rows, n_columns]. `texts` says which of its row's texts
+    a token belongs to (0: padding); `labels` are the tokens behind, of answers, else -1; what the target found likely is
+    [n_rows, n_columns, n_top], n_top being 0 where that is not known of all."""
 
     tokens: NDArray[np.int32]
     texts: NDArray[np.int32]

@@ -58,9 +58,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`n_passes` passes over `n_rows` rows of data, `n_batch` rows a step. The learning rate rises to `rate` in `n_rising`
-    steps, and falls along half a cosine to `last_share` of it. The held-back text judges every `judged_every` steps;
-    after `patience` judgements without a lower loss training ends."""
+    """`n_passes` over `n_rows` rows, `n_batch` a step. The rate rises in `n_rising` steps, and falls along half a cosine to
+    `last_share`. Training ends after `patience` judgements, every `judged_every` steps, without a lower loss."""
 
     n_rows: int
     n_batch: int

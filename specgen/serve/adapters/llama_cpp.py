@@ -52,13 +52,9 @@ _UNLIMITED = 2**31
 
 
 class SpecgenDraft(LlamaDraftModel):
-    """Drafts for one `Llama`. Open it before the `Llama`, since its `kernels` compute the `Llama`'s target too, and
-    close it, or use it as a context manager. `docs/adapters.md` says more.
-
-    `target` is the model of the `Llama`; only its vocabulary is loaded. `draft` is a file or a name, or ``ngram``;
-    of several, each drafts for the one before it. A draft model sees the last `n_ctx` tokens. `note` gets a sentence
-    if drafting fails; the text then continues without drafts. Raise what `specgen.load` raises.
-    """
+    """Drafts for one `Llama` (docs/adapters.md). Open it before the `Llama`, whose target its `kernels` compute, too.
+    `draft` is a file, a name or ``ngram``; of several, each drafts for the one before it. A draft model sees the last
+    `n_ctx` tokens. `note` gets a sentence if drafting fails; the text goes on. Raise what `specgen.load` raises."""
 
     def __init__(
         self,

@@ -245,9 +245,8 @@ def read_results(path: Path) -> Earlier:
 
 @contextlib.contextmanager
 def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earlier, Write]]:
-    """Yield the results that a file has, and what appends to them; no other process can write to it meanwhile. A torn
-    result is cut off; with `retry_errors`, errors are dropped. A result is on the disk when `Write` returns; one
-    that does not fit is removed again. Raise `OutputError`."""
+    """Yield a file's results, and what appends to them while no other process can; a torn result is cut off, and with
+    `retry_errors` errors are dropped. A result is on the disk when `Write` returns. Raise `OutputError`."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     held = OutputError(
         f"{path}: another specgen batch is writing to it",

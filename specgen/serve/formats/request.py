@@ -428,10 +428,8 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request: the prompt of an answer, how its tokens are sampled, and when it ends.
-
-    A ``chat`` has `messages`; the others have a `text`, the `tokens` of one, or a `gap` in one.
-    """
+    """The prompt of an answer, how its tokens are sampled, and when it ends. A ``chat`` has `messages`; the others have a
+    `text`, the `tokens` of one, or a `gap` in one."""
 
     kind: Kind
     sampling: SamplerOptions
@@ -487,11 +485,8 @@ class Request:
 def with_call_form(
     request: Request, template: str | None, has_token: Callable[[str], bool] = lambda _name: False
 ) -> Request:
-    """Return the request for a model with this chat template: with the form of its calls, a grammar if one
-    is needed, and the variables that the template reads. `has_token` says whether the model has a control token.
-
-    Where specgen cannot read the template's calls, they stay text, with a warning. Raise `BodyError` if the answer has
-    to be a call there, or the request excludes calls otherwise."""
+    """Return the request for a model with this chat template: with the form of its calls, a grammar if one is needed, and
+    the variables it reads. Calls that cannot be read stay text, with a warning, or raise `BodyError` if they are a must."""
     request = _with_read_variables(request, template or "")
     tools, generation = request.tools, request.generation
     if request.splits_reasoning:
