@@ -164,12 +164,8 @@ def _in_file(place: str) -> _FileGap:
 
 
 def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
-    """Return the prompt for a gap, and a sentence about what is not read; empty if all of it is.
-
-    Unless the user gave the size of the context, the prompt is as long as this machine reads in a few
-    seconds: on a CPU, a context full of text takes half a minute. Raise `UsageError` if the middle needs the whole
-    context.
-    """
+    """Return the prompt for a gap, and a sentence about what is not read. Unless the user gave the context's size, it
+    is as long as this machine reads in a few seconds. Raise `UsageError` if the middle needs the whole context."""
     from specgen.session.calibration import target_costs
     from specgen.session.prompts.infill import infill_prompt
 

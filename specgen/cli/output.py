@@ -190,8 +190,8 @@ _SIGNALS = tuple(
 
 
 class Interrupt:
-    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle. A second
-    one raises KeyboardInterrupt, which ends the process with the signal's exit code, if it `ends_process`."""
+    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle. A
+    second one raises KeyboardInterrupt, which ends the process with the signal's exit code, if it `ends_process`."""
 
     def __init__(self, *, ends_process: bool = True) -> None:
         self._ends_process = ends_process

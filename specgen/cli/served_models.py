@@ -54,9 +54,8 @@ class ModelLoader:
         return open_memory()
 
     def entry(self, name: str, wanted: ModelSetup) -> ModelEntry:
-        """Return a model of the server's pool. Files that are missing are fetched. It must fit into the memory, if
-        necessary with fewer answers at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or
-        `FetchError`."""
+        """Return a model of the pool, fetched if missing. It must fit into the memory, if necessary with fewer answers
+        at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`."""
         if wanted.setup.learn and not self.learns_across:
             raise UsageError(
                 "--learn uses one user's texts to draft for the others",
@@ -182,9 +181,8 @@ def _weights(options: SessionOptions) -> Iterator[None]:
 def read_models(
     path: Path, setup: Callable[..., ModelSetup], loader: ModelLoader
 ) -> list[ModelEntry]:
-    """Return the models of a file, or those in a folder. `setup` makes the options of one from those that
-    differ from the command line. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`;
-    files of a folder that cannot be served are left out, with a note."""
+    """Return the models of a file, or those in a folder that can be served. `setup` makes the options of one from those
+    that differ from the command line. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`."""
     models = setup().setup.models
     if models.target or models.draft or models.pair:
         raise UsageError(

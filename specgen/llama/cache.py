@@ -131,10 +131,10 @@ def restore_part(cache: Cache, sequence: int, state: NDArray[np.uint8], position
 
 
 class StateCopies:
-    """Keeps at most one copy of the recurrent state of each sequence.
-    With `n_shared` sequences, sequence `n_shared` + s of the cache shares the cell of the state of s, which leaves the cell
-    when it goes on: a copy costs only flags, but the cache needs twice the cells. With 0, copies are in the process's
-    memory, and hold only the recurrent part of the state: `restore` drops the later attention cells of a hybrid model."""
+    """Keeps at most one copy of the recurrent state of each sequence. With `n_shared` sequences, sequence `n_shared` +
+    s of the cache shares the cell of the state of s, which leaves the cell when it goes on: a copy costs only flags,
+    but the cache needs twice the cells. With 0, copies are in the process's memory, and hold only the recurrent part of
+    the state: `restore` drops the later attention cells of a hybrid model."""
 
     def __init__(self, cache: Cache, n_shared: int) -> None:
         self.cache = cache

@@ -52,12 +52,12 @@ class ComputedRows(Protocol):
 
 
 class LlamaBackend:
-    """A context of a model: its KV cache, and the decoding of batches. Its creator closes it.
-    `n_ctx` is in tokens; one batch may want `n_outputs` rows of logits, of which `n_rollback` are likely to be dropped
-    again (None: all but one). Each text has `n_branches` sequences, its own first: with a sliding window, only these
-    keep what a rollback needs. `on_tensor` is a native callback that sees the computed tensors; its owner keeps it alive.
-    `is_mtp` opens a context of the MTP layers; `other` is the native context of a target, whose matrices a draft takes.
-    Raises `MemoryLimitError`, `UsageError`, `BackendError`, and `ModelFileError` if the model has no KV cache."""
+    """A context of a model: its KV cache, and the decoding of batches. Its creator closes it. `n_ctx` is in tokens; one
+    batch may want `n_outputs` rows of logits, of which `n_rollback` are likely to be dropped again (None: all but one).
+    Each text has `n_branches` sequences, its own first: with a sliding window, only these keep what a rollback needs.
+    `on_tensor` is a native callback that sees the computed tensors; its owner keeps it alive. `is_mtp` opens a context
+    of the MTP layers; `other` is the native context of a target, whose matrices a draft takes. Raises
+    `MemoryLimitError`, `UsageError`, `BackendError`, and `ModelFileError` if the model has no KV cache."""
 
     def __init__(
         self,
@@ -133,9 +133,10 @@ class LlamaBackend:
             self.decode_s = before_s + self._clock() - started
 
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
-        """Decode, and also return the final hidden states of the rows that want logits: float32[n_wanted, n_embd], or with
-        `all_rows` those that a draft reads, of all rows. Without it, llama.cpp computes an output for each row: that is
-        expensive for a prompt. Raise `BackendError` then also for a recurrent model, which may decode more rows again."""
+        """Decode, and also return the final hidden states of the rows that want logits: float32[n_wanted, n_embd], or
+        with `all_rows` those that a draft reads, of all rows. Without it, llama.cpp computes an output for each row:
+        that is expensive for a prompt. Raise `BackendError` then also for a recurrent model, which may decode more rows
+        again."""
         if all_rows:
             return self._decode_all_rows(batch)
         if self._rewinder is not None:
@@ -445,7 +446,8 @@ def open_context(
 ) -> OpenContext:
     """Open a native context, with snapshots of `n_rollback` tokens where the architecture has them and they fit.
     Without them, a recurrent model has twice as many sequences (`StateCopies`). With a sliding window and several
-    sequences, those of texts get guards; those of branches do not outlive a draft. Raise `MemoryLimitError`, `UsageError`."""
+    sequences, those of texts get guards; those of branches do not outlive a draft. Raise `MemoryLimitError`,
+    `UsageError`."""
     _check_cache_types(options)
     is_guarded = model.n_window > 0 and size.n_sequences > 1
     guarded = range(0, size.n_sequences, size.n_branches) if is_guarded else range(0)

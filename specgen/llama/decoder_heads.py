@@ -41,8 +41,8 @@ CELL_TYPE, VOCABULARY_TYPE = "q8_0", "q4_0"
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of heads, and the target that they were made for. n_embd is the size of a hidden state, n_inner that of
-    the argument of silu. Matrices that are multiplied with the same vector are stored as one."""
+    """The weights of heads, and the target that they were made for. n_embd is the size of a hidden state, n_inner that
+    of the argument of silu. Matrices that are multiplied with the same vector are stored as one."""
 
     #: The target's name, the sizes of its hidden states and of its vocabulary, and the digest of its vocabulary.
     target: str

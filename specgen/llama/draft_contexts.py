@@ -131,9 +131,9 @@ class StatesContext(LlamaBackend):
 
 
 class MtpContext(StatesContext):
-    """A context of an MTP layer: a cache of that layer, beside the target's own.
-    The row of a token has the state before it: the target's or, for a drafted token, the layer's own. llama.cpp computes
-    one layer at a time, so each has a context; the first opens and closes the others (`layers`). Raises `BackendError`."""
+    """A context of an MTP layer: a cache of that layer, beside the target's own. The row of a token has the state
+    before it: the target's or, for a drafted token, the layer's own. llama.cpp computes one layer at a time, so each
+    has a context; the first opens and closes the others (`layers`). Raises `BackendError`."""
 
     def __init__(
         self,
@@ -221,10 +221,10 @@ class EagleContext(StatesContext):
 
 
 class DflashContext(StatesContext):
-    """A context of a DFlash or DSpark draft: a cache of the text, beside the target's.
-    A block, the last token and masks, is predicted in one decode. Its rows have no states (`Batch.hidden`) and all want
-    logits; those of the text have the target's, of which keys and values are made, and give none. (DSpark adds a bias by
-    the likeliest token before to each.)"""
+    """A context of a DFlash or DSpark draft: a cache of the text, beside the target's. A block, the last token and
+    masks, is predicted in one decode. Its rows have no states (`Batch.hidden`) and all want logits; those of the text
+    have the target's, of which keys and values are made, and give none. (DSpark adds a bias by the likeliest token
+    before to each.)"""
 
     def __init__(self, model: DflashModel, *context: Any, **sizes: Any) -> None:
         super().__init__(model, *context, **sizes)
@@ -246,7 +246,8 @@ class DflashContext(StatesContext):
             start = end
 
     def _part(self, row: tuple[Hidden | None, tuple[int, ...]]) -> tuple[bool, tuple[int, ...]]:
-        """Return what rows of a native batch have in common: hidden states or tokens, and chained blocks of one size."""
+        """Return what rows of a native batch have in common: hidden states or tokens, and chained blocks of one
+        size."""
         hidden, sequences = row
         is_text = hidden is not None
         return is_text, sequences if self.draft.is_chained and not is_text else ()
@@ -281,8 +282,8 @@ class DflashContext(StatesContext):
 
 
 class AssistantContext(StatesContext):
-    """A context of an assistant, over the cells of the target's context, to which its rows add none. Each row has a token,
-    the state before it, the target's or its own, and the position behind the target's last token."""
+    """A context of an assistant, over the cells of the target's context, to which its rows add none. Each row has a
+    token, the state before it, the target's or its own, and the position behind the target's last token."""
 
     def __init__(
         self,

@@ -121,7 +121,8 @@ def procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
 
 
 def _ggml_libraries() -> Iterator[Any]:
-    """Yield llama.cpp's library, which mostly also finds the symbols of the libraries that it is linked to, then these."""
+    """Yield llama.cpp's library, which mostly also finds the symbols of the libraries that it is linked to, then
+    these."""
     yield llama_cpp.llama_cpp._lib  # noqa: SLF001
     extensions = importlib.import_module(f"{llama_cpp.__name__}._ctypes_extensions")
     for name in ("ggml", "ggml-base", "ggml-cpu"):

@@ -62,10 +62,10 @@ _TILED_TYPES = {
 
 
 class LlamaModel:
-    """A GGUF model: its weights, which all models of the same file share, its vocabulary and metadata.
-    `weights` is a copy of the file that is loaded in its place; `workers` hold its layers; with `mtp` its MTP layers are
-    loaded too. With `vocabulary_only` no context can be made, and sizes are not known. Raises `ModelFileError`,
-    `MemoryLimitError`, `WorkerLostError`."""
+    """A GGUF model: its weights, which all models of the same file share, its vocabulary and metadata. `weights` is a
+    copy of the file that is loaded in its place; `workers` hold its layers; with `mtp` its MTP layers are loaded too.
+    With `vocabulary_only` no context can be made, and sizes are not known. Raises `ModelFileError`, `MemoryLimitError`,
+    `WorkerLostError`."""
 
     def __init__(
         self,
@@ -263,8 +263,8 @@ class LlamaModel:
         return template.decode("utf-8", "replace") if template else None
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
-        """Estimate the size of the KV cache for a context of n_ctx tokens, as if each layer were like the first, the only
-        one that llama.cpp describes: too small for hybrid models that begin with a recurrent layer."""
+        """Estimate the size of the KV cache for a context of n_ctx tokens, as if each layer were like the first, the
+        only one that llama.cpp describes: too small for hybrid models that begin with a recurrent layer."""
         n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
         head_size = self.n_embd // (int(llama_cpp.llama_model_n_head(self.handle)) or 1)
         size_k = self.number("attention.key_length") or head_size

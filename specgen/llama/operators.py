@@ -101,7 +101,8 @@ class Weights:
 
 
 def row_bytes(type_name: str, n_columns: int) -> int:
-    """Return the size of a row. Raise `ValueError` for an unknown type, or a length that is no multiple of its block."""
+    """Return the size of a row. Raise `ValueError` for an unknown type, or a length that is no multiple of its
+    block."""
     if type_name not in TYPE_NUMBERS:
         raise ValueError(f"{type_name}: not one of {', '.join(TYPE_NUMBERS)}")
     number = TYPE_NUMBERS[type_name]
@@ -156,7 +157,8 @@ def dequantize(weights: Weights) -> FloatArray:
 
 
 class Matrix:
-    """Weights in a buffer of a given type, ready for products. Raises `BackendError` if there is no such buffer type."""
+    """Weights in a buffer of a given type, ready for products. Raises `BackendError` if there is no such buffer
+    type."""
 
     def __init__(self, weights: Weights, buffer_type: str = CPU_BUFFER) -> None:
         self.weights = weights
@@ -195,9 +197,9 @@ def multiply(
     *,
     n_threads: int = 1,
 ) -> FloatArray:
-    """Multiply rows of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows], with leading dimensions too.
-    With `experts`, int32[n_tokens, n_used], each token is multiplied with the matrices of these numbers (unchecked):
-    float32[n_tokens, n_used, n_rows], from activations float32[n_tokens, n_used or 1, n_columns]."""
+    """Multiply rows of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows], with leading dimensions
+    too. With `experts`, int32[n_tokens, n_used], each token is multiplied with the matrices of these numbers
+    (unchecked): float32[n_tokens, n_used, n_rows], from activations float32[n_tokens, n_used or 1, n_columns]."""
     activations = np.ascontiguousarray(activations, np.float32)
     *_, n_rows, n_columns = matrix.weights.shape
     if activations.shape[-1] != n_columns:

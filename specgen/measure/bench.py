@@ -74,8 +74,8 @@ def entries_of(
     temperatures: Sequence[float] = (0.0,),
     known: Memory | None = None,
 ) -> list[Entry]:
-    """Return for each temperature plain decoding and every draft with every policy and tree. `base` has the options that
-    all share; `known` has the numbers of threads that `specgen run` would use."""
+    """Return for each temperature plain decoding and every draft with every policy and tree. `base` has the options
+    that all share; `known` has the numbers of threads that `specgen run` would use."""
     from specgen.session.memory import with_threads
 
     def in_context(options: SessionOptions, model: DraftSource, which: str) -> SessionOptions:
@@ -200,7 +200,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a contender could not answer a prompt (None: warm up): it, or the prompt if it is plain, has no more turns."""
+    """Why a contender could not answer a prompt (None: warm up): it, or the prompt if it is plain, has no more
+    turns."""
 
     temperature: float
     contender: str

@@ -72,8 +72,8 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A drafter's rounds for an answer, behind the prompt's token. `start_s` is the draft's decode of the prompt; the tally's
-    `target_s` are batches by their measured costs, `token_s` is plain decoding's."""
+    """A drafter's rounds for an answer, behind the prompt's token. `start_s` is the draft's decode of the prompt; the
+    tally's `target_s` are batches by their measured costs, `token_s` is plain decoding's."""
 
     n_tokens: int
     tally: Tally
@@ -183,8 +183,9 @@ def replay(
     clock: Callable[[], float],
     states: Hidden | None = None,
 ) -> Replay:
-    """Replay a known answer with the drafter of `generation`, which goes from its prompt's end to the answer's. `states`
-    are those from which the target chose each token, float32[n_tokens, n_embd], for drafts that read its last state."""
+    """Replay a known answer with the drafter of `generation`, which goes from its prompt's end to the answer's.
+    `states` are those from which the target chose each token, float32[n_tokens, n_embd], for drafts that read its last
+    state."""
     cascade, policy, trail = generation.cascade, generation.policy, generation.trail
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0

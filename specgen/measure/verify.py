@@ -122,7 +122,8 @@ def check_greedy(
     progress: Progress = lambda _done, _total: None,
 ) -> Iterator[GreedyResult]:
     """Compare greedy answers with plain decoding's, one by one or `n_at_once` at once: some are then shorter, so that
-    others begin in their cells. `way` names how the session drafts. Raise the first failure of an answer or a drafter."""
+    others begin in their cells. `way` names how the session drafts. Raise the first failure of an answer or a
+    drafter."""
     calibrate(session, interrupted)
     plain = plain_texts(session, prompts, interrupted) if plain is None else plain
     n_most, every = session.options.generation.max_tokens, list(prompts)
@@ -287,8 +288,9 @@ class SampledResult:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in an answer, and the exact distribution there. `chance` is the smallest probability that the drafted token
-    is the target's, is not, or that the target does not choose its likeliest: where it is small, mistakes are invisible."""
+    """A place in an answer, and the exact distribution there. `chance` is the smallest probability that the drafted
+    token is the target's, is not, or that the target does not choose its likeliest: where it is small, mistakes are
+    invisible."""
 
     prompt: int
     answer: tuple[int, ...]
@@ -446,8 +448,8 @@ def g_test(
     """Test whether int64[n_cells] counts are draws from float64[n_cells] exact probabilities; draws in no cell are
     impossible. The chi-square distribution holds only for large expected counts: cells below `min_expected` are pooled,
     then the rarest others until the pool suffices (whatever the counts: that would bias the test), and the statistic is
-    divided by Williams's correction (Biometrika 63, 1976, p. 33), 1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The false-alarm
-    rate is then at most 1.5 times the nominal one down to 1e-5. Raise `ValueError`."""
+    divided by Williams's correction (Biometrika 63, 1976, p. 33), 1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The
+    false-alarm rate is then at most 1.5 times the nominal one down to 1e-5. Raise `ValueError`."""
     n = int(counts.sum()) if n_draws is None else n_draws
     n_impossible, total = n - int(counts.sum()), float(exact_probs.sum())
     if not bool((exact_probs > 0.0).all()) or not abs(total - 1.0) <= 1e-6:

@@ -267,8 +267,9 @@ def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) 
 def fetch_reference(
     reference: HubReference, *, progress: ProgressView | None = None, newest: bool = False
 ) -> Path:
-    """Return the first file of a model in a repository, downloading it if need be. The hub is not asked about one in the
-    cache, unless the `newest` is wanted, and the cache decides if it is silent. Raise `FetchError`, `UnknownModelError`."""
+    """Return the first file of a model in a repository, downloading it if need be. The hub is not asked about one in
+    the cache, unless the `newest` is wanted, and the cache decides if it is silent. Raise `FetchError`,
+    `UnknownModelError`."""
     repo, progress = reference.repo, progress or ProgressView(None)
     usual = reference if reference.names_a_model else HubReference(repo, hub.USUAL_QUANTS[0])
     if not newest and (path := hub.find_in_cache(usual)) is not None:

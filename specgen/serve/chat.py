@@ -88,8 +88,8 @@ def save_conversation(path: Path, conversation: Conversation) -> None:
 
 
 class Chat:
-    """Asks an engine for a conversation's answers, and keeps them in the file `path`, if there is one. Interrupted ones are
-    kept as they are. `now` is the time for templates; it stays the same, so that the caches stay valid."""
+    """Asks an engine for a conversation's answers, and keeps them in the file `path`, if there is one. Interrupted ones
+    are kept as they are. `now` is the time for templates; it stays the same, so that the caches stay valid."""
 
     def __init__(
         self,
@@ -156,8 +156,8 @@ class Chat:
         self.keep()
 
     def _make_prompt(self, conversation: Conversation) -> tuple[Prompt, int]:
-        """Return the prompt of the answer, and how many more turns were left out to fit it, until it takes half of the context:
-        more than necessary, since the rest is decoded again each time that some go."""
+        """Return the prompt of the answer, and how many more turns were left out to fit it, until it takes half of the
+        context: more than necessary, since the rest is decoded again each time that some go."""
         n_ctx, last = self.n_ctx, len(conversation.turns) - 1
 
         def prompt(n_left_out: int) -> Prompt:

@@ -50,9 +50,8 @@ class DrafterFactory:
         slot: Slot | None = None,
         index: int = 0,
     ) -> AnswerState:
-        """Return the state of an answer to `prompt`, with the number `index`. `caches` are the contexts of the draft.
-        With `plain`, nothing drafts. `settings` are by default those of the models; `slot` is the answer's slot in
-        all contexts, by default the only one."""
+        """Return the state of an answer to `prompt`. `caches` are the draft's contexts; with `plain` nothing drafts.
+        `settings` are by default the models', `slot` the only one in all contexts."""
         session, rng = self.session, np.random.SeedSequence(seed)
         settings, slot = settings or session.settings, slot or Slot()
         # The draft has a random generator of its own, so that it cannot change the target's samples.

@@ -152,9 +152,8 @@ def _to_json(answer: KeptAnswer, number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """The result of a draft's learning: the name of a file in the folder with the `weights`, empty if the original
-    ones are better; the number of the last answer then, and of all answers that it learnt from; and the shares of
-    the places of the latest answers where the draft with the original weights, and the learnt ones, agreed."""
+    """What a draft learnt: the file of its `weights` (empty: the original ones), the number of the last answer, how
+    many it learnt from, and its agreement with the latest answers before and after."""
 
     weights: str = ""
     last_number: int = 0

@@ -106,14 +106,10 @@ def open_session(
     status: Status = no_status,
     load_ahead: bool = True,
 ) -> Session:
-    """Load a target, and the first of `drafts` that fits it and is expected to be faster on this machine. Without
-    `drafts`, that of the options is loaded.
-
-    Only a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
-    used, and `note` gets the reason. `check` is called before a draft is chosen. `clock` returns seconds. `memory` is
-    by default `open_memory`. With `load_ahead`, the weights of the likely draft are read beside those of the target.
-    Raise `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises.
-    """
+    """Load a target, and the first of `drafts` (or the options' one) that fits and is expected to be faster. Only a
+    draft that the user named can raise an error; else the next is used, and `note` gets the reason. `check` is called
+    before a draft is chosen. With `load_ahead`, the likely draft's weights are read beside the target's. Raise
+    `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises."""
     if drafts:
         options = replace(options, draft=drafts[0].draft)
     # Drafts that specgen chose are loaded after the target. So errors of the two can be told

@@ -37,13 +37,9 @@ def usual_n_ctx(wanted: int | None, n_train: int) -> int:
 
 
 class Session:
-    """A target and the models that draft for it, loaded once. Use it as a context manager.
-
-    Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it and the last
-    context that uses them are closed. `memory` is updated; the caller saves it. The weights of `draft_ahead`, a draft
-    that is likely to be opened, are loaded while those of the target are. With `vocabulary_only` the target decodes
-    elsewhere: only the models that draft for it have contexts (`draft_contexts`).
-    """
+    """A target and the models that draft for it, loaded once, as a context manager. `memory` is updated; the caller
+    saves it. The weights of `draft_ahead` are loaded beside the target's. With `vocabulary_only` the target decodes
+    elsewhere. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
 
     def __init__(
         self,
@@ -122,7 +118,8 @@ class Session:
     # --- what drafts -------------------------------------------------------------------------
 
     def change_draft(self, source: DraftSource) -> None:
-        """Replace the present draft, which must have no open context, with its latest weights. Raise what `open_draft` raises."""
+        """Replace the present draft, which must have no open context, with its latest weights. Raise what `open_draft`
+        raises."""
         self._close_draft()
         learning = self.options.learning
         setup = replace(

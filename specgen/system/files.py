@@ -151,9 +151,8 @@ def to_line(value: Any) -> bytes:
 
 
 def take_lines(data: bytes, take: Callable[[Any], None]) -> int:
-    """Pass the value of each line to `take`, and return the size of these lines in bytes, without an incomplete last
-    one. Raise `DamagedLineError` for another that is not JSON, or for which `take` raises `ValueError`, `KeyError`,
-    `TypeError` or `AttributeError`."""
+    """Pass the value of each line to `take`; return the bytes of these lines, without an incomplete last one. Raise
+    `DamagedLineError` for another that is not JSON, or that `take` refuses with a usual error."""
     n_bytes = 0
     lines = data.split(b"\n")
     for number, raw in enumerate(lines, start=1):

@@ -21,9 +21,8 @@ def most_states(n_values: int, n_slots: int) -> int:
 
 
 class HiddenTrail:
-    """The target's hidden states after each token of a text that it has read, in the order of the text: at most the
-    last `n_most`. A trail outlives an answer: the next one in the same part of the caches often continues its
-    text."""
+    """The target's hidden states after the last `n_most` tokens that it has read. A trail outlives an answer: the next
+    one in the same part of the caches often continues its text."""
 
     all_rows: ClassVar[bool] = True
 

@@ -122,9 +122,8 @@ class Shaper:
 
 
 class TextStream:
-    """Turns the bytes of tokens into text, up to a stop string. An incomplete character comes with the token that
-    completes it; bytes that are not UTF-8 become U+FFFD. A line break before a line that begins with fewer than
-    `n_indent` spaces and tabs is a stop string, too. What may be a prefix of one is held back until more text comes."""
+    """Turns the bytes of tokens into text, up to a stop string, of which a prefix is held back; bytes that are not
+    UTF-8 become U+FFFD. A line that begins with fewer than `n_indent` spaces and tabs is a stop string, too."""
 
     def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
         if not all(stops):
@@ -177,12 +176,9 @@ class TextStream:
 
 
 class Cascade:
-    """What drafts for one text: a drafter that costs nothing, one that decodes, or both.
-
-    In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is planned. Then
-    `propose` carries out the plan: it proposes what was found, or lets the model draft. With `state`, nothing is
-    found that its grammar forbids.
-    """
+    """What drafts for one text: a `free` drafter (n-grams), one that decodes, or both. `look_up` comes first in each
+    round, so that its proposal is known to the plan, which `propose` carries out. Nothing is found that the grammar
+    forbids."""
 
     def __init__(
         self,

@@ -273,8 +273,9 @@ class Score:
 
 
 class Trainer:
-    """Trains factors for the blocks of a draft's weights, which stay, on rows of text, and judges by others. `softness` is
-    the loss's share of the cross-entropy with the target's likeliest tokens. Raises `ModelFileError`, `MemoryLimitError`."""
+    """Trains factors for the blocks of a draft's weights, which stay, on rows of text, and judges by others. `softness`
+    is the loss's share of the cross-entropy with the target's likeliest tokens. Raises `ModelFileError`,
+    `MemoryLimitError`."""
 
     def __init__(self, draft: Path, learnt: Rows, judged: Rows, *, softness: float = 0.0) -> None:
         weights = read_weights(draft)
@@ -340,7 +341,8 @@ def _step(
 def _sums(
     shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any, softness: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return three sums over the rows' labels: their losses, how many are the likeliest token, and how many there are."""
+    """Return three sums over the rows' labels: their losses, how many are the likeliest token, and how many there
+    are."""
     layers, others = frozen
     tokens, texts, positions, labels, top_tokens, top_probabilities = rows
     states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)

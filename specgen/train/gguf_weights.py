@@ -222,8 +222,8 @@ def block_size(types: Sequence[str], n_columns: int) -> int | None:
 def initial_changes(
     matrices: Mapping[str, FloatArray], types: Mapping[str, Sequence[str]]
 ) -> dict[str, FloatArray]:
-    """Return zeros, since a factor is 1 plus its change: for each "NAME.weight" whose `types` have scales, float32[n_layer,
-    n_outputs, n_inputs], "NAME.factors", float32[n_layer, n_outputs, n_inputs / block_size]."""
+    """Return zeros, since a factor is 1 plus its change: for each "NAME.weight" whose `types` have scales,
+    float32[n_layer, n_outputs, n_inputs], "NAME.factors", float32[n_layer, n_outputs, n_inputs / block_size]."""
     found = {}
     for name, values in matrices.items():
         size = block_size(types[name], values.shape[-1])

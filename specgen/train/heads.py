@@ -79,8 +79,9 @@ class _Samples(NamedTuple):
 def train_heads(
     text: TargetText, target: Path, model: LlamaModel, output: Path, budget: Budget
 ) -> TrainedHeads | None:
-    """Train heads for `model` on its own text, and write those that agreed best on held-back answers; None if interrupted.
-    Raise `UsageError` for too little text or an `n_embd` that is no multiple of 32, `ModelFileError`, `OutputError`."""
+    """Train heads for `model` on its own text, and write those that agreed best on held-back answers; None if
+    interrupted. Raise `UsageError` for too little text or an `n_embd` that is no multiple of 32, `ModelFileError`,
+    `OutputError`."""
     learnt, judged = _samples(text, held_back=False), _samples(text, held_back=True)
     n_learnt, n_judged = len(learnt.hidden), len(judged.hidden)
     if n_learnt < _LEAST_SAMPLES or n_judged < _LEAST_JUDGED:
@@ -250,8 +251,8 @@ def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
 def _step(
     parameters: Any, moments: Any, states: Any, output: Any, wanted: Any, rate: float
 ) -> tuple[Any, Any]:
-    """Return parameters and moments after a step, from hidden states and embeddings ahead, float32[n, N_AHEAD, n_embd], an
-    `output` matrix and bias, and the `wanted` shares of columns at each place ahead, [n, N_AHEAD, n_top]."""
+    """Return parameters and moments after a step, from hidden states and embeddings ahead, float32[n, N_AHEAD, n_embd],
+    an `output` matrix and bias, and the `wanted` shares of columns at each place ahead, [n, N_AHEAD, n_top]."""
     (state, embedded), (matrix, bias), (columns, shares) = states, output, wanted
 
     def loss(parameters: Any) -> jax.Array:

@@ -77,7 +77,8 @@ class Pruned:
 
 
 def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> Pruned | None:
-    """Search for layers to leave out, and write the draft; None if interrupted. Raise `UsageError` without text or time."""
+    """Search for layers to leave out, and write the draft; None if interrupted. Raise `UsageError` without text or
+    time."""
     model, target = session.target, session.options.target
     judging = judged_texts(text.answers, _N_JUDGED, held_back=False)
     held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)
@@ -264,8 +265,8 @@ _LEAST = 0.01
 def search(
     agreement: Agreement, speedup: Speedup, n_layer: int, budget: Budget, *, seed: int = 0
 ) -> dict[Layers, float]:
-    """Return the expected speed-ups of judged sets of layers. The first layer and half of all always stay; each is left out
-    alone first: the process learns how sets differ from the product of these agreements."""
+    """Return the expected speed-ups of judged sets of layers. The first layer and half of all always stay; each is left
+    out alone first: the process learns how sets differ from the product of these agreements."""
     rng = np.random.default_rng(seed)
     known: dict[Layers, float] = {}
     alone = np.zeros(n_layer)

@@ -104,8 +104,9 @@ def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAns
 def learn(
     folder: Path, target: Path, draft: Path, budget: Budget, *, rate: float = RATE
 ) -> Lesson | None:
-    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raise `UsageError` for too
-    few answers, without JAX, or if another process learns there; `ModelFileError`, `MemoryLimitError`, `OutputError`."""
+    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raise `UsageError` for
+    too few answers, without JAX, or if another process learns there; `ModelFileError`, `MemoryLimitError`,
+    `OutputError`."""
     check_library()
     started_s = budget.clock()
     answers = kept_answers.read_answers(folder)
@@ -290,8 +291,8 @@ COMMAND = (sys.executable, "-m", "specgen.train.online_learning")
 
 
 class Learner:
-    """A context manager that starts a lesson when there are enough new answers, pauses it while an answer is generated, and
-    gives its result to the engine's draft. `tell` gets a sentence for each change."""
+    """A context manager that starts a lesson when there are enough new answers, pauses it while an answer is generated,
+    and gives its result to the engine's draft. `tell` gets a sentence for each change."""
 
     def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._target, self._engine, self._tell = session.options.target, engine, tell

@@ -55,7 +55,8 @@ class TargetAnswer:
 
 
 class TargetText:
-    """The answers in a folder: all of them, or those to some `prompts`. Raises `ModelFileError` if a file is damaged."""
+    """The answers in a folder: all of them, or those to some `prompts`. Raises `ModelFileError` if a file is
+    damaged."""
 
     def __init__(self, folder: Path, prompts: Collection[str] | None = None) -> None:
         found = [(_read_answer(path), path) for path in sorted(folder.glob(_FILES))]
@@ -96,9 +97,9 @@ def is_held_back(index: int) -> bool:
 
 
 def write_text(session: Session, options: TextOptions, folder: Path, budget: Budget) -> int:
-    """Let the target answer prompts that have no answer yet, until there is enough text, no prompt or no time; return the
-    number of tokens there are. Finished answers stay if interrupted. Raise `OutputError`, `MemoryLimitError`, `UsageError`,
-    `PairError` for a recurrent target, and `ModelFileError` if a file is damaged."""
+    """Let the target answer prompts that have no answer yet, until there is enough text, no prompt or no time; return
+    the number of tokens there are. Finished answers stay if interrupted. Raise `OutputError`, `MemoryLimitError`,
+    `UsageError`, `PairError` for a recurrent target, and `ModelFileError` if a file is damaged."""
     if session.target.has_recurrent_state:
         why = "has a recurrent state: its hidden states cannot be read"
         raise PairError(f"{session.target.name} {why}")
@@ -265,8 +266,8 @@ class TrainingText:
 def training_texts(
     text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
 ) -> list[TrainingText]:
-    """Return the target's answers as a draft reads them: in its own template and tokens, if its vocabulary is another one
-    (what the target found likely is then unknown). `now` is for templates. Raise `PromptError`."""
+    """Return the target's answers as a draft reads them: in its own template and tokens, if its vocabulary is another
+    one (what the target found likely is then unknown). `now` is for templates. Raise `PromptError`."""
     translation = _translation(target, draft)
     prompts = Prompts(target, draft if translation is not None else None)
     found = []
@@ -331,9 +332,9 @@ def _parts(prompt: _Tokens, answer: _Tokens) -> Iterator[tuple[_Tokens, _Tokens]
 
 
 class Rows(NamedTuple):
-    """Texts one after the other in rows of one length, arrays of [n_rows, n_columns]. `texts` says which of its row's texts
-    a token belongs to (0: padding); `labels` are the tokens behind, of answers, else -1; what the target found likely is
-    [n_rows, n_columns, n_top], n_top being 0 where that is not known of all."""
+    """Texts one after the other in rows of one length, arrays of [n_rows, n_columns]. `texts` says which of its row's
+    texts a token belongs to (0: padding); `labels` are the tokens behind, of answers, else -1; what the target found
+    likely is [n_rows, n_columns, n_top], n_top being 0 where that is not known of all."""
 
     tokens: NDArray[np.int32]
     texts: NDArray[np.int32]

@@ -105,8 +105,8 @@ def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
 
 
 def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
-    """Choose what computes the models that this process loads from now on. ``auto`` takes specgen's kernels if they pass
-    their self-test; each model is tried first (`ModelTrials`). `cache` keeps verdicts. Raise `UsageError`."""
+    """Choose what computes the models that this process loads from now on. ``auto`` takes specgen's kernels if they
+    pass their self-test; each model is tried first (`ModelTrials`). `cache` keeps verdicts. Raise `UsageError`."""
     now = attached()
     if wanted == "llama.cpp":
         status = KernelStatus("llama.cpp", reason="llama.cpp's were asked for", path=library_path())

@@ -98,8 +98,8 @@ _problem_of: Callable[[Path], str] | None = None
 
 
 def attach(path: Path) -> Kernels:
-    """Attach the library at `path` to GGML, once for the process, and switch its kernels on. Raise `BackendError` if the
-    file is not such a library, GGML has another version (the hint installs the right one), the CPU lacks the
+    """Attach the library at `path` to GGML, once for the process, and switch its kernels on. Raise `BackendError` if
+    the file is not such a library, GGML has another version (the hint installs the right one), the CPU lacks the
     instructions, or another library is attached."""
     global _attached  # noqa: PLW0603 - GGML's own list, which it changes, is global too
     if _attached is not None:
@@ -160,7 +160,8 @@ def kernel_problem(file: Path) -> str:
 
 @contextlib.contextmanager
 def loading_with(problem: str) -> Iterator[None]:
-    """Load a model within this context. If the kernels have a problem with it they are off; their attention stays off."""
+    """Load a model within this context. If the kernels have a problem with it they are off; their attention stays
+    off."""
     kernels = _attached
     if kernels is None or not problem:
         yield

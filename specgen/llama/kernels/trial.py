@@ -301,7 +301,8 @@ def _place(tensor: GgufTensor) -> tuple[int | None, str]:
 
 
 def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> list[int]:
-    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and the last `n_last` (MTP)."""
+    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and the last `n_last`
+    (MTP)."""
     of_layers: list[list[GgufTensor]] = [[] for _ in range(n_layers - n_last)]
     for tensor in tensors:
         layer = _place(tensor)[0]

@@ -58,8 +58,8 @@ class ActorJob:
 def place(
     nodes: Sequence[tuple[float, float]], cpus: float | None, gpus: float | None
 ) -> tuple[int, float, float]:
-    """Return how many actors nodes with these CPUs and GPUs have room for, and the CPUs and GPUs of each. None takes all of
-    the largest node; `gpus` divide its CPUs. Raise `BackendError` if no node has room."""
+    """Return how many actors nodes with these CPUs and GPUs have room for, and the CPUs and GPUs of each. None takes
+    all of the largest node; `gpus` divide its CPUs. Raise `BackendError` if no node has room."""
     most = max(nodes, default=(0.0, 0.0))
     if gpus is None:
         gpus = max((node_gpus for _, node_gpus in nodes), default=0.0)

@@ -71,8 +71,8 @@ class Tally:
 
 
 class Batch:
-    """Makes the answers of a batch, `parallel` at once (None: the fastest number), and writes each, with `settings`, when it
-    is finished. `wall_clock` gives seconds since 1970, and `note` gets sentences for the user."""
+    """Makes the answers of a batch, `parallel` at once (None: the fastest number), and writes each, with `settings`,
+    when it is finished. `wall_clock` gives seconds since 1970, and `note` gets sentences for the user."""
 
     def __init__(
         self,

@@ -287,7 +287,8 @@ class AnswerBody(_Samplers):
         warnings: Sequence[str] = (),
         **more: Any,
     ) -> Request:
-        """Return the request with these defaults, and `more` of its fields; `form` is the answer's. Raise `BodyError`."""
+        """Return the request with these defaults, and `more` of its fields; `form` is the answer's. Raise
+        `BodyError`."""
         samplers = self.model_dump(include={*_Samplers.model_fields}, exclude_none=True)
         biases = samplers.pop("logit_bias", None)
         ends, told = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set, [*warnings]
@@ -428,8 +429,8 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The prompt of an answer, how its tokens are sampled, and when it ends. A ``chat`` has `messages`; the others have a
-    `text`, the `tokens` of one, or a `gap` in one."""
+    """The prompt of an answer, how its tokens are sampled, and when it ends. A ``chat`` has `messages`; the others have
+    a `text`, the `tokens` of one, or a `gap` in one."""
 
     kind: Kind
     sampling: SamplerOptions
@@ -485,8 +486,9 @@ class Request:
 def with_call_form(
     request: Request, template: str | None, has_token: Callable[[str], bool] = lambda _name: False
 ) -> Request:
-    """Return the request for a model with this chat template: with the form of its calls, a grammar if one is needed, and
-    the variables it reads. Calls that cannot be read stay text, with a warning, or raise `BodyError` if they are a must."""
+    """Return the request for a model with this chat template: with the form of its calls, a grammar if one is needed,
+    and the variables it reads. Calls that cannot be read stay text, with a warning, or raise `BodyError` if they are a
+    must."""
     request = _with_read_variables(request, template or "")
     tools, generation = request.tools, request.generation
     if request.splits_reasoning:

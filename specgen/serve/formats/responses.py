@@ -171,8 +171,8 @@ def _drop_lone_thoughts(found: Conversation) -> None:
 
 
 class ResponseWriter(AnswerWriter):
-    """Writes one response, whole or as events. `echo` repeats the request; `custom` tools take a free text. With `hides`,
-    thoughts are also in the form that clients send back."""
+    """Writes one response, whole or as events. `echo` repeats the request; `custom` tools take a free text. With
+    `hides`, thoughts are also in the form that clients send back."""
 
     form = "named"
 

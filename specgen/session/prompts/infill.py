@@ -111,13 +111,9 @@ def check_infill(model: LlamaModel) -> InfillTokens:
 def infill_prompt(
     model: LlamaModel, own_draft: LlamaModel | None, gap: Gap, n_room: int
 ) -> tuple[Prompt, list[str]]:
-    """Return the prompt for a gap, of at most `n_room` tokens, and descriptions of what did not fit into it.
-
-    Names of control tokens in the texts are plain text. If the texts are too long, the first ones of the other files are
-    left out, then the far ends of prefix and suffix. A draft model with another vocabulary, `own_draft`, gets the same
-    in its own tokens; if it was not trained for gaps, the suffix and after it the prefix, which it continues. Raise
-    `UsageError` if the target was not trained.
-    """
+    """Return the prompt for a gap, of at most `n_room` tokens, and what did not fit: the first other files go first,
+    then the far ends of prefix and suffix. `own_draft`, a model with another vocabulary, gets the same, or if it was
+    not trained for gaps the suffix, then the prefix. Raise `UsageError` if the target was not trained."""
     tokens = check_infill(model)
     written, left_out = _Writer(model.vocabulary, tokens, n_room).write(gap)
     draft_tokens = None

@@ -63,13 +63,10 @@ def render(
     variables: Mapping[str, Any] | None = None,
     marks_contents: bool = False,
 ) -> str:
-    """Return the conversation as the model expects it, up to where its answer begins.
-
-    `template` is Jinja as Hugging Face's chat templates use it, from a model file, which is not trusted. `tools` are as
-    OpenAI's API describes them. `variables` are more variables, such as ``enable_thinking``; `OWN_VARIABLES` keep
-    their values. `marks_contents` marks all that is not the template's own text. Raise `PromptError` if the template
-    does not accept the messages (some accept no system message), fails in any way, or exceeds the sandbox's limits.
-    """
+    """Return the conversation as the model expects it, up to where its answer begins. `template` is Jinja from a model
+    file, which is not trusted. `tools` are as OpenAI's API describes them. `OWN_VARIABLES` keep their values.
+    `marks_contents` marks all that is not the template's own text. Raise `PromptError` if the template does not accept
+    the messages, fails in any way, or exceeds the sandbox's limits."""
     mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
     # As llama.cpp: templates ask whether they are defined, and some have a date of long ago.
     given = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
@@ -229,9 +226,8 @@ def _plain(text: Any) -> Any:
 
 
 class MarkedText(str):
-    """A text with marks, which compares, splits and replaces like the text without marks, since templates
-    compare contents with texts of their own (``'</think>' in content``). Operations that only copy
-    characters are those of `str`."""
+    """A text with marks, which compares, splits and replaces like the text without marks, since templates compare
+    contents with texts of their own (``'</think>' in content``)."""
 
     __slots__ = ()
 

@@ -79,9 +79,8 @@ _FIRST = tuple(mark for family in FAMILIES for mark in family.first)
 
 
 class ThoughtReader:
-    """Separates the thinking block at the beginning of an answer to a prompt from the rest, in text that comes in
-    pieces. `is_open` says that the block is open, as some templates leave it, `is_past` that it is over or there is
-    none: a mark further back is part of the answer."""
+    """Separates the thinking block at an answer's beginning from the rest, in pieces. `is_open`: it began, perhaps in
+    the prompt; `is_past`: it is over, or there is none, and later marks are the answer's."""
 
     def __init__(self, prompt: str = "") -> None:
         self._marks = begun_in(prompt)
