@@ -22,6 +22,7 @@ from specgen.measure.bench import (
     entries_of,
     figures_of,
     find_drafts,
+    gains,
     measure,
     to_json_object,
 )
@@ -184,7 +185,7 @@ def bench(
             entries, prompts, chat=chat, n_rounds=n_rounds, progress=progress, interrupted=stop
         )
     _show(runs, to_json_object(entries, prompts, runs, _command()), json_file)
-    for note in dict.fromkeys(_notes(runs)):
+    for note in dict.fromkeys([*gains(figures_of(runs.results)), *_notes(runs)]):
         output.note(note)
     if runs.error is not None:
         raise runs.error

@@ -150,9 +150,9 @@ class LlamaModel:
         return self._weights.kernel_problem
 
     @property
-    def is_newly_packed(self) -> bool:
-        """Whether loading it took longer, since its weights were not kept in the kernels' layout."""
-        return self._weights.is_newly_packed
+    def n_packed_bytes(self) -> int:
+        """Bytes that were packed while it was loaded, since its weights were not kept in the kernels' layout."""
+        return self._weights.n_packed_bytes
 
     @property
     def lacks_disk_room(self) -> bool:

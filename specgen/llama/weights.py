@@ -75,8 +75,8 @@ class LoadedWeights:
         return self._key.kernels
 
     @property
-    def is_newly_packed(self) -> bool:
-        return self._packed is not None and self._packed.n_new_bytes > 0
+    def n_packed_bytes(self) -> int:
+        return 0 if self._packed is None else self._packed.n_new_bytes
 
     @property
     def lacks_disk_room(self) -> bool:

@@ -20,6 +20,7 @@ from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.options import DraftSource, PolicyName, SessionOptions, TreeShape, staged
 from specgen.session.choose_models import find_models
 from specgen.system.files import as_json
+from specgen.system.progress import measured_gain
 
 if TYPE_CHECKING:
     from specgen.session.memory import Memory
@@ -332,6 +333,7 @@ class Figures:
     speedup: float | None
     quartiles: tuple[float, float] | None
     worst_speedup: float | None
+    best_speedup: float | None
     tokens_per_s: float | None
     acceptance_rate: float | None
     mean_accepted_length: float | None
@@ -372,6 +374,7 @@ def _figures(
         own_s, other_s = (each.outcome.time_to_first_token_s for each in (result, other))
         firsts += [own_s / other_s] if own_s is not None and other_s else []
     speedups = [ratio for ratios in by_prompt.values() for ratio in ratios]
+    of_prompts = [statistics.geometric_mean(ratios) for ratios in by_prompt.values()]
     shares = [each.speedup for each in parts if each.speedup is not None] or speedups
     outcomes = [result.outcome for result in results]
     speeds = [each.tokens_per_s for each in outcomes if each.tokens_per_s]
@@ -387,7 +390,8 @@ def _figures(
         n_answers=len(results),
         speedup=statistics.geometric_mean(shares) if shares else None,
         quartiles=_quartiles(speedups),
-        worst_speedup=min(map(statistics.geometric_mean, by_prompt.values()), default=None),
+        worst_speedup=min(of_prompts, default=None),
+        best_speedup=max(of_prompts, default=None),
         tokens_per_s=statistics.median(speeds) if speeds else None,
         acceptance_rate=n_accepted / n_positions if n_positions else None,
         mean_accepted_length=sum(mean * n for mean, n in rounds) / n_rounds if n_rounds else None,
@@ -401,6 +405,15 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
         return (values[0], values[0]) if values else None
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return first, third
+
+
+def gains(figures: Sequence[Figures]) -> Iterator[str]:
+    """Yield a sentence for each contender that drafts."""
+    for of in figures:
+        if of.contender != PLAIN and of.speedup and of.worst_speedup and of.best_speedup:
+            said = measured_gain(of.speedup, of.worst_speedup, of.best_speedup, of.n_answers)
+            heat = f" at temperature {of.temperature:g}" if of.temperature else ""
+            yield f"{of.contender}{heat}: {said}"
 
 
 # --- the report ------------------------------------------------------------------------------------

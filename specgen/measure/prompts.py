@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 #: The date for chat templates that write one: the present one must not change the answers.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
-#: The category of a prompt without one, and that of our prompts for trials of drafts, which `specgen bench` does not
-#: measure with. Drafts differ most between the others: new code, where a small model is often right; editing, where
+#: The category of a prompt without one, and how those of our prompts for trials of drafts begin, which `specgen bench`
+#: does not measure with. Drafts differ most between the others: new code, where a small model is often right; editing, where
 #: the prompt has most of the answer; prose, which is hard to predict; and questions as people ask them.
-_ALL, _TRIAL = "all", "trial"
+_ALL, _TRIAL = "all", "trial "
 _OWN = Path(__file__).with_name("prompts.jsonl")
 _HINT = 'a line is like {"prompt": "...", "category": "..."} or {"turns": ["..."]}'
 
@@ -35,11 +35,16 @@ class BenchPrompt:
 
 def own_prompts() -> list[BenchPrompt]:
     """Return specgen's prompts; the categories code, edit, prose and chat alternate."""
-    return [prompt for prompt in read_bench_prompts(_OWN) if prompt.category != _TRIAL]
+    return [each for each in read_bench_prompts(_OWN) if not each.category.startswith(_TRIAL)]
 
 
-def trial_prompts() -> list[str]:
-    return [prompt.text for prompt in read_bench_prompts(_OWN) if prompt.category == _TRIAL]
+def trial_prompts() -> list[BenchPrompt]:
+    """Return specgen's prompts to try drafts with, of the same categories."""
+    found = [each for each in read_bench_prompts(_OWN) if each.category.startswith(_TRIAL)]
+    return [
+        BenchPrompt(number, each.category.removeprefix(_TRIAL), each.text)
+        for number, each in enumerate(found, 1)
+    ]
 
 
 def given_prompts(texts: Iterable[str]) -> list[BenchPrompt]:

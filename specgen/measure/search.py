@@ -16,7 +16,7 @@ from specgen.drafters.kinds import words_for
 from specgen.llama import default_threads
 from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_draft
 from specgen.models.files import FileIdentity, identify, identity_of
-from specgen.session.calibration import begin, short_context, time_batch
+from specgen.session.calibration import Costs, begin, break_even, short_context, time_batch
 from specgen.session.choose_models import name_of
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
@@ -25,12 +25,10 @@ from specgen.system.machine import LoadOfOthers, is_busy
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend
+    from specgen.measure.prompts import BenchPrompt
     from specgen.options import DraftSource
     from specgen.session.session import Session
     from specgen.system.progress import Progress
-
-#: A speed-up below this does not count as a gain: it is within the noise of the measurement.
-LEAST_GAIN = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ def search_drafts(
     session: Session,
     candidates: Sequence[Path],
     refused: Sequence[Refused],
-    prompts: Sequence[str],
+    prompts: Sequence[BenchPrompt],
     *,
     chat: bool | None = None,
     tunes_threads: bool = False,
@@ -111,7 +109,8 @@ def search_drafts(
     )
     if baseline is None:
         return None
-    plain = DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
+    n_answers = len(baseline.answers)
+    plain = DraftFigures(1.0, 1.0, 1.0, n_answers, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
     tried, failed = [Tried("none", plain)], list(refused)
     for draft in (*words_for(session.target), *candidates):
         try:
@@ -156,24 +155,27 @@ def advice(search: Search) -> tuple[str, ...]:
         "without a draft"
     )
     if best.draft != "none":
-        measured += (
-            f", {figures.tokens_per_s:.1f} with {name_of(best.draft)} (x{figures.speedup:.2f}; "
-            f"x{figures.worst_speedup:.2f} for the worst prompt)"
-        )
+        speed = f"{figures.tokens_per_s:.1f} with {name_of(best.draft)}"
+        measured += f", {speed}: {figures.gain}"
     if search.is_interrupted or is_busy(search.others_share):
         return (measured,)
     n_rows = min(4, max(baseline.batch_s))
-    batch = f"a batch of {n_rows} rows costs {baseline.costs.rows_s(n_rows) / baseline.token_s:.1f} tokens"
-    if figures.speedup >= LEAST_GAIN:
-        accepted = (
-            f"the target accepts {100 * (figures.acceptance_rate or 0.0):.0f} % of its tokens"
-        )
-        per_pass = f"{figures.mean_accepted_length:.1f} tokens come of a pass of the target"
+    batch = (
+        f"a batch of {n_rows} costs {baseline.costs.rows_s(n_rows) / baseline.token_s:.1f} tokens"
+    )
+    if figures.is_gain:
         use = f"use it: --draft {shlex.quote(str(best.draft))}"
-        return measured, f"{batch} and {accepted}, so {per_pass}", use
+        return measured, f"{batch}; {pays_text(baseline, figures)}", use
     none = f"{batch}, and no draft that was tried is clearly faster"
     others = "draft with another model (`specgen models list` shows some)"
     return measured, none, f"{others}, or not at all: --draft none"
+
+
+def pays_text(baseline: Baseline, figures: DraftFigures) -> str:
+    """Say from which acceptance on drafts pay by these costs, and what it was."""
+    least = break_even(Costs(baseline.batch_s, figures.draft_token_s or 0.0))
+    needed = "drafts cannot pay" if least is None else f"drafts pay if {least:.0%} are accepted"
+    return f"{needed}, and {figures.acceptance_rate or 0.0:.0%} were"
 
 
 # --- the files that may be tried, by their names and sizes only ------------------------------------

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specgen.errors import BackendError, PromptError
 from specgen.llama import LlamaBackend
-from specgen.measure.prompts import NOW
+from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import TargetStates, draft_alone
@@ -31,6 +31,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
+from specgen.system.progress import is_gain, measured_gain
 from specgen.text.answer_state import AnswerState, Tally
 
 if TYPE_CHECKING:
@@ -44,10 +45,11 @@ _N_OFTEN, _N_REPEATS = 6, 3
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """A prompt as given, and the tokens of the target's own greedy answer, with the one that ends it."""
+    """A prompt as given, the tokens of the target's own greedy answer, with the one that ends it, and the kind of task."""
 
     prompt: str
     tokens: tuple[int, ...]
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class Replay:
     tally: Tally
     start_s: float
     token_s: float
+    kind: str = ""
 
     @property
     def speedup(self) -> float:
@@ -87,20 +90,32 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
-    """The figures of a draft over all answers; None where nothing was drafted. Prompts only count in `start_s`."""
+    """The figures of a draft over all answers, its speed-up as their geometric mean, and those of each kind of task; None
+    where nothing was drafted. Prompts only count in `start_s`."""
 
     speedup: float
     worst_speedup: float
+    best_speedup: float
+    n_answers: int
     tokens_per_s: float
     acceptance_rate: float | None
     mean_accepted_length: float
     draft_token_s: float | None
     start_s: float
+    kinds: Mapping[str, DraftFigures] = field(default_factory=dict)
+
+    @property
+    def gain(self) -> str:
+        return measured_gain(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
+
+    @property
+    def is_gain(self) -> bool:
+        return is_gain(self.speedup)
 
 
 def measure_target(
     session: Session,
-    prompts: Sequence[str],
+    prompts: Sequence[BenchPrompt],
     *,
     chat: bool | None = None,
     interrupted: Callable[[], bool] = lambda: False,
@@ -108,7 +123,9 @@ def measure_target(
 ) -> Baseline | None:
     """Let the target answer the prompts greedily without a draft, and time its batches. None if interrupted. Raise
     `MemoryLimitError`, or `PromptError` if no prompt fits, no answer is long enough, or nothing can be timed."""
-    fitting, skipped = fitting_prompts(session, enumerate(prompts, 1), chat)
+    asked = dict(enumerate(prompts, 1))
+    texts = [(number, prompt.text) for number, prompt in asked.items()]
+    fitting, skipped = fitting_prompts(session, texts, chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())
     sizes = timed_batch_sizes(session.n_rows_max)
     samples: defaultdict[int, list[float]] = defaultdict(list)
@@ -122,7 +139,8 @@ def measure_target(
             if interrupted():
                 return None
             n_prompt = generation.n_prompt
-            answers.append(TargetAnswer(prompts[number - 1], tuple(generation.tokens[n_prompt:])))
+            text, kind = asked[number].text, asked[number].category
+            answers.append(TargetAnswer(text, tuple(generation.tokens[n_prompt:]), kind))
             samples[1] += generation.tally.target_s_by_rows[1]
             # Batches are timed right after the single tokens, since a machine's speed changes.
             for size in (*sizes[1:], *(_N_REPEATS - 1) * sizes[1:_N_OFTEN]):
@@ -223,11 +241,14 @@ def replay(
         if cascade is not None:
             cascade.observe(result)
         tally.add_round(result)
-    return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
+    return Replay(len(tokens) - 1, tally, start_s, baseline.token_s, answer.kind)
 
 
 def summarise(replays: Sequence[Replay]) -> DraftFigures:
+    """Return the figures of all answers together, and of each kind if there are several. Answers of a single token do not
+    count."""
     counted = [replay for replay in replays if replay.tally.n_rounds]
+    speedups, kinds = [replay.speedup for replay in counted], dict.fromkeys(r.kind for r in counted)
     tallies = [replay.tally for replay in counted]
     n_tokens = sum(replay.n_tokens for replay in counted)
     n_drafted = sum(tally.n_drafted for tally in tallies)
@@ -235,13 +256,19 @@ def summarise(replays: Sequence[Replay]) -> DraftFigures:
     draft_s = sum(tally.draft_s for tally in tallies)
     seconds = draft_s + sum(tally.target_s for tally in tallies)
     return DraftFigures(
-        speedup=speedup(n_tokens, seconds, counted[0].token_s),
-        worst_speedup=min(replay.speedup for replay in counted),
+        speedup=statistics.geometric_mean(speedups),
+        worst_speedup=min(speedups),
+        best_speedup=max(speedups),
+        n_answers=len(counted),
         tokens_per_s=n_tokens / seconds,
         acceptance_rate=sum(t.n_accepted for t in tallies) / n_positions if n_positions else None,
         mean_accepted_length=n_tokens / sum(tally.n_rounds for tally in tallies),
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in counted) / len(counted),
+        kinds={
+            kind: summarise([replay for replay in counted if replay.kind == kind])
+            for kind in (kinds if len(kinds) > 1 else ())
+        },
     )
 
 

@@ -125,6 +125,13 @@ def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
     )
 
 
+def break_even(costs: Costs) -> float | None:
+    """Return the acceptance from which on a draft model pays; None if it cannot, since even a draft that is always right
+    would save nothing."""
+    rates = (percent / 100 for percent in range(101))
+    return next((rate for rate in rates if expected_gain(costs, rate).speedup >= 1.0), None)
+
+
 # --- what is known of a session's models -------------------------------------------------------------
 
 

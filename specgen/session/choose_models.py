@@ -19,6 +19,7 @@ from specgen.models.hub_names import PREFIX, is_reference, locate, looks_like_re
 from specgen.models.registry import load_registry
 from specgen.options import DraftSource
 from specgen.system.files import correct, replace_text
+from specgen.system.progress import measured_gain
 
 if TYPE_CHECKING:
     from specgen.models.registry import CatalogueModel, Registry
@@ -195,8 +196,7 @@ def _candidates(
         if saved.draft == "none":
             yield DraftChoice("none", f"not drafting, {found}", is_measured=True)
         elif not isinstance(saved.draft, Path) or saved.draft.is_file():
-            figure = f" (x{saved.speedup:.2f} there)" if saved.speedup is not None else ""
-            why = f"drafting with {name_of(saved.draft)}, {found}{figure}"
+            why = f"drafting with {name_of(saved.draft)}, {found}{saved.gain and f': {saved.gain}'}"
             yield DraftChoice(saved.draft, why, is_measured=True)
         else:
             gone = f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
@@ -246,6 +246,16 @@ class SavedDraft:
     draft: DraftSource
     date: datetime.date | None = None
     speedup: FiniteFloat | None = None
+    worst_speedup: FiniteFloat | None = None
+    best_speedup: FiniteFloat | None = None
+    n_answers: int = 0
+
+    @property
+    def gain(self) -> str:
+        """What was measured, in words; empty if the file does not have all of it."""
+        if self.speedup is None or self.worst_speedup is None or self.best_speedup is None:
+            return ""
+        return measured_gain(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
 
 
 def saved_drafts_file() -> Path:

@@ -163,7 +163,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
         may_pay = not expected.rules_out_all
         if may_pay:
             guess = f"a guess costs {expected.token_tokens:.2f} tokens of the target"
-            why = f"{guess} and {batch} here, so it would be about x{expected.speedup:.2f}"
+            why = f"{guess} and {batch} here, too much for it to save time"
         said.append(f"not drafting with {path.name}: {why}")
     session.change_draft("none")
     return "; ".join([*said, "not drafting"])
@@ -180,6 +180,11 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
             yield (
                 f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
                 f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
+            )
+        elif model.n_packed_bytes and not model.lacks_disk_room:
+            yield (
+                f"{model.name}: its weights were packed for this machine, and {human_bytes(model.n_packed_bytes)} are "
+                f"written to {packed_folder()}: the next start is quick (--packed-cache off keeps none)"
             )
     no_room = next((model.name for model in models if model.lacks_disk_room), None)
     marker = cache_folder() / f"no-room-for-packed-weights-{__version__}"
@@ -201,8 +206,8 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
     for name in options.target_context.template_variables:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             yield f"--chat-template-kwargs: the chat template does not read {name}"
-    n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count()
-    if n_cores is not None and n_threads > n_cores:
+    n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count() or 1
+    if n_threads > n_cores:
         yield f"-t {n_threads} is slower than -t {n_cores}: this machine runs {n_cores} threads at once"
     for draft in models[1:]:
         if draft.size_bytes > session.target.size_bytes:

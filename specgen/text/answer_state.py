@@ -255,10 +255,11 @@ class AnswerState:
             n_draftable = min(n_draftable, max(0, self.options.max_tokens - self.n_answer - 1))
         # The answer is expected to get as many tokens again: long answers tend to go on for longer.
         n_left = min(max(_N_EXPECTED, self.n_answer), n_draftable + 1)
-        n_most = min(n_most, self.policy.n_max, n_draftable)
+        n_nodes = min(n_most, self.policy.n_max, max(0, self.n_ctx - len(self.tokens)))
+        n_most = min(n_nodes, n_draftable)
         found = cascade.look_up(self.tokens, n_most)
         price = cascade.price(len(self.tokens))
-        return Offer(n_left, n_most, found, cascade.model_name, price)
+        return Offer(n_left, n_most, found, cascade.model_name, price, n_nodes)
 
     def commit(self, token: int) -> str:
         """Add the target's next token, and return the text that may be shown; `finish_reason` says if the answer ends
@@ -296,13 +297,21 @@ class AnswerState:
             columns = zip(
                 draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
             )
+            n_walks = Counter(node for walk in draft.walks for node in walk)
             nodes = [
-                DraftNode(each, bytes_of(each).decode("utf-8", "replace"), parent, origin, chance)
-                for each, parent, origin, chance in columns
+                DraftNode(
+                    each,
+                    bytes_of(each).decode("utf-8", "replace"),
+                    parent,
+                    origin,
+                    chance,
+                    n_walks[n],
+                )
+                for n, (each, parent, origin, chance) in enumerate(columns)
             ]
             rejected = self._rejected_branches(draft, path)
             events = [
-                DraftedEvent(self.index, now_s, number, tuple(nodes)),
+                DraftedEvent(self.index, now_s, number, tuple(nodes), draft.guesses),
                 VerifiedEvent(self.index, now_s, number, path, rejected, token, own_kind),
             ]
         pieces: list[Piece] = []

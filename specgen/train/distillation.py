@@ -38,7 +38,7 @@ from specgen.train.gguf_weights import (
     write_weights,
 )
 from specgen.train.target_text import N_COLUMNS, Rows, TrainingText, pack_split
-from specgen.train.training_loop import Budget, Schedule, TrainingState, train
+from specgen.train.training_loop import LEAST_TEXT, Budget, Schedule, TrainingState, train
 
 #: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is the layer.
 Parameters: TypeAlias = dict[str, Any]
@@ -59,8 +59,7 @@ N_ROWS, N_PASSES = 3, 2
 _JUDGED_PER_PASS, _PATIENCE = 3, 4
 #: The learning rate rises in a quarter of the steps, but in so many at most, and falls to this share of its peak.
 _MOST_RISING, _LAST_SHARE = 20, 0.05
-#: The fewest tokens of answers to learn from, and to judge by.
-_LEAST_LEARNT, _LEAST_JUDGED = 1000, 100
+_LEAST_LEARNT, _LEAST_JUDGED = LEAST_TEXT["distilled"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,14 @@ from specgen.llama.operators import FloatArray
 from specgen.system.files import new_beside, write_errors
 from specgen.train.gguf_weights import model_rows
 from specgen.train.target_text import TargetText
-from specgen.train.training_loop import Budget, Parameters, Schedule, TrainingState, train
+from specgen.train.training_loop import (
+    LEAST_TEXT,
+    Budget,
+    Parameters,
+    Schedule,
+    TrainingState,
+    train,
+)
 
 #: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
 #: tokenizers give low ids to frequent tokens.
@@ -42,8 +49,7 @@ _FADING, _N_BATCH = 0.8, 256
 #: Tokens that the text lacks are sampled: this many stand for all of them in a step.
 _N_OTHERS = 2048
 _RIDGE = 300.0
-#: The fewest tokens to learn from, and to judge by.
-_LEAST_SAMPLES, _LEAST_JUDGED = 8 * _N_BATCH, 100
+_LEAST_SAMPLES, _LEAST_JUDGED = LEAST_TEXT["heads"]
 _OPTIMIZER = optax.scale_by_adam(b1=0.9, b2=0.98)
 
 

@@ -36,6 +36,8 @@ N_TOP = 16
 #: The number of rows for which llama.cpp computes hidden states and logits at once.
 _N_ROWS = 64
 _FILES = "[0-9]*.npz"
+#: The fewest tokens of an answer that was not finished.
+_SHORTEST = 8
 #: The number of tokens in a row, and the most before a part of a kept answer: most answers fit with their prompt.
 N_COLUMNS, _N_BEFORE = 384, 192
 
@@ -96,10 +98,13 @@ def is_held_back(index: int) -> bool:
     return index % 10 == 9
 
 
-def write_text(session: Session, options: TextOptions, folder: Path, budget: Budget) -> int:
+def write_text(
+    session: Session, options: TextOptions, folder: Path, budget: Budget, n_least: int = 0
+) -> int:
     """Let the target answer prompts that have no answer yet, until there is enough text, no prompt or no time; return
-    the number of tokens there are. Finished answers stay if interrupted. Raise `OutputError`, `MemoryLimitError`,
-    `UsageError`, `PairError` for a recurrent target, and `ModelFileError` if a file is damaged."""
+    the number of tokens there are. Finished answers stay if interrupted, and beginnings of answers until there are
+    `n_least` new tokens. Raise `OutputError`, `MemoryLimitError`, `UsageError`, `PairError` for a recurrent target, and
+    `ModelFileError` if a file is damaged."""
     if session.target.has_recurrent_state:
         why = "has a recurrent state: its hidden states cannot be read"
         raise PairError(f"{session.target.name} {why}")
@@ -114,9 +119,14 @@ def write_text(session: Session, options: TextOptions, folder: Path, budget: Bud
         n_have = sum(len(answer.tokens) for answer in answered)
         budget.progress(n_have, n_tokens)
         known = {answer.prompt for answer in answered}
+        n_least += n_have
+        # Of ten prompts, that for judging comes first: there is something to judge by however few answers there are.
+        order = sorted(
+            enumerate(options.prompts), key=lambda each: (each[0] // 10, not is_held_back(each[0]))
+        )
         left = {
             text: (session.prompts.of_text(text), is_held_back(index))
-            for index, text in enumerate(options.prompts)
+            for index, text in order
             if text not in known and n_have < n_tokens
         }
         if not left:
@@ -129,11 +139,15 @@ def write_text(session: Session, options: TextOptions, folder: Path, budget: Bud
                 for text, (prompt, is_judged) in left.items()
                 if len(prompt.tokens) + max_tokens <= n_ctx
             }
-            while waiting and not budget.is_over() and n_have < n_tokens:
+            is_last = False
+            while waiting and not is_last and n_have < n_tokens:
+                is_last = budget.is_over()
+                if is_last and (budget.interrupted() or n_have >= n_least):
+                    break
                 engine.step()
                 for done in [answer for answer in waiting if answer.is_done]:
                     text, is_judged = waiting.pop(done)
-                    answer = _whole_answer(session, done, text, is_judged)
+                    answer = _whole_answer(session, done, text, is_judged, keeps_cut=is_last)
                     if answer is not None:
                         writer.add(answer)
                         n_have += len(answer.tokens)
@@ -229,7 +243,7 @@ def _rounded(n_tokens: int, step: int) -> int:
 
 
 def _whole_answer(
-    session: Session, request: Request, text: str, is_judged: bool
+    session: Session, request: Request, text: str, is_judged: bool, *, keeps_cut: bool
 ) -> TargetAnswer | None:
     finished = request.finished
     if request.failure is not None or finished is None or not finished.token_ids:
@@ -239,7 +253,7 @@ def _whole_answer(
         vocabulary, end = session.target.vocabulary, finished.stopped_by
         ends = [token for token in vocabulary.end_tokens() if vocabulary.token_text(token) == end]
         tokens = (*tokens, *ends[:1])
-    elif finished.finish_reason != "length":
+    elif finished.finish_reason != "length" and not (keeps_cut and len(tokens) >= _SHORTEST):
         return None
     return TargetAnswer(text, request.prompt.tokens, tokens, is_judged)
 

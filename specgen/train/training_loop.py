@@ -33,6 +33,10 @@ N_TOKENS = 40_000
 N_ANSWER_TOKENS, N_PARALLEL = 256, 16
 
 
+#: The fewest tokens of answers to learn from, and to judge by, by what is made of them.
+LEAST_TEXT = {"heads": (2048, 100), "distilled": (1000, 100), "pruned": (0, 100)}
+
+
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """Answers to `prompts`, `n_tokens` in all, to make drafts from."""

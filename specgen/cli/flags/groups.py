@@ -170,7 +170,7 @@ def _metavar(kind: Any) -> str | None:
         return "|".join(map(str, inner))
     if inner:
         return _metavar(inner[0])
-    return "FILE" if kind is Path else None
+    return {int: "N", float: "NUMBER", Path: "FILE", str: "TEXT"}.get(kind)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
