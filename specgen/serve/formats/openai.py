@@ -174,8 +174,7 @@ class _CompletionBody(TextBody):
 def read_request(
     kind: Kind, body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> Request:
-    """Read a body that asks for one answer to one prompt; `sampling` and `generation` give the defaults of
-    its fields. Raise `BodyError`."""
+    """Read a body that asks for one answer; `sampling` and `generation` are defaults. Raise `BodyError`."""
     if kind == "chat":
         request, *others = read_chat(body, sampling, generation)
     else:
@@ -239,8 +238,7 @@ def read_completion(
     *,
     kind: Kind = "completion",
 ) -> tuple[Request, ...]:
-    """Read a body for the continuation of texts, or with `suffix` for the middle between two: a request for
-    each prompt. Raise `BodyError`."""
+    """Read a body for the continuation of texts, or with `suffix` for the middle: a request for each prompt."""
     asked = parse(_CompletionBody, body)
     empty = asked.request(
         kind, sampling, splits_reasoning=kind == "prompt", **asked.common(generation)
@@ -260,8 +258,7 @@ def read_completion(
 
 
 def _inputs(field: str, value: Any) -> dict[str, str | list[int | str]]:
-    """Return the inputs in a field, each by its place: texts, or lists of tokens with texts among them. Like llama.cpp's
-    server, take an object for its text. Raise `BodyError`."""
+    """Return the inputs in a field by their places: texts, or tokens with texts among them. Raise `BodyError`."""
     is_several = isinstance(value, list) and value and all(type(each) is not int for each in value)
     found: dict[str, str | list[int | str]] = {}
     for number, each in enumerate(value if is_several else [value]):
@@ -428,8 +425,7 @@ def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
 
 
 def _text_logprobs(pieces: Sequence[Piece], start: int) -> dict[str, list[Any]]:
-    """Return the same as lists, with the offset of each token in the text, of which `start` characters come before
-    these tokens. Nothing is known of a prompt's first token."""
+    """Return the same as lists, with each token's offset in the text, `start` characters in."""
     offsets = itertools.accumulate((len(piece.text) for piece in pieces), initial=start)
     found = [
         (piece, own.text, offset)
@@ -470,8 +466,7 @@ class _EmbeddingBody(Fields):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """The tokens of the inputs of a request, the form of its vectors, and how many of their values are wanted
-    (None: all)."""
+    """The tokens of the inputs, the form of the vectors, and how many values are wanted (None: all)."""
 
     tokens: tuple[list[int], ...]
     is_base64: bool = False
