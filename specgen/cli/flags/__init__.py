@@ -58,7 +58,7 @@ def draft_names(incomplete: str) -> list[str]:
 def target_option(**settings: Any) -> Any:
     """Return the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
     usual: dict[str, Any] = {
-        "help": "The target: a GGUF file, a name from `specgen models list`, or hf:USER/REPO:QUANT on the "
+        "help": "The target, the model that answers: a GGUF file, a name from `specgen models list`, or hf:USER/REPO:QUANT on the "
         "Hugging Face hub, for which -hf USER/REPO:QUANT is the same. Without QUANT it is Q4_K_M, else Q8_0, "
         "else the repository's first model; --hf-file names one of its files. HF_TOKEN (or --hf-token) opens "
         "gated and private repositories.",
@@ -77,7 +77,7 @@ _MODELS = panel(
     draft=draft_model_option(
         metavar="FILE|NAME|mtp|ngram|none",
         autocompletion=draft_names,
-        help="What drafts: a file or a name as for the target (-hfd on the hub), `mtp` (the target's own layers), "
+        help="What drafts for it: a file or a name as for the target (-hfd on the hub), `mtp` (the target's own layers), "
         "`ngram` (repetitions of the text so far), `heads` (made by `specgen draft make`), or `none`. A second "
         "--draft drafts for the first.",
         show_default="the pair's; with -m alone what `specgen draft find` saved, MTP layers, a known partner on "
@@ -368,4 +368,4 @@ JSON_REPORT = Option("--json", help="Print a JSON object.")
 
 output = group(Output)(Output)
 #: The output of commands that show no answers: --quiet and --verbose.
-loudness = output.without("show", "stats", "json", "newline")
+loudness = output.without("show", "stats", "json", "html", "newline")
