@@ -28,6 +28,7 @@ from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 _EXACT = ("-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-n", "24", "-q")
 _PROMPTS = ("the cat", "the dog and the cat", "a", "else", "one two three one two", "def f(x):")
 _BENCH = ("-n", "8", "--count", "1", "-t", "1")
+_PREFIXES = ("--draft", "none", "--prefix-store", "all", "-c", "2048")
 _PATIENCE_S = 120.0
 
 
@@ -37,7 +38,12 @@ class Kills:
     def __init__(self, folder: Path, names: Sequence[str] = ()) -> None:
         """`names` of commands; by default all."""
         self.home = folder / "home"
-        config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, unprintable_scale=0.0)
+        config = TinyConfig(
+            logit_scale=6.0,
+            chat_template=CHATML_TEMPLATE,
+            unprintable_scale=0.0,
+            n_ctx_train=2048,
+        )
         target = write_tiny_model(folder / "target.gguf", config)
         draft = replace(config.draft(0.05), tensor_type="f16", n_embd=256, n_head=4)
         draft_file = write_tiny_model(folder / "draft.gguf", draft)
@@ -49,6 +55,13 @@ class Kills:
         find = ["draft", "find", *models[:2], str(draft_file), "--save", "-q"]
         commands: Mapping[str, list[str]] = {
             "run": ["run", *drafted, *_EXACT, "the cat"],
+            "prefix store": [
+                "run",
+                *models[:2],
+                *_PREFIXES,
+                *_EXACT,
+                "the cat is in the else " * 60,
+            ],
             "lookup store": ["run", *by_ngrams, "--lookup-store", *_EXACT, "a cat"],
             "batch": ["batch", str(self._lines), str(self._results), *drafted, *_EXACT],
             "tune": ["tune", *drafted, "-t", "1", "-q"],
@@ -85,7 +98,9 @@ class Kills:
         assert code == 0, f"{name}: exit code {code}: {err.decode()[-500:]}"
         assert b"Traceback" not in err, err.decode()[-500:]
         if name != "batch":
-            return out if name in ("run", "lookup store") else None  # the others tell times
+            return (
+                out if name in ("run", "prefix store", "lookup store") else None
+            )  # the others tell times
         records = [json.loads(line) for line in self._results.read_text().splitlines()]
         found = sorted(
             (record["custom_id"], record["response"]["body"]["choices"][0]["message"]["content"])
