@@ -385,65 +385,6 @@ def run_of_characters(base: Base, folder: Path, chance: random.Random) -> Case:
     return Case((*base.run(model, "none")[:-1], "-f", "prompt.txt"), limit_s=300.0)
 
 
-_GRAMMARS = (
-    'root ::= "a" | "b" root',
-    'root ::= [a-z]+ ("," [0-9]{1,3})*\n',
-    'root ::= item{2,5}\nitem ::= "x" | ws "y"\nws ::= [ \\t\\n]?',
-    'root ::= "\\u00e9" [^"\\\\] . root?',
-)
-
-
-@_kind
-def grammar(base: Base, folder: Path, chance: random.Random) -> Case:
-    """Grammars with mistakes."""
-    odd = ["::=", "|", "(", ")", "*", "+", "?", "{2000}", "{3,1}", "[z-a]", "[", '"', "root", "\\x"]
-    text = _changed_text(chance.choice(_GRAMMARS), chance, [*odd, *_ODD_TEXTS])
-    (folder / "g.gbnf").write_bytes(text.encode())
-    fast, plain = (
-        base.run(base.model("target"), draft, "--grammar-file", "g.gbnf")
-        for draft in (chance.choice(["ngram", str(base.model("draft"))]), "none")
-    )
-    return Case(fast, same_as=plain, codes=frozenset({2, 3, 9}), limit_s=90.0)
-
-
-_NAME = {"type": "string", "maxLength": 5}
-_NUMBER = {"type": "integer", "minimum": 3, "maximum": 40}
-_PERSON: dict[str, Any] = {"type": "object", "properties": {"name": _NAME, "n": _NUMBER}}
-_SCHEMAS: tuple[dict[str, Any], ...] = (
-    {**_PERSON, "required": ["name", "n"], "additionalProperties": False},
-    {"type": "array", "items": {"enum": ["a", 'b"', 3, None]}, "minItems": 1, "maxItems": 3},
-    {"anyOf": [{"const": {"x": [1, 2]}}, {"type": "boolean"}, {"type": "null"}]},
-    {"type": "string", "pattern": "^[a-c]{2,4}(x|y)?$"},
-    {"$defs": {"t": _NUMBER}, "type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2},
-)
-
-
-@_kind
-def schema(base: Base, folder: Path, chance: random.Random) -> Case:
-    """Schemas that are changed: they are refused, or the answer conforms."""
-    data = mutated(chance.choice(_SCHEMAS), chance)
-    (folder / "s.json").write_bytes(data)
-
-    def check(code: int, out: bytes) -> str | None:
-        if code:
-            return None
-        try:
-            value = json.loads(out)
-        except ValueError:
-            return None  # it was cut at the limit of tokens
-        try:
-            jsonschema.Draft202012Validator(json.loads(data)).validate(value)
-        except jsonschema.ValidationError as error:
-            return f"{value!r} does not conform: {error.message[:200]}"
-        except Exception:  # noqa: BLE001 - the schema is none
-            return None
-        return None
-
-    more = ("-n", "200", "--json-schema-file", "s.json", "--temp", "1", "--seed", "3")
-    arguments = base.run(base.model("target"), "ngram", *more)
-    return Case(arguments, check=check, codes=frozenset({2, 3}), limit_s=90.0)
-
-
 @_kind
 def batch(base: Base, folder: Path, chance: random.Random) -> Case:
     """Files of requests with mistakes: each line has a result."""
