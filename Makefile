@@ -20,7 +20,7 @@ SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test
 	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_tune.py \
 	cli/test_cli_verify.py method/test_lossless.py::test_matching method/test_lossless.py::test_sampled \
 	method/test_policy.py::test_a_draft_that_cannot_pay method/test_policy.py::test_in_the_long_run \
-	method/test_reference.py method/test_translation.py \
+	method/test_translation.py \
 	method/test_trees.py::test_drawn_trees_fit \
 	session/test_real_models.py \
 	llama/test_build_kernels.py llama/test_kernels.py llama/test_llama_dry.py \

@@ -20,8 +20,6 @@ from specgen.serve.formats import request
 from specgen.serve.formats.openai import read_request
 from tests.helpers.batch import answers, records, text_of, wait_for_results
 from tests.helpers.cli import Result, Specgen, spawn
-from tests.helpers.templates import FAMILIES
-from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPTS = [
     "the cat is in the",
@@ -321,25 +319,6 @@ def test_two_do_not_write_to_one_file(batch: Batch, chat_models: Path) -> None:
         process.kill()
         process.communicate()
     batch.again("-n", "40", "-np", "4")
-
-
-def test_calls_of_tools(batch: Batch, chat_models: Path) -> None:
-    values = {"type": "object", "properties": {"unit": {"enum": ["m", "ft"]}}, "required": ["unit"]}
-    function = {"name": "length", "parameters": {**values, "additionalProperties": False}}
-    body = {
-        "messages": [{"role": "user", "content": "the cat"}],
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": {"type": "function", "function": {"name": "length"}},
-        "max_tokens": 100,
-    }
-    config = TinyConfig(logit_scale=6.0, chat_template=FAMILIES["Hermes"], n_ctx_train=2048)
-    write_tiny_model(chat_models / "tools.gguf", config)
-    batch.answer([body], target="tools", draft="ngram")
-    (choice,) = records(batch.out)["1"]["response"]["body"]["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "length"
-    assert json.loads(call["function"]["arguments"])["unit"] in ("m", "ft")
 
 
 @pytest.mark.parametrize("draft", ["none", "draft"])

@@ -4,7 +4,7 @@ somebody, in a library, in an example that many copied, or in a paper's first co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,6 @@ from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier, drawn_from
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.engine import Engine
 from specgen.text.answer_state import AnswerState
 from tests.helpers.fake_generations import WrappedDrafter
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 import gguf
-import jsonschema
 from typer.core import TyperOption as Option
 
 from specgen.cli.app import command_line

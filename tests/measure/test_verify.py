@@ -18,7 +18,6 @@ import pytest
 import specgen.method.loop
 from specgen.llama import LlamaBackend
 from specgen.measure.verify import (
-    ALWAYS_ALLOWED,
     N_AT_ONCE,
     Difference,
     GreedyResult,

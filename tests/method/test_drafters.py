@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
-from specgen.method.draft import ROOT, Distribution, Draft
+from specgen.method.draft import Distribution, Draft
 from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
 from specgen.method.tables import FREE, Price, Stop
@@ -20,7 +20,6 @@ from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
-from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, Clock, draft_request, model_drafter
 

@@ -6,10 +6,8 @@ import contextlib
 import ctypes
 import gc
 import json
-import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,14 +17,10 @@ import numpy as np
 import pytest
 
 from specgen.errors import BackendError, UsageError
-from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel, LlamaVocabulary
-from specgen.options import GenerationOptions, Grammar, SamplerOptions
-from specgen.session.engine import generate
-from specgen.session.session import Session
+from specgen.options import Grammar
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
-from tests.helpers.sessions import options_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 PERSON: dict[str, Any] = {

@@ -17,7 +17,6 @@ from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan
 from specgen.method.tables import CostTable
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.text.text_state import TextState
-from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, draft_request
 

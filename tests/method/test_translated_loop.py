@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
-from specgen.events import CommittedEvent, Event, NoticeEvent
+from specgen.events import Event, NoticeEvent
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.options import DraftOptions, GenerationOptions

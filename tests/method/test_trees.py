@@ -23,7 +23,13 @@ from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
 from specgen.method.tables import AcceptanceRates, CostTable, WhilePaying
 from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
-from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, SamplerOptions, parse_tree
+from specgen.options import (
+    LARGEST_TREE,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    parse_tree,
+)
 from specgen.session.answer_loop import AnswerLoop
 from specgen.text.answer_state import AnswerState
 from specgen.text.text_state import Cascade, TextState
@@ -189,7 +195,9 @@ def test_whatever_is_drawn_the_target_is_told(
             accepted += fate.chance * is_accepted
     assert sum(found.values()) == pytest.approx(1.0)
     if k == 1:  # no rule accepts more
-        shared = [min(wanted.probability(token), drawn_from.probability(token)) for token in range(4)]
+        shared = [
+            min(wanted.probability(token), drawn_from.probability(token)) for token in range(4)
+        ]
         assert accepted == pytest.approx(sum(shared))
     for token in range(4):
         assert found[token] == pytest.approx(wanted.probability(token), abs=1e-9)

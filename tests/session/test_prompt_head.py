@@ -148,7 +148,11 @@ def test_a_draft_with_the_targets_vocabulary_reads_the_targets_prompt(models: Pa
 @pytest.mark.parametrize(("target", "draft"), [("target", "draft"), ("draft", "target")])
 def test_a_text_of_any_script_is_as_without_a_draft(models: Path, target: str, draft: str) -> None:
     """Byte-level BPE and SentencePiece, through llama.cpp."""
-    for text in ("你好,世界。你好,世界。\n", "مرحبا بالعالم، 😀🎉😀 é", "\tif x:\n\t\treturn\n\n    a<|im_end|>\nb"):
+    for text in (
+        "你好,世界。你好,世界。\n",
+        "مرحبا بالعالم، 😀🎉😀 é",
+        "\tif x:\n\t\treturn\n\n    a<|im_end|>\nb",
+    ):
         found = []
         for name in ("none", draft):
             with opened(models / f"{target}.gguf", name) as session:
