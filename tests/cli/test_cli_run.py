@@ -580,7 +580,7 @@ def test_a_signal_ends_json_with_a_finished_event(tiny_models: Path) -> None:
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys, specgen.cli.app\n"
-        "try: specgen.cli.app.main(['run', '--help'])\n"
+        "try: specgen.cli.app.main(['run', '--help-all'])\n"
         "except SystemExit: pass\n"
         "print([m for m in ('numpy', 'llama_cpp', 'huggingface_hub', 'requests', 'jinja2', 'gguf',"
         " 'psutil') if m in sys.modules])"

@@ -434,12 +434,12 @@ def test_what_can_be_followed_no_further_is_an_error(
     broken.get_error.return_value = "too complex\nand more"
     broken.is_error.side_effect = lambda: broken.unsafe_compute_mask_ptr.call_count > n_good
     broken.unsafe_compute_mask_ptr.side_effect = lambda at, n: ctypes.memset(at, 255, n)
-    grammar = schema_grammar("{}")
+    own, other = (schema_grammar(f'{{"minimum": {n}}}') for n in (17, 18))  # not compiled before
     monkeypatch.setattr("llguidance.LLMatcher", MagicMock(return_value=broken))
-    state = LlguidanceGrammar(vocabulary, grammar).start.after(1)
+    state = LlguidanceGrammar(vocabulary, own).start.after(1)
     with pytest.raises(BackendError, match="too complex$"):
         state.allows(np.array([1]))
     # At the start of a text, the grammar is refused.
     n_good = 0
     with pytest.raises(UsageError, match="too complex$"):
-        LlguidanceGrammar(vocabulary, grammar)
+        LlguidanceGrammar(vocabulary, other)

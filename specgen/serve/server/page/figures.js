@@ -1,5 +1,7 @@
 // The figures of an answer. Times are milliseconds.
 
+const BARS = "▁▂▃▄▅▆▇█";
+
 export class Figures {
   #started;
   #first = null; // when the first tokens came, and how many they were
@@ -8,6 +10,7 @@ export class Figures {
   #nAccepted = 0;
   #progress = null; // how far the prompt is read
   #last = {}; // the chunk that has the server's own figures
+  #rounds = []; // by the number of tokens that they added
 
   constructor(now) {
     this.#started = this.#now = now;
@@ -15,6 +18,8 @@ export class Figures {
 
   count(chunk, pieces, now) {
     this.#now = now;
+    pieces = pieces.filter(({ kind }) => kind !== "rejected");
+    this.#rounds = chunk.events?.find(({ event }) => event === "finished")?.rounds_by_tokens ?? this.#rounds;
     this.#nTokens += pieces.length;
     this.#nAccepted += pieces.filter((piece) => piece.kind === "accepted").length;
     if (pieces.length && this.#first === null) {
@@ -62,7 +67,8 @@ export class Figures {
       parts.push(gain(speculative.estimated_speedup_range));
     }
     if (speculative?.n_drafted) {
-      parts.push(`${speculative.mean_accepted_length.toFixed(1)} tokens per pass of the target`);
+      parts.push(`${speculative.mean_accepted_length.toFixed(1)} tokens per pass of the target` +
+        histogram(this.#rounds));
     }
     if (this.#first !== null) {
       parts.push(`first token after ${seconds(this.#first.now - this.#started)}`);
@@ -94,6 +100,13 @@ function gain(range) {
   const times = low === high ? low : `${low} to ${high}`;
   const isSure = Number(low) > 1 || Number(high) < 1;
   return isSure ? `${times} times as fast as without drafts` : `about as fast as without drafts (${times} times)`;
+}
+
+// How many of the passes added one token, two, and so on.
+function histogram(nRounds) {
+  const most = Math.max(...nRounds, 1);
+  const bars = nRounds.map((n, index) => `${index + 1}${n ? BARS[Math.ceil((7 * n) / most)] : "·"}`);
+  return bars.length ? ` (${bars.join(" ")})` : "";
 }
 
 function counted(n, what) {
