@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import BackendError, ModelFileError, UsageError
-from specgen.llama.gguf_file import GgufMetadata, check_file, opened_parts
+from specgen.llama.gguf_file import GgufMetadata, check_file, opened_parts, parts_of
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
@@ -86,6 +86,10 @@ class LlamaModel:
             remote = "its MTP layers cannot draft while workers (--rpc) compute it"
             self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
         self.file = file
+        #: The size and the time of each of its files now: they may be replaced while it is in use.
+        self.versions = [
+            (each.st_size, each.st_mtime_ns) for each in map(Path.stat, parts_of(file))
+        ]
         #: A chat template that replaces those of the file.
         self.own_template: str | None = None
         #: Whether it is closed: contexts of it decode nothing more.
