@@ -176,17 +176,17 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
     """Yield what the user should know of the loaded models, and of options that change nothing or slow things down."""
     models = session.models
     for model in models:
-        if model.kernel_problem:
+        if model.loaded.kernel_problem:
             yield (
                 f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
-                f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
+                f"trial ({model.loaded.kernel_problem}); please report this (`specgen doctor -m` tries again)"
             )
-        elif model.n_packed_bytes and not model.lacks_disk_room:
+        elif model.loaded.n_packed_bytes and not model.loaded.lacks_disk_room:
             yield (
-                f"{model.name}: its weights were packed for this machine, and {human_bytes(model.n_packed_bytes)} are "
+                f"{model.name}: its weights were packed for this machine, and {human_bytes(model.loaded.n_packed_bytes)} are "
                 f"written to {packed_folder()}: the next start is quick (--packed-cache off keeps none)"
             )
-    no_room = next((model.name for model in models if model.lacks_disk_room), None)
+    no_room = next((model.name for model in models if model.loaded.lacks_disk_room), None)
     marker = cache_folder() / f"no-room-for-packed-weights-{__version__}"
     if no_room is not None and is_first_time(marker):
         yield (
