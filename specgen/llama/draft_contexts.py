@@ -13,10 +13,10 @@ import numpy as np
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.draft_models import AssistantModel, DflashModel, EagleModel, TrainedModel
+from specgen.llama.gguf_file import WANTED_ROWS_ONLY
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
-from specgen.llama.mtp_layers import WANTED_ROWS_ONLY
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
