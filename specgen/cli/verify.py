@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 #: How many of the prompts are answered again, several at once, and how many to find a place where samples are drawn.
 _N_AT_ONCE_PROMPTS, _N_TRIED = 6, 3
-#: The temperature of sampled checks if none is given, llama.cpp's default; the probability that any of them fails
-#: although nothing is wrong.
+#: The temperature of sampled checks if none is given, and the probability of any false alarm.
 _TEMPERATURE, _FALSE_ALARM = 0.8, 1e-4
 
 

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
-#: After each answer, the first sizes of batches are timed so often, but for a single row, which the answer itself times;
-#: larger sizes once.
+#: After each answer, the first sizes of batches are timed so often, and larger sizes once.
 _N_OFTEN, _N_REPEATS = 6, 3
 
 
@@ -210,8 +209,7 @@ def replay(
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0
     if cascade is not None:
-        # The draft model decodes the prompt for a proposal that is not used: so the rounds have only costs that grow
-        # with the answer.
+        # The draft reads the prompt for a proposal that is not used: rounds cost only what grows with the answer.
         started = clock()
         draft_alone(cascade.propose(generation.tokens, RoundPlan("fixed", 1)))
         start_s = clock() - started

@@ -37,8 +37,7 @@ from specgen.text.text_state import Shaper, TextState
 N_AT_ONCE = 3
 #: Draws are made after one of an answer's first tokens, so many at a time.
 N_SEARCHED, _N_QUEUED = 48, 60
-#: A row may move by this many times the largest movement that batches were found to cause, beside what is always
-#: allowed: a value in an f16 cache that happens to round the other way moves all rows after it.
+#: A row may move by this many times what batches caused, beside what a cache value rounded otherwise causes.
 SLACK, ALWAYS_ALLOWED = 4.0, 0.01
 
 #: What decides how much is drafted; "forced" drafts in every round.
@@ -320,8 +319,7 @@ def check_sampled(
     if not places or interrupted():
         return None
     place = max(places, key=lambda each: each.chance)
-    # The first token of an answer is chosen without a draft, and decoder heads have nothing to draft
-    # the second from: so these are the ones that were said before.
+    # An answer's first token has no draft, and heads have none for the second: so these are forced.
     prompt, forced = prompts[place.prompt], place.answer[-2:]
     begun = followed_by(session.prompts, prompt, place.answer[: -len(forced)])
 

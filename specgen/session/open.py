@@ -112,8 +112,7 @@ def open_session(
     `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises."""
     if drafts:
         options = replace(options, draft=drafts[0].draft)
-    # Drafts that specgen chose are loaded after the target. So errors of the two can be told
-    # apart, and the target is loaded only once if several drafts are tried.
+    # Chosen drafts are loaded after the target, once for all: errors of the two can be told apart.
     is_chosen = bool(drafts and drafts[0].why)
     with contextlib.ExitStack() as on_error, status(f"loading {options.target.name}"):
         session = on_error.enter_context(
