@@ -288,7 +288,8 @@ def fitting_prompts(
     session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
     """Return the prompts that fit with `n_more` tokens, and the numbers of others. Raise `PromptError`."""
-    prompts, failures = dict[int, Prompt](), dict[int, PromptError]()
+    prompts: dict[int, Prompt] = {}
+    failures: dict[int, PromptError] = {}
     for number, text in texts:
         prompt = session.prompts.of_text(text, chat=chat, now=NOW)
         try:
