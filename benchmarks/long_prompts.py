@@ -88,8 +88,18 @@ def answer(engine: Engine, session: Session, source: DraftSource, text: str) -> 
         elif isinstance(event, FinishedEvent):
             last = asdict(event)
     assert last is not None, "an answer was made"
-    names = ("text", "token_ids", "finish_reason", "n_tokens", "tokens_per_s", "wall_s", "prompt_s")
-    names += ("n_rounds", "n_drafted", "n_accepted", "draft_s", "target_s", "undrafted")
+    names = [
+        "text",
+        "token_ids",
+        "finish_reason",
+        "n_tokens",
+        "tokens_per_s",
+        "wall_s",
+        "prompt_s",
+        "n_rounds",
+        "n_drafted",
+    ]
+    names += ["n_accepted", "draft_s", "target_s", "undrafted"]
     return {name: last[name] for name in names} | {"n_prompt": len(prompt.tokens), "short": short}
 
 
