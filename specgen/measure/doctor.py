@@ -55,8 +55,7 @@ _N_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of a check or the problem in a line, what to do about it, and the error's class in
-    `specgen.errors`."""
+    """The result of a check or the problem, what to do about it, and the error's class in `specgen.errors`."""
 
     name: str
     passed: bool
@@ -124,8 +123,7 @@ def diagnose(
     child: Sequence[str] | None = None,
     on_check: Callable[[str], None] = lambda _name: None,
 ) -> DoctorReport:
-    """Run all checks: decode with tiny models and with `model`, if given, and ask the workers at `endpoints`. `child`
-    is the command that starts a child process; `on_check` receives the name of each check before it runs."""
+    """Run all checks. `child` is the command that starts a child process; `on_check` gets each check's name before."""
     report, command = DoctorReport(), child or CHILD_COMMAND
 
     def run(name: str, do: Callable[[], str]) -> None:
@@ -253,8 +251,7 @@ def child_main(arguments: Sequence[str]) -> None:
 
 
 def decode_both_ways(place: str, file: str | None = None) -> str:
-    """Compare the logits of a batch with those of single tokens: of a model as `specgen run` computes it, or, by
-    llama.cpp itself, of a tiny one."""
+    """Compare the logits of a batch with those of single tokens: of the user's model, or of a tiny one."""
     import numpy as np
 
     from specgen.llama.kernels.admission import ModelTrials, choose_kernels, wanted_in
@@ -282,7 +279,8 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
 
 
 def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
-    """Return float32[n_tokens, n_vocab] of a text, decoded in one batch and token by token, and why rows must differ."""
+    """Return float32[n_tokens, n_vocab] of a text, decoded in one batch and token by token, and why rows must
+    differ."""
     import numpy as np
 
     from specgen.drafters.kinds import refuse_draft
@@ -328,8 +326,7 @@ _TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), 
 
 
 def write_tiny_model(path: Path) -> None:
-    """Write a Llama model with random weights, whose tokens are bytes. Its matrices are large enough for every kernel,
-    and of the types whose kernels differ most between CPUs."""
+    """Write a random Llama of bytes, large enough for every kernel, in the types that differ most on CPUs."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 

@@ -59,12 +59,8 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_bench_prompts(path: Path) -> list[BenchPrompt]:
-    """Read the prompts of a file.
-
-    In JSON Lines, each line has a `prompt`, or `turns`, the first of which is the prompt, and may have a
-    `category`. In any other file, each line is a prompt. Empty lines are skipped. Raise a `PromptError`
-    that names the line.
-    """
+    """Read a file's prompts: a text on each line, or JSON Lines with a `prompt` or `turns`, of which the first counts,
+    and perhaps a `category`. Empty lines are skipped. Raise a `PromptError` that names the line."""
     try:
         # Not `splitlines`, which also splits at characters that JSON allows within a string.
         lines = path.read_text(encoding="utf-8-sig").split("\n")

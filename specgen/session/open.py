@@ -56,8 +56,7 @@ DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
 
 def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
-    """Choose what computes on the CPU, and whether packed weights are kept, before the first model is loaded.
-    Return what was chosen, and a note if kernels cannot be used. Raise `UsageError` if they were asked for."""
+    """Choose what computes on the CPU, before the first model; return it, and a note. Raise `UsageError`."""
     remember_checks(cache_folder())
     status = choose_kernels(wanted.choice, cache_folder())
     keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
@@ -107,14 +106,10 @@ def open_session(
     status: Status = no_status,
     load_ahead: bool = True,
 ) -> Session:
-    """Load a target, and the first of `drafts` that fits it and is expected to be faster on this machine. Without
-    `drafts`, that of the options is loaded.
-
-    Only a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
-    used, and `note` gets the reason. `check` is called before a draft is chosen. `clock` returns seconds. `memory` is
-    by default `open_memory`. With `load_ahead`, the weights of the likely draft are read beside those of the target.
-    Raise `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises.
-    """
+    """Load a target, and the first of `drafts` (or the options' one) that fits and is expected to be faster. Only a
+    draft that the user named can raise an error; else the next is used, and `note` gets the reason. `check` is called
+    before a draft is chosen. With `load_ahead`, the likely draft's weights are read beside the target's. Raise
+    `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises."""
     if drafts:
         options = replace(options, draft=drafts[0].draft)
     # Drafts that specgen chose are loaded after the target. So errors of the two can be told
@@ -139,8 +134,7 @@ def open_session(
 
 
 def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
-    """Use the first draft that loads; a draft model whose gain was not measured must also be expected to make
-    the target faster. Return a note with the reasons."""
+    """Use the first draft that loads, if a model also one expected to gain; return a note with the reasons."""
     said: list[str] = []
     may_pay = True
     for choice in choices:

@@ -138,8 +138,7 @@ def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
 
 
 def _compare(what: str, compute: Callable[[slice, int], FloatArray], expected: FloatArray) -> None:
-    """Raise `FailedTestError` if all rows differ from GGML's by `TOLERANCE` or more, or a row in a smaller batch. `compute`
-    gets the rows and the number of threads."""
+    """Raise `FailedTestError` if the rows differ from GGML's, or a row from itself in a smaller batch."""
     computed = compute(slice(None), 2)
     if not np.isfinite(computed).all():
         raise FailedTestError(f"{what} are not all numbers")
@@ -175,8 +174,7 @@ class _AnyModel(LlamaModel):
 
 
 def try_kernels(file: Path, clock: Callable[[], float]) -> Iterator[str]:
-    """Load a model file, and decode in several contexts. Yield the name of each step before it starts.
-    Raise `SpecgenError` if the file cannot be loaded; llama.cpp may refuse a context."""
+    """Load a model and decode in several contexts; yield each step's name before it. Raise `SpecgenError`."""
     yield "loading it"
     with contextlib.closing(_AnyModel(file, n_gpu_layers=0)) as model:
         for options, n_sequences in _CONTEXTS:
@@ -303,7 +301,8 @@ def _place(tensor: GgufTensor) -> tuple[int | None, str]:
 
 
 def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> list[int]:
-    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and the last `n_last` (MTP)."""
+    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and the last `n_last`
+    (MTP)."""
     of_layers: list[list[GgufTensor]] = [[] for _ in range(n_layers - n_last)]
     for tensor in tensors:
         layer = _place(tensor)[0]
