@@ -143,7 +143,7 @@ class Output:
                 seen[type(event)] = event
                 told += [event] if self.html is not None else []
         if self.html is not None:
-            from specgen.render.replay import write_replay
+            from specgen.render.pages import write_replay
 
             write_replay(self.html, told)
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)

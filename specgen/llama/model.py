@@ -15,6 +15,7 @@ from specgen.llama.gguf_file import (
     check_file,
     holds_mtp_only,
     opened_parts,
+    parts_of,
     why_no_mtp,
 )
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
@@ -91,6 +92,10 @@ class LlamaModel:
             remote = "its MTP layers cannot draft while workers (--rpc) compute it"
             self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
         self.file = file
+        #: The size and the time of each of its files now: they may be replaced while it is in use.
+        self.versions = [
+            (each.st_size, each.st_mtime_ns) for each in map(Path.stat, parts_of(file))
+        ]
         #: A chat template that replaces those of the file.
         self.own_template: str | None = None
         #: Whether it is closed: contexts of it decode nothing more.

@@ -143,6 +143,7 @@ class Outcome:
     n_accepted: int | None = None
     drafted_by_depth: tuple[int, ...] = ()
     mean_accepted_length: float | None = None
+    rounds_by_tokens: tuple[int, ...] = ()
     #: Notices for the user, for example that drafting failed.
     notices: tuple[str, ...] = ()
 

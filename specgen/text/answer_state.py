@@ -180,6 +180,22 @@ class Tally:
         return observed_s / expected_s * seconds / self.n_round_tokens
 
 
+def interrupted_event(index: int, time_s: float, n_prompt: int) -> FinishedEvent:
+    """Return the summary of an answer that was interrupted before its prompt was read."""
+    return FinishedEvent(
+        sequence=index,
+        time_s=time_s,
+        text="",
+        token_ids=(),
+        finish_reason="interrupted",
+        stopped_by=None,
+        n_prompt_tokens=n_prompt,
+        n_tokens=0,
+        tokens_per_s=None,
+        **Tally().figures(),
+    )
+
+
 def is_impossible(speedup: float, tokens_per_pass: float | None) -> bool:
     """Return whether a speed-up is more than drafting can give: the machine is less busy by now."""
     return tokens_per_pass is not None and speedup > _LEEWAY * tokens_per_pass
@@ -215,8 +231,10 @@ class AnswerState:
     stopped_by: str | None = None
     failure: SpecgenError | None = None
     n_prompt: int = field(init=False)
-    #: The number of prompt tokens that the cache held already, and that it holds now.
+    #: The number of prompt tokens that the cache held already, those of them that came from the disk, and what it holds
+    #: now.
     n_cached: int = 0
+    n_loaded: int = 0
     n_read: int = 0
     #: Lengths of the text at which a piece of the prompt ends, so that its state can be kept.
     stops: tuple[int, ...] = ()

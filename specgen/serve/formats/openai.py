@@ -16,7 +16,14 @@ from pydantic import AliasChoices, AliasPath, Field
 
 from specgen import __version__
 from specgen.errors import PromptError
-from specgen.events import CommittedEvent, Piece, ReadingEvent, TokenLogprob
+from specgen.events import (
+    CommittedEvent,
+    Event,
+    Piece,
+    ReadingEvent,
+    TokenLogprob,
+    to_json_object,
+)
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
 from specgen.serve.formats.call_values import arguments_of
@@ -287,6 +294,8 @@ class ChatWriter(AnswerWriter):
         self._logprobs: list[dict[str, list[Any]]] = [{} for _ in self._answers]
         self._n_characters = [0] * len(self._answers)
         self._echoed = [""] * len(self._answers)
+        #: By answer: the events since its last chunk, if they are wanted.
+        self._events: list[list[Json]] = [[] for _ in self._answers]
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
         """Return the first chunk of each answer: the role in a chat, the prompt if it is wanted."""
@@ -296,6 +305,14 @@ class ChatWriter(AnswerWriter):
         if not self._first.echoes or self._first.generation.prompt_logprobs:
             return []
         return [self._echo(each, self._prompts[each]) for each in numbers]
+
+    def feed(self, number: int, event: Event) -> list[Json]:
+        chunks = super().feed(number, event)
+        if self._first.streams and self._first.speculative.events:
+            self._events[number].append(to_json_object(event))
+            if chunks:
+                chunks[0]["events"], self._events[number] = self._events[number], []
+        return chunks
 
     def _read(self, number: int, event: ReadingEvent) -> list[Json]:
         chunks = []
@@ -341,17 +358,10 @@ class ChatWriter(AnswerWriter):
     def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
         told = (delta for delta in deltas if delta.text or delta.kind == "call")
         chunks = [self._chunk(number, _message(delta)) for delta in told]
-        has_pieces = self._first.speculative.pieces
-        if event is None or not (self._has_logprobs or has_pieces):
+        if event is None or not self._has_logprobs:
             return chunks
         chunks = chunks or [self._chunk(number, {})]
-        if self._has_logprobs:
-            self._add_logprobs(number, chunks[0], event.pieces)
-        if has_pieces:
-            chunks[0]["pieces"] = [
-                {"text": piece.text, "kind": piece.kind, "origin": piece.origin}
-                for piece in event.pieces
-            ]
+        self._add_logprobs(number, chunks[0], event.pieces)
         self._n_characters[number] += len(event.text)
         return chunks
 

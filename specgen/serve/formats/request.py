@@ -156,12 +156,12 @@ def _text_of_part(part: Part) -> str:
 
 
 class Speculative(Fields):
-    """A request's wishes about drafts; None keeps the server's setting. `pieces`: where each token is from."""
+    """A request's wishes about drafts; None keeps the server's setting. `events`: a stream has those of each round."""
 
     draft: bool = True
     max: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     verifier: VerifierName | None = None
-    pieces: bool = False
+    events: bool = False
 
 
 class AnswerFormat(Fields):
