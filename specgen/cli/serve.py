@@ -85,10 +85,8 @@ def serve(
         from specgen.serve.server.model_pool import ModelPool
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        raise UsageError(
-            f"specgen serve needs {name}, which is not installed",
-            hint="pip install 'specgen-gguf[server]'",
-        ) from error
+        hint = "pip install 'specgen-gguf[server]'"
+        raise UsageError(f"specgen serve needs {name}, which is not installed", hint) from error
     if memory is not None and models is None:
         raise UsageError("--memory needs --models: a single model stays loaded")
     if server.alias is not None and models is not None:

@@ -72,10 +72,8 @@ def find_models(
     fetch = fetch or fetching(registry, quiet=quiet)
     target, draft = choice.target, choice.draft
     if target is not None and choice.pair is not None:
-        raise UsageError(
-            f"--target {target} and --pair {choice.pair} exclude each other",
-            hint="use one of them; with --pair, --draft replaces the pair's draft",
-        )
+        hint = "use one of them; with --pair, --draft replaces the pair's draft"
+        raise UsageError(f"--target {target} and --pair {choice.pair} exclude each other", hint)
     pair = registry.pair(choice.pair or registry.default_pair) if target is None else None
     if pair is not None:
         target = pair.target
@@ -113,10 +111,8 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
     identity = identify(target)
     heads = heads_file(cache_folder(), identity) if identity is not None else None
     if heads is None or not _exists(heads):
-        raise UsageError(
-            f"--draft heads: none were made for {target.name}",
-            hint=f"`specgen draft make -m {target}` makes them",
-        )
+        hint = f"`specgen draft make -m {target}` makes them"
+        raise UsageError(f"--draft heads: none were made for {target.name}", hint)
     return heads
 
 

@@ -21,10 +21,8 @@ def check_library() -> None:
     """Raise `UsageError` if JAX or optax is not installed."""
     for name in ("jax", "optax"):
         if importlib.util.find_spec(name) is None:
-            raise UsageError(
-                f"training a draft needs {name}, which is not installed",
-                hint="pip install 'specgen-gguf[train]'",
-            )
+            hint = "pip install 'specgen-gguf[train]'"
+            raise UsageError(f"training a draft needs {name}, which is not installed", hint)
 
 
 #: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.

@@ -91,10 +91,8 @@ def render(
         except Exception as error:  # noqa: BLE001 - a template's expressions can raise anything
             failure = failure or error
     reason = " ".join(str(failure).split()) or type(failure).__name__
-    raise PromptError(
-        f"the model's chat template failed: {reason}",
-        hint="leave out --system if the template takes none; `specgen run --raw` uses no template",
-    ) from failure
+    hint = "leave out --system if the template takes none; `specgen run --raw` uses no template"
+    raise PromptError(f"the model's chat template failed: {reason}", hint) from failure
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
