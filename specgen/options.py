@@ -209,7 +209,6 @@ class DraftOptions:
 
     @property
     def n_max(self) -> int:
-        """The most tokens drafted a round: the nodes of a tree."""
         usual = FIXED_LENGTH if self.policy == "fixed" else LONGEST_DRAFT
         length = usual if self.max_tokens is None else max(0, self.max_tokens)
         return self.tree.n_nodes if self.tree.is_fixed else length

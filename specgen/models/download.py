@@ -473,7 +473,6 @@ def index_url() -> str:
 
 
 def normalized(package: str) -> str:
-    """Return the name under which an index lists `package` (PEP 503)."""
     return re.sub(r"[-_.]+", "-", package).lower()
 
 

@@ -225,7 +225,6 @@ def _candidates(
 
 
 def name_of(draft: DraftSource) -> str:
-    """Return the name of a draft for a table or a sentence."""
     if isinstance(draft, Path):
         return draft.name
     return {"mtp": "MTP layers", "ngram": "n-grams"}.get(draft, draft)

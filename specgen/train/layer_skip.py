@@ -108,7 +108,6 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
 
 
 def check_prunable(model: LlamaModel) -> None:
-    """Raise `ModelFileError` if layers of a model cannot be left out."""
     architecture = model.architecture
     reason = ""
     if model.has_recurrent_state:

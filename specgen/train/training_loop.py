@@ -102,9 +102,7 @@ class TrainingState:
 class Trainee(Protocol):
     """What is trained: it has a loss on the held-back text, and gives copies of its present parameters."""
 
-    def step(self, batch: NDArray[np.int64], rate: float) -> None:
-        """Take a step on some rows of the data with a learning rate."""
-        ...
+    def step(self, batch: NDArray[np.int64], rate: float) -> None: ...
 
     def loss(self) -> float: ...
 
