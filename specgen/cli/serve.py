@@ -16,6 +16,7 @@ from specgen.cli.flags.server import ModelSetup, later, limits, model_setup, ser
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Interrupt, Output
 from specgen.errors import UsageError
+from specgen.options import parse_size
 from specgen.serve.server.options import Limits, ServerOptions, bound_socket, url_of
 from specgen.system.machine import look_at_machine
 
@@ -25,13 +26,10 @@ _MEMORY_SHARE = 0.8
 
 def _memory_size(text: str) -> int:
     """Parse a size, in bytes: 24GB, 24GiB, or a number of MiB."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
     try:
-        return TypeAdapter(ByteSize).validate_python(f"{text}MiB" if text.isdigit() else text)
-    except ValidationError:
-        what = f"{text!r} is no size like 24GB, 24GiB or 24000 (MiB)"
-        raise typer.BadParameter(what) from None
+        return parse_size(f"{text}MiB" if text.isdigit() else text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @flags.takes_options(

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from specgen.drafters.kinds import WORDS, is_word
-from specgen.errors import ModelFileError, OutputError, UsageError
+from specgen.errors import ModelFileError, UsageError
 from specgen.models.files import FileIdentity, cache_folder, config_folder, heads_file, identify
 from specgen.models.hub_names import PREFIX, is_reference, locate, looks_like_reference
 from specgen.models.registry import load_registry
 from specgen.options import DraftSource
-from specgen.system.files import correct, replace_text
+from specgen.system.files import correct, replace_text, write_errors
 from specgen.system.progress import measured_gain
 
 if TYPE_CHECKING:
@@ -280,14 +280,9 @@ def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
     if isinstance(saved.draft, Path):
         values["draft"] = str(saved.draft.absolute())
     document["drafts"][_key(target)] = values
-    try:
+    with write_errors(path, "set SPECGEN_CONFIG to another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        hint = "set SPECGEN_CONFIG to another folder"
-        raise OutputError(
-            f"{path} could not be written: {error.strerror or error}", hint
-        ) from error
 
 
 def _read() -> dict[str, Any]:
