@@ -196,21 +196,25 @@ class ModelDrafter(Drafter):
             draft = yield from made.grow(first, self._guessed(made, context, n_drafted, rows))
             self._guesses.settle(made.tokens)
             return draft
-        self._tree = made if request.branches else None
-        self._branches.begin()
 
         def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+            if self._tree is None:  # the cache holds all of the chain but its last token
+                rows = yield from self._decode(made.tokens[-1:], n_wanted=1)
+                return rows[:, : self._n_shared_tokens]
             batch = Batch()
             for node in nodes:
                 position = self._n_text - self.n_skipped + made.depths[node]
                 branch = self._branches.follow(node, made.parents[node], position)
                 batch.add(made.tokens[node], position, (branch,), True)
-            rows: Logits = yield Ask(backend, batch, self._costs)
+            rows = yield Ask(backend, batch, self._costs)
             # Each node needs a branch and a row of logits.
             made.n_most = min(len(self._branches.free), backend.n_outputs)
             return rows[:, : self._n_shared_tokens]
 
-        made.n_most = min(len(self._branches.free), backend.n_outputs)
+        if request.branches:
+            self._tree = made
+            self._branches.begin()
+            made.n_most = min(len(self._branches.free), backend.n_outputs)
         return (yield from made.grow(first, rows_beyond))
 
     def rewind(self, n_tokens: int) -> None:
@@ -334,10 +338,10 @@ class ModelDrafter(Drafter):
         backend, logits = self._backend, None
         first = backend.length(self._sequence)
         for start in range(0, len(tokens), backend.n_batch):
-            batch = Batch()
-            for index in range(start, len(tokens))[: backend.n_batch]:
-                wants = index >= len(tokens) - n_wanted
-                batch.add(tokens[index], first + index, (self._sequence,), wants)
+            part, at = list(tokens[start : start + backend.n_batch]), first + start
+            n = len(part)
+            wants = [index >= len(tokens) - n_wanted for index in range(start, start + n)]
+            batch = Batch(part, [*range(at, at + n)], [(self._sequence,)] * n, wants)
             logits = yield Ask(backend, batch, self._costs)
         assert logits is not None, "at least one token is decoded"
         return logits

@@ -36,9 +36,10 @@ _TEXT_RATE = 0.12  # how fast the present text's deviation is learnt, in log-odd
 _MOST_OF_TEXT = 2.5  # the largest such deviation
 _N_HERE = 20.0  # the confidences of all texts count as so many looks in the present one
 _LEAST = 0.002  # rates keep at least this far from 0 and from 1
-_N_RANKS = 3  # siblings behind this many others, or more, are counted together
+N_RANKS = 3  # siblings behind this many others, or more, are counted together
 NGRAM_ORIGINS = ("ngram", "lookup")  # of tokens that need no model
-Rates: TypeAlias = Callable[[str], "AcceptanceRates"]  # the acceptance rates of an origin
+#: The acceptance rates of an origin's tokens with so many better siblings.
+Rates: TypeAlias = Callable[[str, int], "AcceptanceRates"]
 #: The logarithms of `whole` at which the values of looks are computed.
 _LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)
 _GRID: list[float] = _LOG_GRID.tolist()
@@ -128,11 +129,6 @@ class CostTable:
             self._slowness *= deviation**_SPEED_RATE
 
 
-def origin_of_rank(origin: str, rank: int) -> str:
-    """Return the name under which tokens with `rank` better siblings count: second guesses are another matter."""
-    return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
-
-
 @dataclass(slots=True)
 class AcceptanceCounts:
     """A drafter's counts in all texts, float64[N_BINS] each, by bin of confidence: judged tokens, accepted ones among
@@ -216,15 +212,15 @@ def judge_drafts(rates: Rates, drafts: Sequence[Draft], text: Sequence[int], n_r
         if draft.is_drawn:
             if draft.is_chain:
                 for node, confidence in enumerate(draft.looks[: min(len(draft), n_right + 1)]):
-                    rates(origin).judge(confidence, accepted=node < n_right)
+                    rates(origin, 0).judge(confidence, accepted=node < n_right)
             continue
-        node, ranks = ROOT, draft.ranks()
+        node = ROOT
         for token in text:
             right = None
-            for child in draft.children(node):
+            for child in draft.children[node]:
                 is_right, known = draft.tokens[child] == token, draft.probabilities[child]
                 right = child if is_right else right
-                of_rank = rates(origin_of_rank(origin, ranks[child]))
+                of_rank = rates(origin, draft.ranks[child])
                 of_rank.judge(1.0 if known is None else known, accepted=is_right)
             if right is None:
                 break
@@ -236,21 +232,17 @@ class Stop:
     """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all
     its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
 
-    `confidences` has a number for each look, up to that of the token that is about to be drafted: so whether it is
-    drafted never depends on the token. Each costs a pass over the logits, if `needs_confidence`."""
+    A confidence costs a pass over the logits, if `needs_confidence`."""
 
     p_min: float = 0.0
     n_min: int = 0
     bound: float = 0.0
     needs_confidence: bool = False
 
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        """Return whether to draft the token at the last look."""
-        return confidences[-1] >= self.p_min and math.prod(confidences) >= self.bound
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        """Return whether another look, after all these tokens, is worth a decode of the drafter."""
-        return True
+    def after_look(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
+        """Return what `RoundPlan.after_look` does; `n` tokens were drafted before."""
+        whole *= confidence
+        return confidence >= self.p_min and whole >= self.bound, True, whole
 
     def cut(self, draft: Draft) -> Draft:
         """Return the nodes of a finished draft that are worth verifying, likeliest first. What was drawn at random
@@ -278,15 +270,13 @@ class WhilePaying(Stop):
     values: Sequence[Sequence[float]] = ()
     needs_confidence: bool = True
 
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        if confidences[-1] < self.p_min or not self.values:
-            return False
-        n, whole = len(confidences), self._whole(confidences)
-        gain_s = whole * self.token_s - (self.extra_s[n] - self.extra_s[n - 1])
-        return gain_s + max(0.0, self.value(n, whole)) > 0.0
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        return bool(self.values) and self.value(len(confidences), self._whole(confidences)) > 0.0
+    def after_look(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
+        if not self.values:
+            return False, False, whole
+        whole *= self.rates(self.origin, 0).acceptance(confidence)
+        more_s = self.value(n + 1, whole)
+        gain_s = whole * self.token_s - (self.extra_s[n + 1] - self.extra_s[n])
+        return confidence >= self.p_min and gain_s + max(0.0, more_s) > 0.0, more_s > 0.0, whole
 
     def value(self, n_drafted: int, whole: float) -> float:
         """Return the seconds that a look at the next token is expected to save; below 0 it does not pay."""
@@ -318,23 +308,16 @@ class WhilePaying(Stop):
         n_accepted = itertools.accumulate(wholes, initial=0.0)
         return [n * self.token_s - s for n, s in zip(n_accepted, self.extra_s, strict=False)]
 
-    def acceptance(self, origin: str, confidence: float | None, rank: int = 0) -> float:
-        """Return the acceptance of a token; `rank` siblings are better."""
-        confidence = 1.0 if confidence is None else confidence
-        return self.rates(origin_of_rank(origin, rank)).acceptance(confidence)
-
     def wholes(self, draft: Draft) -> list[float]:
         """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
         wholes: list[float] = []
         for parent, origin, rank, confidence in zip(
-            draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
+            draft.parents, draft.origins, draft.ranks, draft.probabilities, strict=True
         ):
-            acceptance = self.acceptance(origin, confidence, rank)
+            rates = self.rates(origin, rank)
+            acceptance = rates.acceptance(1.0 if confidence is None else confidence)
             wholes.append(acceptance if parent == ROOT else acceptance * wholes[parent])
         return wholes
-
-    def _whole(self, confidences: Sequence[float]) -> float:
-        return math.prod(map(self.rates(self.origin).acceptance, confidences))
 
 
 def values_of_looks(

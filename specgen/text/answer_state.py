@@ -103,7 +103,7 @@ class Tally:
             self.add_undrafted(result.plan.reason, result.plan.why)
             return
         accepted = result.path[:n_committed]
-        depths, ranks = result.draft.depths(), result.draft.ranks()
+        depths, ranks = result.draft.depths, result.draft.ranks
         self.n_drafted += len(depths)
         self.n_accepted += len(accepted)
         self.drafted_by_depth.update(set(depths))
@@ -306,7 +306,7 @@ class AnswerState:
         events: list[Event] = []
         if len(draft):
             path, token, bytes_of = verdict.path, verdict.next_token, self.vocabulary.token_bytes
-            own_kind = "corrected" if draft.children(path[-1] if path else ROOT) else "bonus"
+            own_kind = "corrected" if draft.children[path[-1] if path else ROOT] else "bonus"
             columns = zip(
                 draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
             )

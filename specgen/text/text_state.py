@@ -68,8 +68,6 @@ class TextState:
 
     def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
         """Return the nodes of a draft that the grammar allows after the text and the tokens `before`."""
-        if self._grammar is None or not len(draft):
-            return draft
         try:
             states = {ROOT: self.grammar(before)}
         except ValueError:
@@ -87,12 +85,13 @@ class Shaper:
     def __init__(self, sampler: Sampler, state: TextState) -> None:
         self._sampler = sampler
         self._state = state
-        self._looks_back = sampler.n_history != 0 or state.has_grammar
+        #: Whether a distribution depends on the text and the path.
+        self.looks_back = sampler.n_history != 0 or state.has_grammar
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
         """Return the distribution after the text and `path`, from the model's logits there, float32[n_vocab]. Raise
         `BackendError` if values are no numbers, or if the grammar allows no token."""
-        if not self._looks_back:
+        if not self.looks_back:
             return self._sampler.distribution(logits)
         grammar = self._state.grammar(path)
         forced = grammar.forced() if grammar is not None else None
@@ -211,7 +210,7 @@ class Cascade:
             found: Draft = ended.value
         else:
             raise BackendError(f"{self.free.name} asks for a decode")
-        if self._state is not None:
+        if self._state is not None and self._state.has_grammar:
             found = self._state.within_grammar(found, context[len(context) - n_drafted :])
         return found
 

@@ -220,10 +220,10 @@ def test_of_a_long_text_a_window_is_read() -> None:
 
 def test_a_draft_is_a_tree_and_nothing_else() -> None:
     tree = Draft((1, 2, 3, 4), (ROOT, 0, ROOT, 1), ("t",) * 4, (None,) * 4, (None,) * 4)
-    assert tree.children(ROOT) == [0, 2]
+    assert tree.children[ROOT] == [0, 2]
     assert tree.path(3) == [0, 1, 3]
     assert tree.leaves() == [2, 3]
-    assert tree.depths() == [0, 1, 0, 2]
+    assert tree.depths == [0, 1, 0, 2]
     assert not tree.is_chain
     assert tree.first(2) == Draft.chain([1, 2], "t")
     assert tree.first(9) is tree
@@ -253,9 +253,10 @@ class Scripted:
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         self.told.append((list(context), plan.n_max))
         wanted = self.drafts.pop(0)
-        n = 0
-        while n < min(plan.n_max, len(wanted)) and plan.wants_token([0.9] * (n + 1)):
-            n += 1
+        n, whole, takes = 0, 1.0, True
+        while n < min(plan.n_max, len(wanted)) and takes:
+            takes, _, whole = plan.after_look(n, whole, 0.9)
+            n += takes
         return ready(Draft.chain(wanted[:n], self.name))
 
     def observe(self, result: RoundResult) -> None:
