@@ -154,6 +154,8 @@ class Draft:
 
     def text(self, node: int) -> tuple[int, ...]:
         """Return the tokens of the path to `node`."""
+        if self.is_chain:
+            return self.tokens[: node + 1]
         return tuple([self.tokens[i] for i in self.path(node)])
 
     def leaves(self) -> list[int]:

@@ -202,13 +202,12 @@ class Loop:
     def verify(self, sequence: AnswerState, draft: Draft, logits: Logits) -> Verdict:
         """Judge a draft by the logits at the root and at each node, float32[1 + len(draft), n_vocab]. Raise
         `BackendError` if the target has no token."""
-        dead_ends, shaper = set[int](), sequence.shaper
+        dead_ends: set[int] = set()
 
         def target(node: int) -> Distribution:
             if node == ROOT or not sequence.vocabulary.is_end(draft.tokens[node]):
                 try:
-                    path = draft.text(node) if shaper.looks_back else ()
-                    return shaper.distribution(logits[node + 1], path)
+                    return sequence.shaper.distribution(logits[node + 1], draft.text(node))
                 except NoTokenAllowedError:
                     if node == ROOT:
                         raise

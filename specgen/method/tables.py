@@ -61,6 +61,15 @@ class Price:
 FREE = Price(0.0, 0.0)  # nothing worth counting
 
 
+def _interpolated(x: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """Do as np.interp does, which takes several times as long for one number."""
+    place = bisect.bisect_right(places, x) - 1
+    if not 0 <= place < len(places) - 1:
+        return values[max(0, place)]
+    slope = (values[place + 1] - values[place]) / (places[place + 1] - places[place])
+    return slope * (x - places[place]) + values[place]
+
+
 class CostTable:
     """The seconds of a model's batches by their rows; every decode corrects them. Between known sizes they are
     interpolated; fewer rows than any of these cost what it does, and more in proportion."""
@@ -91,7 +100,7 @@ class CostTable:
         sizes = sorted(known)
         if n_rows > sizes[-1]:
             return self._slowness * known[sizes[-1]] * n_rows / sizes[-1]
-        return self._slowness * float(np.interp(n_rows, sizes, [known[size] for size in sizes]))
+        return self._slowness * _interpolated(n_rows, sizes, [known[size] for size in sizes])
 
     def seconds_each(self, n_rows: int) -> float:
         """Return one sequence's part of a decode in which all have `n_rows` rows; 0 while nothing is known."""
@@ -280,14 +289,7 @@ class WhilePaying(Stop):
 
     def value(self, n_drafted: int, whole: float) -> float:
         """Return the seconds that a look at the next token is expected to save; below 0 it does not pay."""
-        # As np.interp does, which takes several times as long for one number.
-        values, log_whole = self.values[n_drafted], math.log(max(whole, _LEAST))
-        place = bisect.bisect_right(_GRID, log_whole) - 1
-        if not 0 <= place < len(_GRID) - 1:
-            return values[max(0, place)]
-        low, high = _GRID[place : place + 2]
-        slope = (values[place + 1] - values[place]) / (high - low)
-        return slope * (log_whole - low) + values[place]
+        return _interpolated(math.log(max(whole, _LEAST)), _GRID, self.values[n_drafted])
 
     def cut(self, draft: Draft) -> Draft:
         return draft if draft.is_drawn else draft.only(self.best_nodes(self.wholes(draft)))

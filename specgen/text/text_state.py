@@ -85,13 +85,12 @@ class Shaper:
     def __init__(self, sampler: Sampler, state: TextState) -> None:
         self._sampler = sampler
         self._state = state
-        #: Whether a distribution depends on the text and the path.
-        self.looks_back = sampler.n_history != 0 or state.has_grammar
+        self._looks_back = sampler.n_history != 0 or state.has_grammar
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
         """Return the distribution after the text and `path`, from the model's logits there, float32[n_vocab]. Raise
         `BackendError` if values are no numbers, or if the grammar allows no token."""
-        if not self.looks_back:
+        if not self._looks_back:
             return self._sampler.distribution(logits)
         grammar = self._state.grammar(path)
         forced = grammar.forced() if grammar is not None else None
