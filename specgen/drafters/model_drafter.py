@@ -13,7 +13,7 @@ from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
-from specgen.method.tables import Price
+from specgen.method.tables import FREE, Price
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
 from specgen.text.text_state import Cascade
@@ -73,7 +73,7 @@ class Guesses:
         self._n_before, self._is_open, self._draft_s = len(drafted), True, 0.0
         n_max = min(self._policy.n_max, n_room)
         found = drafters.look_up(text, n_max, n_drafted)
-        price = drafters.price(len(text))
+        price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(Offer(n_room + 1, n_max, found, drafters.model_name, price))
         whole = yield from self._timed(drafters.propose(text, plan, n_drafted))
         guess = plan.stop.cut(whole)

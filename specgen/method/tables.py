@@ -133,7 +133,8 @@ class CostTable:
         deviation = min(_MAX_DEVIATION, max(1.0 / _MAX_DEVIATION, seconds / expected_s))
         is_known, n_seen = n_rows in self._seconds, self._n_observed.get(n_rows, 0)
         self._n_observed[n_rows] = n_seen + 1
-        self.set_seconds(n_rows, expected_s * deviation ** max(_COST_RATE, 1 / (n_seen + 3)))
+        seconds = expected_s * deviation ** max(_COST_RATE, 1 / (n_seen + 3))
+        self._seconds[n_rows] = seconds / self._slowness
         if is_known:  # the other sizes say what to expect of a new one only roughly
             self._slowness *= deviation**_SPEED_RATE
 
@@ -166,14 +167,9 @@ class AcceptanceRates:
         self._curve: list[float | None] = [None] * N_BINS  # None: not asked for since a judgement
 
     def acceptance(self, confidence: float) -> float:
-        known = self._curve[index := bisect.bisect_left(BIN_EDGES, confidence)]
-        return self._of_bin(index) if known is None else known
-
-    def curve(self) -> list[float]:
-        """Return the acceptance probabilities by bin: those in all texts, shifted by this text's deviation."""
-        return [self._of_bin(index) for index in range(N_BINS)]
-
-    def _of_bin(self, index: int) -> float:
+        """Return the acceptance probability of a confidence's bin: that in all texts, shifted by this text's
+        deviation."""
+        index = bisect.bisect_left(BIN_EDGES, confidence)
         if (known := self._curve[index]) is not None:
             return known
         n_accepted = _N_PRIOR * self._prior[index] + self.counts.n_accepted.item(index)
@@ -181,6 +177,10 @@ class AcceptanceRates:
         odds = mean / (1.0 - mean) * math.exp(self._deviation)
         acceptance = self._curve[index] = min(1.0 - _LEAST, max(_LEAST, odds / (1.0 + odds)))
         return acceptance
+
+    def curve(self) -> list[float]:
+        """Return the acceptance probabilities of all bins."""
+        return [self.acceptance(middle) for middle in _MIDDLES]
 
     def frequencies(self) -> ProbArray:
         """Return how frequent each bin of confidence is in this text: float64[N_BINS], summing to 1."""
@@ -206,7 +206,7 @@ class AcceptanceRates:
         """Learn whether a token was accepted; all tokens before it were."""
         index = bisect.bisect_left(BIN_EDGES, confidence)
         n_judged, n_accepted = self.counts.n_judged, self.counts.n_accepted
-        deviation = self._deviation + _TEXT_RATE * (accepted - self._of_bin(index))
+        deviation = self._deviation + _TEXT_RATE * (accepted - self.acceptance(confidence))
         self._deviation = min(_MOST_OF_TEXT, max(-_MOST_OF_TEXT, deviation))
         # Only this bin fades: a bin that was not seen for long is not less known.
         n_judged[index] = n_judged.item(index) * _FADING + 1.0

@@ -30,7 +30,7 @@ from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.drafter import TargetStates
 from specgen.method.policy import Offer, Policy, RoundResult
-from specgen.method.tables import CostTable
+from specgen.method.tables import FREE, CostTable
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
@@ -267,7 +267,7 @@ class AnswerState:
         n_left = min(max(_N_EXPECTED, self.n_answer), n_draftable + 1)
         n_most = min(n_most, self.policy.n_max, n_draftable)
         found = cascade.look_up(self.tokens, n_most)
-        price = cascade.price(len(self.tokens))
+        price = FREE if cascade.model is None else cascade.model.price(len(self.tokens))
         return Offer(n_left, n_most, found, cascade.model_name, price)
 
     def commit(self, token: int) -> str:
