@@ -33,6 +33,7 @@ REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(
         "model": "the draft model is expected to save time",
         "trial": "the draft model is tried again, to see whether it pays by now",
         "fixed": "the draft length does not depend on costs",
+        "threshold": "the whole draft is likely enough",
         "off": "nothing drafts for this answer",
         "costs unknown": "the cost of the target's decodes is not known yet",
         "plain decode": "a decode without a draft keeps the cost of a token up to date",
@@ -104,6 +105,8 @@ class DraftNode:
     origin: str
     #: Probability that the drafter gave this token, where it has one.
     probability: float | None
+    #: How many of the independent drafts of a round (`--verifier spectr`) go through it; 0 where drafts are no such.
+    n_walks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,8 @@ class DraftedEvent(_Event, event="drafted"):
     #: Rounds count from 1; a round is one decode of the target.
     round: int
     nodes: tuple[DraftNode, ...]
+    #: What a second draft, which drafts for the first, guessed of it, in words; empty without one.
+    guesses: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +183,9 @@ class ReadingEvent(_Event, event="reading"):
     n_prompt_tokens: int
     #: Estimated seconds until the whole prompt is read.
     left_s: float
-    #: Tokens from an answer before, and the seconds spent so far.
+    #: Tokens from an answer before, those of them that came from the disk, and the seconds spent so far.
     n_cached_tokens: int = 0
+    n_loaded_tokens: int = 0
     spent_s: float = 0.0
     #: The tokens of this piece with their log-probabilities, if a request asked for them.
     pieces: tuple[Piece, ...] = ()

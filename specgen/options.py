@@ -42,8 +42,7 @@ NGRAMS = (2, 32)
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The shape of a draft: ``auto`` grows what is expected to save time, ``off`` a chain. ``levels``: each node of
-    depth d has `numbers[d]` children. ``walks``: `numbers[0]` independent drafts of `numbers[1]` tokens."""
+    """The shape of a draft. ``levels``: the children at each depth; ``walks``: n drafts of m tokens."""
 
     kind: Literal["auto", "off", "levels", "walks"]
     numbers: tuple[int, ...] = ()

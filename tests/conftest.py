@@ -135,7 +135,7 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     # Nor does it depend on how quick it is what is told of progress.
     monkeypatch.setattr("specgen.system.progress.INTERVAL_S", math.inf)
     # Several workers share the cores: more threads than one are asked for by name.
-    monkeypatch.setattr("specgen.llama.context_opening.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.llama.context.default_threads", lambda: 1)
     # The kernels' self-test is made once: it takes a second.
     monkeypatch.setattr("specgen.llama.kernels.admission.self_test_of", _remembered)
     # Nor are the kernels tried on each of the tests' many models.

@@ -58,6 +58,18 @@ _CLOSED_PIPE = errno.EINVAL if os.name == "nt" else errno.EPIPE
 class _Group(typer.core.TyperGroup):
     """A group of commands, which handles errors of standard output for all of them."""
 
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.rich_markup_mode = None  # plain text, as the help of commands
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [
+            (name, " ".join((each.help or "").partition("\n\n")[0].split()))
+            for name, each in self.commands.items()
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
     def get_params(self, ctx: Any) -> Any:
         return without_flag_types(super().get_params(ctx))
 

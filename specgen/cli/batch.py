@@ -125,7 +125,6 @@ def batch(
 
     @contextlib.contextmanager
     def answering() -> Iterator[Batch | RayBatch]:
-        """Load the models, or connect to the cluster."""
         if cluster is None:
             from specgen.serve.batch.runner import Batch
 
@@ -200,7 +199,6 @@ def _answer(
     lines: Sequence[Line],
     output: Output,
 ) -> int:
-    """Get the lines answered; return the exit code."""
     from specgen.render.tables import batch_summary
 
     stream = None if output.quiet or output.verbose > 0 else sys.stderr
@@ -239,8 +237,7 @@ def _pace(tally: Tally, seconds: float, n_before: int) -> str:
 
 
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:
-    """Return the settings that decide the answers, besides the lines: the target, and the options that are
-    not at their defaults. (Drafts change nothing.)"""
+    """Return what decides the answers besides the lines: the target, and options not at their defaults."""
     found: dict[str, Any] = {"target": options.target.name}
     with contextlib.suppress(OSError):
         found["target_bytes"] = options.target.stat().st_size
@@ -263,8 +260,7 @@ def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str,
 def ray_cluster(
     address: str | None, machine: Contexts, per_worker: tuple[float | None, float | None]
 ) -> Cluster | None:
-    """Return the cluster of these options; None without one. Raise `UsageError` if Ray is not installed, the
-    address is invalid, or other options exclude it."""
+    """Return the cluster of these options; None without one. Raise `UsageError`."""
     if address is None:
         if per_worker != (None, None):
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")
@@ -302,8 +298,7 @@ def actor_job(
     cpus_per_worker: float | None,
     **how: Any,
 ) -> ActorJob:
-    """Return what an actor does; `how` are the other fields of `ActorJob`. It has another working folder, and as many
-    threads as it has CPUs, unless it has all of its node's."""
+    """Return what an actor does: with absolute paths, and as many threads as its share of the node's CPUs."""
     from specgen.serve.batch.on_ray import ActorJob
 
     options = _absolute(options)
@@ -318,7 +313,6 @@ def actor_job(
 
 
 def _absolute(value: Any) -> Any:
-    """Return a value in which all paths are absolute."""
     if isinstance(value, Path):
         return value.absolute()
     if isinstance(value, tuple):

@@ -88,15 +88,80 @@ def without_flag_types(parameters: Any) -> Any:
     return parameters
 
 
+#: Of the headings that many commands share, the options that the short help shows; it shows all that are a command's own.
+_SHARED = (
+    "Models",
+    "Answer",
+    "Constrained answers",
+    "Prompt",
+    "Drafting",
+    "Repetitions",
+    "Other texts",
+)
+_MORE_SHARED = ("Sampling", "Machine", "Learning", "Output", "Server", "Limits of a request")
+_USUAL = (
+    "target",
+    "draft",
+    "max-tokens",
+    "temp",
+    "seed",
+    "ctx-size",
+    "threads",
+    "gpu-layers",
+    "policy",
+)
+_MORE_USUAL = ("system", "prompt", "file", "json-schema", "show", "stats", "json", "port", "host")
+#: A command with no more options has no short help.
+_FEW = 20
+
+
 class Command(typer.core.TyperCommand):
-    """A command whose options have the user's defaults."""
+    """A command whose options have the user's defaults. Its help is plain text, in which no name is cut: the usual
+    options with a sentence each, or all with `--help-all`."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        # Typer shows each paragraph as a line.
-        self.epilog = "\n\n".join(examples(self.name or "-"))
+        names = {"help_option_names": ["-h", "--help", "--help-all"], "max_content_width": 100}
+        super().__init__(*arguments, **(settings | {"context_settings": names}))
+        self.rich_markup_mode = None
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        shown = [
+            each
+            for each in self.get_params(ctx)
+            if each.get_help_record(ctx) is not None and "--help" not in each.opts
+        ]
+        is_whole = ctx.meta.get("help") == "--help-all" or len(shown) <= _FEW
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for each in shown:
+            heading = getattr(each, "rich_help_panel", None) or "Options"
+            names, text = each.get_help_record(ctx)
+            is_shared = heading.partition(":")[0] in (*_SHARED, *_MORE_SHARED)
+            if each.param_type_name == "argument":
+                names = each.metavar or each.name.upper()
+            elif not is_whole:
+                heading = "Options"
+                short = [name for name in each.opts if not name.startswith("--")]
+                value = f" {each.metavar}" if each.metavar else ""
+                names = (
+                    ", ".join([*short[:1], "/".join([each.opts[0], *each.secondary_opts])]) + value
+                )
+                text = re.split(r"[.:] ", each.help or "")[0].removesuffix(".")
+            usual = each.opts[0].removeprefix("--") in (*_USUAL, *_MORE_USUAL)
+            if is_whole or usual or not is_shared or each.param_type_name == "argument":
+                panels.setdefault(heading, []).append((names, text))
+        for heading, rows in panels.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows, col_max=26)
+        formatter.write_paragraph()
+        if not is_whole:
+            formatter.write_text(f"`{ctx.command_path} --help-all` shows all {len(shown)} options.")
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  {line}\n" for line in examples(self.name or "-")))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["help"] = "--help-all" if "--help-all" in args else "--help"
         if not ctx.resilient_parsing:
             args = translated(ctx, args)
             try:

@@ -121,7 +121,6 @@ def _show(report: DoctorReport, console: Console) -> None:
 
 
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
-    """Return what is shown, by headings and labels."""
     from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
     from specgen.measure.doctor import features_of
     from specgen.models.files import cache_folder, config_folder, data_folder, packed_folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import shutil
 import sys
@@ -92,7 +93,9 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
     try:
         if save and search is not None and not search.is_interrupted:
             best, today = search.tried[0], datetime.datetime.now().astimezone().date()
-            found = SavedDraft(best.draft, today, best.figures.speedup)
+            of = best.figures
+            spread = of.worst_speedup, of.best_speedup, of.n_answers
+            found = SavedDraft(best.draft, today, of.speedup, *spread)
             save_draft(identity_of(search.target), found)
             saved = best.draft
             search = replace(search, saved=saved)
@@ -140,7 +143,7 @@ def find(
 
     if wanted.drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
-    texts, output = wanted.trials.texts(), wanted.output
+    prompts, output = wanted.trials.chosen(), wanted.output
     for file in files or ():
         if not file.is_file():
             raise ModelFileError(f"{file}: there is no such file")
@@ -151,7 +154,7 @@ def find(
     with opened(options, kernels, output) as loaded, output.measuring() as (progress, stop):
         found = find_candidates(files, [], path) if files else known_candidates([], path)
         search = search_drafts(
-            loaded, *found, texts, chat=wanted.chat, interrupted=stop, progress=progress
+            loaded, *found, prompts, chat=wanted.chat, interrupted=stop, progress=progress
         )
     _save_and_show(search, output, save=save, as_json=wanted.as_json)
     return stop.exit_code
@@ -267,7 +270,7 @@ def make(
 
     It prints the ranking as `specgen draft find` does.
     """
-    from specgen.measure.prompts import evenly_chosen
+    from specgen.measure.prompts import evenly_chosen, given_prompts
     from specgen.measure.search import search_drafts
     from specgen.session.calibration import target_costs
     from specgen.session.open import open_session
@@ -286,23 +289,33 @@ def make(
     with log_shown(output), output.measuring() as (progress, stop):
         with load(own, output) as loaded:
             costs = target_costs(loaded, stop)
-            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text.n_parallel)
+            builder = DraftBuilder(
+                loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
+            )
+            least = builder.n_lacking(kinds)
+            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text, least)
+            if plan.needed_s > ends_s - time.monotonic():
+                enough = math.ceil(plan.needed_s / 60.0) + 1
+                hint = f"give --minutes {enough} or more" + (
+                    ", or one --kind" if len(kinds) > 1 else ""
+                )
+                what = f"the text, training and comparing drafts take about {plan.needed_s / 60.0:.1f} min here"
+                raise UsageError(
+                    f"--minutes {minutes:g} is too short for {' and '.join(kinds)}: {what}", hint
+                )
             output.note(
                 f"{minutes:g} min: {plan.text_s / 60.0:.1f} for the target's text, "
                 f"{plan.training_s / 60.0:.1f} for training, and {plan.judging_s / 60.0:.1f} for comparing drafts "
                 f"on {plan.n_judged} prompts"
             )
-            builder = DraftBuilder(
-                loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
-            )
-            made = builder.make(kinds, small, (plan.text_s + plan.training_s) / 60.0)
+            made = builder.make(kinds, small, plan)
         if made is None:
             output.note("interrupted: run it again to resume")
             return stop.exit_code
         held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with open_session(judged, clock=time.perf_counter, memory=loaded.memory) as loaded:
-            texts = evenly_chosen(held_back, plan.n_judged)
+            texts = given_prompts(evenly_chosen(held_back, plan.n_judged))
             found = known_candidates(made, path)
             search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
     saved = _save_and_show(search, output, save=save, as_json=as_json)

@@ -54,7 +54,6 @@ class Setup:
     prefixes: PrefixOptions = field(default_factory=PrefixOptions)
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
-        """Find the files of the models, which are fetched if necessary."""
         from specgen.session.choose_models import find_models
         from specgen.session.open import session_options
 
@@ -74,7 +73,6 @@ class Setup:
     def opened(
         self, output: Output, check: Check | None = None
     ) -> contextlib.AbstractContextManager[Session]:
-        """Find and load the models; close them at the end."""
         sources, options = self.find(output)
         return opened(options, self.machine.kernels, output, sources.drafts, check)
 
@@ -87,7 +85,6 @@ def opened(
     drafts: Sequence[DraftChoice] = (),
     check: Check | None = None,
 ) -> Iterator[Session]:
-    """Choose the kernels and load the models, with llama.cpp's log if it is wanted; close them at the end."""
     use_kernels(kernels, output)
     with log_shown(output), load(options, output, drafts, check) as session:
         yield session

@@ -37,7 +37,7 @@ def tune(*, models: ModelChoice, wanted: Comparison) -> int:
     from specgen.measure.search import search_drafts
     from specgen.session.choose_models import find_models
 
-    texts, output = wanted.trials.texts(), wanted.output
+    prompts, output = wanted.trials.chosen(), wanted.output
     sources = find_models(models, quiet=output.quiet)
     options = wanted.options(sources)
     drafts = [choice.draft for choice in sources.drafts if isinstance(choice.draft, Path)]
@@ -53,7 +53,7 @@ def tune(*, models: ModelChoice, wanted: Comparison) -> int:
             session,
             drafts,
             (),
-            texts,
+            prompts,
             chat=wanted.chat,
             tunes_threads=True,
             interrupted=stop,

@@ -86,7 +86,7 @@ def verify(
         raise UsageError("--draft none drafts nothing, so there is nothing to verify")
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to verify")
-    texts = trials.numbered()
+    texts = [(prompt.number, prompt.text) for prompt in trials.chosen()]
     sources = find_models(models, quiet=output.quiet)
     if sources.draft == "none":
         why = sources.drafts[0].why  # what was saved for this target

@@ -312,7 +312,8 @@ def expansion(
 ) -> Expansion:
     """Begin a draft of at most `n_max` tokens behind `before`: a chain, or a tree of the request's shape."""
     kind: type[Expansion] = Chain
-    shape, n_deepest = request.shape, min(n_max, request.n_deepest or n_max)
+    shape = request.shape
+    n_deepest = min(n_max, request.n_deepest or n_max, plan.n_deepest or n_max)
     if request.branches and not shape.is_fixed:
         kind = Worthwhile
         if not isinstance(plan.stop, WhilePaying):  # only costs say where a tree is worth a branch

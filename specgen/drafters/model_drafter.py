@@ -55,6 +55,8 @@ class Guesses:
         #: The drafted tokens behind the text that the drafter was shown, and the text's length then.
         self._shown: tuple[int, ...] = ()
         self._n_text = 0
+        #: The guessed tokens of the present draft, and how many of them were right.
+        self._n_guessed = self._n_right = 0
 
     def token_s(self, plain_s: float) -> float:
         """Return the seconds for a drafted token; `plain_s` are those without guesses."""
@@ -79,6 +81,7 @@ class Guesses:
         guess = plan.stop.cut(whole)
         self._plan, self._proposed = plan, (found, whole)
         self._guess = guess if guess.is_chain else NO_DRAFT
+        self._n_guessed += len(self._guess)
         return self._guess.tokens
 
     def decoded(self, seconds: float) -> None:
@@ -92,6 +95,7 @@ class Guesses:
         self._is_open = False
         added = tuple(drafted[self._n_before :])
         n_right = n_common(self._guess.tokens, added)
+        self._n_right += n_right
         result = RoundResult(
             self._plan,
             self._guess.first(len(added)),
@@ -108,6 +112,14 @@ class Guesses:
         token_s = (self._draft_s + self._decode_s) / (n_right + 1)
         before = token_s if self._token_s is None else self._token_s
         self._token_s = before + _RATE * (token_s - before)
+
+    def in_words(self) -> str:
+        """Return what was guessed of the draft that is done, and begin the next one."""
+        n_guessed, n_right = self._n_guessed, self._n_right
+        self._n_guessed = self._n_right = 0
+        if n_guessed:
+            return f"the second draft guessed {n_guessed} of the draft's tokens, {n_right} of them right"
+        return f"the second draft guessed nothing: {self._plan.why}"
 
     def rewind(self, n_tokens: int) -> None:
         """Forget all of the text but its first `n_tokens`."""
@@ -195,7 +207,7 @@ class ModelDrafter(Drafter):
         if self._guesses is not None:
             draft = yield from made.grow(first, self._guessed(made, context, n_drafted, rows))
             self._guesses.settle(made.tokens)
-            return draft
+            return replace(draft, guesses=self._guesses.in_words())
 
         def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
             if self._tree is None:  # the cache holds all of the chain but its last token

@@ -5,8 +5,7 @@ failures become `SpecgenError`s here. The import takes a quarter of a second, so
 this package only when they need a model.
 """
 
-from specgen.llama.context import LlamaBackend
-from specgen.llama.context_opening import default_threads
+from specgen.llama.context import LlamaBackend, default_threads
 from specgen.llama.library import LogSink, build, logging_to
 from specgen.llama.model import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary

@@ -1,27 +1,40 @@
-"""A context of a model: its cache, and the decoding of batches."""
+"""A context of a model: its cache, the decoding of batches, and the check that it fits into memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from specgen.errors import (
     BackendError,
     DecodeEndedError,
+    MemoryLimitError,
     ModelFileError,
     RollbackError,
+    UsageError,
     WorkerLostError,
 )
 from specgen.llama.cache import Cache, Rewinder, StateCopies
-from specgen.llama.context_opening import ContextSize, open_context
-from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_ext, set_layer_input
-from specgen.llama.model import LlamaModel
+from specgen.llama.library import (
+    forget_log,
+    has_gpu,
+    last_error,
+    layer_input,
+    llama_cpp,
+    llama_cpp_ext,
+    set_layer_input,
+)
+from specgen.llama.model import CACHE_TYPES, LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
@@ -40,20 +53,12 @@ class ComputedRows(Protocol):
 
 
 class LlamaBackend:
-    """A context of a model: its KV cache, and the decoding of batches.
-
-    `n_ctx` is in tokens, `n_sequences` the number of sequence ids, `n_outputs` the most rows of logits that one batch
-    may want. `n_rollback` is the most rows of a batch that are likely to be dropped again (None: `n_outputs` - 1);
-    models with a recurrent state may keep a snapshot for each. If each text has several sequences, its own and then
-    those of its branches, `n_branches` is their number: a model with a sliding window then keeps what a rollback needs
-    for the texts' own sequences only. `on_tensor` is a native callback that sees the computed tensors; its owner must
-    keep it alive. `is_mtp` opens a context of the model's MTP layers, which have no recurrent state. `other` is the
-    native context of a target, whose matrices a draft without its own takes. `clock` gives seconds and is read before
-    and after each decode. Raises `MemoryLimitError` if the cache does not fit, `UsageError` if the options exclude each
-    other, `ModelFileError` if the model has no KV cache, `BackendError` otherwise.
-
-    Its creator closes it. Its model may be closed earlier; the context then decodes nothing more.
-    """
+    """A context of a model: its KV cache, and the decoding of batches. Its creator closes it. `n_ctx` is in tokens; one
+    batch may want `n_outputs` rows of logits, of which `n_rollback` are likely to be dropped again (None: all but one).
+    Each text has `n_branches` sequences, its own first: with a sliding window, only these keep what a rollback needs.
+    `on_tensor` is a native callback that sees the computed tensors; its owner keeps it alive. `is_mtp` opens a context
+    of the MTP layers; `other` is the native context of a target, whose matrices a draft takes. Raises
+    `MemoryLimitError`, `UsageError`, `BackendError`, and `ModelFileError` if the model has no KV cache."""
 
     def __init__(
         self,
@@ -129,13 +134,10 @@ class LlamaBackend:
             self.decode_s = before_s + self._clock() - started
 
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
-        """Decode as `decode` does, and also return the final hidden states (after the last norm) of the rows that want
-        logits: float32[n_wanted, n_embd]. Both are valid until the next decode. With `all_rows` they are the states of
-        all rows that a draft reads: those for MTP layers, or the inputs of the layers of `hand_out`.
-
-        Without `all_rows` llama.cpp computes an output for each row of a batch, which is expensive for a prompt. Raise
-        `BackendError` then also for models with a recurrent state: more rows may be decoded again.
-        """
+        """Decode, and also return the final hidden states of the rows that want logits: float32[n_wanted, n_embd], or
+        with `all_rows` those that a draft reads, of all rows. Without it, llama.cpp computes an output for each row:
+        that is expensive for a prompt. Raise `BackendError` then also for a recurrent model, which may decode more rows
+        again."""
         if all_rows:
             return self._decode_all_rows(batch)
         if self._rewinder is not None:
@@ -185,8 +187,7 @@ class LlamaBackend:
         return memory[:size].reshape(n_rows, n_values)
 
     def hand_out(self, layers: Sequence[int]) -> None:
-        """Let `decode_hidden` with `all_rows` return the inputs of these layers from now on, one behind the other. The
-        architecture must be one of `draft_models.HOOKED`."""
+        """Let `decode_hidden` with `all_rows` return the inputs of these layers (of a model in `HOOKED`)."""
         for layer in set(layers) - set(self._layers):
             set_layer_input(self.handle, layer, True)
         self._layers = tuple(layers)
@@ -273,8 +274,7 @@ class LlamaBackend:
         return self._cache.saved(sequence)
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
-        """Let a sequence hold a text whose state another context saved. Return whether llama.cpp took it; the
-        sequence is empty if not."""
+        """Let a sequence hold a text whose state was saved; return whether llama.cpp took it (else it is empty)."""
         self.remove(sequence)
         if self._rewinder is not None:
             is_taken = self._rewinder.restore(sequence, tokens, state)
@@ -394,3 +394,158 @@ class _RowBuffers:
                 self._written[row] = sequences
         self.native.n_tokens = n
         return n_wanted
+
+
+# --- opening a context ------------------------------------------------------------------------------
+
+_FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+#: The memory that a context needs beside its cache: graph, scratch, one batch of activations.
+CONTEXT_OVERHEAD_BYTES = 100 * 2**20
+#: Architectures with snapshots whose graphs have no room for any number of them.
+_SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSize:
+    """The sizes of a context, in tokens and rows."""
+
+    n_ctx: int
+    #: The most rows of a batch, and the most of them that may want logits.
+    n_rows: int
+    n_outputs: int
+    #: The sequences, and how many of them each text has: its own, then those of its branches.
+    n_sequences: int
+    n_branches: int = 1
+    #: Whether it is for the model's MTP layers only.
+    is_mtp: bool = False
+    #: llama.cpp's number of how the hidden states of a text become one embedding; None: it computes logits only.
+    pooling: int | None = None
+    #: A native callback that sees the computed tensors, and the native context of a target; see `LlamaBackend`.
+    on_tensor: Any = None
+    other: Any = None
+
+
+class OpenContext(NamedTuple):
+    """A native context, how many tokens its snapshots go back, and the guards of its sequences (see `Cache`)."""
+
+    handle: Any
+    n_snapshots: int
+    guards: dict[int, int]
+
+
+def n_native_sequences(model: LlamaModel, n_branches: int) -> int:
+    """Return the most of llama.cpp's sequences that a text with its branches needs, with copies of each recurrent state
+    (see `StateCopies`), and a guard if there is a sliding window (see `Cache`)."""
+    return n_branches * (2 if model.has_recurrent_state else 1) + (1 if model.n_window else 0)
+
+
+def open_context(
+    model: LlamaModel, options: ContextOptions, size: ContextSize, n_rollback: int
+) -> OpenContext:
+    """Open a native context, with snapshots of `n_rollback` tokens where the architecture has them and they fit.
+    Without them, a recurrent model has twice as many sequences (`StateCopies`). With a sliding window and several
+    sequences, those of texts get guards; those of branches do not outlive a draft. Raise `MemoryLimitError`,
+    `UsageError`."""
+    _check_cache_types(options)
+    is_guarded = model.n_window > 0 and size.n_sequences > 1
+    guarded = range(0, size.n_sequences, size.n_branches) if is_guarded else range(0)
+    # llama.cpp aborts if the number of snapshots, plus one, reaches the number of rows in a batch.
+    n_snapshots = min(n_rollback, size.n_rows - 2, _most_snapshots(model))
+    has_state = model.has_recurrent_state and not size.is_mtp
+    for n in (n_snapshots, 0) if has_state and n_snapshots > 0 else (0,):
+        first_guard = size.n_sequences * (2 if has_state and not n else 1)
+        n_sequences = first_guard + len(guarded)
+        needed = _needed_bytes(model, options, size, n_sequences * (1 + n))
+        available = _available_bytes(model, options)
+        if needed > available:
+            if n:
+                continue
+            raise MemoryLimitError(
+                f"{model.name}: a context of {size.n_ctx} tokens needs about "
+                f"{needed / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB are free",
+                hint="use a smaller --ctx-size, or --cache-type-k q8_0 --cache-type-v q8_0",
+            )
+        handle = _make(model, options, size, n_sequences, n)
+        if handle and n in (0, llama_cpp.llama_n_rs_seq(handle)):
+            guards = dict(zip(guarded, range(first_guard, n_sequences), strict=True))
+            return OpenContext(handle, n, guards)
+        if handle:  # an architecture without snapshots
+            model.call(llama_cpp.llama_free, handle)
+    raise MemoryLimitError(
+        f"{model.name}: llama.cpp cannot make a context of {size.n_ctx} tokens: {last_error()}",
+        hint="use a smaller --ctx-size",
+    )
+
+
+def _most_snapshots(model: LlamaModel) -> int:
+    """Return how many snapshots fit into llama.cpp's graph, which aborts if there are more. It has room for 8 operators
+    for each tensor, 1024 at least. A layer needs some 70, and 3 for each snapshot."""
+    if model.architecture not in _SMALL_GRAPHS:
+        return 2**31
+    return max(8, (1024 // max(1, model.n_layer) - 70) // 3)
+
+
+def _make(
+    model: LlamaModel,
+    options: ContextOptions,
+    size: ContextSize,
+    n_sequences: int,
+    n_snapshots: int,
+) -> Any:
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = size.n_ctx
+    params.n_batch = params.n_ubatch = size.n_rows
+    params.n_seq_max = n_sequences
+    params.n_rs_seq = n_snapshots
+    # llama.cpp aborts if there are fewer outputs than sequences.
+    params.n_outputs_max = max(size.n_outputs, n_sequences)
+    params.n_threads = options.n_threads or default_threads()
+    params.n_threads_batch = options.n_threads_batch or params.n_threads
+    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
+    types = options.cache_type_k, options.cache_type_v
+    params.type_k, params.type_v = (CACHE_TYPES[each][0] for each in types)
+    params.kv_unified = True  # branches of a tree share cells
+    params.swa_full = True  # else a sliding window drops cells that a rollback needs
+    if size.is_mtp:
+        params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+    if size.pooling is not None:
+        params.embeddings, params.pooling_type = True, size.pooling
+    params.no_perf = True
+    if size.on_tensor is not None:
+        params.cb_eval = size.on_tensor
+    if size.other is not None:
+        params.ctx_other = size.other
+    forget_log()
+    return model.call(llama_cpp.llama_init_from_model, model.handle, params)
+
+
+@functools.cache
+def default_threads() -> int:
+    """Return the number of physical cores: hyper-threads do not help matrix products."""
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
+def _check_cache_types(options: ContextOptions) -> None:
+    is_quantised = options.cache_type_v not in ("f32", "f16", "bf16")
+    if is_quantised and options.flash_attention == "off":
+        hint = "leave out --flash-attn off, or use --cache-type-v f16"
+        raise UsageError(f"--cache-type-v {options.cache_type_v} needs flash attention", hint)
+
+
+def _needed_bytes(
+    model: LlamaModel, options: ContextOptions, size: ContextSize, n_states: int
+) -> int:
+    cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
+    if size.is_mtp:
+        return cells * model.n_mtp_layers // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
+    # llama.cpp has room for the logits of all outputs, also of encoders, which have none.
+    outputs = 0 if size.pooling is None else 4 * size.n_outputs * model.vocabulary.n_tokens
+    return cells + n_states * model.state_bytes() + outputs + CONTEXT_OVERHEAD_BYTES
+
+
+def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
+    """Return the memory in bytes that a context may take. With too little, Linux kills the process when llama.cpp
+    clears it, or llama.cpp aborts. A GPU's allocator and workers report failures properly: there it is infinite."""
+    if model.is_remote or (options.n_gpu_layers != 0 and has_gpu()):
+        return float("inf")
+    return float(psutil.virtual_memory().available)

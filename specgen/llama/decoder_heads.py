@@ -41,8 +41,8 @@ CELL_TYPE, VOCABULARY_TYPE = "q8_0", "q4_0"
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of heads, and the target that they were made for. n_embd is the size of a hidden state, n_inner that of
-    the argument of silu. Matrices that are multiplied with the same vector are stored as one."""
+    """The weights of heads, and the target that they were made for. n_embd is the size of a hidden state, n_inner that
+    of the argument of silu. Matrices that are multiplied with the same vector are stored as one."""
 
     #: The target's name, the sizes of its hidden states and of its vocabulary, and the digest of its vocabulary.
     target: str
@@ -66,9 +66,7 @@ class HeadWeights:
 
 
 class DecoderHeads:
-    """Loaded heads, which must be closed. A state is a predicted hidden state, float32[n_embd].
-    `compute_s` are the seconds spent in predictions so far. Raises `ModelFileError` if the file has no heads, or is
-    damaged."""
+    """Loaded heads. A state is a predicted hidden state, float32[n_embd]. Raises `ModelFileError`."""
 
     def __init__(self, path: Path, clock: Callable[[], float], n_threads: int) -> None:
         self.path = path
@@ -146,7 +144,6 @@ _MATRICES = {
 
 
 def write_heads(path: Path, weights: HeadWeights) -> None:
-    """Write a file of heads. Raise `OSError`."""
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, ARCHITECTURE)
@@ -175,7 +172,6 @@ def is_heads_file(path: Path) -> bool:
 
 
 def read_heads(path: Path) -> HeadWeights:
-    """Read a file of heads. Raise `ModelFileError` if it cannot be read or is damaged."""
     from gguf import GGUFReader
 
     try:

@@ -33,8 +33,7 @@ _USUAL_BLOCK = 16
 
 
 class DraftModel(LlamaModel):
-    """A loaded draft that was made for one target. Raises `ModelFileError` if the file is damaged, and `PairError` if
-    it was made for another target."""
+    """A draft made for one target. Raises `ModelFileError`, and `PairError` if it was made for another one."""
 
     #: What it is called in messages, and whether the file's MTP layers are loaded.
     kind: ClassVar[str]
@@ -88,8 +87,7 @@ class MtpModel(DraftModel):
 
 
 class TrainedModel(DraftModel):
-    """A loaded draft in a file with an architecture of its own, which reads the inputs of some of the target's layers.
-    Raises `PairError` also if llama.cpp cannot hand these out."""
+    """A draft with an architecture of its own, which reads the inputs of some of the target's layers."""
 
     file_architecture: ClassVar[str]
     #: Whether it may read what the last layer made, as if a further layer read it.

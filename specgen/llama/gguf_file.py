@@ -146,7 +146,6 @@ class GgufMetadata:
 
 @contextlib.contextmanager
 def opened_parts(file: Path) -> Iterator[tuple[GgufMetadata, list[GgufTensor]]]:
-    """Open all parts of a model: yield the metadata of the first, and the tensors of all. Raise `BackendError`."""
     with ExitStack() as resources:
         parts = [resources.enter_context(GgufMetadata(part)) for part in parts_of(file)]
         yield parts[0], [tensor for part in parts for tensor in part.tensors()]

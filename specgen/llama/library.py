@@ -77,11 +77,8 @@ def last_error() -> str:
 
 @functools.cache
 def ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the GGML libraries, which llama-cpp-python loads but does not declare. Raise `BackendError` if
-    this build has none of that name.
-
-    Wheels have several copies of these libraries. That to which llama.cpp is linked has the list of devices.
-    """
+    """Return a function of the GGML libraries, which llama-cpp-python does not declare. Raise `BackendError`.
+    Of several copies in a wheel, the one to which llama.cpp is linked has the devices."""
     for library in _ggml_libraries():
         with contextlib.suppress(AttributeError):
             function = library[name]
@@ -91,8 +88,7 @@ def ggml(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
-    """Set whether a context hands out what a layer reads. llama.cpp ends the process if the graph of the
-    model's architecture does not (`specgen.llama.draft_models.HOOKED`)."""
+    """Hand out what a layer reads. llama.cpp ends the process unless the architecture is in `HOOKED`."""
     types = (ctypes.c_uint32, ctypes.c_bool)
     _extension("set", None, "P13llama_contextjb", *types)(context, layer, wanted)
 
@@ -125,7 +121,8 @@ def procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
 
 
 def _ggml_libraries() -> Iterator[Any]:
-    """Yield llama.cpp's library, which mostly also finds the symbols of the libraries that it is linked to, then these."""
+    """Yield llama.cpp's library, which mostly also finds the symbols of the libraries that it is linked to, then
+    these."""
     yield llama_cpp.llama_cpp._lib  # noqa: SLF001
     extensions = importlib.import_module(f"{llama_cpp.__name__}._ctypes_extensions")
     for name in ("ggml", "ggml-base", "ggml-cpu"):
@@ -134,13 +131,11 @@ def _ggml_libraries() -> Iterator[Any]:
 
 
 def native_folder() -> Path:
-    """Return the folder of the native libraries."""
     return Path(llama_cpp.llama_cpp._base_path)  # noqa: SLF001
 
 
 def _load_backends() -> None:
-    """Load the backends that are libraries of their own (GGML_BACKEND_DL); other builds are linked to theirs. Both load
-    one more that `GGML_BACKEND_PATH` names. Raise `BackendError` if it cannot be loaded."""
+    """Load backends that are libraries of their own, and the one of `GGML_BACKEND_PATH`. Raise `BackendError`."""
     try:
         n_linked = ggml("ggml_backend_reg_count", ctypes.c_size_t)()
     except BackendError:  # an older GGML
@@ -164,7 +159,6 @@ _DEVICE_KINDS = {0: "cpu", 1: "gpu", 2: "integrated gpu", 3: "accelerator", 4: "
 
 
 def build() -> Build:
-    """Return the version and features of this build of llama.cpp, and the devices that it finds."""
     return Build(
         version=llama_cpp.__version__,
         llama_version=llama_cpp.llama_version().decode("utf-8", "replace"),
@@ -175,7 +169,6 @@ def build() -> Build:
 
 
 def has_gpu() -> bool:
-    """Return whether layers can be kept on a GPU of this machine."""
     offloads = bool(llama_cpp.llama_supports_gpu_offload())
     # With the RPC backend loaded, `llama_supports_gpu_offload` is true on any machine.
     if offloads and llama_cpp.llama_supports_rpc():
@@ -190,13 +183,11 @@ def _devices() -> tuple[Device, ...]:
 
 
 def native_devices() -> list[int]:
-    """Return GGML's devices as native pointers."""
     get = ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
     return [get(index) for index in range(ggml("ggml_backend_dev_count", ctypes.c_size_t)())]
 
 
 def device_of(handle: int) -> Device:
-    """Return what GGML says of a device."""
     name, description = (
         ggml(f"ggml_backend_dev_{what}", ctypes.c_char_p, ctypes.c_void_p)(handle) or b""
         for what in ("name", "description")

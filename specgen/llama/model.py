@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import BackendError, ModelFileError, UsageError
-from specgen.llama.gguf_file import GgufMetadata, check_file, opened_parts
+from specgen.llama.gguf_file import GgufMetadata, check_file, opened_parts, parts_of
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
@@ -62,14 +62,10 @@ _TILED_TYPES = {
 
 
 class LlamaModel:
-    """A GGUF model: its weights, vocabulary and metadata. Contexts are made from it. All open models of
-    the same file share one copy of the weights in memory.
-
-    `weights` is a copy of the file that is loaded in its place. `workers` are other machines that hold its layers. With
-    `mtp` its MTP layers are loaded too, if there are some that can draft. With `vocabulary_only` its tensors stay on
-    disk: no context can be made, and the sizes are not known. Raises `ModelFileError` if the file cannot be used to
-    generate text, `MemoryLimitError` if it does not fit into memory, `WorkerLostError` if a worker does not answer.
-    """
+    """A GGUF model: its weights, which all models of the same file share, its vocabulary and metadata. `weights` is a
+    copy of the file that is loaded in its place; `workers` hold its layers; with `mtp` its MTP layers are loaded too.
+    With `vocabulary_only` no context can be made, and sizes are not known. Raises `ModelFileError`, `MemoryLimitError`,
+    `WorkerLostError`."""
 
     def __init__(
         self,
@@ -90,6 +86,10 @@ class LlamaModel:
             remote = "its MTP layers cannot draft while workers (--rpc) compute it"
             self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
         self.file = file
+        #: The size and the time of each of its files now: they may be replaced while it is in use.
+        self.versions = [
+            (each.st_size, each.st_mtime_ns) for each in map(Path.stat, parts_of(file))
+        ]
         #: A chat template that replaces those of the file.
         self.own_template: str | None = None
         #: Whether it is closed: contexts of it decode nothing more.
@@ -154,9 +154,9 @@ class LlamaModel:
         return self._weights.kernel_problem
 
     @property
-    def is_newly_packed(self) -> bool:
-        """Whether loading it took longer, since its weights were not kept in the kernels' layout."""
-        return self._weights.is_newly_packed
+    def n_packed_bytes(self) -> int:
+        """Bytes that were packed while it was loaded, since its weights were not kept in the kernels' layout."""
+        return self._weights.n_packed_bytes
 
     @property
     def lacks_disk_room(self) -> bool:
@@ -259,8 +259,7 @@ class LlamaModel:
             capacity = n + 1
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """Return the model's chat template (Jinja), or the one with this name: some files have one for tools. One that
-        was given in place of the file's is for all conversations."""
+        """Return the model's chat template (Jinja), or the one with this name: some files have one for tools."""
         if self.own_template is not None:
             return self.own_template
         key = name.encode() if name is not None else None
@@ -268,8 +267,8 @@ class LlamaModel:
         return template.decode("utf-8", "replace") if template else None
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
-        """Estimate the size of the KV cache for a context of n_ctx tokens, as if each layer were like the first, the only
-        one that llama.cpp describes: too small for hybrid models that begin with a recurrent layer."""
+        """Estimate the size of the KV cache for a context of n_ctx tokens, as if each layer were like the first, the
+        only one that llama.cpp describes: too small for hybrid models that begin with a recurrent layer."""
         n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
         head_size = self.n_embd // (int(llama_cpp.llama_model_n_head(self.handle)) or 1)
         size_k = self.number("attention.key_length") or head_size

@@ -49,8 +49,7 @@ def holds_mtp_only(path: Path) -> bool:
 
 
 def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
-    """Return the MTP layers that can draft for a target: "mtp" if its own can, else a file of such layers in its
-    folder that fits it (of several, the one whose name is most like the target's), else None."""
+    """Return "mtp" if the target's own MTP layers draft, else the file beside it that fits, and is named most alike."""
     if not why_no_mtp(target):
         return "mtp"
     files = sorted(

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Key(NamedTuple):
-    """What loaded weights are known by: a version of a file (device, inode, size, time), the number of layers on a GPU,
-    the kernels, whether only the vocabulary is loaded, whether MTP layers are, and the workers."""
+    """What loaded weights are known by; a `version` is device, inode, size and time."""
 
     version: tuple[int, int, int, int]
     n_gpu_layers: int
@@ -76,8 +75,8 @@ class LoadedWeights:
         return self._key.kernels
 
     @property
-    def is_newly_packed(self) -> bool:
-        return self._packed is not None and self._packed.n_new_bytes > 0
+    def n_packed_bytes(self) -> int:
+        return 0 if self._packed is None else self._packed.n_new_bytes
 
     @property
     def lacks_disk_room(self) -> bool:
@@ -116,10 +115,8 @@ def lease_weights(
     mtp: bool = False,
     goes_on: Callable[[], bool] | None = None,
 ) -> LoadedWeights:
-    """Return the weights of a file, or its vocabulary only, and count the caller as a user. They are loaded if nothing in
-    this process uses them already, onto `workers` if given, with MTP layers if `mtp`. `goes_on` is asked between tensors
-    whether to load on. Raise `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError`, `OSError` if the
-    file is gone, `WorkerLostError` if a worker does not answer."""
+    """Return the weights of a file, or its vocabulary only, loaded if nothing uses them already; the caller is a user.
+    `goes_on` is asked between tensors. Raise `ModelFileError`, `MemoryLimitError`, `WorkerLostError`, `OSError`."""
     problem = "" if vocabulary_only else kernel_problem(file)
     kernels = LLAMA_CPP if problem else computing()
     key = _Key(_version(file), n_gpu_layers, kernels, vocabulary_only, mtp, workers)
@@ -184,9 +181,8 @@ def _version(file: Path) -> tuple[int, int, int, int]:
 
 
 def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
-    """Load the weights of a file, which passed `check_file`, in a thread: llama.cpp uses one core for the vocabulary.
-    `lease_weights` waits for the thread, and raises what it could not load. Return a function that ends the thread and
-    its use of the weights; it may be called twice. Raise what `kernel_problem` raises."""
+    """Load a checked file's weights in a thread, for which `lease_weights` waits and whose errors it raises: llama.cpp
+    uses one core for the vocabulary. Return what ends this use of the weights; it may be called twice."""
     if kernel_problem(file):  # kernels are switched off for the whole process while it is loaded
         return lambda: None
     key = _Key(_version(file), n_gpu_layers, computing())
@@ -216,9 +212,8 @@ def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
 def _interrupt_between_tensors(
     params: Any, goes_on: Callable[[], bool] | None = None
 ) -> Iterator[None]:
-    """Let Ctrl-C stop the loading of a model, or in another thread `goes_on`. The signal handler only makes
-    llama.cpp's progress callback ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the
-    callback, ctypes would print it and lose it."""
+    """Let Ctrl-C, or in another thread `goes_on`, stop the loading. The progress callback only asks for a stop, and
+    KeyboardInterrupt is raised afterwards: in the callback, ctypes would print and lose it."""
     is_stopped = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -55,8 +55,7 @@ _N_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of a check or the problem in a line, what to do about it, and the error's class in
-    `specgen.errors`."""
+    """The result of a check or the problem, what to do about it, and the error's class in `specgen.errors`."""
 
     name: str
     passed: bool
@@ -124,8 +123,7 @@ def diagnose(
     child: Sequence[str] | None = None,
     on_check: Callable[[str], None] = lambda _name: None,
 ) -> DoctorReport:
-    """Run all checks: decode with tiny models and with `model`, if given, and ask the workers at `endpoints`. `child`
-    is the command that starts a child process; `on_check` receives the name of each check before it runs."""
+    """Run all checks. `child` is the command that starts a child process; `on_check` gets each check's name before."""
     report, command = DoctorReport(), child or CHILD_COMMAND
 
     def run(name: str, do: Callable[[], str]) -> None:
@@ -151,7 +149,6 @@ def diagnose(
 
 
 def places_of(build: Build) -> list[str]:
-    """Return where models can be decoded, the fastest place first."""
     return ["GPU", "CPU"] if build.gpu_offload else ["CPU"]
 
 
@@ -206,7 +203,6 @@ def _ask_worker(endpoint: str) -> str:
 
 
 def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Return the JSON object that a command prints. Raise the error that it reports, and `BackendError` if there is none."""
     try:
         answer = ask_child(command, timeout_s)
     except ChildError as error:
@@ -217,7 +213,6 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 
 
 def explained(error: ChildError) -> BackendError:
-    """Return why a child gave no answer, with a hint against it."""
     message, signal = str(error), ""
     if isinstance(error, ChildDiedError):
         signal = error.signal_name
@@ -241,7 +236,6 @@ def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenErr
 
 
 def child_main(arguments: Sequence[str]) -> None:
-    """Carry out a task and print its result as JSON."""
     task, *place_and_file = arguments
     try:
         if task == "build":
@@ -257,8 +251,7 @@ def child_main(arguments: Sequence[str]) -> None:
 
 
 def decode_both_ways(place: str, file: str | None = None) -> str:
-    """Compare the logits of a batch with those of single tokens: of a model as `specgen run` computes it, or, by
-    llama.cpp itself, of a tiny one."""
+    """Compare the logits of a batch with those of single tokens: of the user's model, or of a tiny one."""
     import numpy as np
 
     from specgen.llama.kernels.admission import ModelTrials, choose_kernels, wanted_in
@@ -286,7 +279,8 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
 
 
 def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
-    """Return float32[n_tokens, n_vocab] of a text, decoded in one batch and token by token, and why rows must differ."""
+    """Return float32[n_tokens, n_vocab] of a text, decoded in one batch and token by token, and why rows must
+    differ."""
     import numpy as np
 
     from specgen.drafters.kinds import refuse_draft
@@ -299,10 +293,7 @@ def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
     tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:_N_TOKENS]
 
     def rows(start: int, end: int) -> Logits:
-        batch = Batch()
-        for position in range(start, end):
-            batch.add(tokens[position], position, (0,), True)
-        return backend.decode(batch).copy()
+        return backend.decode(Batch.of(tokens[start:end], start, end - start)).copy()
 
     together = rows(0, len(tokens))
     backend.remove(0)
@@ -335,8 +326,7 @@ _TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), 
 
 
 def write_tiny_model(path: Path) -> None:
-    """Write a Llama model with random weights, whose tokens are bytes. Its matrices are large enough for every kernel,
-    and of the types whose kernels differ most between CPUs."""
+    """Write a random Llama of bytes, large enough for every kernel, in the types that differ most on CPUs."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 

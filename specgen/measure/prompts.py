@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 #: The date for chat templates that write one: the present one must not change the answers.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
-#: The category of a prompt without one, and that of our prompts for trials of drafts, which `specgen bench` does not
-#: measure with. Drafts differ most between the others: new code, where a small model is often right; editing, where
+#: The category of a prompt without one, and how those of our prompts for trials of drafts begin, which `specgen bench`
+#: does not measure with. Drafts differ most between the others: new code, where a small model is often right; editing, where
 #: the prompt has most of the answer; prose, which is hard to predict; and questions as people ask them.
-_ALL, _TRIAL = "all", "trial"
+_ALL, _TRIAL = "all", "trial "
 _OWN = Path(__file__).with_name("prompts.jsonl")
 _HINT = 'a line is like {"prompt": "...", "category": "..."} or {"turns": ["..."]}'
 
@@ -35,16 +35,19 @@ class BenchPrompt:
 
 def own_prompts() -> list[BenchPrompt]:
     """Return specgen's prompts; the categories code, edit, prose and chat alternate."""
-    return [prompt for prompt in read_bench_prompts(_OWN) if prompt.category != _TRIAL]
+    return [each for each in read_bench_prompts(_OWN) if not each.category.startswith(_TRIAL)]
 
 
-def trial_prompts() -> list[str]:
-    """Return specgen's prompts to try drafts with."""
-    return [prompt.text for prompt in read_bench_prompts(_OWN) if prompt.category == _TRIAL]
+def trial_prompts() -> list[BenchPrompt]:
+    """Return specgen's prompts to try drafts with, of the same categories."""
+    found = [each for each in read_bench_prompts(_OWN) if each.category.startswith(_TRIAL)]
+    return [
+        BenchPrompt(number, each.category.removeprefix(_TRIAL), each.text)
+        for number, each in enumerate(found, 1)
+    ]
 
 
 def given_prompts(texts: Iterable[str]) -> list[BenchPrompt]:
-    """Return texts as prompts. Raise `PromptError` for an empty one."""
     prompts = [BenchPrompt(number, _ALL, text) for number, text in enumerate(texts, start=1)]
     if not all(prompt.text.strip() for prompt in prompts):
         raise PromptError("a prompt is empty", hint="give some text")
@@ -52,17 +55,12 @@ def given_prompts(texts: Iterable[str]) -> list[BenchPrompt]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the texts of a file's prompts. Raise `PromptError`, which names the line."""
     return [prompt.text for prompt in read_bench_prompts(path)]
 
 
 def read_bench_prompts(path: Path) -> list[BenchPrompt]:
-    """Read the prompts of a file.
-
-    In JSON Lines, each line has a `prompt`, or `turns`, the first of which is the prompt, and may have a
-    `category`. In any other file, each line is a prompt. Empty lines are skipped. Raise a `PromptError`
-    that names the line.
-    """
+    """Read a file's prompts: a text on each line, or JSON Lines with a `prompt` or `turns`, of which the first counts,
+    and perhaps a `category`. Empty lines are skipped. Raise a `PromptError` that names the line."""
     try:
         # Not `splitlines`, which also splits at characters that JSON allows within a string.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -89,7 +87,6 @@ def evenly_chosen(prompts: Iterable[T], n: int) -> list[T]:
 
 
 def first_of_each(prompts: Iterable[BenchPrompt], n: int) -> list[BenchPrompt]:
-    """Return the first n prompts of each category, in their order."""
     seen: Counter[str] = Counter()
     chosen: list[BenchPrompt] = []
     for prompt in prompts:
@@ -118,7 +115,6 @@ def _record(line: str, number: int, where: str) -> BenchPrompt:
 
 
 def _json_reason(error: Exception) -> str:
-    """Return why a line is not JSON, by an error of `json.loads`."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

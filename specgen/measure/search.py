@@ -16,7 +16,7 @@ from specgen.drafters.kinds import words_for
 from specgen.llama import default_threads
 from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_draft
 from specgen.models.files import FileIdentity, identify, identity_of
-from specgen.session.calibration import begin, short_context, time_batch
+from specgen.session.calibration import Costs, begin, break_even, short_context, time_batch
 from specgen.session.choose_models import name_of
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
@@ -25,12 +25,10 @@ from specgen.system.machine import LoadOfOthers, is_busy
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend
+    from specgen.measure.prompts import BenchPrompt
     from specgen.options import DraftSource
     from specgen.session.session import Session
     from specgen.system.progress import Progress
-
-#: A speed-up below this does not count as a gain: it is within the noise of the measurement.
-LEAST_GAIN = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Drafts for a target, the best first, files that cannot draft, the numbers of threads that were chosen by
-    measuring, and the draft that was saved."""
+    """Drafts for a target, the best first, what cannot draft, the numbers of threads chosen, and the saved draft."""
 
     target: Path
     baseline: Baseline
@@ -86,19 +83,16 @@ def search_drafts(
     session: Session,
     candidates: Sequence[Path],
     refused: Sequence[Refused],
-    prompts: Sequence[str],
+    prompts: Sequence[BenchPrompt],
     *,
     chat: bool | None = None,
     tunes_threads: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Search | None:
-    """Try plain decoding, n-grams, the target's MTP layers and the `candidates`, each as `specgen run` would use it at
-    temperature 0. With `tunes_threads`, the best numbers of threads of the target and of the first candidate are
-    measured first. The costs are measured anew, in the session's memory, which the caller saves.
-
-    Return None if interrupted before there was a result. Raise `PromptError`, `MemoryLimitError` or `BackendError` if
-    the target fails; drafts that fail are listed as refused, as are the files `refused`."""
+    """Try plain decoding, n-grams, MTP layers and the `candidates` as `specgen run` would use them at temperature 0.
+    With `tunes_threads`, threads of the target and the first candidate are measured first. The caller saves the costs.
+    None if interrupted before a result. Raise an error of the target; drafts that fail are refused, like `refused`."""
     target, load = session.options.target, LoadOfOthers()
     threads: dict[str, Threads] = {}
 
@@ -115,7 +109,8 @@ def search_drafts(
     )
     if baseline is None:
         return None
-    plain = DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
+    n_answers = len(baseline.answers)
+    plain = DraftFigures(1.0, 1.0, 1.0, n_answers, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
     tried, failed = [Tried("none", plain)], list(refused)
     for draft in (*words_for(session.target), *candidates):
         try:
@@ -153,32 +148,34 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 
 
 def advice(search: Search) -> tuple[str, ...]:
-    """Return three sentences: what was measured, what it means, and what to do. An interrupted search, or that of
-    a busy machine, gets only the first: conclusions would rest on half of the measurements."""
+    """Return what was measured, what it means and what to do; only the first if interrupted or busy."""
     baseline, best, figures = search.baseline, search.tried[0], search.tried[0].figures
     measured = (
         f"measured on {len(baseline.answers)} answers of {search.target.name}: {1.0 / baseline.token_s:.1f} tokens/s "
         "without a draft"
     )
     if best.draft != "none":
-        measured += (
-            f", {figures.tokens_per_s:.1f} with {name_of(best.draft)} (x{figures.speedup:.2f}; "
-            f"x{figures.worst_speedup:.2f} for the worst prompt)"
-        )
+        speed = f"{figures.tokens_per_s:.1f} with {name_of(best.draft)}"
+        measured += f", {speed}: {figures.gain}"
     if search.is_interrupted or is_busy(search.others_share):
         return (measured,)
     n_rows = min(4, max(baseline.batch_s))
-    batch = f"a batch of {n_rows} rows costs {baseline.costs.rows_s(n_rows) / baseline.token_s:.1f} tokens"
-    if figures.speedup >= LEAST_GAIN:
-        accepted = (
-            f"the target accepts {100 * (figures.acceptance_rate or 0.0):.0f} % of its tokens"
-        )
-        per_pass = f"{figures.mean_accepted_length:.1f} tokens come of a pass of the target"
+    batch = (
+        f"a batch of {n_rows} costs {baseline.costs.rows_s(n_rows) / baseline.token_s:.1f} tokens"
+    )
+    if figures.is_gain:
         use = f"use it: --draft {shlex.quote(str(best.draft))}"
-        return measured, f"{batch} and {accepted}, so {per_pass}", use
+        return measured, f"{batch}; {pays_text(baseline, figures)}", use
     none = f"{batch}, and no draft that was tried is clearly faster"
     others = "draft with another model (`specgen models list` shows some)"
     return measured, none, f"{others}, or not at all: --draft none"
+
+
+def pays_text(baseline: Baseline, figures: DraftFigures) -> str:
+    """Say from which acceptance on drafts pay by these costs, and what it was."""
+    least = break_even(Costs(baseline.batch_s, figures.draft_token_s or 0.0))
+    needed = "drafts cannot pay" if least is None else f"drafts pay if {least:.0%} are accepted"
+    return f"{needed}, and {figures.acceptance_rate or 0.0:.0%} were"
 
 
 # --- the files that may be tried, by their names and sizes only ------------------------------------
@@ -187,8 +184,7 @@ def advice(search: Search) -> tuple[str, ...]:
 def find_candidates(
     named: Sequence[Path], known: Iterable[Path], target: Path
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for `target`, and those of the `named` that are refused. Of the `known` models
-    on this disk the larger ones are not tried. Files of the same name and size are one."""
+    """Return the files to try for `target`, without larger and equal ones, and the `named` that are refused."""
     candidates: list[Path] = []
     refused: list[Refused] = []
     of_target = identity_of(target)
@@ -232,8 +228,7 @@ def _tuned_threads(
     *,
     is_draft: bool,
 ) -> dict[str, Threads]:
-    """Measure and keep the best numbers of threads of the target or of the loaded draft model, by its name; none if the
-    user named a number, if interrupted, or if the draft has no context of its own."""
+    """Measure and keep the best numbers of threads of a model, unless the user named one."""
     options = session.options.draft_context if is_draft else session.options.target_context
     if (options.n_threads, options.n_threads_batch) != (None, None) or interrupted():
         return {}
@@ -253,8 +248,7 @@ def _tuned_threads(
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
-    """Return the numbers of threads to try, ascending, on a machine with `n_cores` physical and `n_logical` logical
-    cores, of which this process may use `n_usable`: shares of the cores, and all logical and all usable ones."""
+    """Return the numbers of threads to try, ascending: shares of the cores, all logical and all usable ones."""
     shares = {n_cores * eighths // 8 for eighths in range(2, 9)} - {0}
     return sorted({*shares, n_logical, max(1, min(n_usable, n_logical))})
 
@@ -266,9 +260,9 @@ def measure_threads(
     budget_s: float,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Threads:
-    """Return the best of these numbers of threads and of `default`, which the backend then uses; its context is empty
-    before and afterwards. All are timed in turns, a row and a batch each, since a machine's speed changes. If
-    `interrupted` is true, the default stays. Raise `BackendError`."""
+    """Return the best of these numbers of threads, which the backend then uses; its context is empty before and after.
+    All are timed in turns, since a machine's speed changes. If `interrupted`, the default stays. Raise
+    `BackendError`."""
     backend.set_threads(default, default)
     text, before_s = begin(backend), backend.decode_s
     #: By the rows of the batch: the seconds by the number of threads, of each round.
@@ -298,8 +292,7 @@ def measure_threads(
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
-    """Return the number of threads that takes the least time, from the seconds by number of each round;
-    `default` unless another one is clearly faster."""
+    """Return the quickest number of threads; `default` unless another one is clearly faster."""
     best, least = default, 1.0 - _MARGIN
     for count in sorted({count for seconds in rounds for count in seconds} - {default}):
         ratios = [s[count] / s[default] for s in rounds if count in s and default in s]

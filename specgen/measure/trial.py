@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specgen.errors import BackendError, PromptError
 from specgen.llama import LlamaBackend
-from specgen.measure.prompts import NOW
+from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import TargetStates, draft_alone
@@ -31,6 +31,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
+from specgen.system.progress import is_gain, measured_gain
 from specgen.text.answer_state import AnswerState, Tally
 
 if TYPE_CHECKING:
@@ -44,18 +45,17 @@ _N_OFTEN, _N_REPEATS = 6, 3
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """A prompt as it was given, and the tokens of the target's own answer at temperature 0, with the token that
-    ends it."""
+    """A prompt as given, the tokens of the target's own greedy answer, with the one that ends it, and the kind of task."""
 
     prompt: str
     tokens: tuple[int, ...]
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A target without a draft: its answers, generated in contexts of `n_ctx` tokens, and the median seconds of decodes
-    by their rows. `chat` says whether the prompts used its template (None: if it has one). `skipped` are the numbers,
-    from 1 on, of prompts that do not fit into the context."""
+    """A target without a draft: its answers in contexts of `n_ctx` tokens, and the median seconds of decodes by their
+    rows. `chat` says if its template was used (None: if it has one); `skipped` prompts, from 1 on, do not fit."""
 
     answers: tuple[TargetAnswer, ...]
     skipped: tuple[int, ...]
@@ -74,14 +74,14 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A drafter's rounds for one answer, without the token that came from the prompt's decode. `start_s` is the
-    draft model's decode of the prompt; the tally's `target_s` are the target's batches by their measured costs, and
-    `token_s` is that of a token in plain decoding."""
+    """A drafter's rounds for an answer, behind the prompt's token. `start_s` is the draft's decode of the prompt; the
+    tally's `target_s` are batches by their measured costs, `token_s` is plain decoding's."""
 
     n_tokens: int
     tally: Tally
     start_s: float
     token_s: float
+    kind: str = ""
 
     @property
     def speedup(self) -> float:
@@ -90,30 +90,42 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
-    """The figures of a draft over all answers together; the decodes of prompts do not count. `start_s` are the
-    seconds of the draft model's decode of a prompt. Figures that do not exist, since nothing was drafted, are None."""
+    """The figures of a draft over all answers, its speed-up as their geometric mean, and those of each kind of task; None
+    where nothing was drafted. Prompts only count in `start_s`."""
 
     speedup: float
     worst_speedup: float
+    best_speedup: float
+    n_answers: int
     tokens_per_s: float
     acceptance_rate: float | None
     mean_accepted_length: float
     draft_token_s: float | None
     start_s: float
+    kinds: Mapping[str, DraftFigures] = field(default_factory=dict)
+
+    @property
+    def gain(self) -> str:
+        return measured_gain(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
+
+    @property
+    def is_gain(self) -> bool:
+        return is_gain(self.speedup)
 
 
 def measure_target(
     session: Session,
-    prompts: Sequence[str],
+    prompts: Sequence[BenchPrompt],
     *,
     chat: bool | None = None,
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Baseline | None:
-    """Let the target answer the prompts at temperature 0 without a draft, and time its batches up to the most rows of
-    a round. None if interrupted. Raise `PromptError` if no prompt fits into the context, no answer is longer than a
-    token, or the context has no room to time the batches; and `MemoryLimitError`."""
-    fitting, skipped = fitting_prompts(session, enumerate(prompts, 1), chat)
+    """Let the target answer the prompts greedily without a draft, and time its batches. None if interrupted. Raise
+    `MemoryLimitError`, or `PromptError` if no prompt fits, no answer is long enough, or nothing can be timed."""
+    asked = dict(enumerate(prompts, 1))
+    texts = [(number, prompt.text) for number, prompt in asked.items()]
+    fitting, skipped = fitting_prompts(session, texts, chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())
     sizes = timed_batch_sizes(session.n_rows_max)
     samples: defaultdict[int, list[float]] = defaultdict(list)
@@ -127,7 +139,8 @@ def measure_target(
             if interrupted():
                 return None
             n_prompt = generation.n_prompt
-            answers.append(TargetAnswer(prompts[number - 1], tuple(generation.tokens[n_prompt:])))
+            text, kind = asked[number].text, asked[number].category
+            answers.append(TargetAnswer(text, tuple(generation.tokens[n_prompt:]), kind))
             samples[1] += generation.tally.target_s_by_rows[1]
             # Batches are timed right after the single tokens, since a machine's speed changes.
             for size in (*sizes[1:], *(_N_REPEATS - 1) * sizes[1:_N_OFTEN]):
@@ -155,8 +168,7 @@ def try_draft(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DraftFigures | None:
-    """Return the figures of the loaded draft for its target; None if interrupted. Raise `MemoryLimitError` or
-    `BackendError` if the draft model cannot be run."""
+    """Return the figures of the loaded draft; None if interrupted. Raise `MemoryLimitError` or `BackendError`."""
     if session.draft is not None and session.draft.reads == "cache":
         raise BackendError(
             f"{session.draft_name}: it reads the target's cache, so it cannot draft for kept answers",
@@ -189,9 +201,9 @@ def replay(
     clock: Callable[[], float],
     states: Hidden | None = None,
 ) -> Replay:
-    """Replay the rounds of a known answer with the drafter of `generation`, which is at the end of its prompt, and
-    then at the end of the answer. `clock` is read around each proposal. For drafts from the target's last state,
-    `states` are those from which it chose each token of the answer, float32[n_tokens, n_embd]."""
+    """Replay a known answer with the drafter of `generation`, which goes from its prompt's end to the answer's.
+    `states` are those from which the target chose each token, float32[n_tokens, n_embd], for drafts that read its last
+    state."""
     cascade, policy, trail = generation.cascade, generation.policy, generation.trail
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0
@@ -229,12 +241,14 @@ def replay(
         if cascade is not None:
             cascade.observe(result)
         tally.add_round(result)
-    return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
+    return Replay(len(tokens) - 1, tally, start_s, baseline.token_s, answer.kind)
 
 
 def summarise(replays: Sequence[Replay]) -> DraftFigures:
-    """Return the figures of all answers together. Answers of a single token do not count."""
+    """Return the figures of all answers together, and of each kind if there are several. Answers of a single token do not
+    count."""
     counted = [replay for replay in replays if replay.tally.n_rounds]
+    speedups, kinds = [replay.speedup for replay in counted], dict.fromkeys(r.kind for r in counted)
     tallies = [replay.tally for replay in counted]
     n_tokens = sum(replay.n_tokens for replay in counted)
     n_drafted = sum(tally.n_drafted for tally in tallies)
@@ -242,13 +256,19 @@ def summarise(replays: Sequence[Replay]) -> DraftFigures:
     draft_s = sum(tally.draft_s for tally in tallies)
     seconds = draft_s + sum(tally.target_s for tally in tallies)
     return DraftFigures(
-        speedup=speedup(n_tokens, seconds, counted[0].token_s),
-        worst_speedup=min(replay.speedup for replay in counted),
+        speedup=statistics.geometric_mean(speedups),
+        worst_speedup=min(speedups),
+        best_speedup=max(speedups),
+        n_answers=len(counted),
         tokens_per_s=n_tokens / seconds,
         acceptance_rate=sum(t.n_accepted for t in tallies) / n_positions if n_positions else None,
         mean_accepted_length=n_tokens / sum(tally.n_rounds for tally in tallies),
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in counted) / len(counted),
+        kinds={
+            kind: summarise([replay for replay in counted if replay.kind == kind])
+            for kind in (kinds if len(kinds) > 1 else ())
+        },
     )
 
 
@@ -267,8 +287,7 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
 def fitting_prompts(
     session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
-    """Return the prompts that fit into the context with `n_more` tokens by their numbers, and the numbers of the
-    others. Raise `PromptError` if none fits."""
+    """Return the prompts that fit with `n_more` tokens, and the numbers of others. Raise `PromptError`."""
     prompts = {n: session.prompts.of_text(text, chat=chat, now=NOW) for n, text in texts}
 
     def problem(prompt: Prompt) -> PromptError | None:
@@ -290,27 +309,21 @@ def _states_of_answer(target: LlamaBackend, tokens: Sequence[int], n_prompt: int
     first, last, start = n_prompt - 1, len(tokens) - 1, 0
     ends = [*range(target.n_batch, first, target.n_batch), first]
     for end in (*ends, *range(first + target.n_outputs, last, target.n_outputs), last):
-        batch = Batch()
-        for position in range(start, end):
-            batch.add(tokens[position], position, (0,), end > first)
         if end > first:
+            batch = Batch.of(tokens[start:end], start, end - start)
             pieces.append(target.decode_hidden(batch)[1].copy())
-        elif len(batch):
-            target.decode(batch)
+        elif end > start:
+            target.decode(Batch.of(tokens[start:end], start))
         start = end
     target.remove(0)
     return np.concatenate(pieces)
 
 
 def read_states(target: Backend, tokens: Sequence[int], trail: TargetStates) -> None:
-    """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
-    context must be empty, and is empty again afterwards."""
+    """Add the target's states after each token to the trail of a draft that reads them all; the context is empty."""
     try:
         for start in range(0, len(tokens), target.n_batch):
-            batch = Batch()
-            for position in range(start, min(start + target.n_batch, len(tokens))):
-                batch.add(tokens[position], position, (0,), False)
-            batch.wants_logits[-1] = True
+            batch = Batch.of(tokens[start : start + target.n_batch], start, 1)
             _, hidden = target.decode_hidden(batch, all_rows=True)
             trail.keep_states(hidden, tokens, start + len(batch))
     finally:

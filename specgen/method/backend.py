@@ -27,6 +27,13 @@ class Batch:
     wants_logits: list[bool] = field(default_factory=list)
     hidden: list[Hidden | None] = field(default_factory=list)
 
+    @staticmethod
+    def of(tokens: Sequence[int], start: int, n_wanted: int = 0, sequence: int = 0) -> Batch:
+        """Return rows of a text from position `start` on, of which the last `n_wanted` want logits."""
+        n, n_silent = len(tokens), len(tokens) - n_wanted
+        wants = [row >= n_silent for row in range(n)]
+        return Batch([*tokens], [*range(start, start + n)], [(sequence,)] * n, wants)
+
     def __len__(self) -> int:
         return len(self.tokens)
 

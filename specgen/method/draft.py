@@ -83,7 +83,7 @@ class Draft:
     `walks` are the nodes of chains that were drawn independently of each other, from a child of the root down, in the
     order of the draws. They share the nodes of a common prefix: a token that was drawn twice is decoded once and judged
     twice. `looks` are the largest probabilities that the drafter gave to any token: in a chain, look i comes before
-    its token i; one more look ended the draft."""
+    its token i; one more look ended the draft. `guesses` says what a cheaper drafter guessed of it."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -92,6 +92,7 @@ class Draft:
     distributions: tuple[Distribution | None, ...]
     walks: tuple[tuple[int, ...], ...] = ()
     looks: tuple[float, ...] = field(default=(), compare=False)
+    guesses: str = field(default="", compare=False)
     #: The depth of each node, from 0, and its rank among its siblings.
     depths: Sequence[int] = field(init=False, repr=False, compare=False)
     ranks: Sequence[int] = field(init=False, repr=False, compare=False)
@@ -181,6 +182,7 @@ class Draft:
             tuple([self.distributions[node] for node in nodes]),
             tuple(tuple([index[node] for node in walk]) for walk in self.walks),
             self.looks,
+            self.guesses,
         )
 
 

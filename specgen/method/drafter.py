@@ -55,9 +55,9 @@ class Drafter(Protocol):
         ...
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.wants_token` and
-        `plan.wants_decode` allow. `context` holds all committed tokens, followed by `n_drafted` tokens that another
-        drafter proposed. It is the caller's list, and only grows from call to call, unless `rewind` is called."""
+        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.after_look` allows. `context` holds
+        all committed tokens, followed by `n_drafted` tokens that another drafter proposed. It is the caller's list, and
+        only grows from call to call, unless `rewind` is called."""
         ...
 
     def observe(self, result: RoundResult) -> None:

@@ -50,13 +50,15 @@ _N_TRIED = 3  # the tokens of a trial
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What is known before a round: the tokens that the answer is expected to get still, the most that may be drafted
-    now, what was found without a decode, and the name and price of the drafter that decodes."""
+    now, one behind the other, what was found without a decode, the name and price of the drafter that decodes, and the
+    most nodes of a tree (None: `n_most`)."""
 
     n_left: int
     n_most: int
     found: Draft = NO_DRAFT
     drafter: str | None = None
     price: Price = FREE
+    n_nodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class RoundPlan:
 
     The first `n_given` tokens repeat the end of the text, whatever `stop` says: a drafter with another vocabulary drafts
     its last tokens anew. `prefill_s` is the drafter's prefill, an investment in later rounds. `detail` is the reason
-    with its numbers."""
+    with its numbers. `n_deepest` limits the levels of a tree."""
 
     reason: ReasonName
     n_max: int = 0
@@ -76,6 +78,7 @@ class RoundPlan:
     prefill_s: float = 0.0
     n_given: int = 0
     detail: str = ""
+    n_deepest: int | None = None
 
     @property
     def why(self) -> str:
@@ -126,19 +129,24 @@ class FixedPolicy:
     """A fixed draft length, with a stop where the draft becomes unsure. What was found comes first."""
 
     def __init__(self, options: DraftOptions) -> None:
-        self.n_max, p_min = options.n_max, options.stops_below
+        self.n_max, p_min, self._is_tree = options.n_max, options.stops_below, options.tree.is_fixed
         self._stop = Stop(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
 
     def plan(self, offer: Offer) -> RoundPlan:
-        n_max = min(self.n_max, offer.n_most)
+        n_max, n_deepest = min(self.n_max, offer.n_most), None
         if n_max < 1:
             return RoundPlan("no room")
-        found = self._stop.cut(offer.found.first(n_max))
+        found, bound = self._stop.cut(offer.found.first(n_max)), self._stop.bound
+        detail = f"the whole draft's probability is at least {bound:.2f}" if bound else ""
+        reason = "threshold" if bound else "fixed"
         if len(found):
-            return RoundPlan("fixed", found=found, stop=self._stop)
+            return RoundPlan(reason, found=found, stop=self._stop, detail=detail)
         if offer.drafter is None:
             return RoundPlan("nothing found")
-        return RoundPlan("fixed", n_max, stop=self._stop, drafter=offer.drafter)
+        if self._is_tree and offer.n_nodes is not None:  # the tokens left limit its levels
+            n_max, n_deepest = min(self.n_max, offer.n_nodes), offer.n_most
+        plan = RoundPlan(reason, n_max, stop=self._stop, drafter=offer.drafter, detail=detail)
+        return plan if n_deepest is None else replace(plan, n_deepest=n_deepest)
 
     def observe(self, result: RoundResult) -> None: ...
 
@@ -246,9 +254,9 @@ class CostAwarePolicy:
         elif not pays and all(  # not even if all is accepted
             n * plain_s <= extra_s[n] + price.seconds(n) for n in range(1, self.n_max + 1)
         ):
-            guess, row = (price.seconds(2) - price.first_s) / plain_s, extra_s[1] / plain_s
+            guess = (price.seconds(2) - price.first_s) / plain_s
             reason = "row cost"
-            why = f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
+            why = f"a guess costs {guess:.2f} of a token of the target, and checking it {self._row(stop)}"
         elif trials_s <= min(credit * plain_s, _MOST_AHEAD / 4 * self._elapsed_s):
             tried = Stop(needs_confidence=True)
             return replace(plan, reason="trial", n_max=min(n_max, n_tried), stop=tried), -math.inf
@@ -303,6 +311,9 @@ class CostAwarePolicy:
         return here
 
     def _too_rarely(self, rates: AcceptanceRates, stop: WhilePaying) -> str:
-        rate, row = rates.mean(), stop.extra_s[1] / self._costs.seconds_each(1)
-        accepted = f"{rate:.0%} of its tokens are expected to be accepted in this text"
-        return f"{accepted}, and checking one costs {row:.2f} of a token"
+        accepted = f"{rates.mean():.0%} of its tokens are expected to be accepted in this text"
+        return f"{accepted}, and checking one costs {self._row(stop)} of a token"
+
+    def _row(self, stop: WhilePaying) -> str:
+        # A batch of two may have been quicker than one row, by noise: that is no price below nothing.
+        return f"{max(0.0, stop.extra_s[1]) / self._costs.seconds_each(1):.2f}"

@@ -34,7 +34,6 @@ class FileIdentity:
 
 
 def identify(path: Path) -> FileIdentity | None:
-    """Return a file's identity, if there is such a file that can be accessed."""
     try:
         sizes = [part.stat().st_size for part in model_parts(path) if part.is_file()]
     except OSError:
@@ -43,7 +42,6 @@ def identify(path: Path) -> FileIdentity | None:
 
 
 def identity_of(target: Path) -> FileIdentity:
-    """Return the identity of a file. Raise `ModelFileError` if there is none."""
     identity = identify(target)
     if identity is None:
         raise ModelFileError(f"{target}: no such file")
@@ -51,13 +49,11 @@ def identity_of(target: Path) -> FileIdentity:
 
 
 def shard_number(path: Path) -> int | None:
-    """Return a file's number among the shards of a model, from 1."""
     shard = _SHARD.fullmatch(path.name)
     return int(shard["number"]) if shard else None
 
 
 def shard_names(name: str) -> list[str]:
-    """Return the names of all files of a model in their order."""
     shard = _SHARD.fullmatch(name)
     if shard is None:
         return [name]
@@ -72,7 +68,6 @@ def model_stem(path: Path) -> str:
 
 
 def model_parts(path: Path) -> list[Path]:
-    """Return the files of a model that are there: its shards, in their order, or the one file."""
     shards = [path.with_name(name) for name in shard_names(path.name)]
     return shards if len(shards) == 1 else [shard for shard in shards if shard.exists()]
 
@@ -113,17 +108,14 @@ data_folder = partial(_folder, "data")
 
 
 def packed_folder() -> Path:
-    """Return the folder of weights as specgen's kernels read them."""
     return cache_folder() / "packed"
 
 
 def prefixes_folder(cache: Path) -> Path:
-    """Return the folder of stored prefixes of prompts."""
     return cache / "prefixes"
 
 
 def memory_file() -> Path:
-    """Return the file of what was learnt on this machine."""
     return cache_folder() / "learnt.json"
 
 
@@ -131,7 +123,6 @@ def memory_file() -> Path:
 
 
 def heads_file(cache: Path, target: FileIdentity) -> Path:
-    """Return the file of the target's decoder heads."""
     return cache / "made" / target.key / f"{Path(target.name).stem}-heads.gguf"
 
 

@@ -51,7 +51,6 @@ class HubReference:
 
 
 def is_reference(name: str) -> bool:
-    """Return whether a name is meant for the hub."""
     return name.startswith(PREFIX)
 
 
@@ -72,8 +71,7 @@ def parse_reference(name: str) -> HubReference:
 
 
 def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
-    """Return the models among files, each as its files in order, if all are there; with `with_drafts` also those that
-    draft for one model only."""
+    """Return the models among files, each as its files in order; `with_drafts` those for one target, too."""
     left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *FILE_PREFIXES)
     every = set(names)
     found = []
@@ -124,7 +122,6 @@ def reference_of(repo: str, model: list[str], names: Iterable[str]) -> HubRefere
 
 
 def quant_of(name: str) -> str | None:
-    """Return the quantisation in a file's name."""
     found = _QUANT.findall(PurePosixPath(name).name)
     return found[-1].upper() if found else None
 
@@ -138,8 +135,7 @@ def folder_of(model: CatalogueModel) -> Path:
 
 
 def locate(model: CatalogueModel) -> Path | None:
-    """Return the path of a model of the registry that is on this disk: in our own store, or in the hub's cache, which
-    keeps large files under their SHA-256. No file is read: both give a file its name when it is complete."""
+    """Return where a model of the registry is on this disk: in our store, or the hub's cache. No file is read."""
     own = folder_of(model) / model.file
     if size_of(own) == model.size_bytes:
         return own
@@ -205,19 +201,16 @@ def _snapshots(storage: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def storage_of(repo: str) -> Path:
-    """Return the folder of a repository in the cache."""
     return cache_of_hub() / f"models--{repo.replace('/', '--')}"
 
 
 def cache_of_hub() -> Path:
-    """Return the folder of the hub's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def page_of(repo: str) -> str:
-    """Return the address of a repository's page."""
     from huggingface_hub import constants
 
     return f"{constants.ENDPOINT}/{repo}"

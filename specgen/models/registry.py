@@ -79,7 +79,6 @@ class CatalogueModel:
 
     @property
     def terms(self) -> str:
-        """The licence, and where it stands."""
         return f"{self.licence}, {self.licence_url}" if self.licence_url else self.licence
 
     def __post_init__(self) -> None:
@@ -144,7 +143,6 @@ class Registry:
         return self._find(name, self.pairs, "pair")
 
     def find(self, name: str) -> CatalogueModel | Pair:
-        """Return a model or pair, or raise `UnknownModelError`."""
         everything: dict[str, CatalogueModel | Pair] = {**self.pairs, **self.models}
         return self._find(name, everything, "model or pair")
 
@@ -199,7 +197,6 @@ def load_registry() -> Registry:
 
 
 def _read(file: Path, before: Registry = Registry({}, {}, "")) -> Registry:
-    """Return `before` with what a file adds and replaces."""
     document = read_toml(file)
     try:
         own = TypeAdapter(_Document).validate_python(document)

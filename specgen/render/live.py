@@ -258,7 +258,7 @@ class _Status:
             n, seconds = self._last.n_tokens, self._last.time_s - self._first.time_s
             figures, narrow = [f"{n} tokens"], [str(n), ""]
             if seconds > 0:
-                figures.append(f"{(n - self._first.n_tokens) / seconds:.1f}/s")
+                figures.insert(0, f"{(n - self._first.n_tokens) / seconds:.1f}/s")
             if self._n_drafted:
                 figures.append(f"{100 * self._n_accepted / self._n_drafted:.0f}% accepted")
             texts = ["  ".join(figures[:n]) for n in range(len(figures), 0, -1)]

@@ -51,7 +51,7 @@ class RoundsRenderer(Renderer):
         self._styles = styles_on(console)
         self._rounds = RoundReader()
         self._last_s = 0.0
-        self._reason = self._origin = ""
+        self._reason = self._origin = self._guesses = ""
 
     def handle(self, event: Event) -> None:
         completed = self._rounds.read(event)
@@ -82,7 +82,10 @@ class RoundsRenderer(Renderer):
             if inline is not None and place == own:
                 tokens += self._branch(found, inline, piece)
             probability = node.probability if node is not None else None
-            tokens.append(self._token(piece.kind, piece.text, probability, piece.logprob))
+            n_walks = node.n_walks if node is not None else 0
+            tokens.append(self._token(piece.kind, piece.text, probability, piece.logprob, n_walks))
+        if event.reason == "threshold" and nodes:
+            tokens.append(Text(event.reason_text or "", self._styles["faint"]))
         if nodes and nodes[0].origin != self._origin:
             self._origin = nodes[0].origin
             tokens.append(Text(f"by {self._origin}", self._styles["faint"]))
@@ -95,10 +98,14 @@ class RoundsRenderer(Renderer):
                 self._lay_out(Text(start, self._styles["faint"]), self._branch(found, index))
         words = event.reason_text or ""
         if event.reason not in (None, self._reason) and (self._verbose or not nodes):
-            words = words if nodes else f"nothing drafted: {words}"
-            told = [Text(word, self._styles["faint"]) for word in words.split()]
-            self._lay_out(Text(" " * len(_HEAD)), told, gap=" ")
-        self._reason = event.reason or self._reason
+            self._say(words if nodes else f"nothing drafted: {words}")
+        if found.guesses != self._guesses:
+            self._say(found.guesses)
+        self._reason, self._guesses = event.reason or self._reason, found.guesses
+
+    def _say(self, words: str) -> None:
+        told = [Text(word, self._styles["faint"]) for word in words.split()]
+        self._lay_out(Text(" " * len(_HEAD)), told, gap=" ")
 
     def _branch(self, found: Round, index: int, instead: Piece | None = None) -> list[Text]:
         """Return the tokens of a rejected branch. What the target thinks of the first one is known if it is among the
@@ -108,15 +115,17 @@ class RoundsRenderer(Renderer):
         first = {each.token_id: each.logprob for each in likeliest}.get(nodes[0].token_id)
         logprobs = (first, *[None] * len(nodes))
         return [
-            self._token("rejected", node.text, node.probability, logprob)
+            self._token("rejected", node.text, node.probability, logprob, node.n_walks)
             for node, logprob in zip(nodes, logprobs, strict=False)
         ]
 
     def _token(
-        self, kind: str, text: str, probability: float | None, logprob: float | None
+        self, kind: str, text: str, probability: float | None, logprob: float | None, n_walks: int
     ) -> Text:
         shown = clean_line(text.removeprefix(" ")) or ("␣" if text else "(no text)")
         found = Text.assemble(f"{_MARKS[kind]} ", (shown, self._styles[kind]))
+        if n_walks > 1:
+            found.append(f" ({n_walks} drafts)", self._styles["faint"])
         if self._verbose and (probability is not None or logprob is not None):
             draft = "–" if probability is None else f"{100 * probability:.0f}"
             target = "–" if logprob is None else f"{100 * math.exp(logprob):.0f}"

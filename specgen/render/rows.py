@@ -137,12 +137,14 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round: its draft's nodes, the accepted ones, the rejected branches, and what it added to the answer."""
+    """A round: its draft's nodes, the accepted ones, the rejected branches, what it added to the answer, and what a second
+    draft guessed."""
 
     committed: CommittedEvent
     nodes: tuple[DraftNode, ...] = ()
     accepted: tuple[int, ...] = ()
     rejected: tuple[RejectedBranch, ...] = ()
+    guesses: str = ""
 
     def place(self, branch: RejectedBranch) -> int:
         """Return the index of the piece that took a rejected branch's place."""
@@ -183,7 +185,7 @@ class RoundReader:
         self._drafted = self._verified = None
         if drafted is None or verified is None:
             return Round(event)
-        return Round(event, drafted.nodes, verified.accepted, verified.rejected)
+        return Round(event, drafted.nodes, verified.accepted, verified.rejected, drafted.guesses)
 
 
 # --- cells and rows

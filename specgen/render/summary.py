@@ -13,7 +13,7 @@ from specgen.events import FinishedEvent, undrafted_text
 from specgen.render.rows import LEGEND, STYLES, clean_line
 from specgen.render.streams import say
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.progress import counted, seconds_text, three_digits
+from specgen.system.progress import counted, gain_text, seconds_text, three_digits
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Above this share of rounds that drafted nothing, the summary says why.
@@ -22,6 +22,8 @@ _LITTLE = 0.25
 _NOISE = 0.03
 #: The fewest tokens of whose speed something is said.
 _FEWEST_TIMED = 8
+#: Loading, packing, measuring and reading are told if they took longer.
+_LONG_S = 1.0
 
 
 def print_summary(
@@ -66,14 +68,15 @@ def in_short(finished: FinishedEvent, draft: str | None = None) -> str:
         if between is not None and is_busy_now:
             said += "; what drafts saved is not known, since the machine was busy"
         elif between is not None:
-            times = _between(*between)
-            said += {
-                "gain": f": {times} times as fast as without drafts",
-                "none": ": about as fast as without drafts",
-                "loss": f": slower than without drafts, {times} times as fast",
-            }[_what_it_is(between)]
+            said += f": {gain_text(*between)}"
         elif not of.n_drafted:
             said += ", nothing was drafted"
+    reading = (
+        f"{seconds_text(of.prompt_s)} of it reading the prompt" if of.prompt_s > _LONG_S else ""
+    )
+    before = _before(of) if of.loading_s + of.packing_s + of.measuring_s > _LONG_S else ""
+    if told := _listed(reading, before):
+        said += f"; {told}"
     return said if of.finish_reason == "stop" else f"{said} ({_end(of)})"
 
 
@@ -115,13 +118,7 @@ def summary_items(
         parts |= {"target": of.target_s - of.prompt_s, "specgen": of.loop_s}
         shares = {name: part_s / of.wall_s for name, part_s in parts.items() if part_s > 0}
         texts = (f"{n} {s:.0%}" if s >= 0.01 else f"{n} under 1%" for n, s in shares.items())
-        before = {"loading": of.loading_s, "loading and packing": of.packing_s}
-        before |= {"measuring what drafting costs": of.measuring_s}
-        setup = _listed(*(f"{n} {seconds_text(s)}" for n, s in before.items() if s > 0))
-        yield (
-            "time",
-            _listed(seconds_text(of.wall_s), *texts, f"before it {setup}" if setup else ""),
-        )
+        yield "time", _listed(seconds_text(of.wall_s), *texts, _before(of))
     if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
         yield "kernels", str(kernels)
     if gain := _gain(of, draft):
@@ -131,6 +128,14 @@ def summary_items(
 
 def _listed(*texts: str) -> str:
     return ", ".join(filter(None, texts))
+
+
+def _before(of: FinishedEvent) -> str:
+    """Return what took time before the first answer."""
+    parts = {"loading": of.loading_s, "loading and packing": of.packing_s}
+    parts |= {"measuring what drafting costs": of.measuring_s}
+    found = _listed(*(f"{n} {seconds_text(s)}" for n, s in parts.items() if s > 0))
+    return found and f"before it {found}"
 
 
 def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int]) -> str:
@@ -179,30 +184,17 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
     speedup, details = of.estimated_speedup or 0.0, ["", "", ""]
     after = of.estimated_speedup_range or (speedup, speedup)
     if between != after:
-        details[0] = f"{_between(*after)} times after the first token"
+        details[0] = f"after the first token {gain_text(*after).partition(' as')[0]}"
     if of.plain_tokens_per_s is not None:
-        details[1] = f"{three_digits(of.plain_tokens_per_s)} tokens/s plain"
+        details[1] = f"{three_digits(of.plain_tokens_per_s)} tokens/s without"
     if of.estimate:
         details[2] = f"estimated {of.estimate}"
     about = f" ({_listed(*details)})" if any(details) else ""
-    times, kind = _between(*between), _what_it_is(between)
-    if kind == "gain":
-        return f"{times} times as fast as plain decoding{about}"
-    if kind == "none":
-        return f"about as fast as plain decoding: {times} times{about}"
+    said = gain_text(*between)
+    if not said.startswith("slower"):
+        return f"{said}{about}"
     others = "" if draft == "ngram" else ", `--draft ngram`"
-    advice = f"try `--draft none`{others} or a smaller `--draft-max`"
-    return f"drafting made this slower: {times} times the speed of plain decoding{about}; {advice}"
-
-
-def _what_it_is(between: tuple[float, float]) -> str:
-    """Return whether drafts were a "gain", a "loss", or "none" of the two for certain."""
-    low, high = (round(each, 1) for each in between)
-    return "gain" if low > 1.0 else "none" if high >= 1.0 else "loss"
-
-
-def _between(low: float, high: float) -> str:
-    return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
+    return f"{said}{about}; try `--draft none`{others} or a smaller `--draft-max`"
 
 
 def _end(finished: FinishedEvent) -> str:

@@ -113,6 +113,7 @@ def print_draft_table(search: Search, sentences: Sequence[str], console: Console
         cells = [_cell(figure(one.figures), "-") for _, _, figure in _DRAFT]
         table.add_row(Text(name_of(one.draft)), *cells, style="" if number else "bold")
     console.print(table)
+    print_argument(search, console)
     explanation = (
         f"For {search.target.name} at temperature 0, on {counted(len(search.baseline.answers), 'answer')}: the "
         "speed-up over plain decoding, and its least; tokens a second; the share of drafted tokens that the target "
@@ -122,6 +123,26 @@ def print_draft_table(search: Search, sentences: Sequence[str], console: Console
     console.print(Text(explanation, style="dim"))
     for sentence in sentences:
         console.print(Text(sentence))
+
+
+def print_argument(search: Search, console: Console) -> None:
+    """Print why drafts pay here, or not: what one and several rows cost, and what is accepted by kind of task."""
+    baseline, best = search.baseline, next((o for o in search.tried if o.draft != "none"), None)
+    sizes = [n for n in (1, 2, 4, 8) if n <= max(baseline.batch_s)]
+    rows = [
+        (f"{counted(n, 'token')} of {search.target.name}", baseline.costs.rows_s(n)) for n in sizes
+    ]
+    if best is not None and best.figures.draft_token_s is not None:
+        rows.append((f"1 token of {name_of(best.draft)}", best.figures.draft_token_s))
+    table = _table("in one decode", "ms", "in tokens")
+    for text, seconds in rows:
+        table.add_row(Text(text), f"{1000 * seconds:.1f}", _cell(seconds / baseline.token_s))
+    console.print(table)
+    if best is not None and best.figures.kinds:
+        table = _table(f"with {name_of(best.draft)}", "speed-up", "accepted")
+        for kind, of in best.figures.kinds.items():
+            table.add_row(Text(kind), _cell(of.speedup), _cell(of.acceptance_rate, "-"))
+        console.print(table)
 
 
 def _table(first: str, *headings: str) -> Table:

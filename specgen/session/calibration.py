@@ -52,7 +52,6 @@ def _never() -> bool:
 
 
 def no_status(_text: str) -> contextlib.AbstractContextManager[object]:
-    """Show nothing."""
     return contextlib.nullcontext()
 
 
@@ -68,20 +67,18 @@ class Costs:
 
     @property
     def token_s(self) -> float:
-        """Seconds of a token in plain decoding."""
         return self.batch_s[1]
 
     def rows_s(self, n_rows: int) -> float:
-        """Return the seconds of a batch of `n_rows` rows: never less than those of a single token, as which it may have
-        been measured when the machine was less busy."""
+        """Return the seconds of a batch, at least those of a single token, which may be from a busier moment."""
         return max(self.token_s, CostTable(self.batch_s).seconds(n_rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The best speed-up that is expected of a draft model, with `n_drafted` tokens in each round. `batch_tokens` is
-    the time of the round's batch and `token_tokens` that of a drafted token, in the target's times for a single
-    token. `free_speedup` is the expected speed-up if drafting took no time."""
+    """The best expected speed-up of a draft model, with `n_drafted` tokens a round. `batch_tokens` and `token_tokens`
+    are the times of a batch and of a drafted token in single tokens; `free_speedup` is that if drafting took no
+    time."""
 
     n_drafted: int
     speedup: float
@@ -105,15 +102,12 @@ def speedup(n_tokens: float, seconds: float, token_s: float) -> float:
 
 
 def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
-    """Return the expected gain of a draft model, from costs of at least two sizes of batches. If each drafted token is accepted with probability a, given that those before it were, a round with n
-    drafted tokens gives 1 + a + ... + a^n tokens. Plain decoding takes v(1) for each of them. The round
-    takes v(n + 1) for the target's batch and c for each drafted token:
+    """Return the expected gain. If a drafted token is accepted with probability a, a round with n of them gives
+    1 + a + ... + a^n tokens, each of which takes plain decoding v(1). The round takes v(n + 1), and c for each:
 
         speedup(n) = v(1) (1 + a + ... + a^n) / (v(n + 1) + n c)
 
-    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that are not free.) The result is for
-    the best n whose batch is not larger than the largest one that was timed.
-    """
+    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that cost.) It is that of the best n that was timed."""
 
     def of(n_drafted: int, draft_token_s: float) -> float:
         n_tokens = sum(acceptance**depth for depth in range(n_drafted + 1))
@@ -131,11 +125,17 @@ def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
     )
 
 
+def break_even(costs: Costs) -> float | None:
+    """Return the acceptance from which on a draft model pays; None if it cannot, since even a draft that is always right
+    would save nothing."""
+    rates = (percent / 100 for percent in range(101))
+    return next((rate for rate in rates if expected_gain(costs, rate).speedup >= 1.0), None)
+
+
 # --- what is known of a session's models -------------------------------------------------------------
 
 
 def is_measured(table: CostTable, n_rows: int = 1) -> bool:
-    """Return whether a table was measured, up to at least `n_rows` rows."""
     known = table.known
     return len(known) >= MIN_SIZES and max(known) >= n_rows
 
@@ -158,8 +158,7 @@ def known_costs(session: Session, draft: Key) -> Costs | None:
 
 
 def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> CostTable:
-    """Return the costs of the target. If they are not known, they are measured now. Raise
-    `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
+    """Return the target's costs, measured now if they are not known. Raise `KeyboardInterrupt`."""
     if not is_measured(session.costs.table()):
         measure_in_short_contexts(session, interrupted)
     return session.costs.table()
@@ -171,8 +170,7 @@ def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> 
 def calibrate(
     session: Session, interrupted: Callable[[], bool] = _never, status: Status = no_status
 ) -> str:
-    """Measure what drafting costs here if costs decide how much is drafted and they are not known. Return a sentence
-    that says so; else an empty one. Raise what `measure_in_short_contexts` raises."""
+    """Measure what drafting costs here, if costs decide and are not known; return a sentence about it."""
     draft, is_by_cost = session.draft, session.options.drafting.is_by_cost
     if not is_by_cost or draft is None or is_pair_measured(session, draft.timed):
         return ""
@@ -183,7 +181,6 @@ def calibrate(
 
 
 def short_context(session: Session) -> int:
-    """Return the size, in tokens, of a context in which only costs are measured."""
     n_train = session.target.n_ctx_train
     return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
 
@@ -200,11 +197,9 @@ def measure_if_new(
     drafts: Sequence[Backend],
     interrupted: Callable[[], bool] = _never,
 ) -> float:
-    """Measure the costs of decodes, unless they are known, in empty contexts. Return the seconds that this took.
-
-    Costs that were measured while the machine was busy (`ModelCosts.was_busy`) are of this process only: by them
-    perhaps no draft pays, and then no decode would correct them. Raise `BackendError`, and `KeyboardInterrupt` if
-    `interrupted` returns True between decodes; that measurement is not kept."""
+    """Measure the costs of decodes that are not known, in empty contexts; return the seconds that this took. What was
+    measured while the machine was busy is not kept: by it perhaps no draft pays, and then no decode would correct it.
+    Raise `BackendError`, and `KeyboardInterrupt` if `interrupted`."""
     started, costs = session.clock(), session.costs
     timed = session.draft.timed if session.draft is not None else None
     if is_pair_measured(session, timed):
@@ -229,8 +224,7 @@ def measure_if_new(
 
 
 def timed_batch_sizes(n_max: int) -> list[int]:
-    """Return the numbers of rows to time, from 1 to `n_max`, ascending: in steps of one at first, and of
-    a quarter later."""
+    """Return the numbers of rows to time, ascending: in steps of one at first, of a quarter later."""
     sizes = list(range(1, min(n_max, _N_DENSE) + 1))
     while sizes[-1] < n_max:
         sizes.append(min(n_max, sizes[-1] + sizes[-1] // 4))
@@ -245,9 +239,8 @@ def complete(
     n_rows: int = 1,
     interrupted: Callable[[], bool] = _never,
 ) -> None:
-    """Time the sizes that the backend's table lacks, in an empty context, unless it was measured up to `n_rows` rows. If
-    the time does not suffice for these, their estimate from the other sizes is stored. Raise what `measure_sizes`
-    raises; the table is then unchanged."""
+    """Time the sizes that the table lacks, in an empty context, unless it was measured up to `n_rows` rows; these are
+    estimated if there is no time. Raise what `measure_sizes` raises; the table is then unchanged."""
     if is_measured(table, n_rows):
         return
     is_new = not is_measured(table)
@@ -264,9 +257,8 @@ def measure_sizes(
     budget_s: float,
     interrupted: Callable[[], bool] = _never,
 ) -> dict[int, float]:
-    """Return the median seconds of decoding batches of these sizes, in an empty context, which is empty again
-    afterwards. Powers of two come first. After `budget_s` seconds of decoding no other batch is started, but two sizes
-    are timed. A size for which the context has no room is left out. Raise `BackendError`, and `KeyboardInterrupt` if
+    """Return the median seconds of batches of these sizes, powers of two first, in a context that is empty before and
+    after; two sizes at least, for `budget_s` seconds. Raise `BackendError`, and `KeyboardInterrupt` if
     `interrupted`."""
     before_s, text = backend.decode_s, begin(backend)
     samples: defaultdict[int, list[float]] = defaultdict(list)
@@ -286,34 +278,22 @@ def measure_sizes(
 
 
 def begin(backend: Backend) -> list[int]:
-    """Decode the first tokens of a text; return all of its tokens."""
     text = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
-    batch = Batch()
-    for position, token in enumerate(text[: min(_N_FILLER, backend.n_ctx // 2, backend.n_batch)]):
-        batch.add(token, position, (0,), False)
-    if len(batch):
-        batch.wants_logits[-1] = True
-        backend.decode(batch)
+    if first := text[: min(_N_FILLER, backend.n_ctx // 2, backend.n_batch)]:
+        backend.decode(Batch.of(first, 0, 1))
     return text
 
 
 def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | None:
-    """Return the seconds of a batch of `n_rows` rows after the text; None if there is no room for it. The cache is the
-    same afterwards.
-
-    The rows are tokens of the text, since the time of a mixture of experts depends on how much its rows differ. If a
-    rollback takes time, that of the batch before is included, as in rounds whose drafts are not accepted whole.
-    """
+    """Return the seconds of a batch of `n_rows` rows behind the text, with the rollback of the one before; None without
+    room. The cache is the same afterwards. Rows are the text's, since experts' time depends on how much rows differ."""
     length = target.length(0)
     if length + n_rows > target.n_ctx or n_rows > target.n_batch:
         return None
     target.checkpoint(0)
-    batch = Batch()
-    for row in range(n_rows):
-        wants_logits = n_rows - row <= target.n_outputs
-        batch.add(text[(row - n_rows) % len(text)], length + row, (0,), wants_logits)
+    rows = [text[(row - n_rows) % len(text)] for row in range(n_rows)]
     before_s = target.decode_s
-    target.decode(batch)
+    target.decode(Batch.of(rows, length, target.n_outputs))
     seconds = target.decode_s - before_s
     target.remove(0, length)
     return seconds

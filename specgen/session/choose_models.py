@@ -19,6 +19,7 @@ from specgen.models.hub_names import PREFIX, is_reference, locate, looks_like_re
 from specgen.models.registry import load_registry
 from specgen.options import DraftSource
 from specgen.system.files import correct, replace_text
+from specgen.system.progress import measured_gain
 
 if TYPE_CHECKING:
     from specgen.models.registry import CatalogueModel, Registry
@@ -32,8 +33,8 @@ _MIN_RATIO = 4
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """A draft, and `why` it was chosen, in a sentence; empty if the user named it. `advice` says how to
-    find a better one. `is_measured` says whether its gain for this target was measured."""
+    """A draft, `why` it was chosen (empty: the user named it), `advice` how to find a better one, and whether its gain
+    for this target `is_measured`."""
 
     draft: DraftSource
     why: str = ""
@@ -43,8 +44,8 @@ class DraftChoice:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The files of a session: the target, and the drafts in the order in which to try them. `helpers` are the
-    drafts of the draft model: the first drafts for it, the next for that one, and so on."""
+    """The files of a session: the target, the drafts in the order in which to try them, and `helpers`, the drafts of
+    the draft model, of that one, and so on."""
 
     target: Path
     drafts: tuple[DraftChoice, ...]
@@ -52,7 +53,6 @@ class Sources:
 
     @property
     def draft(self) -> DraftSource:
-        """The draft to try first."""
         return self.drafts[0].draft
 
 
@@ -63,12 +63,9 @@ def find_models(
     registry: Registry | None = None,
     fetch: Fetch | None = None,
 ) -> Sources:
-    """Find the target and the drafts. Named models that are not on this disk are fetched.
-
-    If neither a target nor a pair is named, the target is that of the default pair, whose draft is fetched if none
-    is saved for it. A named draft replaces all others, and so does that of a named pair; else the drafts are those of
-    `choose_drafts`. Raise `UsageError`, `UnknownModelError` or `FetchError`.
-    """
+    """Find the target and the drafts; models that are not here are fetched. Without a target it is the default pair's,
+    whose draft is fetched if none is saved. A named draft, or that of a named pair, replaces those of `choose_drafts`.
+    Raise `UsageError`, `UnknownModelError` or `FetchError`."""
     from specgen.llama.mtp_layers import mtp_of
 
     registry = registry or load_registry()
@@ -124,15 +121,13 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
 
 
 def find_target(name: str, *, quiet: bool) -> Path:
-    """Return the file of a target. If it is missing, it is fetched."""
     registry = load_registry()
     return find_model(name, registry, fetching(registry, quiet=quiet))
 
 
 def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str] = ()) -> Path:
-    """Return the file of a model. `name` is a model on the hub if it begins with ``hf:``, a path if it
-    exists or looks like one, else a model's name in the registry. `others` are words that may have been
-    meant. Raise `UnknownModelError` or `FetchError`."""
+    """Return the file of a model: on the hub (``hf:``), a path, or a model's name in the registry; `others` are words
+    that may have been meant. Raise `UnknownModelError` or `FetchError`."""
     if is_reference(name):
         return fetch(name)
     path = Path(name).expanduser()
@@ -148,7 +143,6 @@ def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str
 
 
 def fetching(registry: Registry, *, quiet: bool) -> Fetch:
-    """Return what fetches a model, from the hub or by its name in the registry."""
     from specgen.models.download import fetch, fetch_reference, stderr_progress
     from specgen.models.hub_names import parse_reference
 
@@ -179,10 +173,8 @@ def choose_drafts(
     mtp: DraftSource | None = None,
     locate: Callable[[CatalogueModel], Path | None] = locate,
 ) -> tuple[DraftChoice, ...]:
-    """Return the possible drafts for a target without a named draft, the best first: the one that was `saved` for it,
-    its MTP layers (`mtp`: in its file, or in one beside it), the first partner in the registry that `locate` finds on
-    this disk, the general draft if it is there and much smaller than the target, n-grams. N-grams and no draft always
-    load, so the choices end with the first of these."""
+    """Return the drafts for a target, the best first: the `saved` one, its MTP layers (`mtp`), the partner in the
+    registry that is here, the general draft if it is much smaller, n-grams, which always load."""
     choices: dict[DraftSource, DraftChoice] = {}
     for choice in _candidates(target, saved, registry, locate, mtp):
         choices.setdefault(choice.draft, choice)
@@ -204,8 +196,7 @@ def _candidates(
         if saved.draft == "none":
             yield DraftChoice("none", f"not drafting, {found}", is_measured=True)
         elif not isinstance(saved.draft, Path) or saved.draft.is_file():
-            figure = f" (x{saved.speedup:.2f} there)" if saved.speedup is not None else ""
-            why = f"drafting with {name_of(saved.draft)}, {found}{figure}"
+            why = f"drafting with {name_of(saved.draft)}, {found}{saved.gain and f': {saved.gain}'}"
             yield DraftChoice(saved.draft, why, is_measured=True)
         else:
             gone = f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
@@ -255,16 +246,24 @@ class SavedDraft:
     draft: DraftSource
     date: datetime.date | None = None
     speedup: FiniteFloat | None = None
+    worst_speedup: FiniteFloat | None = None
+    best_speedup: FiniteFloat | None = None
+    n_answers: int = 0
+
+    @property
+    def gain(self) -> str:
+        """What was measured, in words; empty if the file does not have all of it."""
+        if self.speedup is None or self.worst_speedup is None or self.best_speedup is None:
+            return ""
+        return measured_gain(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
 
 
 def saved_drafts_file() -> Path:
-    """Return the file of the drafts that were found best; it need not exist."""
     return config_folder() / "drafts.json"
 
 
 def saved_draft(target: FileIdentity) -> SavedDraft | None:
-    """Return the draft that was saved for a target. Unknown fields are ignored. Raise `UsageError` if the file cannot
-    be read or is damaged."""
+    """Return the draft that was saved for a target. Raise `UsageError` if the file is damaged."""
     entry = _read()["drafts"].get(_key(target))
     if entry is None:
         return None
@@ -280,8 +279,7 @@ def saved_draft(target: FileIdentity) -> SavedDraft | None:
 
 
 def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
-    """Save a draft for a target, replacing an earlier one. Raise `UsageError` if the present file is damaged,
-    `OutputError` if it cannot be written."""
+    """Save a draft for a target, replacing an earlier one. Raise `UsageError`, `OutputError`."""
     path, document = saved_drafts_file(), _read()
     values = TypeAdapter(SavedDraft).dump_python(saved, mode="json", exclude_none=True)
     if isinstance(saved.draft, Path):

@@ -72,8 +72,7 @@ class KeptAnswers:
         self._unwritten: list[KeptAnswer] = []
 
     def add(self, answer: KeptAnswer) -> None:
-        """Write an answer; it is on the disk when this returns. Raise `OutputError` if it cannot be
-        written; it is then written with the next one. Very short answers are not kept."""
+        """Write an answer to the disk, if it is not very short. Raise `OutputError`; the next call writes it too."""
         if len(answer.answer) < _LEAST_TOKENS:
             return
         self._unwritten.append(answer)
@@ -99,8 +98,7 @@ class KeptAnswers:
 
 
 def read_answers(folder: Path) -> list[KeptAnswer]:
-    """Return the answers in a folder, the latest last, without damaged lines. Raise `OutputError` if the
-    file exists and cannot be read."""
+    """Return the answers in a folder, the latest last, without damaged lines. Raise `OutputError`."""
     path = folder / ANSWERS
     try:
         return _parsed(path.read_bytes())
@@ -111,7 +109,6 @@ def read_answers(folder: Path) -> list[KeptAnswer]:
 
 
 def last_number(folder: Path) -> int:
-    """Return the number of the last answer in a folder; 0 if there is none."""
     with contextlib.suppress(OSError):
         return _last_number(_tail(folder / ANSWERS)[1])
     return 0
@@ -125,7 +122,6 @@ def make_folder(folder: Path) -> None:
 
 
 def _tail(path: Path) -> tuple[int, bytes]:
-    """Return the end of a file, and where it begins."""
     with path.open("rb") as file:
         start = file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return start, file.read()
@@ -156,9 +152,8 @@ def _to_json(answer: KeptAnswer, number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """The result of a draft's learning: the name of a file in the folder with the `weights`, empty if the original
-    ones are better; the number of the last answer then, and of all answers that it learnt from; and the shares of
-    the places of the latest answers where the draft with the original weights, and the learnt ones, agreed."""
+    """What a draft learnt: the file of its `weights` (empty: the original ones), the number of the last answer, how
+    many it learnt from, and its agreement with the latest answers before and after."""
 
     weights: str = ""
     last_number: int = 0
@@ -171,8 +166,7 @@ _LEARNT = TypeAdapter(Learnt)
 
 
 def state_file(folder: Path, draft: Path) -> Path:
-    """Return the path of the file about a draft model's learning, in the folder of a target. A draft of the same name
-    and another size is another draft."""
+    """Return the file about a draft model's learning; of the same name and another size, it is another draft."""
     n_bytes = 0
     with contextlib.suppress(OSError):
         n_bytes = draft.stat().st_size
@@ -193,7 +187,6 @@ def read_state(path: Path) -> Learnt:
 
 
 def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
-    """Write what a draft model learnt. Raise `OSError`."""
     replace_text(state_file(folder, draft), json.dumps(asdict(learnt)) + "\n")
 
 

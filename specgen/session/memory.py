@@ -41,8 +41,7 @@ class Threads:
 
 
 def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
-    """Return the options, with the measured numbers of threads where the options name none. A number
-    that the user names is meant for batches too."""
+    """Return the options with the measured threads where they name none; a named number is for batches too."""
     if threads is None or context.n_threads is not None:
         return context
     n_batch = context.n_threads_batch or threads.n_batch
@@ -50,8 +49,7 @@ def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOpt
 
 
 class Memory:
-    """Measured costs, acceptance statistics and threads, from a file, if there is one. `machine` is everything about
-    the machine and the build of llama.cpp that decides what a decode costs, as JSON values."""
+    """Costs, acceptance and threads, from a file if there is one. `machine` is all that decides costs."""
 
     def __init__(self, file: Path | None = None, machine: Mapping[str, Any] | None = None) -> None:
         self._file = file
@@ -65,8 +63,7 @@ class Memory:
         self._unkept: set[str] = set()
 
     def costs(self, model: Path, context: ContextOptions, n_past: int = 0) -> CostTable:
-        """Return the cost table of a model's decodes in contexts with these options and about `n_past`
-        tokens; empty if nothing is known. What the table learns is kept."""
+        """Return the cost table of a model in contexts of about `n_past` tokens. What it learns is kept."""
         depth = min(max(0, n_past // _SHALLOW).bit_length(), _N_DEPTHS - 1)
         keys = self._cost_keys(model, context)
         table = self._tables.get(keys[depth])
@@ -90,7 +87,6 @@ class Memory:
         self._unkept.update(self._cost_keys(model, context))
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
-        """Return the numbers of threads with which a model is fastest; None if they were not measured."""
         key = self._model_key(model, context)
         return self._threads.get(key) or _valid(_THREAD_COUNTS, self._known[_THREADS].get(key))
 
@@ -98,8 +94,7 @@ class Memory:
         self._threads[self._model_key(model, context)] = threads
 
     def acceptance(self, target: Path, draft: Key, mode: str) -> dict[str, AcceptanceRates]:
-        """Return the acceptance statistics of the drafts of `draft` for `target`, by origin; origins that
-        are added to the result are kept. `mode` separates cases whose acceptance rates differ."""
+        """Return the acceptance statistics of a draft by origin; what is added is kept. `mode` separates cases."""
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
         if key not in self._acceptance:
@@ -158,8 +153,7 @@ class Memory:
                 yield table
 
     def _extend(self, table: CostTable, keys: Sequence[str], depth: int) -> None:
-        """Copy the costs of larger batches from the nearest depth that has them, scaled to this table: one that was
-        made without drafts knows small batches only, and expects that no draft pays."""
+        """Copy the costs of larger batches from the nearest depth, scaled: a table without drafts lacks them."""
         largest = max(table.known, default=0)
         for kept in self._nearest(keys, depth):
             if max(kept.known) <= largest:
@@ -173,7 +167,6 @@ class Memory:
             return
 
     def _cost_keys(self, model: Path, context: ContextOptions) -> list[str]:
-        """Return the keys of a model's tables, by depth."""
         n_threads = context.n_threads or default_threads()
         settings = _placement(context) | {
             "n_threads": n_threads,
@@ -193,8 +186,7 @@ class Memory:
 
 
 class ModelCosts:
-    """The cost tables of a target and its draft models in `memory`, for contexts with these options. A
-    draft is named by its file or a word; None stands for the target."""
+    """The cost tables of a target (None) and its drafts, by their files or words."""
 
     def __init__(self, options: SessionOptions, memory: Memory) -> None:
         self._options = options
@@ -214,11 +206,9 @@ class ModelCosts:
         return self._memory.costs(*self._named(draft), n_past)
 
     def forget(self, draft: Key | None = None) -> None:
-        """Forget costs, so that they are measured again. No answer may be in progress."""
         self._memory.forget_costs(*self._named(draft))
 
     def do_not_keep(self, *drafts: Key | None) -> None:
-        """Leave the present costs to this process."""
         for draft in drafts:
             self._memory.do_not_keep_costs(*self._named(draft))
 
@@ -290,7 +280,6 @@ def _entry_of(counts: AcceptanceCounts) -> dict[str, Any]:
 
 
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
-    """Return an entry of the file; None if it makes no sense."""
     with contextlib.suppress(ValidationError):
         return adapter.validate_python(entry)
     return None

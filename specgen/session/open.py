@@ -56,8 +56,7 @@ DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
 
 def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
-    """Choose what computes on the CPU, and whether packed weights are kept, before the first model is loaded.
-    Return what was chosen, and a note if kernels cannot be used. Raise `UsageError` if they were asked for."""
+    """Choose what computes on the CPU, before the first model; return it, and a note. Raise `UsageError`."""
     remember_checks(cache_folder())
     status = choose_kernels(wanted.choice, cache_folder())
     keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
@@ -107,14 +106,10 @@ def open_session(
     status: Status = no_status,
     load_ahead: bool = True,
 ) -> Session:
-    """Load a target, and the first of `drafts` that fits it and is expected to be faster on this machine. Without
-    `drafts`, that of the options is loaded.
-
-    Only a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
-    used, and `note` gets the reason. `check` is called before a draft is chosen. `clock` returns seconds. `memory` is
-    by default `open_memory`. With `load_ahead`, the weights of the likely draft are read beside those of the target.
-    Raise `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises.
-    """
+    """Load a target, and the first of `drafts` (or the options' one) that fits and is expected to be faster. Only a
+    draft that the user named can raise an error; else the next is used, and `note` gets the reason. `check` is called
+    before a draft is chosen. With `load_ahead`, the likely draft's weights are read beside the target's. Raise
+    `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises."""
     if drafts:
         options = replace(options, draft=drafts[0].draft)
     # Drafts that specgen chose are loaded after the target. So errors of the two can be told
@@ -139,8 +134,7 @@ def open_session(
 
 
 def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
-    """Use the first draft that loads; a draft model whose gain was not measured must also be expected to make
-    the target faster. Return a note with the reasons."""
+    """Use the first draft that loads, if a model also one expected to gain; return a note with the reasons."""
     said: list[str] = []
     may_pay = True
     for choice in choices:
@@ -169,7 +163,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
         may_pay = not expected.rules_out_all
         if may_pay:
             guess = f"a guess costs {expected.token_tokens:.2f} tokens of the target"
-            why = f"{guess} and {batch} here, so it would be about x{expected.speedup:.2f}"
+            why = f"{guess} and {batch} here, too much for it to save time"
         said.append(f"not drafting with {path.name}: {why}")
     session.change_draft("none")
     return "; ".join([*said, "not drafting"])
@@ -186,6 +180,11 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
             yield (
                 f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
                 f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
+            )
+        elif model.n_packed_bytes and not model.lacks_disk_room:
+            yield (
+                f"{model.name}: its weights were packed for this machine, and {human_bytes(model.n_packed_bytes)} are "
+                f"written to {packed_folder()}: the next start is quick (--packed-cache off keeps none)"
             )
     no_room = next((model.name for model in models if model.lacks_disk_room), None)
     marker = cache_folder() / f"no-room-for-packed-weights-{__version__}"
@@ -207,8 +206,8 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
     for name in options.target_context.template_variables:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             yield f"--chat-template-kwargs: the chat template does not read {name}"
-    n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count()
-    if n_cores is not None and n_threads > n_cores:
+    n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count() or 1
+    if n_threads > n_cores:
         yield f"-t {n_threads} is slower than -t {n_cores}: this machine runs {n_cores} threads at once"
     for draft in models[1:]:
         if draft.size_bytes > session.target.size_bytes:
@@ -219,7 +218,6 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
 
 
 def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterator[str]:
-    """Yield a line about each number of layers for a GPU that changes nothing, since there is none."""
     for context, name in ((target, "-ngl"), (draft, "-ngld")):
         if context.n_gpu_layers > 0 and not build().gpu_offload:
             layers = context.n_gpu_layers

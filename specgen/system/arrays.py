@@ -28,8 +28,7 @@ _SMALL = 2048
 
 
 def best(scores: Scores, n: int) -> TokenArray:
-    """Return the positions of the n largest of float[m] that are no minus infinity, largest first, the lowest first among
-    equals. The n-th largest maximum of small groups bounds the n-th largest score: few are sorted."""
+    """Return the positions of the n largest of float[m], largest first; maxima of groups leave few to sort."""
     positions = _likely(scores, n) if 0 < n < len(scores) else None
     values = scores if positions is None else scores[positions]
     # Positions ascend, and a stable sort keeps equals in that order.

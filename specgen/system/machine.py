@@ -36,7 +36,6 @@ class Machine:
 
 
 def look_at_machine() -> Machine:
-    """Describe this machine, and the Python that runs."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -93,7 +92,6 @@ class CoreTime:
 
 
 def core_time() -> CoreTime | None:
-    """Return the present counts, if the system has them."""
     import psutil
 
     with contextlib.suppress(OSError):
@@ -120,17 +118,14 @@ class LoadOfOthers:
 
     @property
     def share(self) -> float | None:
-        """The share so far, in [0, 1], if it is known."""
         return share_of_others(self._before, core_time())
 
 
 def is_busy(others_share: float | None) -> bool:
-    """Return whether a machine is too busy to measure speeds."""
     return others_share is not None and others_share > _BUSY_SHARE
 
 
 def busy_text(others_share: float) -> str:
-    """Return a clause that says how busy the machine was."""
     return f"other programs took {100 * others_share:.0f} % of the machine's cores meanwhile"
 
 

@@ -103,10 +103,8 @@ def leave_running(what: str) -> None:
 
 
 def has_left_running() -> bool:
-    """Return whether native code was left running."""
     return bool(_running)
 
 
 def is_failing() -> bool:
-    """Return whether an exception, such as Ctrl-C, is being handled."""
     return sys.exc_info()[0] is not None

@@ -113,12 +113,10 @@ _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things in words."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def three_digits(value: float) -> str:
-    """Return three digits, or all digits before the point if they are more."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -136,5 +134,29 @@ def human_bytes(n_bytes: int) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Return a short time: milliseconds below a second."""
     return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{three_digits(value)} s"
+
+
+def is_gain(speedup: float) -> bool:
+    """Return whether drafts make answers faster beyond noise: to the digit that is shown."""
+    return round(speedup, 1) > 1.0
+
+
+def gain_text(low: float, high: float) -> str:
+    """Say how fast answers with drafts are, between two numbers: a gain that may be none is not called one."""
+    if is_gain(low):
+        return f"{_between(low, high)} times as fast as without drafts"
+    low, high = round(low, 1), round(high, 1)
+    about = "about as fast as" if high >= 1.0 else "slower than"
+    times = f" ({_between(low, high)} times)" if (low, high) != (1.0, 1.0) else ""
+    return f"{about} without drafts{times}"
+
+
+def measured_gain(speedup: float, worst: float, best: float, n_answers: int) -> str:
+    """Say what was measured: the mean speed-up over answers, the least and the greatest."""
+    spread = f"{_between(worst, best)} in {counted(n_answers, 'answer')}"
+    return f"{gain_text(speedup, speedup)}; {spread}"
+
+
+def _between(low: float, high: float) -> str:
+    return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"

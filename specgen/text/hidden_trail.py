@@ -21,9 +21,8 @@ def most_states(n_values: int, n_slots: int) -> int:
 
 
 class HiddenTrail:
-    """The target's hidden states after each token of a text that it has read, in the order of the text: at most the
-    last `n_most`. A trail outlives an answer: the next one in the same part of the caches often continues its
-    text."""
+    """The target's hidden states after the last `n_most` tokens that it has read. A trail outlives an answer: the next
+    one in the same part of the caches often continues its text."""
 
     all_rows: ClassVar[bool] = True
 
@@ -45,8 +44,7 @@ class HiddenTrail:
         return self.states[index - self.first]
 
     def begin(self, text: Sequence[int], others: Iterable[HiddenTrail] = ()) -> None:
-        """Begin another text. Keep the states of its beginning that this trail, or one of the `others`, knows: the
-        target's cache may hold that beginning already."""
+        """Begin another text, with the states of its beginning that this trail, or one of the `others`, knows."""
         lengths = {trail: n_common(trail.tokens, text) for trail in (self, *others)}
         best = max(lengths, key=lengths.__getitem__)
         self.tokens, self.states, self.first = best.tokens[:], best.states[:], best.first
@@ -82,8 +80,7 @@ class HiddenTrail:
 
 @runtime_checkable
 class StatesBackend(Backend, Protocol):
-    """A context of what drafts from the target's hidden states. Its rows have the state before them
-    (`Batch.hidden`)."""
+    """A context of what drafts from the target's states, which come before its rows (`Batch.hidden`)."""
 
     @property
     def trails(self) -> Sequence[HiddenTrail]:
@@ -96,8 +93,7 @@ class StatesBackend(Backend, Protocol):
 
 
 class LastHidden:
-    """The target's final hidden state after the last committed token that it has read. The loop replaces it after
-    each round, and decoder heads draft from it."""
+    """The target's final hidden state behind the last token it has read, which decoder heads draft from."""
 
     all_rows: ClassVar[bool] = False
 

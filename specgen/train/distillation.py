@@ -38,7 +38,7 @@ from specgen.train.gguf_weights import (
     write_weights,
 )
 from specgen.train.target_text import N_COLUMNS, Rows, TrainingText, pack_split
-from specgen.train.training_loop import Budget, Schedule, TrainingState, train
+from specgen.train.training_loop import LEAST_TEXT, Budget, Schedule, TrainingState, train
 
 #: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is the layer.
 Parameters: TypeAlias = dict[str, Any]
@@ -59,14 +59,12 @@ N_ROWS, N_PASSES = 3, 2
 _JUDGED_PER_PASS, _PATIENCE = 3, 4
 #: The learning rate rises in a quarter of the steps, but in so many at most, and falls to this share of its peak.
 _MOST_RISING, _LAST_SHARE = 20, 0.05
-#: The fewest tokens of answers to learn from, and to judge by.
-_LEAST_LEARNT, _LEAST_JUDGED = 1000, 100
+_LEAST_LEARNT, _LEAST_JUDGED = LEAST_TEXT["distilled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """The result of a training. An agreement is the share of the held-back answers' tokens that the draft
-    finds likeliest: before, and after, the latter of the weights as written to the file."""
+    """The shares of held-back tokens that the draft finds likeliest, before and as written after training."""
 
     agreement_before: float
     agreement_after: float
@@ -90,8 +88,7 @@ def distil(
     rate: float = RATE,
     softness: float = SOFTNESS,
 ) -> Distilled | None:
-    """Train a draft on texts and write it to `output`; None if interrupted. Raises `UsageError` if there is too little
-    text, `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`."""
+    """Train a draft on texts and write it to `output`; None if interrupted. Raise `UsageError` for too little text."""
     learnt, judged = pack_split(texts)
     if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
         raise UsageError(
@@ -166,11 +163,8 @@ def hidden_states(
     texts: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns, n_embd].
-
-    `tokens`, `texts` and `positions` are int32[n_rows, n_columns]; see `Rows`. A token sees only itself and the tokens
-    before it in the same text.
-    """
+    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns, n_embd], from `Rows`.
+    A token sees only itself and the tokens before it in the same text."""
     shape = hyperparameters
     states = others["token_embd.weight"][tokens]
     if shape.architecture == "gemma3":
@@ -242,8 +236,7 @@ def _attention(
 
 
 def _rotated(shape: Hyperparameters, values: jax.Array, angles: jax.Array) -> jax.Array:
-    """Return queries or keys rotated by their positions. In GGUF files of Llama the two values of a pair
-    are neighbours; in the others they are half a head apart."""
+    """Rotate queries or keys. Llama's files have a pair's values beside one another, the others half a head apart."""
     axis = -1 if shape.architecture == "llama" else -2
     pairs = (2, -1) if axis == -2 else (-1, 2)
     first, second = jnp.moveaxis(values.reshape(*values.shape[:-1], *pairs), axis, 0)
@@ -279,13 +272,9 @@ class Score:
 
 
 class Trainer:
-    """Trains factors for the blocks of the weights in a draft's file on rows of text, and judges by others. The weights
-    themselves do not change.
-
-    `softness` is the share of the loss that is the cross-entropy with the target's likeliest tokens (forward KL), in
-    rows that have them; the rest is that with the target's choice. Raises `ModelFileError` if the file cannot be
-    trained, `MemoryLimitError`.
-    """
+    """Trains factors for the blocks of a draft's weights, which stay, on rows of text, and judges by others. `softness`
+    is the loss's share of the cross-entropy with the target's likeliest tokens. Raises `ModelFileError`,
+    `MemoryLimitError`."""
 
     def __init__(self, draft: Path, learnt: Rows, judged: Rows, *, softness: float = 0.0) -> None:
         weights = read_weights(draft)
@@ -351,7 +340,8 @@ def _step(
 def _sums(
     shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any, softness: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return three sums over the rows' labels: their losses, how many are the likeliest token, and how many there are."""
+    """Return three sums over the rows' labels: their losses, how many are the likeliest token, and how many there
+    are."""
     layers, others = frozen
     tokens, texts, positions, labels, top_tokens, top_probabilities = rows
     states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)

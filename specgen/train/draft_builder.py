@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.models.files import FileIdentity, heads_file, identity_of
 from specgen.system.progress import Progress, human_bytes
-from specgen.train.training_loop import Budget, TextOptions
+from specgen.train.training_loop import LEAST_TEXT, Budget, TextOptions
 
 if TYPE_CHECKING:
     from specgen.method.tables import CostTable
@@ -28,8 +28,9 @@ Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
 #: The prompts that come with specgen.
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-#: The largest share of the time that is spent on the text, once drafts are compared.
-_SHARE_OF_TEXT = 0.6
+#: The share of the time that is spent on the text, once drafts are compared, if no more is needed for the least text; the
+#: least seconds of training a draft; and by how much the text may take longer than it is estimated.
+_SHARE_OF_TEXT, _TRAINING_S, _SLACK = 0.6, 20.0, 1.3
 #: The number of prompts on which drafts are compared, and of tokens of their answers.
 N_JUDGED, _LEAST_JUDGED, JUDGED_TOKENS = 8, 2, 96
 #: The share of the time for which drafts are compared. About how long it takes to open a draft and time its
@@ -38,43 +39,52 @@ _SHARE_OF_JUDGING, _OPENING_S, _TRIAL_SHARE = 0.4, 3.0, 0.5
 
 
 def text_folder(cache: Path, target: FileIdentity) -> Path:
-    """Return the folder of the target's own text."""
     return cache / "made" / target.key / "text"
 
 
 def distilled_file(cache: Path, target: FileIdentity, draft: Path) -> Path:
-    """Return the file of a draft model that was fitted to the target."""
     return cache / "made" / target.key / f"{draft.stem}-distilled.gguf"
 
 
 def pruned_file(cache: Path, target: FileIdentity) -> Path:
-    """Return the file of the target without some of its layers."""
     return cache / "made" / target.key / f"{Path(target.name).stem}-pruned.gguf"
 
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time for making drafts is divided, and what fits into it: tokens of the target's text, and prompts on which
-    the drafts are compared."""
+    """How the time is divided, and the tokens of text and judged prompts that fit into it, which takes `needed_s` at
+    least."""
 
     text_s: float
     training_s: float
     judging_s: float
     n_tokens: int
     n_judged: int
+    needed_s: float
 
 
-def plan_time(left_s: float, costs: CostTable, n_drafts: int, n_parallel: int) -> TimePlan:
-    """Divide the time by the target's costs; `n_drafts` are compared."""
+def plan_time(
+    left_s: float,
+    costs: CostTable,
+    n_drafts: int,
+    text: TextOptions,
+    n_least: int,
+    n_kinds: int = 1,
+) -> TimePlan:
+    """Divide the time by the target's costs; `n_drafts` are compared, and `n_kinds` are made, of a text that lacks at least
+    `n_least` tokens."""
     prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
     opening_s = _OPENING_S * n_drafts
     n_judged = int((_SHARE_OF_JUDGING * left_s - opening_s) / prompt_s)
     n_judged = max(_LEAST_JUDGED, min(N_JUDGED, n_judged))
     judging_s = opening_s + n_judged * prompt_s
     making_s = max(0.0, left_s - judging_s)
-    text_s = _SHARE_OF_TEXT * making_s
-    n_tokens = int(text_s * n_parallel / costs.seconds(n_parallel))
-    return TimePlan(text_s, making_s - text_s, judging_s, n_tokens, n_judged)
+    # A token is written in a batch of several answers, and read again in a larger one, as are those of its prompt.
+    token_s = costs.seconds(text.n_parallel) / text.n_parallel + 2 * costs.seconds(64) / 64
+    least_s, training_s = n_least * token_s, n_kinds * _TRAINING_S
+    text_s = max(_SHARE_OF_TEXT * making_s, min(_SLACK * least_s, making_s - training_s))
+    needed_s = least_s + training_s + opening_s + _LEAST_JUDGED * prompt_s
+    return TimePlan(text_s, making_s - text_s, judging_s, int(text_s / token_s), n_judged, needed_s)
 
 
 @dataclass(frozen=True)
@@ -97,15 +107,26 @@ class DraftBuilder:
     def folder(self) -> Path:
         return text_folder(self.cache, self._identity)
 
-    def make(self, kinds: Sequence[Kind], small: Path | None, minutes: float) -> list[Path] | None:
-        """Make drafts of these kinds in about `minutes` and return their files; None if interrupted: the text is kept.
-        `small` is the model that a distilled draft is made from. Raise what making each kind raises."""
+    def n_lacking(self, kinds: Sequence[Kind]) -> int:
+        """Return how many tokens of text drafts of these kinds lack at least."""
+        from specgen.train.target_text import TargetText
+
+        answers = TargetText(self.folder, self.text_options.prompts).answers
+        # A tenth is for judging, and the last tokens of an answer have nothing to learn from.
+        needed = max(
+            1.2 * learnt + judged for learnt, judged in (LEAST_TEXT[kind] for kind in kinds)
+        )
+        return max(0, int(needed) - sum(len(answer.tokens) for answer in answers))
+
+    def make(self, kinds: Sequence[Kind], small: Path | None, plan: TimePlan) -> list[Path] | None:
+        """Make drafts as planned; return their files, or None if interrupted. `small` is what is distilled."""
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
 
             check_prunable(self.session.target)  # before minutes are spent on the text
         started_s = self.clock()
-        n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
+        ends_s = started_s + plan.text_s + plan.training_s
+        n_have = self.write_text(started_s + plan.text_s, self.n_lacking(kinds))
         if n_have < self.text_options.n_tokens and not self.interrupted():
             self.tell(f"{n_have} tokens to learn from; more time or more --prompts would give more")
         made: list[Path] = []
@@ -113,15 +134,16 @@ class DraftBuilder:
             if self.interrupted():
                 return None
             now_s = self.clock()
-            until_s = now_s + (started_s + 60.0 * minutes - now_s) / (len(kinds) - number)
+            until_s = now_s + (ends_s - now_s) / (len(kinds) - number)
             file = self._make(kind, small, until_s)
             if file is None:
                 return None
             made.append(file)
         return made
 
-    def write_text(self, until_s: float = math.inf) -> int:
-        """Let the target write text until the clock reaches `until_s`; return how many tokens there are."""
+    def write_text(self, until_s: float = math.inf, n_least: int = 0) -> int:
+        """Let the target write text until the clock reaches `until_s`; return how many tokens there are. If they are less
+        than `n_least` more by then, unfinished answers are kept, too."""
         from specgen.train.target_text import N_TOP, write_text
 
         options, session = self.text_options, self.session
@@ -129,7 +151,7 @@ class DraftBuilder:
         size = human_bytes(options.n_tokens * a_token)
         self.tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         budget = self._budget(until_s, f"{session.options.target.name} writes")
-        return write_text(session, options, self.folder, budget)
+        return write_text(session, options, self.folder, budget, n_least)
 
     def _budget(self, until_s: float, label: str) -> Budget:
         return Budget(self.clock, until_s, self.interrupted, partial(self.progress, label))

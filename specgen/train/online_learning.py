@@ -65,8 +65,7 @@ Outcome: TypeAlias = Literal["new", "kept", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The result of learning. An agreement is the share of the judging answers' tokens that the draft finds likeliest: as
-    it came, with the weights in use before, if there were some, and with the new ones."""
+    """The shares of judging tokens that the draft finds likeliest: as it came, in use before, and newly learnt."""
 
     n_answers: int
     n_judging: int
@@ -105,9 +104,9 @@ def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAns
 def learn(
     folder: Path, target: Path, draft: Path, budget: Budget, *, rate: float = RATE
 ) -> Lesson | None:
-    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raises `UsageError` if JAX
-    is not installed, there are too few answers, or another process learns there; `ModelFileError` if the draft cannot be
-    trained, `MemoryLimitError`, `OutputError`."""
+    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raise `UsageError` for
+    too few answers, without JAX, or if another process learns there; `ModelFileError`, `MemoryLimitError`,
+    `OutputError`."""
     check_library()
     started_s = budget.clock()
     answers = kept_answers.read_answers(folder)
@@ -248,7 +247,6 @@ class Pauses:
 
 
 def main() -> int:
-    """Learn, and return the exit code."""
     asked = json.loads(sys.stdin.buffer.readline())
     pauses = Pauses()
     pauses.listen()
@@ -293,12 +291,8 @@ COMMAND = (sys.executable, "-m", "specgen.train.online_learning")
 
 
 class Learner:
-    """Starts a lesson when there are enough new answers, and gives its result to the engine's draft. The lesson pauses
-    after its present step while an answer is generated.
-
-    Use it as a context manager, whose exit ends the process. Without kept answers or a draft model it does nothing.
-    `tell` gets a sentence for each change.
-    """
+    """A context manager that starts a lesson when there are enough new answers, pauses it while an answer is generated,
+    and gives its result to the engine's draft. `tell` gets a sentence for each change."""
 
     def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._target, self._engine, self._tell = session.options.target, engine, tell
@@ -333,8 +327,7 @@ class Learner:
         self.close()
 
     def between_answers(self, *, begins: bool = False) -> None:
-        """Start, pause, continue or finish a lesson. The thread that steps the engine calls this after an answer, and
-        before one with `begins`, which pauses the lesson."""
+        """Start, pause, continue or finish a lesson: after an answer, or before one (`begins`), which pauses it."""
         if not self._is_on:
             return
         try:

@@ -36,6 +36,8 @@ N_TOP = 16
 #: The number of rows for which llama.cpp computes hidden states and logits at once.
 _N_ROWS = 64
 _FILES = "[0-9]*.npz"
+#: The fewest tokens of an answer that was not finished.
+_SHORTEST = 8
 #: The number of tokens in a row, and the most before a part of a kept answer: most answers fit with their prompt.
 N_COLUMNS, _N_BEFORE = 384, 192
 
@@ -55,7 +57,8 @@ class TargetAnswer:
 
 
 class TargetText:
-    """The answers in a folder: all of them, or those to some `prompts`. Raises `ModelFileError` if a file is damaged."""
+    """The answers in a folder: all of them, or those to some `prompts`. Raises `ModelFileError` if a file is
+    damaged."""
 
     def __init__(self, folder: Path, prompts: Collection[str] | None = None) -> None:
         found = [(_read_answer(path), path) for path in sorted(folder.glob(_FILES))]
@@ -65,13 +68,11 @@ class TargetText:
         self._paths = [path for _, path in kept]
 
     def hidden(self, index: int) -> NDArray[np.float16]:
-        """Return the target's final hidden states (after the last norm) before each token of an answer:
-        float16[n_tokens, n_embd]. Row 0 belongs to the prompt's last token."""
+        """Return the target's final hidden states before each token of an answer: float16[n_tokens, n_embd]."""
         return _arrays(self._paths[index], "hidden")[0]
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """Return the likeliest tokens at each position of an answer, best first, and their probabilities at
-        temperature 1: int32 and float16[n_tokens, N_TOP]."""
+        """Return the likeliest tokens at each position and their probabilities: int32 and float16[n_tokens, N_TOP]."""
         tokens, probabilities = _arrays(self._paths[index], "top_tokens", "top_probabilities")
         return tokens, probabilities
 
@@ -97,15 +98,13 @@ def is_held_back(index: int) -> bool:
     return index % 10 == 9
 
 
-def write_text(session: Session, options: TextOptions, folder: Path, budget: Budget) -> int:
-    """Let the target answer prompts until the folder holds as many tokens of answers to them as is asked for, or no prompts
-    or time are left. Return the number of tokens of answers to these prompts in the folder. An interrupted call keeps
-    the finished answers, and prompts that have an answer are skipped.
-
-    The budget's `progress` gets the tokens so far and in all. Raises `OutputError`, `MemoryLimitError`, `UsageError`
-    if `max_tokens` do not fit the target's context, `PairError` if the target has a recurrent state, and
-    `ModelFileError` if the folder's files are damaged.
-    """
+def write_text(
+    session: Session, options: TextOptions, folder: Path, budget: Budget, n_least: int = 0
+) -> int:
+    """Let the target answer prompts that have no answer yet, until there is enough text, no prompt or no time; return
+    the number of tokens there are. Finished answers stay if interrupted, and beginnings of answers until there are
+    `n_least` new tokens. Raise `OutputError`, `MemoryLimitError`, `UsageError`, `PairError` for a recurrent target, and
+    `ModelFileError` if a file is damaged."""
     if session.target.has_recurrent_state:
         why = "has a recurrent state: its hidden states cannot be read"
         raise PairError(f"{session.target.name} {why}")
@@ -120,9 +119,14 @@ def write_text(session: Session, options: TextOptions, folder: Path, budget: Bud
         n_have = sum(len(answer.tokens) for answer in answered)
         budget.progress(n_have, n_tokens)
         known = {answer.prompt for answer in answered}
+        n_least += n_have
+        # Of ten prompts, that for judging comes first: there is something to judge by however few answers there are.
+        order = sorted(
+            enumerate(options.prompts), key=lambda each: (each[0] // 10, not is_held_back(each[0]))
+        )
         left = {
             text: (session.prompts.of_text(text), is_held_back(index))
-            for index, text in enumerate(options.prompts)
+            for index, text in order
             if text not in known and n_have < n_tokens
         }
         if not left:
@@ -135,11 +139,15 @@ def write_text(session: Session, options: TextOptions, folder: Path, budget: Bud
                 for text, (prompt, is_judged) in left.items()
                 if len(prompt.tokens) + max_tokens <= n_ctx
             }
-            while waiting and not budget.is_over() and n_have < n_tokens:
+            is_last = False
+            while waiting and not is_last and n_have < n_tokens:
+                is_last = budget.is_over()
+                if is_last and (budget.interrupted() or n_have >= n_least):
+                    break
                 engine.step()
                 for done in [answer for answer in waiting if answer.is_done]:
                     text, is_judged = waiting.pop(done)
-                    answer = _whole_answer(session, done, text, is_judged)
+                    answer = _whole_answer(session, done, text, is_judged, keeps_cut=is_last)
                     if answer is not None:
                         writer.add(answer)
                         n_have += len(answer.tokens)
@@ -182,17 +190,17 @@ class _Writer:
     def _read(
         self, prompt: Sequence[int], answer: Sequence[int]
     ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
-        """Yield the logits and the final hidden states before each token of an answer, in pieces: float32[n, n_vocab] and
-        float32[n, n_embd], valid until the next piece."""
+        """Yield logits and final hidden states before each token of an answer, in pieces, valid until the next."""
         backend = self._backend_for(len(prompt) + len(answer))
         if backend.length(0):
             backend.remove(0)
         text, n_before = [*prompt, *answer[:-1]], len(prompt) - 1
         for start in range(0, n_before, backend.n_batch):
             end = min(start + backend.n_batch, n_before)
-            backend.decode(_rows(text[start:end], start, wanted=False))
+            backend.decode(Batch.of(text[start:end], start))
         for start in range(n_before, len(text), _N_ROWS):
-            yield backend.decode_hidden(_rows(text[start : start + _N_ROWS], start, wanted=True))
+            batch = Batch.of(text[start : start + _N_ROWS], start, _N_ROWS)
+            yield backend.decode_hidden(batch)
 
     def _backend_for(self, n_tokens: int) -> LlamaBackend:
         if self._backend is None or self._backend.n_ctx < n_tokens:
@@ -205,11 +213,6 @@ class _Writer:
             )
             self._resources.callback(self._backend.close)
         return self._backend
-
-
-def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
-    n = len(tokens)
-    return Batch(list(tokens), list(range(position, position + n)), [(0,)] * n, [wanted] * n)
 
 
 def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
@@ -240,7 +243,7 @@ def _rounded(n_tokens: int, step: int) -> int:
 
 
 def _whole_answer(
-    session: Session, request: Request, text: str, is_judged: bool
+    session: Session, request: Request, text: str, is_judged: bool, *, keeps_cut: bool
 ) -> TargetAnswer | None:
     finished = request.finished
     if request.failure is not None or finished is None or not finished.token_ids:
@@ -250,7 +253,7 @@ def _whole_answer(
         vocabulary, end = session.target.vocabulary, finished.stopped_by
         ends = [token for token in vocabulary.end_tokens() if vocabulary.token_text(token) == end]
         tokens = (*tokens, *ends[:1])
-    elif finished.finish_reason != "length":
+    elif finished.finish_reason != "length" and not (keeps_cut and len(tokens) >= _SHORTEST):
         return None
     return TargetAnswer(text, request.prompt.tokens, tokens, is_judged)
 
@@ -277,11 +280,8 @@ class TrainingText:
 def training_texts(
     text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
 ) -> list[TrainingText]:
-    """Return the target's answers as a draft model sees them while it drafts: prompts in its own chat template, and answers
-    in its own tokens, if it has another vocabulary: what the target found likely is then not known.
-
-    `now` is the date that some templates write. Raises `PromptError` if the target's template does not take a prompt.
-    """
+    """Return the target's answers as a draft reads them: in its own template and tokens, if its vocabulary is another
+    one (what the target found likely is then unknown). `now` is for templates. Raise `PromptError`."""
     translation = _translation(target, draft)
     prompts = Prompts(target, draft if translation is not None else None)
     found = []
@@ -302,8 +302,7 @@ def kept_texts(
     learning: Sequence[KeptAnswer],
     judging: Sequence[KeptAnswer] = (),
 ) -> list[TrainingText]:
-    """Return kept answers to learn from, and others to judge by, as a draft reads them while it drafts: several texts of
-    an answer that is longer than a row."""
+    """Return kept answers as a draft reads them, to learn from and to judge by; long ones are several texts."""
     translation, digest = _translation(target, draft), draft.vocabulary.digest()
     found: list[TrainingText] = []
     for number, answer in enumerate((*learning, *judging)):
@@ -347,12 +346,9 @@ def _parts(prompt: _Tokens, answer: _Tokens) -> Iterator[tuple[_Tokens, _Tokens]
 
 
 class Rows(NamedTuple):
-    """Texts one after the other in rows of one length; each array is [n_rows, n_columns].
-
-    `texts` says which text of its row a token belongs to (0 is padding), and `positions` count from 0 in each text.
-    `labels` are the tokens behind each, where that is of an answer; else -1. `top_tokens` and `top_probabilities` are
-    what the target found likely there, [n_rows, n_columns, n_top]; n_top is 0 where it is not known of all texts.
-    """
+    """Texts one after the other in rows of one length, arrays of [n_rows, n_columns]. `texts` says which of its row's
+    texts a token belongs to (0: padding); `labels` are the tokens behind, of answers, else -1; what the target found
+    likely is [n_rows, n_columns, n_top], n_top being 0 where that is not known of all."""
 
     tokens: NDArray[np.int32]
     texts: NDArray[np.int32]
@@ -382,8 +378,7 @@ def pack_split(texts: Sequence[TrainingText]) -> tuple[Rows, Rows]:
 
 
 def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> Rows:
-    """Put texts into as few rows as the longest-first order makes. What of an answer reaches beyond a row is cut off;
-    texts whose prompt does are left out."""
+    """Put texts into few rows, the longest first; an answer is cut at the end, and too long a prompt left out."""
     rows: list[list[TrainingText]] = []
     free: list[int] = []
     fitting = (text for text in texts if len(text.prompt_tokens) < n_columns)

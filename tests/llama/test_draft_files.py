@@ -16,6 +16,7 @@ from specgen.errors import BackendError, ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.draft_models import DflashModel, EagleModel
 from specgen.llama.mtp_layers import mtp_of, why_no_mtp
+from specgen.measure.prompts import given_prompts
 from specgen.measure.trial import measure_target, try_draft
 from specgen.options import DraftSource, SamplerOptions, SessionOptions, TreeShape
 from specgen.session.session import Session
@@ -164,7 +165,7 @@ def test_a_draft_is_no_target_and_drafts_for_no_draft(folder: Path, name: str, k
 
 def test_trials_of_what_reads_the_cache_are_refused(folder: Path) -> None:
     with loaded(folder, "gemma4", "none", sampler=SamplerOptions()) as session:
-        baseline = measure_target(session, [PROMPT])
+        baseline = measure_target(session, given_prompts([PROMPT]))
         assert baseline is not None
         session.change_draft(folder / "assistant.gguf")
         with pytest.raises(BackendError, match=r"assistant.gguf: it reads the target's cache"):

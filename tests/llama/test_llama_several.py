@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.context_opening import n_native_sequences
+from specgen.llama.context import n_native_sequences
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
 from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack

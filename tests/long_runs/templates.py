@@ -3,23 +3,32 @@
     python -m tests.long_runs.templates [FOLDER]
 
 FOLDER is llama.cpp's `models/templates`; without one, the source of the installed llama-cpp-python is fetched. Fails
-if a template has lost its form: all that write calls have one, but for those in `UNREAD`.
+if a template has lost its form: all that write calls have one, but for those in `UNREAD`. Calls in each form
+must be read again, whole and letter by letter, and the grammars of calls must allow them.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from scripts import build_peers
 from specgen.errors import PromptError
-from specgen.serve.formats.call_forms import form_of
+from specgen.llama import LlamaModel
+from specgen.serve.formats.call_forms import ANY, CallForm, form_of
+from specgen.serve.formats.tool_calls import Function, ToolCallParser, calls_grammar
 from specgen.session.prompts.template import Message, render
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
+from specgen.text.grammar.free_text import grammar_start
+from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates whose calls are not read, and why.
 UNREAD = {
@@ -29,9 +38,92 @@ UNREAD = {
 }
 #: Control tokens of models whose template offers tools and writes no call.
 _TOKENS = ("<|tool_call_start|>", "<|tool_call|>")
+_WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+_NOTE = {"type": "object", "properties": {"note": {"type": "string"}}}
+FUNCTIONS = [Function("weather", "", _WEATHER), Function("a.b/c", "", _NOTE)]
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("weather", {"city": "K\u00f6ln & <b>", "days": 3}),
+    ("a.b/c", {"note": "x y"}),
+    ("weather", {"city": "Bern"}),
+]
 
 
-def about(name: str, template: str) -> tuple[str, bool]:
+def written(form: CallForm, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Calls as a model writes them that keeps to the form."""
+    between = form.between or ""
+    text = between.join(
+        f"{name}{form.after_name}{_arguments(form, given)}" for name, given in calls
+    )
+    return f"{form.opening}{text}{form.closing}".replace(ANY, "1").strip()
+
+
+def _arguments(form: CallForm, given: dict[str, Any]) -> str:
+    if form.style == "json":
+        return json.dumps(given, ensure_ascii=False)
+    if form.style == "python":
+        return f"({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+    if form.style == "gemma":
+        quoted = json.dumps(given, ensure_ascii=False).replace('": ', '":')
+        return re.sub(r'"(\w+)":', r"\1:", quoted).replace('"', '<|"|>').replace(", ", ",")
+    assert form.pair is not None
+    pair, text = form.pair, ""
+    for key, value in given.items():
+        middle = pair.middles["string" if isinstance(value, str) else "integer"]
+        text += f"{pair.opening}{key}{middle}{value}{pair.closing}"
+    return text
+
+
+def faults(form: CallForm, folder: Path) -> list[str]:
+    """What goes wrong with one call, with two and with three."""
+    found = []
+    controls = tuple(name for name in form.controls if name != "<|python_tag|>")
+    write_tiny_model(folder / "model.gguf", TinyConfig(control_tokens=controls))
+    model = LlamaModel(folder / "model.gguf", n_gpu_layers=0)
+    vocabulary = model.vocabulary.showing(form.controls)
+    for n in (1, 2, 3) if form.between is not None else (1,):
+        text = written(form, CALLS[:n])
+        for pieces in ([text], text):
+            calls = _read(form, pieces)
+            if calls != CALLS[:n]:
+                found.append(f"{n} calls are read as {calls} from {text!r}")
+        for must_call in (True, False):
+            grammar, _ = calls_grammar(form, FUNCTIONS, is_parallel=True, must_call=must_call)
+            state = grammar_start(grammar, vocabulary)
+            for token in vocabulary.tokenize_inside(text, parse_special=True):
+                if not state.allows(np.array([token]))[0]:
+                    piece = vocabulary.token_bytes(token)
+                    found.append(f"{n} calls: {piece!r} is not allowed in {text!r} ({must_call=})")
+                    break
+                state = state.after(token)
+    model.close()
+    return found
+
+
+def _read(form: CallForm, pieces: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+    parser = ToolCallParser(form, FUNCTIONS)
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+    deltas += parser.finish(is_cut=False)
+    return [
+        (
+            begun.name,
+            json.loads(
+                "".join(
+                    each.text
+                    for each in deltas
+                    if each.kind == "arguments" and each.number == begun.number
+                )
+            ),
+        )
+        for begun in deltas
+        if begun.kind == "call"
+    ]
+
+
+def about(name: str, template: str, work: Path) -> tuple[str, bool]:
     """What is read, and whether that is as expected."""
     lowered = name.lower()
     own = {_TOKENS[0]} if "lfm2" in lowered else {_TOKENS[1]} if "granite-3" in lowered else set()
@@ -39,6 +131,8 @@ def about(name: str, template: str) -> tuple[str, bool]:
     has_tools = re.search(r"\btools\b", template) is not None
     if form is not None:
         calls = f"{form.style}{' in an object' if form.keys else ''}, {form.mark or 'bare'}"
+        if wrong := faults(form, work):
+            return "; ".join(wrong), False
     else:
         calls = UNREAD.get(name, "unknown form") if has_tools else "takes no tools"
     thoughts = next((mark for mark in THOUGHT_CONTROLS if mark in template), "none")
@@ -64,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
             folder = source / "vendor/llama.cpp/models/templates"
         failed = []
         for file in sorted(folder.glob("*.jinja")):
-            line, is_expected = about(file.stem, file.read_text(encoding="utf-8"))
+            line, is_expected = about(file.stem, file.read_text(encoding="utf-8"), Path(work))
             print(f"{file.stem}: {line}")
             failed += [] if is_expected else [file.stem]
     if failed:

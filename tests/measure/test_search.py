@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from specgen.llama import LlamaBackend
+from specgen.measure.prompts import given_prompts
 from specgen.measure.search import (
     Search,
     Tried,
@@ -39,7 +40,7 @@ from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 
-PROMPTS = ("def add(a, b): return a + b # and the sum is", "Once upon a time")
+PROMPTS = given_prompts(("def add(a, b): return a + b # and the sum is", "Once upon a time"))
 N_TOKENS = 16
 ONE_THREAD = ContextOptions(n_threads=1, flash_attention="off")
 
@@ -139,7 +140,8 @@ DRAFT = Path("/m/small draft.gguf")
 
 
 def figures(speedup: float) -> DraftFigures:
-    return DraftFigures(speedup, speedup - 0.1, 10.0 * speedup, 0.6, 2.5, 0.00412, 0.0816)
+    spread = speedup, speedup - 0.1, speedup + 0.2, 6
+    return DraftFigures(*spread, 10.0 * speedup, 0.6, 2.5, 0.00412, 0.0816)
 
 
 def search(*tried: Tried) -> Search:
@@ -151,12 +153,11 @@ def search(*tried: Tried) -> Search:
 def test_three_sentences_say_what_was_measured_what_it_means_and_what_to_do() -> None:
     measured, meaning, action = advice(search(Tried(DRAFT, figures(1.4))))
     assert measured == (
-        "measured on 6 answers of target.gguf: 10.0 tokens/s without a draft, 14.0 with small draft.gguf "
-        "(x1.40; x1.30 for the worst prompt)"
+        "measured on 6 answers of target.gguf: 10.0 tokens/s without a draft, 14.0 with small draft.gguf"
+        ": 1.4 times as fast as without drafts; 1.3 to 1.6 in 6 answers"
     )
     assert meaning == (
-        "a batch of 4 rows costs 1.5 tokens and the target accepts 60 % of its tokens, so 2.5 tokens come "
-        "of a pass of the target"
+        "a batch of 4 costs 1.5 tokens; drafts pay if 21% are accepted, and 60% were"
     )
     assert action == "use it: --draft '/m/small draft.gguf'"
 

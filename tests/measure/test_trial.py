@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -147,17 +148,27 @@ def test_of_a_tree_the_branch_that_the_answer_follows_is_accepted() -> None:
 # --- figures
 
 
-def a_replay(n_tokens: int, n_rounds: int, draft_s: float, target_s: float) -> Replay:
+def test_each_kind_of_task_has_its_figures() -> None:
+    replays = [a_replay(30, 10, 5.0, 25.0, kind) for kind in ("code", "prose", "code")]
+    kinds = summarise(replays).kinds
+    assert {kind: of.n_answers for kind, of in kinds.items()} == {"code": 2, "prose": 1}
+    assert not summarise(replays[:1]).kinds
+
+
+def a_replay(
+    n_tokens: int, n_rounds: int, draft_s: float, target_s: float, kind: str = ""
+) -> Replay:
     tally = Tally(n_rounds=n_rounds, n_drafted=3 * n_rounds, n_accepted=n_tokens - n_rounds)
     tally.draft_s, tally.target_s = draft_s, target_s
     tally.drafted_by_depth.update(dict.fromkeys(range(3), n_rounds))
-    return Replay(n_tokens, tally, 5.0, 2.0)
+    return Replay(n_tokens, tally, 5.0, 2.0, kind)
 
 
-def test_the_figures_of_all_answers_are_ratios_of_sums() -> None:
+def test_the_speedup_is_the_mean_over_answers_and_other_figures_are_ratios_of_sums() -> None:
     figures = summarise([a_replay(30, 10, 5.0, 25.0), a_replay(10, 10, 5.0, 20.0)])
-    assert figures.speedup == pytest.approx(80 / 55)
+    assert figures.speedup == pytest.approx(math.sqrt(2.0 * 0.8))
     assert figures.worst_speedup == pytest.approx(20 / 25)
+    assert figures.gain == "1.3 times as fast as without drafts; 0.8 to 2.0 in 2 answers"
     assert figures.tokens_per_s == pytest.approx(40 / 55)
     assert figures.acceptance_rate == pytest.approx(20 / 60)
     assert figures.mean_accepted_length == pytest.approx(2.0)

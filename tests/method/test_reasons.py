@@ -18,6 +18,7 @@ from specgen.method.policy import (
     Policy,
     RoundPlan,
     RoundResult,
+    ThresholdPolicy,
 )
 from specgen.method.tables import AcceptanceRates, CostTable, Price
 from specgen.options import DraftOptions, GenerationOptions
@@ -82,6 +83,7 @@ PLANS: dict[ReasonName, Callable[[], RoundPlan]] = {
     "model": lambda: by_cost().plan(offer()),
     "trial": lambda: first_trial(by_cost(model=wrong_chances()), offer(price=Price(0.3, 0.3))),
     "fixed": lambda: FixedPolicy(DraftOptions(policy="fixed")).plan(offer()),
+    "threshold": lambda: ThresholdPolicy(DraftOptions(policy="threshold")).plan(offer()),
     "costs unknown": lambda: by_cost({}).plan(offer()),
     "plain decode": lambda: after(by_cost(), 64, offer(), right=True),
     "no room": lambda: by_cost().plan(offer(n_most=0)),
@@ -99,11 +101,14 @@ PLANS: dict[ReasonName, Callable[[], RoundPlan]] = {
 def test_a_policy_says_why(name: ReasonName) -> None:
     plan = PLANS[name]()
     assert plan.reason == name
-    drafts = name in ("found", "model", "trial", "fixed")
+    drafts = name in ("found", "model", "trial", "fixed", "threshold")
     assert (plan.n_max + len(plan.found) > 0) == drafts
 
 
 def test_reasons_have_their_numbers() -> None:
+    assert PLANS["threshold"]().why == "the whole draft's probability is at least 0.30"
+    quick = by_cost({1: 1.0, **{n: n - 1.5 for n in range(2, 18)}})  # a batch of two, by noise
+    assert quick.plan(offer(price=Price(9.0, 9.0))).why.endswith("checking it 0.00")
     assert PLANS["prefill"]().why == "the draft must first read the text, 9.0 s"
     assert PLANS["row cost"]().why == (
         "a guess costs 0.05 of a token of the target, and checking it 1.00"

@@ -44,7 +44,7 @@ def test_the_rejected_tokens_stand_behind_the_text_or_where_they_were_refused() 
     terminal, other = Terminal(), Terminal()
     script = Script().prompt().plain("The").round([" cat", " sat", " on"], 1, " lay")
     play(terminal, script.events)
-    status = LEGEND + "    3 tokens  20.0/s  33% accepted"
+    status = LEGEND + "    20.0/s  3 tokens  33% accepted"
     assert terminal.visible == ["The cat lay sat on", "", status]
     assert terminal.struck() == " sat onrejected"
     play(other, script.plain(" down").finish().events, "all")
@@ -96,12 +96,12 @@ def test_a_long_prompt_shows_how_far_it_is_read() -> None:
 @pytest.mark.parametrize(
     ("columns", "status"),
     [
-        (80, LEGEND + "    3 tokens  20.0/s  33% accepted"),
-        (60, LEGEND + "    3 tokens"),
+        (80, LEGEND + "    20.0/s  3 tokens  33% accepted"),
+        (60, LEGEND + "    20.0/s"),
         (44, LEGEND),
-        (40, "3 tokens  20.0/s  33% accepted"),
-        (20, "3 tokens  20.0/s"),
-        (10, "3 tokens"),
+        (40, "20.0/s  3 tokens  33% accepted"),
+        (20, "20.0/s  3 tokens"),
+        (10, "20.0/s"),
         (5, "3"),
         (2, "3"),
     ],

@@ -37,21 +37,18 @@ from specgen.sampler_options import utf8 as utf8_texts
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Complete the name of a model."""
     from specgen.models.registry import load_registry
 
     return [name for name in load_registry().models if name.startswith(incomplete)]
 
 
 def pair_names(incomplete: str) -> list[str]:
-    """Complete the name of a pair."""
     from specgen.models.registry import load_registry
 
     return [name for name in load_registry().pairs if name.startswith(incomplete)]
 
 
 def draft_names(incomplete: str) -> list[str]:
-    """Complete what drafts."""
     from specgen.drafters.kinds import WORDS
 
     words = [word for word in (*WORDS, "none") if word.startswith(incomplete)]
@@ -61,7 +58,7 @@ def draft_names(incomplete: str) -> list[str]:
 def target_option(**settings: Any) -> Any:
     """Return the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
     usual: dict[str, Any] = {
-        "help": "The target: a GGUF file, a name from `specgen models list`, or hf:USER/REPO:QUANT on the "
+        "help": "The target, the model that answers: a GGUF file, a name from `specgen models list`, or hf:USER/REPO:QUANT on the "
         "Hugging Face hub, for which -hf USER/REPO:QUANT is the same. Without QUANT it is Q4_K_M, else Q8_0, "
         "else the repository's first model; --hf-file names one of its files. HF_TOKEN (or --hf-token) opens "
         "gated and private repositories.",
@@ -71,7 +68,6 @@ def target_option(**settings: Any) -> Any:
 
 
 def draft_model_option(**settings: Any) -> Any:
-    """Return the option that names a small model."""
     return Option("--draft", "--model-draft", "-md", **({"metavar": "FILE|NAME"} | settings))
 
 
@@ -81,7 +77,7 @@ _MODELS = panel(
     draft=draft_model_option(
         metavar="FILE|NAME|mtp|ngram|none",
         autocompletion=draft_names,
-        help="What drafts: a file or a name as for the target (-hfd on the hub), `mtp` (the target's own layers), "
+        help="What drafts for it: a file or a name as for the target (-hfd on the hub), `mtp` (the target's own layers), "
         "`ngram` (repetitions of the text so far), `heads` (made by `specgen draft make`), or `none`. A second "
         "--draft drafts for the first.",
         show_default="the pair's; with -m alone what `specgen draft find` saved, MTP layers, a known partner on "
@@ -101,7 +97,6 @@ _MODELS = panel(
 def models(
     *, target: str | None = None, draft: list[str] | None = None, pair: str | None = None
 ) -> ModelChoice:
-    """Return the models as the user named them."""
     return staged(target, draft or (), pair)
 
 
@@ -189,7 +184,6 @@ def machine(
 
 
 def endpoints_of(rpc: str) -> tuple[str, ...]:
-    """Return the addresses in --rpc, checked."""
     from specgen.system.worker_probe import parse_endpoint
 
     endpoints = tuple(endpoint.strip() for endpoint in rpc.split(","))
@@ -219,7 +213,6 @@ def _shares(text: str) -> tuple[float, ...]:
 
 @group(DraftOptions)
 def drafting(**given: Any) -> DraftOptions:
-    """Return the options of drafting, if they fit together."""
     options = DraftOptions(**given)
     shortest, longest = options.ngram_min, options.ngram_max
     if shortest is not None and longest is not None and shortest > longest:
@@ -302,7 +295,6 @@ def answer(
     json_schema_file: Path | None = None,
     **others: Any,
 ) -> GenerationOptions:
-    """Return the options of an answer, if they fit together."""
     options = GenerationOptions(**others)
     if "" in options.stop:
         raise UsageError("--stop '' is empty: every answer would end before it began")
@@ -376,4 +368,4 @@ JSON_REPORT = Option("--json", help="Print a JSON object.")
 
 output = group(Output)(Output)
 #: The output of commands that show no answers: --quiet and --verbose.
-loudness = output.without("show", "stats", "json", "newline")
+loudness = output.without("show", "stats", "json", "html", "newline")

@@ -79,7 +79,6 @@ class Group:
         return [part for name in names if isinstance(name, str) for part in name.split("/")]
 
     def spelling(self, name: str) -> str:
-        """Return the first spelling of an option."""
         (found,) = (each for each in self.parameters if each.name == name)
         spelling: str = found.annotation.__metadata__[0].default  # where typer keeps it
         return spelling
@@ -93,8 +92,7 @@ def panel(heading: str, **options: Any) -> Table:
 
 
 def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]], Group]:
-    """Make a group of a dataclass whose fields are options, and of a function, which receives them as keywords. The
-    tables have further options, and groups. A field that is a tuple is an option that may be given several times."""
+    """Make a group of the fields of a dataclass and of `tables`, whose function gets them as keywords."""
     fields = dataclasses.fields(fields_of)
     hints = typing.get_type_hints(fields_of)
     declared = {each.name: _option(each.metadata) for each in fields if each.metadata}
@@ -172,7 +170,7 @@ def _metavar(kind: Any) -> str | None:
         return "|".join(map(str, inner))
     if inner:
         return _metavar(inner[0])
-    return "FILE" if kind is Path else None
+    return {int: "N", float: "NUMBER", Path: "FILE", str: "TEXT"}.get(kind)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:

@@ -54,7 +54,6 @@ def server(
     insecure_network: bool = False,
     **others: Any,
 ) -> ServerOptions:
-    """Return the options of the server, without the limits. Raise `UsageError`."""
     keys = () if api_key_file is None else _keys(api_key_file)
     options = ServerOptions(api_keys=keys, **others)
     if not keys and not is_loopback(options.host) and not insecure_network:
@@ -73,7 +72,6 @@ def server(
 
 @group(Limits, _BODY)
 def limits(*, body_mib: int = Limits().body_bytes // _MIB, **others: Any) -> Limits:
-    """Return the limits of a request."""
     return Limits(body_bytes=body_mib * _MIB, **others)
 
 
@@ -109,8 +107,7 @@ def later(options: Group) -> Group:
 
 
 def options_in(table: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options of a model in a table of a file, by the long names of options, as keywords for `model_setup`.
-    Raise `UsageError`."""
+    """Return a model's options in a table of a file as keywords for `model_setup`. Raise `UsageError`."""
     given: dict[str, Any] = {}
 
     def take(**values: Any) -> None:

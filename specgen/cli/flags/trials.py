@@ -14,6 +14,7 @@ from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOp
 from specgen.sampler_options import option
 
 if TYPE_CHECKING:
+    from specgen.measure.prompts import BenchPrompt
     from specgen.options import SessionOptions
     from specgen.session.choose_models import Sources
 
@@ -37,16 +38,12 @@ class Trials:
         64, "--max-tokens --predict --n-predict -n", "How many tokens of each answer to use.", min=2
     )
 
-    def numbered(self) -> list[tuple[int, str]]:
-        """Return the prompts with their numbers in the file, from 1. Raise `PromptError`."""
-        from specgen.measure.prompts import evenly_chosen, read_prompts, trial_prompts
-
-        every = trial_prompts() if self.prompts is None else read_prompts(self.prompts)
-        return evenly_chosen(enumerate(every, 1), self.n_prompts)
-
-    def texts(self) -> list[str]:
+    def chosen(self) -> list[BenchPrompt]:
         """Return the prompts. Raise `PromptError`."""
-        return [text for _, text in self.numbered()]
+        from specgen.measure.prompts import evenly_chosen, read_bench_prompts, trial_prompts
+
+        every = trial_prompts() if self.prompts is None else read_bench_prompts(self.prompts)
+        return evenly_chosen(every, self.n_prompts)
 
 
 TRIALS = group(Trials)(Trials)

@@ -42,7 +42,6 @@ def keep_packed_weights(folder: Path | None) -> None:
 
 
 def kept_bytes(folder: Path) -> int:
-    """Return the size of all packed weights in a folder."""
     return sum(path.stat().st_size for path in _files(folder))
 
 

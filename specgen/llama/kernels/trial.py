@@ -65,7 +65,6 @@ class FailedTestError(Exception):
 
 
 def self_test(library: Path) -> Verdict:
-    """Attach a library and test it."""
     try:
         kernels = attach(library)
     except BackendError as error:
@@ -114,7 +113,6 @@ def _test_product(kernels: Kernels, type_name: str, *, with_experts: bool = Fals
 
 
 def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
-    """Test an attention; return whether the kernels computed it and not llama.cpp."""
     rng = np.random.default_rng(2)
     queries = rng.standard_normal((1, _N_TOKENS, _N_HEADS, size), dtype=np.float32)
     shape = (1, _N_CELLS, _N_KV_HEADS, size)
@@ -140,8 +138,7 @@ def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
 
 
 def _compare(what: str, compute: Callable[[slice, int], FloatArray], expected: FloatArray) -> None:
-    """Raise `FailedTestError` if all rows differ from GGML's by `TOLERANCE` or more, or a row in a smaller batch. `compute`
-    gets the rows and the number of threads."""
+    """Raise `FailedTestError` if the rows differ from GGML's, or a row from itself in a smaller batch."""
     computed = compute(slice(None), 2)
     if not np.isfinite(computed).all():
         raise FailedTestError(f"{what} are not all numbers")
@@ -177,8 +174,7 @@ class _AnyModel(LlamaModel):
 
 
 def try_kernels(file: Path, clock: Callable[[], float]) -> Iterator[str]:
-    """Load a model file, and decode in several contexts. Yield the name of each step before it starts.
-    Raise `SpecgenError` if the file cannot be loaded; llama.cpp may refuse a context."""
+    """Load a model and decode in several contexts; yield each step's name before it. Raise `SpecgenError`."""
     yield "loading it"
     with contextlib.closing(_AnyModel(file, n_gpu_layers=0)) as model:
         for options, n_sequences in _CONTEXTS:
@@ -254,7 +250,6 @@ class _Written(GgufMetadata):
 
 
 def write_skeleton(file: Path, output: Path) -> None:
-    """Write the skeleton of a model, of which all parts are read. Raise `BackendError`, `OSError`."""
     with opened_parts(file) as (about, tensors), _Written() as made, no_data() as shorter:
         ggml("gguf_set_kv", None, *2 * (ctypes.c_void_p,))(made.handle, about.handle)
         n_tokens = made.length("tokenizer.ggml.tokens") or 0
@@ -306,7 +301,8 @@ def _place(tensor: GgufTensor) -> tuple[int | None, str]:
 
 
 def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> list[int]:
-    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and the last `n_last` (MTP)."""
+    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and the last `n_last`
+    (MTP)."""
     of_layers: list[list[GgufTensor]] = [[] for _ in range(n_layers - n_last)]
     for tensor in tensors:
         layer = _place(tensor)[0]
@@ -327,7 +323,6 @@ def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> l
 
 
 def main(library: str, *trial: str) -> None:
-    """Test the kernels, or try them on a model, and print the result."""
     if not trial:
         sys.stdout.write(json.dumps(asdict(self_test(Path(library)))) + "\n")
         return

@@ -63,8 +63,7 @@ class Line:
 def read_lines(
     data: bytes, name: str, sampling: SamplerOptions, generation: GenerationOptions
 ) -> list[Line]:
-    """Return the lines of a file that are not empty; a line that cannot be read has an error in place of its request.
-    Raise `PromptError` if there is no line, or if two have the same custom_id."""
+    """Return the lines that are not empty; an error stands for a request that cannot be read. Raise `PromptError`."""
     lines: list[Line] = []
     numbers: dict[str, int] = {}
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -138,7 +137,6 @@ def _custom_id(value: Any) -> str:
 
 
 def _asked(body: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
-    """Return what a line asks for, and its fields."""
     if not {"body", "url", "method"} & body.keys():
         return ("chat" if "messages" in body else "prompt"), body
     for name in body.keys() - _ENVELOPE:
@@ -163,7 +161,6 @@ Write: TypeAlias = Callable[[Mapping[str, Any]], None]
 def result_of(
     line: Line, settings: Mapping[str, Any], response: Any, error: LineError | None
 ) -> dict[str, Any]:
-    """Return the result of a line, with a response or an error."""
     return {
         "id": f"batch_req_{line.identity}",
         "custom_id": line.custom_id,
@@ -229,8 +226,7 @@ class Earlier:
 
 
 def read_results(path: Path) -> Earlier:
-    """Read the results in a file. A last line that was torn when a process was killed is left out; a file
-    that does not exist has none. Raise `OutputError` if it cannot be read, or has a line that is no result."""
+    """Return a file's results; a torn last line is left out. Raise `OutputError` for a line that is none."""
     found = Earlier()
     try:
         data = path.read_bytes()
@@ -249,9 +245,8 @@ def read_results(path: Path) -> Earlier:
 
 @contextlib.contextmanager
 def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earlier, Write]]:
-    """Yield the results that a file has, and what appends to them; no other process can write to it meanwhile. A torn
-    result is cut off; with `retry_errors`, errors are dropped. A result is on the disk when `Write` returns; one
-    that does not fit is removed again. Raise `OutputError`."""
+    """Yield a file's results, and what appends to them while no other process can; a torn result is cut off, and with
+    `retry_errors` errors are dropped. A result is on the disk when `Write` returns. Raise `OutputError`."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     held = OutputError(
         f"{path}: another specgen batch is writing to it",

@@ -72,6 +72,12 @@ class CallForm:
         return self.mark if own else self.opening.strip().partition(ANY)[0]
 
     @property
+    def goes_on_behind_closing(self) -> bool:
+        """Whether another call may follow the closing text without a mark of its own."""
+        between = self.between or ""
+        return between.startswith(self.closing.rstrip()) and self.mark not in between
+
+    @property
     def after_names(self) -> tuple[str, ...]:
         """What may stand behind a name: some models leave out the id that their template writes."""
         return tuple(dict.fromkeys((self.after_name, _MARKED_ID.sub("", self.after_name))))

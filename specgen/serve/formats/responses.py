@@ -119,8 +119,7 @@ def read_response_request(
 
 
 def _messages(asked: _Body, warnings: list[str]) -> tuple[Message, ...]:
-    """Join items into the turns that templates know. An assistant's turn is one message, with its thoughts,
-    its text and its calls."""
+    """Join items into turns: an assistant's is one message, with its thoughts, its text and its calls."""
     found = Conversation()
     if asked.instructions:
         found.join_text("system", text_of(asked.instructions))
@@ -172,11 +171,8 @@ def _drop_lone_thoughts(found: Conversation) -> None:
 
 
 class ResponseWriter(AnswerWriter):
-    """Writes one response, whole or as events.
-
-    `echo` are the fields that repeat the request. `custom` are the names of tools that take a free text. With
-    `hides`, thoughts are also in the form that clients send back.
-    """
+    """Writes one response, whole or as events. `echo` repeats the request; `custom` tools take a free text. With
+    `hides`, thoughts are also in the form that clients send back."""
 
     form = "named"
 

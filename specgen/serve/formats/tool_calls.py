@@ -64,7 +64,7 @@ class Function:
 _MOST_CALLS = 16
 _CONTROL = re.compile(r"<\|[^<>]+\|>")
 #: What a call's id or number may be.
-_ANY_RULE = "ANY: /[0-9A-Za-z]{1,9}/"
+_ANY_RULE = "ANY: /[0-9A-Za-z]{1,12}/"
 _WHITE_RULE = "WHITE: /[ \\n\\t]{1,12}/"
 #: Values as models write them in each style, beside JSON's.
 _VALUES: Mapping[str, tuple[str, ...]] = {
@@ -250,7 +250,7 @@ def calls_grammar(
         closing = f"({closing})?"
     if not must_call:
         opening = opening.removeprefix(mark)
-    elif not is_parallel or form.between is None:
+    elif not is_parallel or form.between is None or form.goes_on_behind_closing:
         mark = ""
     lines = [
         f"start: calls{' | other' if other is not None else ''}",

@@ -48,8 +48,7 @@ class ContextFile:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A gap between `prefix` and `suffix` in the file `name`. `context` holds other files of the
-    repository."""
+    """A gap between `prefix` and `suffix` in the file `name`; `context` are other files of the repository."""
 
     prefix: str
     suffix: str
@@ -76,7 +75,6 @@ class InfillTokens:
 
     @staticmethod
     def of(vocabulary: LlamaVocabulary) -> InfillTokens | None:
-        """Return the tokens of a vocabulary; None if it lacks those for prefix and suffix."""
         found = vocabulary.infill_tokens()
         prefix, suffix, middle = found["prefix"], found["suffix"], found["middle"]
         # A model file may name Codestral's two tokens, and an unused third one for the middle.
@@ -113,13 +111,9 @@ def check_infill(model: LlamaModel) -> InfillTokens:
 def infill_prompt(
     model: LlamaModel, own_draft: LlamaModel | None, gap: Gap, n_room: int
 ) -> tuple[Prompt, list[str]]:
-    """Return the prompt for a gap, of at most `n_room` tokens, and descriptions of what did not fit into it.
-
-    Names of control tokens in the texts are plain text. If the texts are too long, the first ones of the other files are
-    left out, then the far ends of prefix and suffix. A draft model with another vocabulary, `own_draft`, gets the same
-    in its own tokens; if it was not trained for gaps, the suffix and after it the prefix, which it continues. Raise
-    `UsageError` if the target was not trained.
-    """
+    """Return the prompt for a gap, of at most `n_room` tokens, and what did not fit: the first other files go first,
+    then the far ends of prefix and suffix. `own_draft`, a model with another vocabulary, gets the same, or if it was
+    not trained for gaps the suffix, then the prefix. Raise `UsageError` if the target was not trained."""
     tokens = check_infill(model)
     written, left_out = _Writer(model.vocabulary, tokens, n_room).write(gap)
     draft_tokens = None
@@ -197,8 +191,7 @@ class _Writer:
 def around_gap(
     prefix: list[int], suffix: list[int], n_room: int
 ) -> tuple[list[int], list[int], list[str]]:
-    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out. Room that
-    one of them does not need goes to the other."""
+    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out."""
     most = max(n_room - len(prefix), n_room - int(_PREFIX_SHARE * n_room))
     n_suffix = min(len(suffix), most)
     n_prefix = min(len(prefix), n_room - n_suffix)

@@ -54,12 +54,10 @@ THOUGHT_CONTROLS = tuple(
 
 
 def writes_thoughts(template: str) -> bool:
-    """Return whether a chat template has the marks of thoughts."""
     return any(family.begin in template for family in FAMILIES)
 
 
 def begun_in(prompt: str) -> ThoughtMarks | None:
-    """Return the marks of the thinking block that a template has opened at the end of a prompt."""
     end = prompt.rstrip()
     return next((family for family in FAMILIES if end.endswith(family.begin)), None)
 
@@ -81,9 +79,8 @@ _FIRST = tuple(mark for family in FAMILIES for mark in family.first)
 
 
 class ThoughtReader:
-    """Separates the thinking block at the beginning of an answer to a prompt from the rest, in text that comes in
-    pieces. `is_open` says that the block is open, as some templates leave it, `is_past` that it is over or there is
-    none: a mark further back is part of the answer."""
+    """Separates the thinking block at an answer's beginning from the rest, in pieces. `is_open`: it began, perhaps in
+    the prompt; `is_past`: it is over, or there is none, and later marks are the answer's."""
 
     def __init__(self, prompt: str = "") -> None:
         self._marks = begun_in(prompt)
@@ -91,8 +88,7 @@ class ThoughtReader:
         self._held, self._is_beginning = "", True
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the new parts of the thinking block and of the answer; empty lines between the two belong to
-        neither. The beginning of a mark is held back."""
+        """Return the new parts of the thought and of the answer. The beginning of a mark is held back."""
         text, self._held = self._held + text, ""
         if not self.is_open and not self.is_past:
             begun = text.lstrip()
@@ -135,8 +131,7 @@ class ThoughtReader:
 
 
 class ThoughtMarker:
-    """Writes an answer to a prompt, in pieces, with its thoughts between ``<think>`` and ``</think>``, whatever the marks
-    of their family. Programs read an answer that follows a `grammar`: it has no thoughts, unless they are part of it."""
+    """Writes an answer with its thoughts between ``<think>`` and ``</think>``; one with a grammar has none."""
 
     def __init__(self, prompt: str = "", grammar: str | None = None) -> None:
         self._reader = ThoughtReader(prompt)
@@ -165,7 +160,6 @@ class ThoughtMarker:
 
 
 def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
-    """Return options of an answer whose text has the marks of its thoughts."""
     return replace(options, shown_controls=THOUGHT_CONTROLS)
 
 
@@ -180,6 +174,5 @@ def thought_of(prompt: str, text: str) -> str:
 
 
 def answer_of(prompt: str, text: str) -> str:
-    """Return an answer to a prompt without its thinking block."""
     reader = ThoughtReader(prompt)
     return reader.feed(text)[1] + reader.finish()[1]
