@@ -248,18 +248,6 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool)
     assert shaper.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
 
 
-def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
-    class Noted(Scripted):
-        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-            self.told.append(n_drafted)
-            return super().propose(context, plan)
-
-    drafter = Noted("model", [[4]] * 2)
-    guesses = Guesses(Cascade(model=drafter), Noting())
-    after(guesses, [*TEXT, 7, 7], [9, 8], 5, 2)
-    assert drafter.told[0] == 4
-
-
 # --- a draft for the draft model
 
 
