@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.method.draft import Distribution, Draft
-from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
+from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
-from specgen.method.tables import FREE, Price, Stop
+from specgen.method.tables import Stop
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import N_VOCAB, Clock, draft_request, model_drafter
+from tests.helpers.fake_generations import N_VOCAB, Clock, NoDrafter, draft_request, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -194,30 +194,19 @@ TEXT = [1, 2, 3]
 
 
 @dataclass
-class Scripted:
+class Scripted(NoDrafter):
     """Proposes what it is told to, and notes what it is asked and told."""
 
     name: str
     drafts: list[Sequence[int]]
     told: list[object] = field(default_factory=list)
-    trail: TargetStates | None = None
 
-    def price(self, n_context: int) -> Price:
-        return FREE
-
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        self.told.append((list(context), plan.n_max))
-        wanted = self.drafts.pop(0)
-        n = 0
-        while n < min(plan.n_max, len(wanted)) and plan.wants_token([0.9] * (n + 1)):
-            n += 1
-        return ready(Draft.chain(wanted[:n], self.name))
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+        self.told.append((list(context), n_max))
+        return Draft.chain(self.drafts.pop(0)[:n_max], self.name)
 
     def observe(self, result: RoundResult) -> None:
         self.told.append("observe")
-
-    def rewind(self, n_tokens: int) -> None:
-        self.told.append(f"rewind {n_tokens}")
 
 
 # --- what stands before a draft
