@@ -165,9 +165,10 @@ class _Writer:
         self._backend: LlamaBackend | None = None
 
     def add(self, answer: TargetAnswer) -> None:
+        backend = self._backend_for(len(answer.prompt_tokens) + len(answer.tokens))
         pieces = [
             (states.astype(np.float16), *_likeliest(logits))
-            for logits, states in self._read(answer.prompt_tokens, answer.tokens)
+            for logits, states in read_answer(backend, answer.prompt_tokens, answer.tokens)
         ]
         hidden, top_tokens, top_probabilities = map(np.concatenate, zip(*pieces, strict=True))
         self._number += 1
@@ -187,21 +188,6 @@ class _Writer:
             new.replace(path)
         self.answers.append(answer)
 
-    def _read(
-        self, prompt: Sequence[int], answer: Sequence[int]
-    ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
-        """Yield logits and final hidden states before each token of an answer, in pieces, valid until the next."""
-        backend = self._backend_for(len(prompt) + len(answer))
-        if backend.length(0):
-            backend.remove(0)
-        text, n_before = [*prompt, *answer[:-1]], len(prompt) - 1
-        for start in range(0, n_before, backend.n_batch):
-            end = min(start + backend.n_batch, n_before)
-            backend.decode(Batch.of(text[start:end], start))
-        for start in range(n_before, len(text), _N_ROWS):
-            batch = Batch.of(text[start : start + _N_ROWS], start, _N_ROWS)
-            yield backend.decode_hidden(batch)
-
     def _backend_for(self, n_tokens: int) -> LlamaBackend:
         if self._backend is None or self._backend.n_ctx < n_tokens:
             self._backend = LlamaBackend(
@@ -213,6 +199,20 @@ class _Writer:
             )
             self._resources.callback(self._backend.close)
         return self._backend
+
+
+def read_answer(
+    backend: LlamaBackend, prompt: Sequence[int], answer: Sequence[int]
+) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
+    """Yield logits and final hidden states before each token of an answer, in pieces, valid until the next."""
+    if backend.length(0):
+        backend.remove(0)
+    text, n_before, n_rows = [*prompt, *answer[:-1]], len(prompt) - 1, backend.n_outputs
+    for start in range(0, n_before, backend.n_batch):
+        end = min(start + backend.n_batch, n_before)
+        backend.decode(Batch.of(text[start:end], start))
+    for start in range(n_before, len(text), n_rows):
+        yield backend.decode_hidden(Batch.of(text[start : start + n_rows], start, n_rows))
 
 
 def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:

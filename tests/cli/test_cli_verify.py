@@ -47,7 +47,7 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
         assert result.code == 0
         # What takes most of the time is said before, and how to make it less.
         assert bool(more) == (result.err == "")
-        assert bool(more) != ("draws of a token follow" in result.err)
+        assert bool(more) != ("draws of a token come last" in result.err)
         assert "\x1b" not in result.out
         assert result.out.startswith("target.gguf with drafts from draft.gguf")
         assert "2 prompts, 24 tokens: 2 equal, 0 near-ties, 0 defects" in result.out
