@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -193,13 +193,13 @@ def test_of_a_long_text_a_window_is_read() -> None:
 TEXT = [1, 2, 3]
 
 
-@dataclass
 class Scripted(NoDrafter):
     """Proposes what it is told to, and notes what it is asked and told."""
 
-    name: str
-    drafts: list[Sequence[int]]
-    told: list[object] = field(default_factory=list)
+    name = "model"
+
+    def __init__(self, *drafts: Sequence[int]) -> None:
+        self.drafts, self.told = [*drafts], list[object]()
 
     def draft(self, context: Sequence[int], n_max: int) -> Draft:
         self.told.append((list(context), n_max))
@@ -274,7 +274,7 @@ class Noting(FixedPolicy):
 def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
     said: list[int], n_right: int, told: tuple[int, ...]
 ) -> None:
-    drafter, policy = Scripted("model", [[4, 5, 6, 7]]), Noting()
+    drafter, policy = Scripted([4, 5, 6, 7]), Noting()
     guesses = Guesses(Cascade(model=drafter), policy)
     assert list(after(guesses, TEXT, [9], 5)) == [4, 5, 6]
     assert drafter.told == [([*TEXT, 9], 3)]
