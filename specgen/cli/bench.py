@@ -185,7 +185,9 @@ def bench(
             entries, prompts, chat=chat, n_rounds=n_rounds, progress=progress, interrupted=stop
         )
     _show(runs, to_json_object(entries, prompts, runs, _command()), json_file)
-    for note in dict.fromkeys([*gains(figures_of(runs.results)), *_notes(runs)]):
+    is_whole = runs.error is None and not runs.is_interrupted
+    said = gains(figures_of(runs.results)) if is_whole else ()
+    for note in dict.fromkeys([*said, *_notes(runs)]):
         output.note(note)
     if runs.error is not None:
         raise runs.error

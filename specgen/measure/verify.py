@@ -64,6 +64,19 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
     return ways
 
 
+def checked_instead(session: Session) -> str:
+    """Return how drafts differ from those that were asked for, and why; empty if they do not."""
+    draft, drafting = session.draft, session.options.drafting
+    if draft is None:
+        return ""
+    found = []
+    if drafting.tree.is_fixed and session.why_chains:
+        found.append(f"in chains: not in the tree {drafting.tree}, since {session.why_chains}")
+    if drafting.verifier not in ("auto", "match") and not draft.can_draw:
+        found.append(f"by matching: not by {drafting.verifier}, since {draft.name} draws nothing")
+    return "; ".join(found)
+
+
 # --- greedy --------------------------------------------------------------------------------------------
 
 
@@ -512,7 +525,8 @@ def chi_square_tail(x: float, degrees: int) -> float:
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
     """The settings and results. `skipped` are the numbers of prompts that do not fit into the context; `unequal_rows`
-    says why rows depend on their batch although specgen's kernels compute."""
+    says why rows depend on their batch although specgen's kernels compute, `instead` that drafts had another form than was
+    asked for."""
 
     target: str
     draft: str
@@ -526,6 +540,7 @@ class VerifyReport:
     is_interrupted: bool = False
     kernels: str = ""
     unequal_rows: str = ""
+    instead: str = ""
 
     @property
     def _results(self) -> Sequence[GreedyResult | SampledResult]:

@@ -100,12 +100,17 @@ def is_held_back(index: int) -> bool:
 
 
 def write_text(
-    session: Session, options: TextOptions, folder: Path, budget: Budget, n_least: int = 0
+    session: Session,
+    options: TextOptions,
+    folder: Path,
+    budget: Budget,
+    n_least: int = 0,
+    latest_s: float = 0.0,
 ) -> int:
     """Let the target answer prompts until the folder holds as many tokens of answers to them as is asked for, or no prompts
     or time are left. Return the number of tokens of answers to these prompts in the folder. An interrupted call keeps
     the finished answers, and prompts that have an answer are skipped. If time ends before there are `n_least` new tokens,
-    the beginnings of answers are kept, too.
+    it goes on until `latest_s`, and then keeps the beginnings of answers, too.
 
     The budget's `progress` gets the tokens so far and in all. Raises `OutputError`, `MemoryLimitError`, `UsageError`
     if `max_tokens` do not fit the target's context, `PairError` if the target has a recurrent state, and
@@ -126,6 +131,11 @@ def write_text(
         budget.progress(n_have, n_tokens)
         known = {answer.prompt for answer in answered}
         n_least += n_have
+
+        def is_over() -> bool:
+            until_s = budget.until_s if n_have >= n_least else max(latest_s, budget.until_s)
+            return budget.interrupted() or budget.clock() > until_s
+
         # Of ten prompts, that for judging comes first: there is something to judge by however few answers there are.
         order = sorted(
             enumerate(options.prompts), key=lambda each: (each[0] // 10, not is_held_back(each[0]))
@@ -139,7 +149,7 @@ def write_text(
             return n_have
         n_ctx = _context_size(session, [len(each.tokens) for each, _ in left.values()], max_tokens)
         sizes: dict[str, Any] = {"n_parallel": options.n_parallel, "n_ctx": n_ctx}
-        with Engine(session, interrupted=budget.is_over, **sizes) as engine:
+        with Engine(session, interrupted=is_over, **sizes) as engine:
             waiting = {
                 engine.insert(prompt): (text, is_judged)
                 for text, (prompt, is_judged) in left.items()
@@ -147,7 +157,7 @@ def write_text(
             }
             is_last = False
             while waiting and not is_last and n_have < n_tokens:
-                is_last = budget.is_over()
+                is_last = is_over()
                 if is_last and (budget.interrupted() or n_have >= n_least):
                     break
                 engine.step()
