@@ -183,8 +183,9 @@ class ReadingEvent(_Event, event="reading"):
     n_prompt_tokens: int
     #: Estimated seconds until the whole prompt is read.
     left_s: float
-    #: Tokens from an answer before, and the seconds spent so far.
+    #: Tokens from an answer before, those of them that came from the disk, and the seconds spent so far.
     n_cached_tokens: int = 0
+    n_loaded_tokens: int = 0
     spent_s: float = 0.0
     #: The tokens of this piece with their log-probabilities, if a request asked for them.
     pieces: tuple[Piece, ...] = ()

@@ -42,8 +42,7 @@ NGRAMS = (2, 32)
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The shape of a draft: ``auto`` grows what is expected to save time, ``off`` a chain. ``levels``: each node of
-    depth d has `numbers[d]` children. ``walks``: `numbers[0]` independent drafts of `numbers[1]` tokens."""
+    """The shape of a draft. ``levels``: the children at each depth; ``walks``: n drafts of m tokens."""
 
     kind: Literal["auto", "off", "levels", "walks"]
     numbers: tuple[int, ...] = ()
@@ -375,8 +374,7 @@ class Grammar:
     text: str
     #: The answer has to be a call.
     is_call: bool = False
-    #: The grammar holds behind this mark, each time that it comes, or only if the text begins with it. The text before
-    #: is free; behind a call that has to be, only another one may follow.
+    #: The grammar holds behind this mark each time (`is_first`: only at the beginning); other text is free.
     mark: str = ""
     is_first: bool = False
     #: A pattern for the beginning of a text that is a call without a mark, which follows the rule `bare`.

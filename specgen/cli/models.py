@@ -311,8 +311,7 @@ class Removal:
 
 
 def find_removal(name: str, registry: Registry) -> Removal:
-    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] in the hub's cache; without QUANT,
-    all GGUF models of it, and what interrupted downloads left. Raise `UnknownModelError` or `ModelFileError`."""
+    """Return what a name stands for, with what interrupted downloads left. Raise `ModelFileError`."""
     files: list[Path] = []
     if "/" in name:
         reference = parse_reference(name)

@@ -97,8 +97,7 @@ class Output:
         return make_console(sys.stderr, os.environ).status(text)
 
     def needs(self, answer: GenerationOptions) -> GenerationOptions:
-        """Return the options of an answer, with the probabilities that are shown. Raise `UsageError` if this output
-        cannot show what is asked for."""
+        """Return the options of an answer, with the probabilities that are shown. Raise `UsageError`."""
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
         if self.html is not None and not self.html.parent.is_dir():
@@ -140,7 +139,7 @@ class Output:
                 seen[type(event)] = event
                 told += [event] if self.html is not None else []
         if self.html is not None:
-            from specgen.render.replay import write_replay
+            from specgen.render.pages import write_replay
 
             write_replay(self.html, told)
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
@@ -197,8 +196,8 @@ _SIGNALS = tuple(
 
 
 class Interrupt:
-    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle. A second
-    one raises KeyboardInterrupt, which ends the process with the signal's exit code, if it `ends_process`."""
+    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle. A
+    second one raises KeyboardInterrupt, which ends the process with the signal's exit code, if it `ends_process`."""
 
     def __init__(self, *, ends_process: bool = True) -> None:
         self._ends_process = ends_process

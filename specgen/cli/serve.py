@@ -94,6 +94,12 @@ def serve(
     if server.alias is not None and models is not None:
         raise UsageError("--alias names a single model; with --models, each has a name")
     server, stop, wanted = replace(server, limits=limits), Interrupt(), model()
+
+    def ready() -> None:
+        url = url_of(bound)
+        output.note(f"a chat for the browser: {url}; OpenAI's API: {url}/v1; the others': {url}")
+        print(f"listening on {url}", flush=True)
+
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         stack.enter_context(log_shown(output))
@@ -123,7 +129,7 @@ def serve(
             server,
             bound,
             is_verbose=output.verbose > 0,
-            ready=lambda: print(f"listening on {url_of(bound)}", flush=True),
+            ready=ready,
             note=output.note,
         )
     return 0

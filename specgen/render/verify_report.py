@@ -36,6 +36,8 @@ def print_report(report: VerifyReport, console: Console) -> None:
 def _lines(report: VerifyReport) -> Iterator[tuple[int, str | Text]]:
     """Yield the indents and the lines."""
     yield 0, _verdict(report)
+    for line in report.instead:
+        yield 2, line
     most = counted(report.draft_max, "token")
     drafts = f"at most {most} a draft, verifier {report.verifier}"
     yield 0, f"{report.target} with drafts from {report.draft}: {drafts}"
@@ -73,9 +75,9 @@ def _verdict(report: VerifyReport) -> Text:
     if report.verdict == "nothing drafted":
         undrafted = ", ".join(report.undrafted)
         return Text(f"Nothing was drafted, so nothing was checked: {undrafted}.", _DEFECT)
-    return Text(
-        f"Lossless: no defect found{report.instead and f', {report.instead}'}.", "bold green"
-    )
+    if report.instead:
+        return Text("Lossless, but not all was checked that was asked for.", "bold")
+    return Text("Lossless: no defect found.", "bold green")
 
 
 def _greedy(results: Sequence[GreedyResult]) -> str:

@@ -35,8 +35,7 @@ class PromptCache:
             )
 
     def restore(self, contexts: Sequence[CachedContext]) -> str:
-        """Let the contexts, the target's first, hold the file's text. Return why they cannot; empty if they can, or if
-        there is no file yet."""
+        """Let the contexts, the target's first, hold the file's text. Return why they cannot; empty if they can."""
         damaged, offset, size = f"{self._path} is damaged: it is made anew", 0, size_of(self._path)
         for context in contexts:
             if offset == size:

@@ -52,8 +52,8 @@ def pruned_file(cache: Path, target: FileIdentity) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time for making drafts is divided, and what fits into it: tokens of the target's text, and prompts on which
-    the drafts are compared. `needed_s` are the seconds that all of it takes at least."""
+    """How the time is divided, and the tokens of text and judged prompts that fit into it, which takes `needed_s` at
+    least."""
 
     text_s: float
     training_s: float
@@ -118,8 +118,7 @@ class DraftBuilder:
         return max(0, int(needed) - sum(len(answer.tokens) for answer in answers))
 
     def make(self, kinds: Sequence[Kind], small: Path | None, plan: TimePlan) -> list[Path] | None:
-        """Make drafts of these kinds as planned and return their files; None if interrupted: the text is kept.
-        `small` is the model that a distilled draft is made from. Raise what making each kind raises."""
+        """Make drafts as planned; return their files, or None if interrupted. `small` is what is distilled."""
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
-from specgen.method.draft import ROOT, Distribution, Draft
+from specgen.method.draft import Distribution, Draft
 from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
 from specgen.method.tables import FREE, Price, Stop
@@ -20,7 +20,6 @@ from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
-from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, Clock, draft_request, model_drafter
 
@@ -61,20 +60,6 @@ def test_a_greedy_draft_is_what_the_model_would_say() -> None:
     assert backend.length(0) == len(context) + 3  # the last drafted token waits
 
 
-def test_a_drawn_draft_carries_the_distributions_it_was_drawn_from() -> None:
-    options = SamplerOptions(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01)
-    drafter, _ = model_drafter(LANGUAGE, LETTERS, options)
-    draft = propose(drafter, [1, 2, 3], 4)
-    assert draft.is_drawn
-    for node, source in enumerate(draft.distributions):
-        assert source is not None
-        text = (1, 2, 3, *draft.tokens[:node])
-        expected = distribution(LANGUAGE(text), options)
-        assert source.token_ids.tolist() == expected.token_ids.tolist()
-        assert source.probs == pytest.approx(expected.probs)
-        assert draft.probabilities[node] == source.probability(draft.tokens[node]) > 0
-
-
 def test_drafting_stops_where_the_model_is_unsure() -> None:
     for p_min in (0.2, 0.4, 0.6, 0.9):
         drafter, _ = model_drafter(LANGUAGE, LETTERS)
@@ -110,18 +95,6 @@ def test_the_cache_follows_a_text_that_went_another_way() -> None:
         fresh, _ = model_drafter(LANGUAGE, LETTERS)
         assert propose(drafter, context, 1) == propose(fresh, context, 1)
         assert backend.text(0) == tuple(context)
-
-
-@pytest.mark.parametrize("n_kept", range(6))
-def test_a_rewound_drafter_goes_on_as_a_fresh_one(n_kept: int) -> None:
-    drafter, backend = model_drafter(LANGUAGE, LETTERS)
-    propose(drafter, [1, 2, 3, 4], 4)
-    propose(drafter, [1, 2, 3, 4, 5, 6], 4)
-    drafter.rewind(n_kept)
-    text = [*[1, 2, 3, 4, 5, 6][:n_kept], 9, 8]
-    fresh, _ = model_drafter(LANGUAGE, LETTERS)
-    assert propose(drafter, text, 3) == propose(fresh, text, 3)
-    assert backend.text(0)[: len(text)] == tuple(text)
 
 
 # --- a text that outgrows the draft model's context
@@ -213,24 +186,6 @@ def test_of_a_long_text_a_window_is_read() -> None:
         assert draft.tokens[0] == int(LANGUAGE(seen).argmax())
         n_read = 256 if n_seen == 256 else n_seen - length + 2
         assert backend.n_decoded_rows - n_decoded <= n_read + 2
-
-
-# --- trees
-
-
-def test_a_draft_is_a_tree_and_nothing_else() -> None:
-    tree = Draft((1, 2, 3, 4), (ROOT, 0, ROOT, 1), ("t",) * 4, (None,) * 4, (None,) * 4)
-    assert tree.children(ROOT) == [0, 2]
-    assert tree.path(3) == [0, 1, 3]
-    assert tree.leaves() == [2, 3]
-    assert tree.depths() == [0, 1, 0, 2]
-    assert not tree.is_chain
-    assert tree.first(2) == Draft.chain([1, 2], "t")
-    assert tree.first(9) is tree
-    with pytest.raises(ValueError, match="parents come first"):
-        Draft((1, 2), (ROOT, 1), ("t",) * 2, (None,) * 2, (None,) * 2)
-    with pytest.raises(ValueError, match="each of its fields"):
-        Draft((1, 2), (ROOT, 0), ("t",), (None,) * 2, (None,) * 2)
 
 
 # --- n-grams and a model

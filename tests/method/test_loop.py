@@ -22,14 +22,12 @@ from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.session.answer_loop import AnswerLoop
 from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     GREEDY,
     N_VOCAB,
     PROMPT,
-    Clock,
     DeafDrafter,
     FailingDrafter,
     NonsenseDrafter,
@@ -295,26 +293,3 @@ def test_events_tell_the_answer_and_account_for_every_token() -> None:
             assert lost | set(verdict.accepted) == set(range(len(draft_event.nodes)))
             assert not lost & set(verdict.accepted)
         assert summary.wall_s == pytest.approx(summary.draft_s + summary.target_s + summary.loop_s)
-
-
-def test_several_generations_share_a_batch_and_keep_their_texts() -> None:
-    prompts = [(3, 1, 4), (1, 5, 9, 2, 6), (5,)]
-    plains = [Setup(prompt=prompt).run()[0].tokens for prompt in prompts]
-    setups = [
-        Setup(prompt=prompts[0], drafter=drafter("good")),
-        Setup(prompt=prompts[1], drafter=drafter("wide random tree")),
-        Setup(prompt=prompts[2], options=GenerationOptions(max_tokens=9)),
-    ]
-    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
-    generations = [setup.generation(index) for index, setup in enumerate(setups)]
-    for generation in generations:
-        loop.start(generation)
-    n_decodes = setups[0].target.n_decodes
-    n_rounds = 0
-    while any(generation.finish_reason is None for generation in generations):
-        loop.round(generations)
-        n_rounds += 1
-    assert setups[0].target.n_decodes - n_decodes == n_rounds
-    assert generations[0].tokens == plains[0]
-    assert generations[1].tokens == plains[1]
-    assert generations[2].tokens == plains[2][: 1 + 9]

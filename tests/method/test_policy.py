@@ -112,10 +112,6 @@ def drawn(*probabilities: float, origin: str = "model") -> Draft:
     return Draft.chain(range(n), origin, probabilities, [source] * n)
 
 
-def tree() -> Draft:
-    return Draft((1, 2, 3), (ROOT, ROOT, 0), ("t",) * 3, (0.9,) * 3, (None,) * 3)
-
-
 POLICIES: dict[str, Callable[..., Policy]] = {
     "fixed": partial(fixed, max_tokens=8, p_min=0.4),
     "threshold": threshold,
@@ -536,19 +532,6 @@ def test_a_text_that_changes_is_followed() -> None:
 # --- costs: what is learnt
 
 
-def judged(
-    policy: CostAwarePolicy, acceptance: dict[str, AcceptanceRates], act: Callable[[], None]
-) -> float:
-    """By how many judged tokens the model's counts grow."""
-    before = acceptance["model"].counts.n_judged.sum() if "model" in acceptance else 0.0
-    act()
-    return (
-        round(acceptance["model"].counts.n_judged.sum() - before, 1)
-        if "model" in acceptance
-        else 0.0
-    )
-
-
 @pytest.mark.parametrize(("n_accepted", "n_judged"), [(0, 1), (1, 2), (3, 4), (4, 4)])
 def test_a_token_is_judged_only_if_those_before_it_were_accepted(
     n_accepted: int, n_judged: int
@@ -557,10 +540,9 @@ def test_a_token_is_judged_only_if_those_before_it_were_accepted(
     policy = cost_aware(acceptance=acceptance)
     draft = cut(policy, chain(0.95, 0.95, 0.95, 0.95))
     assert len(draft) == 4
-    grown = judged(policy, acceptance, lambda: policy.observe(result(draft, n_accepted)))
-    assert grown == n_judged
-    accepted = acceptance["model"].counts.n_accepted.sum()
-    assert accepted == pytest.approx(n_accepted, abs=0.1)
+    policy.observe(result(draft, n_accepted))
+    assert acceptance["model"].counts.n_judged.sum() == pytest.approx(n_judged, abs=0.1)
+    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(n_accepted, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -659,18 +641,3 @@ def test_given_tokens_are_no_choice() -> None:
     assert [plan.wants_token(unsure[:n]) for n in (1, 2, 3)] == [True, True, False]
     assert [plan.wants_token([0.0, 0.0, *[0.9] * n]) for n in range(1, 7)] == [True] * 5 + [False]
     assert [plan.wants_decode([0.9] * n) for n in range(1, 8)] == [True] * 6 + [False]
-
-
-def test_a_drafter_that_loses_time_is_put_aside() -> None:
-    policy = cost_aware({1: 1.0, **dict.fromkeys(range(2, 18), 1.5)})
-    names = []
-    for _ in range(30):
-        plan = planned(policy, price=Price(0.1, 0.1))
-        names.append(plan.reason)
-        draft = chain(*[0.99] * 4) if plan.n_max else NO_DRAFT
-        # It is always wrong, and nothing is learnt of that.
-        policy.observe(result(draft, 0, 1.5 if plan.n_max else 1.0, 0.5, plan=plan, whole=NO_DRAFT))
-    first = names.index("put aside")
-    assert 1 <= first < 10
-    assert set(names[:first]) == {"model"}
-    assert names[first : first + 15] == ["put aside"] * 15

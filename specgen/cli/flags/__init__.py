@@ -368,4 +368,4 @@ JSON_REPORT = Option("--json", help="Print a JSON object.")
 
 output = group(Output)(Output)
 #: The output of commands that show no answers: --quiet and --verbose.
-loudness = output.without("show", "stats", "json", "newline")
+loudness = output.without("show", "stats", "json", "html", "newline")

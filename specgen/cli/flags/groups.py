@@ -92,8 +92,7 @@ def panel(heading: str, **options: Any) -> Table:
 
 
 def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]], Group]:
-    """Make a group of a dataclass whose fields are options, and of a function, which receives them as keywords. The
-    tables have further options, and groups. A field that is a tuple is an option that may be given several times."""
+    """Make a group of the fields of a dataclass and of `tables`, whose function gets them as keywords."""
     fields = dataclasses.fields(fields_of)
     hints = typing.get_type_hints(fields_of)
     declared = {each.name: _option(each.metadata) for each in fields if each.metadata}

@@ -68,8 +68,7 @@ class KernelStatus:
 
 
 def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str | None:
-    """Return a note if specgen's kernels should compute here and do not. That they were not built is said once, which
-    `cache` remembers: it has no other effect than speed."""
+    """Return a note if specgen's kernels should compute and do not; that they were not built is said once."""
     if wanted != "auto" or status.reason is None:
         return None
     note = f"not using specgen's kernels: {status.reason}"
@@ -106,10 +105,8 @@ def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
 
 
 def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
-    """Choose specgen's or llama.cpp's kernels for the models that this process loads from now on, before the first one.
-    The verdicts of tests are kept in `cache`. ``auto`` takes specgen's kernels if they pass their self-test. Raise
-    `UsageError` if they are required and cannot be used. Each model is tried with them first; see `ModelTrials`.
-    """
+    """Choose what computes the models that this process loads from now on. ``auto`` takes specgen's kernels if they
+    pass their self-test; each model is tried first (`ModelTrials`). `cache` keeps verdicts. Raise `UsageError`."""
     now = attached()
     if wanted == "llama.cpp":
         status = KernelStatus("llama.cpp", reason="llama.cpp's were asked for", path=library_path())
@@ -231,8 +228,7 @@ def _circumstances(library: Path) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the name, the microcode and the features of the CPU as Linux reports them (on ARM, numbers in
-    place of a name)."""
+    """Return the name (on ARM, numbers), the microcode and the features of the CPU, as Linux reports them."""
     names = ("model name", "microcode", "flags")
     arm = ("CPU implementer", "CPU part", "CPU variant", "CPU revision", "Features")
     return "\n".join(cpuinfo().get(name, "") for name in (*names, *arm))
@@ -243,8 +239,7 @@ def _key(circumstances: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-#: A trial's process ended ``done``, ``died`` (or hung), or ``unknown``: llama.cpp cannot load the file, or something
-#: else than the kernels stopped it.
+#: A trial's process ended ``done``, ``died`` (or hung), or ``unknown``: the kernels are not the cause.
 _End: TypeAlias = Literal["done", "died", "unknown"]
 
 
@@ -257,8 +252,7 @@ class _Run(NamedTuple):
 
 
 class ModelTrials:
-    """Tries the kernels of `library` on models, and remembers the verdicts in the folder `cache` (if it cannot be
-    written, for this process). With `required`, a model that they cannot compute is an error."""
+    """Tries kernels on models, and remembers the verdicts. If they are `required`, a failure is an error."""
 
     def __init__(self, library: Path, cache: Path, *, required: bool = False) -> None:
         self._library = library
@@ -269,8 +263,7 @@ class ModelTrials:
         self._known: dict[str, Verdict] = {}
 
     def problem_of(self, file: Path, *, anew: bool = False) -> str:
-        """Return why the kernels cannot compute a model; empty if they can. They are tried if no verdict is
-        remembered, or `anew`. Raise `UsageError` if they are required and cannot."""
+        """Return why the kernels cannot compute a model; empty if they can. Raise `UsageError` if `required`."""
         about = file.stat()
         self._circumstances = self._circumstances or _circumstances(self._library)
         version = f"{file.resolve()} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
