@@ -374,8 +374,7 @@ class Grammar:
     text: str
     #: The answer has to be a call.
     is_call: bool = False
-    #: The grammar holds behind this mark, each time that it comes, or only if the text begins with it. The text before
-    #: is free; behind a call that has to be, only another one may follow.
+    #: The grammar holds behind this mark each time (`is_first`: only at the beginning); other text is free.
     mark: str = ""
     is_first: bool = False
     #: A pattern for the beginning of a text that is a call without a mark, which follows the rule `bare`.

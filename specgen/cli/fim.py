@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 _LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
-#: How long a prompt may take to read by default, in seconds; and the tokens that are read in any case, of
-#: which the prompt's default length is a multiple.
+#: How long a prompt may take to read by default, and the tokens that are read in any case.
 _READING_S, _LEAST_READ = 5.0, 256
 
 

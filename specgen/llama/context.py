@@ -94,7 +94,7 @@ class LlamaBackend:
         n_rollback = n_outputs - 1 if n_rollback is None else n_rollback
         context = open_context(model, options, size, n_rollback)
         self.handle, self._n_snapshots = context.handle, context.n_snapshots
-        model.hold()
+        model.loaded.share()
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
         self.is_unwanted: Callable[[], bool] | None = None
         #: Which rows of the output matrix are computed; None: all.
@@ -323,7 +323,7 @@ class LlamaBackend:
             with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self.model.call(llama_cpp.llama_free, self.handle)
             self.handle = None
-            self.model.let_go()
+            self.model.loaded.release()
 
 
 def _decode(context: Any, batch: Any) -> int:

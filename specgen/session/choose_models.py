@@ -66,7 +66,7 @@ def find_models(
     """Find the target and the drafts; models that are not here are fetched. Without a target it is the default pair's,
     whose draft is fetched if none is saved. A named draft, or that of a named pair, replaces those of `choose_drafts`.
     Raise `UsageError`, `UnknownModelError` or `FetchError`."""
-    from specgen.llama.mtp_layers import mtp_of
+    from specgen.llama.gguf_file import mtp_of
 
     registry = registry or load_registry()
     fetch = fetch or fetching(registry, quiet=quiet)
@@ -105,7 +105,7 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
     if name not in words and (is_model or not is_word(name)):
         return find_model(name, registry, fetch, others=words)
     if name == "mtp":
-        from specgen.llama.mtp_layers import mtp_of
+        from specgen.llama.gguf_file import mtp_of
 
         return mtp_of(target) or name  # without any, opening the draft says why
     if name != "heads":

@@ -141,8 +141,7 @@ class Memory:
         if key in self._tables:
             return self._tables[key]
         known = _valid(_SECONDS, self._known[_COSTS].get(key)) or {}
-        # A batch costs at most what one with more rows does: what was observed otherwise was another
-        # program's time, and where it says that no draft pays, no decode would correct it.
+        # A batch costs at most what a larger one does: else other programs' time was counted, for good.
         least_s = itertools.accumulate((known[n] for n in sorted(known, reverse=True)), min)
         return CostTable(dict(zip(sorted(known, reverse=True), least_s, strict=True)))
 

@@ -37,13 +37,11 @@ from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import log_probabilities, most_likely
 from specgen.text.text_state import Cascade, Shaper, TextState, TextStream
 
-#: The expected number of tokens of an answer that has just begun. For a short answer, a draft that reads the prompt
-#: costs more than it can save.
+#: The expected tokens of an answer that has just begun: for few, reading the prompt does not pay off.
 _N_EXPECTED = 8
 _HOW_ESTIMATED = "from the measured costs of the target's batches"
 _NOT_KNOWN = "not known: plain decoding was measured while the machine was slower"
-#: How much decodes of equally many rows differ, as a share of their time, is learnt from at least so many of a kind
-#: and so many in all; else it is taken to be `_USUAL_NOISE`.
+#: The least equal decodes of a kind, and in all, from which their noise is learnt; else it is usual.
 _MIN_OF_A_KIND, _MIN_DECODES, _USUAL_NOISE = 3, 6, 0.1
 #: The least uncertainty of a comparison with plain decoding.
 _LEAST_ERROR = 0.02
@@ -72,8 +70,7 @@ class Tally:
     #: Tokens committed in rounds, in all and by the number of sequences that shared the round.
     n_round_tokens: int = 0
     n_tokens_by_sequences: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    #: `wall_s` when the prompt was decoded and its token committed, and the number of tokens then: a grammar may have
-    #: forced some before and after it.
+    #: `wall_s` when the prompt was decoded and its token committed, and the number of tokens then.
     start_s: float = 0.0
     n_start_tokens: int = 0
     #: The target's decode times by the number of rows.

@@ -39,8 +39,7 @@ from specgen.train.training_loop import (
     train,
 )
 
-#: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
-#: tokenizers give low ids to frequent tokens.
+#: The number of tokens that heads can guess: those of the text, then low ids, which are frequent.
 N_FREQUENT = 32_768
 #: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
 N_INNER, N_AHEAD = 1024, 3

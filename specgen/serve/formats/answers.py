@@ -188,8 +188,7 @@ class AnswerWriter(ABC):
     """Writes answers in the form of an API, in chunks and whole: those to the first of the `requests` with the first of
     the `prompts`, then those to the next. `identity` makes the id; `created` is in seconds since 1970."""
 
-    #: How chunks are streamed: as events, as events whose name is their `type`, or as lines; and the event that keeps a
-    #: stream open, if there is one.
+    #: How chunks are streamed: events, events named by `type`, or lines; and what keeps a stream open.
     form: ClassVar[Literal["events", "named", "lines"]] = "events"
     alive: ClassVar[Json | None] = None
 
