@@ -66,7 +66,13 @@ def verify(
     distribution. Exit code 0 means that no defect was found, 11 that one was, or that nothing was drafted.
     """
     from specgen.measure.trial import fitting_prompts
-    from specgen.measure.verify import N_SEARCHED, VerifyReport, run_checks, ways_to_draft
+    from specgen.measure.verify import (
+        N_SEARCHED,
+        VerifyReport,
+        checked_instead,
+        run_checks,
+        ways_to_draft,
+    )
     from specgen.session.open import session_options
 
     if models.draft == "none":
@@ -111,6 +117,7 @@ def verify(
             skipped=skipped,
             is_interrupted=stop(),
             kernels=session.target.kernels,
+            instead=checked_instead(session),
             unequal_rows=session.target.row_exception if session.target.has_kernels else "",
         )
     if json:

@@ -68,6 +68,20 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
     return ways
 
 
+def checked_instead(session: Session) -> tuple[str, ...]:
+    """Return how drafts differ from those that were asked for, and why."""
+    draft, drafting, found = session.draft, session.options.drafting, list[str]()
+    if draft is None:
+        return ()
+    if drafting.tree.is_fixed and session.why_chains:
+        found.append(f"drafts were chains, not trees of {drafting.tree}: {session.why_chains}")
+    if drafting.verifier not in ("auto", "match") and not draft.can_draw:
+        found.append(
+            f"they were matched, not judged by {drafting.verifier}: none was drawn at random"
+        )
+    return tuple(found)
+
+
 def run_checks(
     session: Session,
     prompts: Mapping[int, Prompt],
@@ -538,7 +552,8 @@ def chi_square_tail(x: float, degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The settings and results. `skipped` prompts did not fit; `unequal_rows` says why rows depend on batches."""
+    """The settings and results. `skipped` prompts did not fit; `unequal_rows` says why rows depend on batches, `instead`
+    how drafts differed from those that were asked for."""
 
     target: str
     draft: str
@@ -552,6 +567,7 @@ class VerifyReport:
     is_interrupted: bool = False
     kernels: str = ""
     unequal_rows: str = ""
+    instead: tuple[str, ...] = ()
 
     @property
     def _results(self) -> Sequence[GreedyResult | SampledResult]:

@@ -15,7 +15,7 @@ from specgen.llama import build
 from specgen.llama.gguf_file import remember_checks
 from specgen.llama.kernels.admission import KernelStatus, choose_kernels, is_first_time, note_about
 from specgen.llama.kernels.attached import computing
-from specgen.llama.kernels.packed_weights import keep_packed_weights
+from specgen.llama.kernels.packed_weights import is_packed_first, keep_packed_weights
 from specgen.models.files import (
     cache_folder,
     data_folder,
@@ -114,7 +114,8 @@ def open_session(
         options = replace(options, draft=drafts[0].draft)
     # Chosen drafts are loaded after the target, once for all: errors of the two can be told apart.
     is_chosen = bool(drafts and drafts[0].why)
-    with contextlib.ExitStack() as on_error, status(f"loading {options.target.name}"):
+    packs = ", whose weights are packed for this machine" * is_packed_first(options.target)
+    with contextlib.ExitStack() as on_error, status(f"loading {options.target.name}{packs}"):
         session = on_error.enter_context(
             Session(
                 replace(options, draft="none") if is_chosen else options,

@@ -30,7 +30,7 @@ from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.drafter import TargetStates
 from specgen.method.policy import Offer, Policy, RoundResult
-from specgen.method.tables import CostTable
+from specgen.method.tables import FREE, CostTable
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
@@ -99,7 +99,7 @@ class Tally:
             self.add_undrafted(result.plan.reason, result.plan.why)
             return
         accepted = result.path[:n_committed]
-        depths, ranks = result.draft.depths(), result.draft.ranks()
+        depths, ranks = result.draft.depths, result.draft.ranks
         self.n_drafted += len(depths)
         self.n_accepted += len(accepted)
         self.drafted_by_depth.update(set(depths))
@@ -269,7 +269,7 @@ class AnswerState:
         n_nodes = min(n_most, self.policy.n_max, max(0, self.n_ctx - len(self.tokens)))
         n_most = min(n_nodes, n_draftable)
         found = cascade.look_up(self.tokens, n_most)
-        price = cascade.price(len(self.tokens))
+        price = FREE if cascade.model is None else cascade.model.price(len(self.tokens))
         return Offer(n_left, n_most, found, cascade.model_name, price, n_nodes)
 
     def commit(self, token: int) -> str:
@@ -304,7 +304,7 @@ class AnswerState:
         events: list[Event] = []
         if len(draft):
             path, token, bytes_of = verdict.path, verdict.next_token, self.vocabulary.token_bytes
-            own_kind = "corrected" if draft.children(path[-1] if path else ROOT) else "bonus"
+            own_kind = "corrected" if draft.children[path[-1] if path else ROOT] else "bonus"
             columns = zip(
                 draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
             )
