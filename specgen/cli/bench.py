@@ -191,7 +191,9 @@ def bench(
             entries, prompts, chat=chat, n_rounds=n_rounds, progress=progress, interrupted=stop
         )
     document = to_json_object(entries, prompts, runs, _command())
-    notes = list(dict.fromkeys([*gains(figures_of(runs.results)), *_notes(runs)]))
+    is_whole = runs.error is None and not runs.is_interrupted
+    said = gains(figures_of(runs.results)) if is_whole else ()
+    notes = list(dict.fromkeys([*said, *_notes(runs)]))
     _show(runs, document, json_file)
     for note in notes:
         output.note(note)

@@ -293,7 +293,7 @@ def make(
                 loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
             )
             least = builder.n_lacking(kinds)
-            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text, least)
+            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text, least, len(kinds))
             if plan.needed_s > ends_s - time.monotonic():
                 enough = math.ceil(plan.needed_s / 60.0) + 1
                 hint = f"give --minutes {enough} or more" + (

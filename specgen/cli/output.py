@@ -86,11 +86,7 @@ class Output:
     def note(self, text: str) -> None:
         if self.quiet:
             return
-        line = f"note: {self.prefix}{text}"
-        if sys.stderr.isatty():
-            columns = shutil.get_terminal_size().columns
-            line = textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
-        print(line, file=sys.stderr)
+        say(f"note: {self.prefix}{text}")
 
     def status(self, text: str) -> contextlib.AbstractContextManager[object]:
         """Show on a terminal what is being done, until it is."""
@@ -179,6 +175,16 @@ def show_answer(
     session.memory.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"
     return interrupt.exit_code if is_cut else 0, finished
+
+
+def say(text: str) -> None:
+    """Print lines on standard error, on a terminal broken between words."""
+    lines = text.split("\n")
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        whole = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+        lines = [whole(line, columns) for line in lines]
+    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 # --- signals

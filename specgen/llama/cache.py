@@ -40,8 +40,6 @@ class Cache:
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def with_guards(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
-        if not self._guards:
-            return sequences
         guards = (self._guards[each] for each in sequences if each in self._guards)
         return (*sequences, *guards)
 
@@ -50,7 +48,7 @@ class Cache:
             llama_cpp.llama_memory_seq_cp(self._memory, source, each, start, end)
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        for each in self.with_guards((sequence,)):
+        for each in self.with_guards((sequence,)) if self._guards else (sequence,):
             if not llama_cpp.llama_memory_seq_rm(self._memory, each, start, -1):
                 raise RollbackError(
                     f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
@@ -179,8 +177,7 @@ class StateCopies:
 # A removal only changes the remembered text of the sequence. Before the sequence's next decode, the cache is made to
 # agree with the text: tokens that must be decoded again come before the new rows in the same batch.
 
-#: The most tokens that are decoded again, in each round, before the new rows. If there are more, they are decoded once
-#: in a separate decode, and the state after them is copied. (6 is best for a GPU and 0 for a small model on a CPU.)
+#: The most tokens decoded again in each round; more of them are decoded once, and the state is copied.
 _MAX_REPEATED = 3
 
 
@@ -323,8 +320,7 @@ class Rewinder:
         text.checkpoint_due = False
         reach = self._reach(n_whole[sequence], n_whole)
         if reach >= n or (reach == n - 1 and n > 1):
-            # In the second case snapshots do not help if all n rows are dropped, which is rare: the text is then
-            # decoded from its beginning.
+            # In the second case the text is decoded again if all n rows are dropped, which is rare.
             return
         if text.n_missing and text.copied_at is not None and text.n_missing <= _MAX_REPEATED:
             return

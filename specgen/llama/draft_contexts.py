@@ -13,14 +13,14 @@ import numpy as np
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.draft_models import AssistantModel, DflashModel, EagleModel, TrainedModel
+from specgen.llama.gguf_file import WANTED_ROWS_ONLY
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
-from specgen.llama.mtp_layers import WANTED_ROWS_ONLY
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.hidden_trail import HiddenTrail, most_states
+from specgen.text.hidden_trail import HiddenTrail
 
 #: The most nodes of a tree that are decoded at once.
 _WIDEST = 8
@@ -76,8 +76,7 @@ class StatesContext(LlamaBackend):
             other=target.handle if target is not None else None,
         )
         self._n_shared_tokens = n_shared_tokens
-        n_most = most_states(kind.n_read, n_slots)
-        self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
+        self.trails = tuple(HiddenTrail() for _ in range(n_slots))
         #: The draft's hidden state after each sequence's last row that wanted logits.
         self._states: dict[int, Hidden] = {}
         if kind.states != "none":
@@ -278,7 +277,7 @@ class DflashContext(StatesContext):
                 f"(status {status}): {last_error()}"
             )
         self.n_decoded_rows += len(batch)
-        return self._view(0)
+        return np.empty((0, self.n_vocab), np.float32)
 
 
 class AssistantContext(StatesContext):

@@ -180,16 +180,11 @@ class AssistantModel(TrainedModel):
     file_architecture = "gemma4-assistant"
     kind = "a Gemma 4 assistant"
 
-    @property
-    def n_window(self) -> int:
-        """0: it has no cells of its own that a rollback could miss."""
-        return 0
-
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
         return 0
 
     def _read_file(self) -> None:
-        pass
+        self.n_window = 0  # it has no cells of its own that a rollback could miss
 
     def _check_target(self, target: LlamaModel) -> None:
         if target.architecture != "gemma4":

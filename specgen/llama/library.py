@@ -239,8 +239,7 @@ def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
     _before_end.append(before_end)
     watch_aborts()
     if hasattr(signal, "SIGBUS"):
-        # Set through the C library. Python would run its own handler only after the failed instruction,
-        # which would be repeated for ever.
+        # Set through the C library: Python's handler would run only after the failed instruction, for ever.
         _callbacks.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error))
         ctypes.CDLL(None).signal(signal.SIGBUS, _callbacks[-1])
 

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -48,53 +49,43 @@ _loaded: dict[_Key, LoadedWeights] = {}
 _ahead: dict[_Key, threading.Thread] = {}
 
 
+@dataclass(eq=False)
 class LoadedWeights:
     """The native model of a file (`lease_weights`). It counts its users, and is freed with the last one."""
 
-    def __init__(
-        self,
-        key: _Key,
-        handle: Any,
-        kernel_problem: str,
-        remote: RemoteCalls | None = None,
-        packed: PackedWeights | None = None,
-    ) -> None:
-        self._key = key
-        self._packed = packed
-        self._n_users = 1
-        #: Why specgen's kernels do not compute this model although they compute others; empty if they do.
-        self.kernel_problem = kernel_problem
-        #: llama.cpp's pointer.
-        self.handle = handle
-        #: Makes the calls that may wait for workers; None if this machine has all layers.
-        self.remote = remote
-
-    @property
-    def kernels(self) -> str:
-        """The kernels that the weights were loaded for, as `computing` names them."""
-        return self._key.kernels
+    key: _Key
+    #: llama.cpp's pointer.
+    handle: Any
+    #: Why specgen's kernels do not compute this model although they compute others; empty if they do.
+    kernel_problem: str
+    #: Makes the calls that may wait for workers; None if this machine has all layers.
+    remote: RemoteCalls | None = None
+    packed: PackedWeights | None = None
+    n_users: int = 1
 
     @property
     def n_packed_bytes(self) -> int:
-        return 0 if self._packed is None else self._packed.n_new_bytes
+        """Bytes that were packed while it was loaded, since its weights were not kept in the kernels' layout."""
+        return 0 if self.packed is None else self.packed.n_new_bytes
 
     @property
     def lacks_disk_room(self) -> bool:
-        return self._packed is not None and self._packed.lacks_room
+        return self.packed is not None and self.packed.lacks_room
 
     @cached_property
     def vocabulary(self) -> LlamaVocabulary:
         return LlamaVocabulary(self.handle)
 
-    def share(self) -> None:
-        self._n_users += 1
+    def share(self) -> LoadedWeights:
+        self.n_users += 1
+        return self
 
     def release(self) -> None:
-        self._n_users -= 1
-        if self._n_users == 0:
-            _loaded.pop(self._key, None)
-            if self._packed is not None:
-                self._packed.close()
+        self.n_users -= 1
+        if self.n_users == 0:
+            _loaded.pop(self.key, None)
+            if self.packed is not None:
+                self.packed.close()
             with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self.call(llama_cpp.llama_model_free, self.handle)
             self.handle = None
@@ -124,8 +115,7 @@ def lease_weights(
     if _ahead.get(key) in others:
         _ahead[key].join()
     if (known := _loaded.get(key)) is not None:
-        known.share()
-        return known
+        return known.share()
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = n_gpu_layers
     params.vocab_only = vocabulary_only

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 CHILD_COMMAND: Sequence[str] = (sys.executable, "-m", "specgen.measure.doctor")
 #: The longest waits, in seconds: for a child with a tiny model, one with the user's model, and a worker.
 _TINY_TIMEOUT_S, _MODEL_TIMEOUT_S, _WORKER_TIMEOUT_S = 120.0, 1800.0, 5.0
-#: The largest allowed difference of logits that are computed in two ways: the root mean square over the standard
-#: deviation. Rounded activations cause 0.02, on some models 0.05; a kernel that computes something else causes 1.
+#: The largest relative difference of logits computed in two ways: rounding causes 0.02 to 0.05, errors 1.
 _TOLERANCE = 0.1
 _TEXT = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on). What comes next?"
 _N_TOKENS = 24

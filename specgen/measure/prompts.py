@@ -16,9 +16,7 @@ T = TypeVar("T")
 
 #: The date for chat templates that write one: the present one must not change the answers.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
-#: The category of a prompt without one, and how those of our prompts for trials of drafts begin, which `specgen bench`
-#: does not measure with. Drafts differ most between the others: new code, where a small model is often right; editing, where
-#: the prompt has most of the answer; prose, which is hard to predict; and questions as people ask them.
+#: The category of a prompt without one, and that of our prompts for trials of drafts.
 _ALL, _TRIAL = "all", "trial "
 _OWN = Path(__file__).with_name("prompts.jsonl")
 _HINT = 'a line is like {"prompt": "...", "category": "..."} or {"turns": ["..."]}'

@@ -209,8 +209,7 @@ def find_candidates(
 
 # --- threads: a single row waits for the memory, a batch computes, so each may want its own number --
 
-#: About how many seconds of decoding the comparison of numbers of threads takes, of each model; the least number of
-#: rounds may take `_PATIENCE` times as many.
+#: Seconds of decoding for the comparison of threads of a model; the least rounds may take longer.
 THREADS_BUDGET_S, _PATIENCE = 20.0, 3.0
 #: Rows of the batch that is timed: as many as the batch of a round usually has.
 BATCH_ROWS = 6

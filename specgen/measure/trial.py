@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specgen.errors import BackendError, PromptError
-from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
@@ -33,13 +32,13 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
 from specgen.system.progress import is_gain, measured_gain
 from specgen.text.answer_state import AnswerState, Tally
+from specgen.train.target_text import read_answer
 
 if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
-#: After each answer, the first sizes of batches are timed so often, but for a single row, which the answer itself times;
-#: larger sizes once.
+#: After each answer, the first sizes of batches are timed so often, and larger sizes once.
 _N_OFTEN, _N_REPEATS = 6, 3
 
 
@@ -189,7 +188,9 @@ def try_draft(
             if generation.trail is not None and generation.trail.all_rows:
                 read_states(target, tokens, generation.trail)
             elif generation.trail is not None:
-                states = _states_of_answer(target, tokens, len(prompt.tokens))
+                pieces = read_answer(target, prompt.tokens, answer.tokens)
+                states = np.concatenate([hidden.copy() for _, hidden in pieces])
+                target.remove(0)
             replays.append(replay(generation, answer, baseline, session.clock, states))
     return summarise(replays)
 
@@ -208,8 +209,7 @@ def replay(
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0
     if cascade is not None:
-        # The draft model decodes the prompt for a proposal that is not used: so the rounds have only costs that grow
-        # with the answer.
+        # The draft reads the prompt for a proposal that is not used: rounds cost only what grows with the answer.
         started = clock()
         draft_alone(cascade.propose(generation.tokens, RoundPlan("fixed", 1)))
         start_s = clock() - started
@@ -276,7 +276,7 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
     """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`."""
     path: tuple[int, ...] = ()
     for token in tokens:
-        children = draft.children(path[-1] if path else ROOT)
+        children = draft.children[path[-1] if path else ROOT]
         found = next((child for child in children if draft.tokens[child] == token), None)
         if found is None:
             break
@@ -288,35 +288,18 @@ def fitting_prompts(
     session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
     """Return the prompts that fit with `n_more` tokens, and the numbers of others. Raise `PromptError`."""
-    prompts = {n: session.prompts.of_text(text, chat=chat, now=NOW) for n, text in texts}
-
-    def problem(prompt: Prompt) -> PromptError | None:
+    prompts: dict[int, Prompt] = {}
+    failures: dict[int, PromptError] = {}
+    for number, text in texts:
+        prompt = session.prompts.of_text(text, chat=chat, now=NOW)
         try:
             session.context_size(len(prompt.tokens) + n_more)
+            prompts[number] = prompt
         except PromptError as error:
-            return error
-        return None
-
-    failures = {n: error for n, prompt in prompts.items() if (error := problem(prompt))}
-    if len(failures) == len(prompts):
+            failures[number] = error
+    if not prompts:
         raise next(iter(failures.values()), PromptError("there are no prompts"))
-    return {n: each for n, each in prompts.items() if n not in failures}, tuple(failures)
-
-
-def _states_of_answer(target: LlamaBackend, tokens: Sequence[int], n_prompt: int) -> Hidden:
-    """Return the final hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd]."""
-    pieces: list[Hidden] = []
-    first, last, start = n_prompt - 1, len(tokens) - 1, 0
-    ends = [*range(target.n_batch, first, target.n_batch), first]
-    for end in (*ends, *range(first + target.n_outputs, last, target.n_outputs), last):
-        if end > first:
-            batch = Batch.of(tokens[start:end], start, end - start)
-            pieces.append(target.decode_hidden(batch)[1].copy())
-        elif end > start:
-            target.decode(Batch.of(tokens[start:end], start))
-        start = end
-    target.remove(0)
-    return np.concatenate(pieces)
+    return prompts, tuple(failures)
 
 
 def read_states(target: Backend, tokens: Sequence[int], trail: TargetStates) -> None:

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from specgen.errors import BackendError
 from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
+from specgen.measure.prompts import evenly_chosen
 from specgen.method.backend import Batch
 from specgen.method.draft import Distribution
 from specgen.options import DraftOptions, PolicyName, SamplerOptions
@@ -37,12 +39,15 @@ from specgen.text.text_state import Shaper, TextState
 N_AT_ONCE = 3
 #: Draws are made after one of an answer's first tokens, so many at a time.
 N_SEARCHED, _N_QUEUED = 48, 60
-#: A row may move by this many times the largest movement that batches were found to cause, beside what is always
-#: allowed: a value in an f16 cache that happens to round the other way moves all rows after it.
+#: How many prompts are answered again, several at once, and how many are looked at for a place to draw samples; the
+#: probability of any false alarm of sampled checks.
+_N_SOME, _N_TRIED, _FALSE_ALARM = 6, 3, 1e-4
+#: A row may move by this many times what batches caused, beside what a cache value rounded otherwise causes.
 SLACK, ALWAYS_ALLOWED = 4.0, 0.01
 
 #: What decides how much is drafted; "forced" drafts in every round.
 WayName: TypeAlias = Literal[PolicyName, "forced"]
+CheckName: TypeAlias = Literal["both", "greedy", "sampled"]
 Verdict: TypeAlias = Literal["lossless", "defect", "interrupted", "nothing drafted"]
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -61,6 +66,60 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
             ngram_max=longest,
         )
     return ways
+
+
+def checked_instead(session: Session) -> tuple[str, ...]:
+    """Return how drafts differ from those that were asked for, and why."""
+    draft, drafting, found = session.draft, session.options.drafting, list[str]()
+    if draft is None:
+        return ()
+    if drafting.tree.is_fixed and session.why_chains:
+        found.append(f"drafts were chains, not trees of {drafting.tree}: {session.why_chains}")
+    if drafting.verifier not in ("auto", "match") and not draft.can_draw:
+        found.append(
+            f"they were matched, not judged by {drafting.verifier}: none was drawn at random"
+        )
+    return tuple(found)
+
+
+def run_checks(
+    session: Session,
+    prompts: Mapping[int, Prompt],
+    ways: Mapping[WayName, DraftOptions],
+    *,
+    check: CheckName,
+    sampling: SamplerOptions,
+    n_draws: int,
+    progress: Callable[[str, int, int], None],
+    interrupted: Callable[[], bool],
+) -> tuple[tuple[GreedyResult, ...], tuple[SampledResult, ...]]:
+    """Make the checks in each way to draft, and greedy ones of several answers at once in the last, which drafts most."""
+    greedy: list[GreedyResult] = []
+    sampled: list[SampledResult] = []
+
+    def each_way(what: str) -> Iterator[dict[str, Any]]:
+        for way, drafting in ways.items():
+            session.change_drafting(drafting)
+            shown = partial(progress, f"{what}, {way}")
+            yield {"way": way, "interrupted": interrupted, "progress": shown}
+
+    if check != "sampled":
+        progress("greedy, plain decoding", 0, 1)
+        plain = plain_texts(session, prompts, interrupted)
+        for how in each_way("greedy"):
+            greedy += check_greedy(session, prompts, plain, **how)
+        if not session.why_one_sequence:
+            some = {number: prompts[number] for number in evenly_chosen(prompts, _N_SOME)}
+            greedy += check_greedy(session, some, plain, n_at_once=N_AT_ONCE, **how)
+    if check != "greedy" and not interrupted():
+        session.change_sampling(sampling)
+        how = {"seed": max(0, sampling.seed), "level": _FALSE_ALARM / len(ways)}  # Bonferroni
+        tried = dict(list(prompts.items())[:_N_TRIED])
+        found = [
+            check_sampled(session, tried, n_draws, **how, **each) for each in each_way("sampled")
+        ]
+        sampled += filter(None, found)
+    return tuple(greedy), tuple(sampled)
 
 
 # --- greedy --------------------------------------------------------------------------------------------
@@ -320,8 +379,7 @@ def check_sampled(
     if not places or interrupted():
         return None
     place = max(places, key=lambda each: each.chance)
-    # The first token of an answer is chosen without a draft, and decoder heads have nothing to draft
-    # the second from: so these are the ones that were said before.
+    # An answer's first token has no draft, and heads have none for the second: so these are forced.
     prompt, forced = prompts[place.prompt], place.answer[-2:]
     begun = followed_by(session.prompts, prompt, place.answer[: -len(forced)])
 
@@ -391,7 +449,6 @@ class _FirstForced(Shaper):
 def _places(
     session: Session, number: int, prompt: Prompt, seed: int, interrupted: Callable[[], bool]
 ) -> Iterator[_Place]:
-    """Yield the places in an answer where something was drafted."""
     n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         options = replace(session.options.generation, max_tokens=N_SEARCHED, stop=())
@@ -495,20 +552,22 @@ def chi_square_tail(x: float, degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The settings and results. `skipped` prompts did not fit; `unequal_rows` says why rows depend on batches."""
+    """The settings and results. `skipped` prompts did not fit; `unequal_rows` says why rows depend on batches, `instead`
+    how drafts differed from those that were asked for."""
 
     target: str
     draft: str
     verifier: str
     draft_max: int
     sampler: SamplerOptions
-    check: Literal["both", "greedy", "sampled"]
+    check: CheckName
     greedy: tuple[GreedyResult, ...]
     sampled: tuple[SampledResult, ...]
     skipped: tuple[int, ...] = ()
     is_interrupted: bool = False
     kernels: str = ""
     unequal_rows: str = ""
+    instead: tuple[str, ...] = ()
 
     @property
     def _results(self) -> Sequence[GreedyResult | SampledResult]:

@@ -143,8 +143,7 @@ def locate(model: CatalogueModel) -> Path | None:
         return None
     for snapshot, _names in _snapshots(storage_of(model.hub.repo)):
         path = snapshot / model.hub.file
-        # One link is followed and no more: it may lead in turn to a store with names of another kind.
-        # Where the system has no symbolic links, the name says nothing and the size must do.
+        # Only one link is followed: a store beyond has other names. Without links, the size must do.
         blob = path.readlink().name if path.is_symlink() else path.name
         is_it = blob == model.sha256 or not SHA256.fullmatch(blob)
         if is_it and size_of(path) == model.size_bytes:

@@ -84,8 +84,10 @@ class RoundsRenderer(Renderer):
             probability = node.probability if node is not None else None
             n_walks = node.n_walks if node is not None else 0
             tokens.append(self._token(piece.kind, piece.text, probability, piece.logprob, n_walks))
-        if event.reason == "threshold" and nodes:
-            tokens.append(Text(event.reason_text or "", self._styles["faint"]))
+        if event.reason == "threshold" and nodes:  # in words the first time, then only the bound
+            words = event.reason_text or ""
+            bound = words if self._reason != "threshold" else f"≥ {words.rpartition(' ')[2]}"
+            tokens.append(Text(bound, self._styles["faint"]))
         if nodes and nodes[0].origin != self._origin:
             self._origin = nodes[0].origin
             tokens.append(Text(f"by {self._origin}", self._styles["faint"]))

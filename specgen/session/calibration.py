@@ -23,17 +23,14 @@ from specgen.system.progress import seconds_text
 
 #: The usual acceptance rate of draft models of the target's own family, if drafts stop where they are unsure.
 ACCEPTANCE = 0.7
-#: The least expected speed-up with which a draft is used. The margin pays for the draft's decode of the
-#: prompt, and for prompts that suit it less.
+#: The least expected speed-up of a draft in use: the margin pays for prefill and prompts that suit it less.
 WORTH = 1.1
-#: The first tokens of this text are decoded before anything is timed: the context is then not empty, and
-#: llama.cpp has made its plans.
+#: The first tokens of this text are decoded before anything is timed: llama.cpp then has its plans.
 _FILLER = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on)."
 _N_FILLER = 4
 #: All sizes of batches up to this are timed; of larger ones only some, since the others are interpolated.
 _N_DENSE = 8
-#: How often each size is timed, and after how many seconds of decodes of all models no other is begun: the decodes of
-#: answers correct what was measured, and add what was not. A draft has at least this share of them.
+#: Repeats of a size, the seconds of all decodes (answers correct these costs), and a draft's least share.
 _N_REPEATS, _BUDGET_S, _DRAFT_SHARE = 3, 2.0, 0.25
 #: A table with fewer sizes was not measured: it has only seen a few decodes.
 MIN_SIZES = 3

@@ -26,8 +26,7 @@ from specgen.text.text_state import Cascade, Shaper, TextState
 
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
 _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
-#: The number of likeliest tokens that are considered for one position of a tree: hardly any other token
-#: would be worth a row of the target's batch.
+#: The likeliest tokens considered at a position of a tree: hardly another would be worth a row.
 _N_GUESSES = 8
 
 

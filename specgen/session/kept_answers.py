@@ -32,8 +32,7 @@ from specgen.system.files import (
 ANSWERS = "answers.jsonl"
 #: The most bytes of a file of answers; if it grows beyond that, its older half is removed.
 MAX_BYTES = 16 << 20
-#: The most tokens that are kept: the last ones of a prompt, and the first ones of an answer. Answers with fewer than
-#: `_LEAST_TOKENS` teach nothing.
+#: The last tokens of a prompt and the first of an answer that are kept; shorter answers teach nothing.
 MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS, _LEAST_TOKENS = 512, 4096, 8
 #: The longest wait for another process's lock, in seconds; a write takes milliseconds.
 _WAIT_S = 5.0
@@ -50,8 +49,7 @@ class KeptAnswer:
 
     prompt: _Tokens
     answer: _Tokens
-    #: The prompt in the template and the tokens of a draft with another vocabulary, and the digest of
-    #: that vocabulary; None if the draft reads the target's tokens, or there was no draft.
+    #: The prompt as a draft with another vocabulary reads it, and that vocabulary's digest; else None.
     draft_prompt: _Tokens | None = None
     draft_vocabulary: str | None = None
     #: Its number, from 1 on; answers that were removed count too. 0 before it is written.
@@ -175,7 +173,6 @@ def state_file(folder: Path, draft: Path) -> Path:
 
 
 def read_learnt(folder: Path, draft: Path) -> Learnt:
-    """See `read_state`."""
     return read_state(state_file(folder, draft))
 
 

@@ -9,25 +9,18 @@ from specgen.method.backend import Backend
 from specgen.system.arrays import Hidden
 from specgen.text.prefix import n_common
 
-#: The number of states that are kept after they were read, for a text that goes back to an earlier place.
-_N_KEPT = 32
-#: The memory for states that a draft has not read yet, of all texts together, and the least number that a text keeps.
-_STATES_BYTES, _LEAST_STATES = 2**28, 256
-
-
-def most_states(n_values: int, n_slots: int) -> int:
-    """Return how many hidden states of `n_values` float32 each of `n_slots` texts may keep unread."""
-    return max(_LEAST_STATES, _STATES_BYTES // (4 * n_values * n_slots))
+#: The most states that wait for a draft to read them: of a longer text it reads the end. And the number of those that
+#: are kept after they were read, for a text that goes back to an earlier place.
+_N_UNREAD, _N_KEPT = 512, 32
 
 
 class HiddenTrail:
-    """The target's hidden states after the last `n_most` tokens that it has read. A trail outlives an answer: the next
-    one in the same part of the caches often continues its text."""
+    """The target's hidden states after the last tokens that it has read. A trail outlives an answer: the next one in the
+    same part of the caches often continues its text."""
 
     all_rows: ClassVar[bool] = True
 
-    def __init__(self, n_most: int) -> None:
-        self._n_most = n_most
+    def __init__(self) -> None:
         #: The text that the target has read, and the states after its tokens from `first` on.
         self.tokens: list[int] = []
         self.states: list[Hidden] = []
@@ -59,7 +52,7 @@ class HiddenTrail:
             self.rewind(start)
         self.tokens.extend(text[len(self.tokens) : n_read])
         self.states.extend(rows.copy())
-        self._drop(len(self.states) - self._n_most)
+        self._drop(len(self.states) - _N_UNREAD)
 
     def forget(self, n_tokens: int) -> None:
         """Forget the states after the first `n_tokens` tokens, but for the last few of them."""

@@ -45,13 +45,11 @@ Parameters: TypeAlias = dict[str, Any]
 #: The names of a layer's matrices, which `_linear` multiplies by.
 LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 _NO_WINDOW = np.iinfo(np.int32).max
-#: Long gradients are scaled down, so that one odd batch does not undo the others. The second moment decays faster than
-#: usual: there are only some hundred steps.
+#: Long gradients are scaled down; the second moment decays fast: there are only some hundred steps.
 _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.99))
 #: The learning rate of Adam at its peak.
 RATE = 6e-3
-#: The weight of the target's distribution in the loss, where it is known; the rest is on the token that the target
-#: chose. With 1, a second pass does not overfit.
+#: The share of the target's distribution in the loss, where known: with 1, a second pass does not overfit.
 SOFTNESS = 1.0
 #: The number of rows in a step, and passes over the text at most.
 N_ROWS, N_PASSES = 3, 2

@@ -44,8 +44,7 @@ class Hyperparameters:
     head_size: int
     #: Added to the mean square under the root by which a norm divides.
     norm_epsilon: float
-    #: For each layer: the base of the rotation angles of queries and keys, the divisor of positions, and the
-    #: number of tokens that the layer sees (0: all).
+    #: For each layer: the base of rotation angles, the divisor of positions, and its window (0: all).
     rope_bases: tuple[float, ...]
     rope_factors: tuple[float, ...]
     windows: tuple[int, ...]

@@ -39,8 +39,7 @@ from specgen.train.training_loop import (
     train,
 )
 
-#: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
-#: tokenizers give low ids to frequent tokens.
+#: The number of tokens that heads can guess: those of the text, then low ids, which are frequent.
 N_FREQUENT = 32_768
 #: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
 N_INNER, N_AHEAD = 1024, 3
@@ -246,7 +245,6 @@ class _Trainer:
 
 @jax.jit
 def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
-    """Return the states after one more token each, float32[n, n_embd]."""
     p = parameters
     inner = jax.nn.silu(state @ p["Q"] + embedded @ p["P"] + p["b"])
     found: jax.Array = state @ p["M"] + embedded @ p["N"] + p["c"] + inner @ p["C"]

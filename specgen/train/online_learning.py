@@ -56,8 +56,7 @@ MOST_ANSWERS, _JUDGING_SHARE, _MOST_JUDGING = 128, 0.25, 12
 LEAST_ANSWERS = 8
 #: Judgements in a pass, and the number without an improvement after which training ends.
 _JUDGED_PER_PASS, _PATIENCE = 2, 3
-#: The learning rate rises in so many steps, and falls to this share of its peak. (Down to a twentieth, a lesson
-#: of fifteen steps learnt nearly nothing.)
+#: The learning rate rises in so many steps, and falls to this share: less learns nothing in a lesson.
 _N_RISING, _LAST_SHARE = 5, 0.5
 
 Outcome: TypeAlias = Literal["new", "kept", "none"]

@@ -99,12 +99,17 @@ def is_held_back(index: int) -> bool:
 
 
 def write_text(
-    session: Session, options: TextOptions, folder: Path, budget: Budget, n_least: int = 0
+    session: Session,
+    options: TextOptions,
+    folder: Path,
+    budget: Budget,
+    n_least: int = 0,
+    latest_s: float = 0.0,
 ) -> int:
     """Let the target answer prompts that have no answer yet, until there is enough text, no prompt or no time; return
-    the number of tokens there are. Finished answers stay if interrupted, and beginnings of answers until there are
-    `n_least` new tokens. Raise `OutputError`, `MemoryLimitError`, `UsageError`, `PairError` for a recurrent target, and
-    `ModelFileError` if a file is damaged."""
+    the number of tokens there are. Finished answers stay if interrupted. If there are less than `n_least` new tokens, it
+    goes on until `latest_s`, and keeps beginnings of answers, too. Raise `OutputError`, `MemoryLimitError`,
+    `UsageError`, `PairError` for a recurrent target, and `ModelFileError` if a file is damaged."""
     if session.target.has_recurrent_state:
         why = "has a recurrent state: its hidden states cannot be read"
         raise PairError(f"{session.target.name} {why}")
@@ -120,6 +125,11 @@ def write_text(
         budget.progress(n_have, n_tokens)
         known = {answer.prompt for answer in answered}
         n_least += n_have
+
+        def is_over() -> bool:
+            until_s = budget.until_s if n_have >= n_least else max(latest_s, budget.until_s)
+            return budget.interrupted() or budget.clock() > until_s
+
         # Of ten prompts, that for judging comes first: there is something to judge by however few answers there are.
         order = sorted(
             enumerate(options.prompts), key=lambda each: (each[0] // 10, not is_held_back(each[0]))
@@ -133,7 +143,7 @@ def write_text(
             return n_have
         n_ctx = _context_size(session, [len(each.tokens) for each, _ in left.values()], max_tokens)
         sizes: dict[str, Any] = {"n_parallel": options.n_parallel, "n_ctx": n_ctx}
-        with Engine(session, interrupted=budget.is_over, **sizes) as engine:
+        with Engine(session, interrupted=is_over, **sizes) as engine:
             waiting = {
                 engine.insert(prompt): (text, is_judged)
                 for text, (prompt, is_judged) in left.items()
@@ -141,7 +151,7 @@ def write_text(
             }
             is_last = False
             while waiting and not is_last and n_have < n_tokens:
-                is_last = budget.is_over()
+                is_last = is_over()
                 if is_last and (budget.interrupted() or n_have >= n_least):
                     break
                 engine.step()
@@ -165,9 +175,10 @@ class _Writer:
         self._backend: LlamaBackend | None = None
 
     def add(self, answer: TargetAnswer) -> None:
+        backend = self._backend_for(len(answer.prompt_tokens) + len(answer.tokens))
         pieces = [
             (states.astype(np.float16), *_likeliest(logits))
-            for logits, states in self._read(answer.prompt_tokens, answer.tokens)
+            for logits, states in read_answer(backend, answer.prompt_tokens, answer.tokens)
         ]
         hidden, top_tokens, top_probabilities = map(np.concatenate, zip(*pieces, strict=True))
         self._number += 1
@@ -187,21 +198,6 @@ class _Writer:
             new.replace(path)
         self.answers.append(answer)
 
-    def _read(
-        self, prompt: Sequence[int], answer: Sequence[int]
-    ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
-        """Yield logits and final hidden states before each token of an answer, in pieces, valid until the next."""
-        backend = self._backend_for(len(prompt) + len(answer))
-        if backend.length(0):
-            backend.remove(0)
-        text, n_before = [*prompt, *answer[:-1]], len(prompt) - 1
-        for start in range(0, n_before, backend.n_batch):
-            end = min(start + backend.n_batch, n_before)
-            backend.decode(Batch.of(text[start:end], start))
-        for start in range(n_before, len(text), _N_ROWS):
-            batch = Batch.of(text[start : start + _N_ROWS], start, _N_ROWS)
-            yield backend.decode_hidden(batch)
-
     def _backend_for(self, n_tokens: int) -> LlamaBackend:
         if self._backend is None or self._backend.n_ctx < n_tokens:
             self._backend = LlamaBackend(
@@ -213,6 +209,20 @@ class _Writer:
             )
             self._resources.callback(self._backend.close)
         return self._backend
+
+
+def read_answer(
+    backend: LlamaBackend, prompt: Sequence[int], answer: Sequence[int]
+) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
+    """Yield logits and final hidden states before each token of an answer, in pieces, valid until the next."""
+    if backend.length(0):
+        backend.remove(0)
+    text, n_before, n_rows = [*prompt, *answer[:-1]], len(prompt) - 1, backend.n_outputs
+    for start in range(0, n_before, backend.n_batch):
+        end = min(start + backend.n_batch, n_before)
+        backend.decode(Batch.of(text[start:end], start))
+    for start in range(n_before, len(text), n_rows):
+        yield backend.decode_hidden(Batch.of(text[start : start + n_rows], start, n_rows))
 
 
 def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:

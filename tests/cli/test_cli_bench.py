@@ -71,7 +71,9 @@ def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
 ) -> None:
     outcome = bench("--draft", "draft", "--draft", "ngram", "--policy", "fixed")
     # What is measured is said before, with what makes it shorter.
-    (note,) = notes(outcome)
+    note, *gains = notes(outcome)
+    assert [gain.split(": ")[1] for gain in gains] == ["draft.gguf", "ngram"]
+    assert all(" without drafts" in gain and gain.endswith(" in 3 answers") for gain in gains)
     assert note.startswith(
         "note: 3 prompts, each answered with up to 20 tokens by: plain, draft.gguf, ngram; fewer prompts (-N 1)"
     )
@@ -208,7 +210,7 @@ def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> 
         file.write(json.dumps({"prompt": "too long " * 400}) + "\n")
     outcome = bench("--draft", "draft", "--policy", "fixed")
     assert [row[3] for row in rows(outcome) if row[2] == "overall"] == ["3", "3"]
-    _, left_out = notes(outcome)
+    *_, left_out = notes(outcome)
     assert left_out.startswith("note: prompt 4 was left out: the prompt has ")
     assert bench("--draft", "none", "--quiet").err == ""
 

@@ -219,7 +219,7 @@ for problem in ("", "they died", ""):
     attached.ask_before_loading(lambda _file: problem)
     loaded = LlamaModel(model)
     kernels.enable(products=True, attention=True)
-    found.append([loaded.kernels, loaded.kernel_problem, loaded.has_equal_rows, kernels.computes_attention])
+    found.append([loaded.kernels, loaded.loaded.kernel_problem, loaded.has_equal_rows, kernels.computes_attention])
     loaded.close()
 print(json.dumps(found))
 """

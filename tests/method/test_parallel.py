@@ -17,14 +17,12 @@ from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan
 from specgen.method.tables import CostTable
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.text.text_state import TextState
-from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, draft_request
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
 MASK = N_VOCAB - 1
-RANDOM = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
 
 
 def parallel(
@@ -60,33 +58,7 @@ def test_one_decode_of_the_text_and_masks_predicts_all_tokens(n_max: int) -> Non
     assert backend.text(0) == (1, 2, 3)
 
 
-def test_a_drawn_draft_carries_the_distributions_of_its_rows() -> None:
-    drafter, backend = parallel(RANDOM)
-    draft = propose(drafter, [1, 2, 3], 4)
-    assert draft.is_drawn
-    for node, source in enumerate(draft.distributions):
-        assert source is not None
-        expected = distribution(LANGUAGE((1, 2, 3, *[MASK] * node)), RANDOM)
-        assert source.token_ids.tolist() == expected.token_ids.tolist()
-        assert source.probs == pytest.approx(expected.probs)
-        assert draft.probabilities[node] == source.probability(draft.tokens[node]) > 0
-    assert backend.text(0) == (1, 2, 3)
-
-
 # --- the cache
-
-
-@pytest.mark.parametrize("n_batch", [4, 8, 64])
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_a_long_prompt_is_read_in_pieces(n_batch: int, recurrent: bool) -> None:
-    backend = FakeBackend(
-        LETTERS, LANGUAGE, n_batch=n_batch, n_outputs=4, n_sequences=1, recurrent=recurrent
-    )
-    drafter, _ = parallel(backend=backend)
-    prompt = [i % 9 for i in range(30)]
-    assert list(propose(drafter, prompt, 4).tokens) == predicted(prompt, 4)
-    assert backend.text(0) == tuple(prompt)
-    assert backend.n_decoded_rows == 30 + 3
 
 
 steps = st.lists(
@@ -100,7 +72,7 @@ def test_whatever_becomes_of_drafts_the_next_one_is_that_of_a_fresh_drafter(
 ) -> None:
     rng = np.random.default_rng(4)
     drafter, backend = parallel(
-        backend=FakeBackend(LETTERS, LANGUAGE, n_sequences=1, recurrent=recurrent)
+        backend=FakeBackend(LETTERS, LANGUAGE, n_batch=6, n_sequences=1, recurrent=recurrent)
     )
     text: list[int] = []
     for n_kept, n_new, n_max in steps:
@@ -153,9 +125,6 @@ def test_the_decode_predicts_the_more_tokens_the_cheaper_its_rows_are() -> None:
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] > 4
     assert chosen[-1] <= 1
-
-
-def test_a_draft_whose_rows_cost_too_much_is_not_decoded() -> None:
     assert predicted_rows(1.5, 1.5) == 0
 
 

@@ -334,15 +334,15 @@ def break_round(engine: Engine) -> set[int]:
         raise BackendError("no room in the cache")
 
     def broken(
-        loop: AnswerLoop, sequences: Sequence[AnswerState], beside: tuple[AnswerState, Any] | None
+        loop: AnswerLoop, sequences: Sequence[AnswerState], decode: Any = None
     ) -> list[Event]:
         # A prompt that is read in the batch of the round fails with it.
-        read = [] if beside is None else [beside[0]]
+        read = [] if decode is None else [decode.args[0]]
         is_run = any(not sequence.is_finished for sequence in sequences)
         busy.update(each.index for each in (*sequences, *read) if is_run and not each.is_finished)
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(type(engine.target), "decode", fail)
-            return whole(loop, sequences, beside)
+            return whole(loop, sequences, decode)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AnswerLoop, "round", broken)

@@ -239,8 +239,7 @@ def _key(circumstances: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-#: A trial's process ended ``done``, ``died`` (or hung), or ``unknown``: llama.cpp cannot load the file, or something
-#: else than the kernels stopped it.
+#: A trial's process ended ``done``, ``died`` (or hung), or ``unknown``: the kernels are not the cause.
 _End: TypeAlias = Literal["done", "died", "unknown"]
 
 

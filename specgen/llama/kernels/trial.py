@@ -48,8 +48,7 @@ TYPES = (
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
     *("iq4_nl", "iq4_xs", "mxfp4", "f16", "bf16", "f32"),
 )
-#: The largest allowed deviation: the root mean square of the differences divided by that of the values.
-#: Both sides round activations to 8 bits in different ways, which causes 0.01.
+#: The largest root mean square of differences to that of values; rounding to 8 bits causes 0.01.
 TOLERANCE = 0.02
 #: The sizes of the products: several superblocks of 256 columns, several groups of rows, and tokens that do not fill the
 #: tiles of the kernels; the larger number is enough for AMX.
@@ -154,8 +153,7 @@ def _compare(what: str, compute: Callable[[slice, int], FloatArray], expected: F
 # --- trials of models -----------------------------------------------------------------------------
 
 _USUAL = ContextOptions(n_threads=2)
-#: The contexts and the numbers of their sequences: the usual one, one whose cache the kernels read in another way,
-#: one without their attention, and one for several sequences.
+#: The contexts and their sequences: as usual, with a cache read otherwise, without attention, for several.
 _CONTEXTS = (
     (_USUAL, 1),
     (replace(_USUAL, cache_type_k="q8_0", cache_type_v="q8_0"), 1),
@@ -201,8 +199,7 @@ def _try_context(
 
 # --- skeletons of model files ---------------------------------------------------------------------
 
-#: A skeleton has this many layers, if they weigh no more than these bytes. Layers with tensors of the same kinds
-#: may attend to different cells; such patterns repeat after at most 8 layers.
+#: A skeleton has this many layers within these bytes: patterns of layers repeat after at most 8.
 _N_LAYERS, _MOST_BYTES = 8, 2**27
 #: It has no more tokens than this.
 _MOST_TOKENS = 4096

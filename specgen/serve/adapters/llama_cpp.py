@@ -92,8 +92,7 @@ class SpecgenDraft(LlamaDraftModel):
             Contexts(context, context, KernelOptions(kernels)),
         )
         self._note = note
-        #: What was drafted and accepted so far, without the last round of each text: `Llama` does not say where
-        #: it ends.
+        #: What was drafted and accepted so far, without the last round of each text, whose end is unknown.
         self.tally = Tally()
         #: The present text, its last round as far as it is known, and when that was handed out.
         self._sequence: AnswerState | None = None
@@ -156,7 +155,6 @@ class SpecgenDraft(LlamaDraftModel):
         self._sequence = self._round = None
 
     def _observe(self, sequence: AnswerState, known: RoundResult, committed: list[int]) -> None:
-        """Let policy and drafter learn from the last draft."""
         for token in committed:
             sequence.state.commit(token)
         sequence.n_answer += len(committed)

@@ -23,8 +23,7 @@ from specgen.serve.batch.lines import Line, Write
 from specgen.serve.batch.runner import Batch, Prompting, Tally
 from specgen.session.session import Session
 
-#: An actor gets its lines in at least this many portions, unless they are shorter than this times the number of
-#: answers at once: at the end of a portion, not all places of the engine are in use.
+#: An actor gets its lines in at least this many portions: at the end of one, not all places are in use.
 _N_PORTIONS = 4
 #: Assumed for the length of portions if the number of answers at once is measured by the actors.
 _N_AT_ONCE = 16

@@ -25,8 +25,7 @@ from specgen.text.prefix import n_common
 
 #: What a batch's counts add up of its answers' summaries.
 _SUMMED = ("n_prompt_tokens", "n_cached_tokens", "n_drafted", "n_accepted")
-#: Prompts are neighbours if they share this many tokens more than all prompts do: decoding these tokens only
-#: once is worth more than the order of the lines.
+#: Prompts are neighbours if they share this many tokens more than all do: worth more than their order.
 _N_SHARED = 16
 
 
@@ -231,8 +230,7 @@ def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
     return [number for group in sorted(groups, key=min) for number in group]
 
 
-#: The numbers of answers at once that are considered. A larger number must give at least so many times the
-#: tokens per second, since each answer needs memory.
+#: The numbers of answers at once; a larger one must be faster by this factor, since it needs memory.
 _AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
 
 

@@ -188,8 +188,7 @@ class AnswerWriter(ABC):
     """Writes answers in the form of an API, in chunks and whole: those to the first of the `requests` with the first of
     the `prompts`, then those to the next. `identity` makes the id; `created` is in seconds since 1970."""
 
-    #: How chunks are streamed: as events, as events whose name is their `type`, or as lines; and the event that keeps a
-    #: stream open, if there is one.
+    #: How chunks are streamed: events, events named by `type`, or lines; and what keeps a stream open.
     form: ClassVar[Literal["events", "named", "lines"]] = "events"
     alive: ClassVar[Json | None] = None
 
@@ -231,7 +230,6 @@ class AnswerWriter(ABC):
         return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
 
     def _read(self, _number: int, _event: ReadingEvent) -> list[Json]:
-        """Return the chunks for a piece of a prompt that was read."""
         return []
 
     def fail(self, error: Json) -> list[Json]:

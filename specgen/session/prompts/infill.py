@@ -26,15 +26,12 @@ from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.prompt import Prompt
 
-#: Control tokens that llama.cpp does not recognise: Codestral's for prefix and suffix, and StarCoder2's for a
-#: repository and its files.
+#: Tokens that llama.cpp does not recognise: Codestral's prefix and suffix, StarCoder2's repository and file.
 _CODESTRAL = ("[PREFIX]", "[SUFFIX]")
 _STARCODER2 = ("<repo_name>", "<file_sep>")
-#: Tokens that end a middle, but that llama.cpp does not take for an end of text: those of StarCoder2,
-#: CodeGemma and CodeLlama (in files that do not name it).
+#: Tokens that end a middle, and no text for llama.cpp: of StarCoder2, CodeGemma and CodeLlama.
 _ENDS = ("<file_sep>", "<|file_separator|>", "▁<EOT>")
-#: The share of the room that the prefix gets if both are too long: the text before a gap says more about it than that
-#: after it. (llama.cpp's server has the same share.)
+#: The prefix's share of the room if both are too long, as in llama.cpp's server: it says more.
 _PREFIX_SHARE = 0.75
 
 
@@ -66,11 +63,9 @@ class InfillTokens:
     middle: int = -1
     repository: int = -1
     separator: int = -1
-    #: Whether files are marked as for StarCoder2: the name of the file with the gap comes after the mark
-    #: of the prefix, and no line break follows the name of the repository.
+    #: Whether the file's name comes after the prefix's mark, and no line break after the repository's.
     as_starcoder2: bool = False
-    #: The tokens that end a middle. No mark can be a part of a middle, and Qwen2.5-Coder's own examples
-    #: stop at all marks; llama.cpp ends a text at some of them.
+    #: The tokens that end a middle: no mark can be a part of it.
     ends: frozenset[int] = frozenset()
 
     @staticmethod
@@ -101,10 +96,8 @@ def check_infill(model: LlamaModel) -> InfillTokens:
     """Return the tokens of a model for texts with a gap. Raise `UsageError` if it was not trained for gaps."""
     tokens = InfillTokens.of(model.vocabulary)
     if tokens is None:
-        raise UsageError(
-            f"{model.name} has no tokens for fill-in-the-middle",
-            hint="use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2",
-        )
+        hint = "use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2"
+        raise UsageError(f"{model.name} has no tokens for fill-in-the-middle", hint)
     return tokens
 
 

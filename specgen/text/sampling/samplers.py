@@ -23,21 +23,18 @@ Allows: TypeAlias = Callable[[TokenArray], BoolArray]
 
 #: The number of tokens of a whole vocabulary to sort at first, if a sampler needs a share of its mass.
 _NUCLEUS_START = 512
-#: The least tokens that a grammar is asked about: finding them costs more than asking about them. If these do not
-#: suffice, so many times as many are asked about, then all.
+#: The least tokens that a grammar is asked about, and how many times as many then, before all are.
 _FIRST, _MORE = 16, 8
 
 
 class Candidates(NamedTuple):
     """Tokens and scores, ranked (among equals by ascending id) or by ascending id; minus infinity cannot be drawn."""
 
-    #: float[m]. For the whole vocabulary this is the row of logits itself, as long as no sampler has
-    #: changed it, so it is never written to.
+    #: float[m]. For the whole vocabulary this is the row of logits itself: it is never written to.
     scores: Scores
     #: int64[m]; None is the whole vocabulary: the ids are 0 to m - 1.
     token_ids: TokenArray | None
-    #: The number of candidates that llama.cpp would count here. It keeps tokens with a score of minus
-    #: infinity in its list, and dynamic temperature depends on the number.
+    #: The number that llama.cpp would count, with minus infinity, on which dynamic temperature depends.
     size: int
     is_ranked: bool
 
@@ -100,8 +97,7 @@ def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
 
 
 # --- biases and penalties ---------------------------------------------------------------------------
-# They take and return the scores of the affected tokens only. The arithmetic is done in the precision of the scores,
-# which for logits is llama.cpp's.
+# They take and return the scores of the affected tokens only, in the precision of these.
 
 
 def logit_bias(scores: Scores, bias: ProbArray) -> Scores:

@@ -1,7 +1,5 @@
 // The figures of an answer. Times are milliseconds.
 
-const BARS = "▁▂▃▄▅▆▇█";
-
 export class Figures {
   #started;
   #first = null; // when the first tokens came, and how many they were
@@ -10,7 +8,7 @@ export class Figures {
   #nAccepted = 0;
   #progress = null; // how far the prompt is read
   #last = {}; // the chunk that has the server's own figures
-  #rounds = []; // by the number of tokens that they added
+  #finished = null; // the event
 
   constructor(now) {
     this.#started = this.#now = now;
@@ -19,7 +17,7 @@ export class Figures {
   count(chunk, pieces, now) {
     this.#now = now;
     pieces = pieces.filter(({ kind }) => kind !== "rejected");
-    this.#rounds = chunk.events?.find(({ event }) => event === "finished")?.rounds_by_tokens ?? this.#rounds;
+    this.#finished = chunk.events?.find(({ event }) => event === "finished") ?? this.#finished;
     this.#nTokens += pieces.length;
     this.#nAccepted += pieces.filter((piece) => piece.kind === "accepted").length;
     if (pieces.length && this.#first === null) {
@@ -35,6 +33,11 @@ export class Figures {
   get nTotal() {
     const { timings } = this.#last;
     return timings ? timings.cache_n + timings.prompt_n + timings.predicted_n : 0;
+  }
+
+  // How many passes of the target added one token, two, and so on.
+  get rounds() {
+    return this.#finished?.n_drafted ? this.#finished.rounds_by_tokens : [];
   }
 
   // While the answer comes: what the page counted itself.
@@ -65,10 +68,11 @@ export class Figures {
     }
     if (speculative?.estimated_speedup_range) {
       parts.push(gain(speculative.estimated_speedup_range));
+    } else if (this.#finished?.estimated_speedup) {
+      parts.push("what drafts saved is not known, since the machine was busy");
     }
     if (speculative?.n_drafted) {
-      parts.push(`${speculative.mean_accepted_length.toFixed(1)} tokens per pass of the target` +
-        histogram(this.#rounds));
+      parts.push(`${speculative.mean_accepted_length.toFixed(1)} tokens per pass of the target`);
     }
     if (this.#first !== null) {
       parts.push(`first token after ${seconds(this.#first.now - this.#started)}`);
@@ -100,13 +104,6 @@ function gain(range) {
   const times = low === high ? low : `${low} to ${high}`;
   const isSure = Number(low) > 1 || Number(high) < 1;
   return isSure ? `${times} times as fast as without drafts` : `about as fast as without drafts (${times} times)`;
-}
-
-// How many of the passes added one token, two, and so on.
-function histogram(nRounds) {
-  const most = Math.max(...nRounds, 1);
-  const bars = nRounds.map((n, index) => `${index + 1}${n ? BARS[Math.ceil((7 * n) / most)] : "·"}`);
-  return bars.length ? ` (${bars.join(" ")})` : "";
 }
 
 function counted(n, what) {

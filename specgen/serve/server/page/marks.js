@@ -83,7 +83,8 @@ class Pen {
       }
       const stop = this.#start + piece.text.length;
       const part = piece.text.slice(Math.max(0, place - this.#start), Math.max(0, end - this.#start));
-      found.push(...(part ? [tokenElement({ ...piece, text: part })] : []));
+      const [space] = /^\s*/.exec(part); // indentation has no colour
+      found.push(space, ...(part.length > space.length ? [tokenElement(piece, part.slice(space.length))] : []));
       if (stop > end) {
         break;
       }
@@ -95,12 +96,12 @@ class Pen {
 }
 
 // A token as it is shown. Its text is a text node: whatever it says, it is no markup.
-function tokenElement(piece) {
-  const kind = Object.hasOwn(MEANINGS, piece.kind) ? piece.kind : "plain";
-  const element = word("span", piece.text, kind);
+function tokenElement({ kind: said, origin }, text) {
+  const kind = Object.hasOwn(MEANINGS, said) ? said : "plain";
+  const element = word("span", text, kind);
   element.title = `${kind}: ${MEANINGS[kind]}`;
-  if (kind === "accepted" && piece.origin) {
-    element.title += ` (drafted by ${DRAFTERS[piece.origin] ?? piece.origin})`;
+  if (kind === "accepted" && origin) {
+    element.title += ` (drafted by ${DRAFTERS[origin] ?? origin})`;
   }
   return element;
 }
@@ -108,7 +109,7 @@ function tokenElement(piece) {
 // Its text is no content: nobody copies what the answer does not say.
 function rejectedElement({ text }) {
   const element = word("span", "", "rejected");
-  element.dataset.text = text.replaceAll("\n", "↵");
+  element.dataset.text = text.replace(/\s*\n\s*/g, "↵");
   element.title = `rejected: ${MEANINGS.rejected}`;
   return element;
 }

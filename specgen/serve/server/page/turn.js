@@ -134,6 +134,7 @@ export class Turn {
   #end(how) {
     this.#isRunning = false;
     this.draw();
+    this.#part("rounds").replaceChildren(...bars(this.#figures.rounds));
     this.#part("replay").hidden = !this.#events.some(({ event }) => event === "committed");
     this.#show(this.#figures.final(), how);
   }
@@ -155,6 +156,17 @@ export class Turn {
 function contextFull(nContext) {
   return `cut off, since the context of ${nContext} tokens is full: begin a new conversation, or start ` +
     `the server with a larger context (-c ${2 * nContext})`;
+}
+
+// A bar for each number of tokens, as high as the share of the passes that added so many.
+function bars(nRounds) {
+  return nRounds.map((n, index) => {
+    const bar = document.createElement("span");
+    bar.textContent = index + 1;
+    bar.title = `${n} of the passes added ${index + 1}`;
+    bar.style.setProperty("--share", n / Math.max(...nRounds));
+    return bar;
+  });
 }
 
 function joined(...parts) {
