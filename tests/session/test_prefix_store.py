@@ -308,7 +308,7 @@ def test_a_store_that_cannot_be_used_changes_nothing(
     elif problem == "evicted":
         monkeypatch.setattr(prefix_store.SavedText, "restore", evicted)
     elif problem == "seen":  # damaged, and written anew each time
-        monkeypatch.setattr(prefix_store, "_MOST_SEEN_BYTES", 1)
+        monkeypatch.setattr(prefix_store, "MOST_SEEN_BYTES", 1)
         folder.mkdir()
         (folder / "seen.jsonl").write_bytes(b'{"name": 1}\n\xff\n[]\n{"name": "torn", "ke')
     for question in QUESTIONS[:3]:
