@@ -266,16 +266,6 @@ def test_a_shape_is_drafted_every_round(cli: Cli) -> None:
     assert {sum(each) for each in first} == {4}
 
 
-def test_it_is_told_which_guesses_were_right(cli: Cli) -> None:
-    result = cli.run("--json", "--tree", "3,1", PROMPT, draft="bad")
-    finished = events_of(result)[-1]
-    assert len(finished["drafted_by_rank"]) == 3
-    assert sum(finished["drafted_by_rank"]) == finished["n_drafted"]
-    assert sum(finished["accepted_by_rank"]) == finished["n_accepted"]
-    assert "by guess: " in cli.run("--tree", "3,1", "--stats", PROMPT).err
-    assert "by guess: " not in cli.run("--tree", "off", "--stats", PROMPT).err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -42,8 +42,6 @@ class Case:
     #: What standard output has to be if the exit code is 0, or a command that says it.
     text: bytes | None = None
     same_as: tuple[str, ...] | None = None
-    #: Says what is wrong with standard output and the folder, whatever the exit code; None if nothing.
-    check: Callable[[int, bytes], str | None] = lambda _code, _out: None
     limit_s: float = 60.0
     #: Whether several things are asked, each of which may be refused.
     asks_several: bool = False
@@ -288,33 +286,6 @@ def prompt(base: Base, folder: Path, chance: random.Random) -> Case:
         for draft in (base.model("draft"), "none")
     )
     return Case(fast, stdin=stdin, same_as=plain)
-
-
-@_kind
-def batch(base: Base, folder: Path, chance: random.Random) -> Case:
-    """Files of requests with mistakes: each line has a result."""
-    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
-    bodies: list[dict[str, Any]] = [
-        {"prompt": "the cat", "max_tokens": 4},
-        *(
-            {"custom_id": path, "method": "POST", "url": f"/v1/{path}", "body": body}
-            for path, body in (("completions", {"prompt": "a"}), ("chat/completions", chat))
-        ),
-    ]
-    lines = [mutated(chance.choice(bodies), chance).replace(b"\n", b"") for _ in range(4)]
-    (folder / "in.jsonl").write_bytes(b"\n".join(lines))
-    if chance.random() < 0.2:
-        (folder / "out.jsonl").write_bytes(mutated({"custom_id": "a", "response": {}}, chance))
-    arguments = ("batch", "in.jsonl", "out.jsonl", "-m", str(base.model("target")), "-md", "ngram")
-
-    def check(code: int, _out: bytes) -> str | None:
-        if code not in (0, 12):
-            return None
-        n_records = len((folder / "out.jsonl").read_bytes().splitlines())
-        n_asked = sum(bool(line.strip()) for line in lines)
-        return f"{n_records} results to {n_asked} lines" if n_records < n_asked else None
-
-    return Case((*arguments, *_EXACT), check=check)
 
 
 #: Commands whose options are tried: how often, what they need at least, and their arguments.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.method.draft import Distribution, Draft
-from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
+from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
-from specgen.method.tables import FREE, Price, Stop
+from specgen.method.tables import Stop
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import N_VOCAB, Clock, draft_request, model_drafter
+from tests.helpers.fake_generations import N_VOCAB, Clock, NoDrafter, draft_request, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -193,31 +193,20 @@ def test_of_a_long_text_a_window_is_read() -> None:
 TEXT = [1, 2, 3]
 
 
-@dataclass
-class Scripted:
+class Scripted(NoDrafter):
     """Proposes what it is told to, and notes what it is asked and told."""
 
-    name: str
-    drafts: list[Sequence[int]]
-    told: list[object] = field(default_factory=list)
-    trail: TargetStates | None = None
+    name = "model"
 
-    def price(self, n_context: int) -> Price:
-        return FREE
+    def __init__(self, *drafts: Sequence[int]) -> None:
+        self.drafts, self.told = [*drafts], list[object]()
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        self.told.append((list(context), plan.n_max))
-        wanted = self.drafts.pop(0)
-        n = 0
-        while n < min(plan.n_max, len(wanted)) and plan.wants_token([0.9] * (n + 1)):
-            n += 1
-        return ready(Draft.chain(wanted[:n], self.name))
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+        self.told.append((list(context), n_max))
+        return Draft.chain(self.drafts.pop(0)[:n_max], self.name)
 
     def observe(self, result: RoundResult) -> None:
         self.told.append("observe")
-
-    def rewind(self, n_tokens: int) -> None:
-        self.told.append(f"rewind {n_tokens}")
 
 
 # --- what stands before a draft
@@ -246,18 +235,6 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool)
     draft = draft_alone(model.propose([*TEXT, 4, 5], RoundPlan("fixed", 3), 2))
     assert len(draft) == 3
     assert shaper.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
-
-
-def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
-    class Noted(Scripted):
-        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-            self.told.append(n_drafted)
-            return super().propose(context, plan)
-
-    drafter = Noted("model", [[4]] * 2)
-    guesses = Guesses(Cascade(model=drafter), Noting())
-    after(guesses, [*TEXT, 7, 7], [9, 8], 5, 2)
-    assert drafter.told[0] == 4
 
 
 # --- a draft for the draft model
@@ -297,7 +274,7 @@ class Noting(FixedPolicy):
 def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
     said: list[int], n_right: int, told: tuple[int, ...]
 ) -> None:
-    drafter, policy = Scripted("model", [[4, 5, 6, 7]]), Noting()
+    drafter, policy = Scripted([4, 5, 6, 7]), Noting()
     guesses = Guesses(Cascade(model=drafter), policy)
     assert list(after(guesses, TEXT, [9], 5)) == [4, 5, 6]
     assert drafter.told == [([*TEXT, 9], 3)]

@@ -153,15 +153,6 @@ def test_the_context_ends_where_it_does_without_a_draft(kind: str, n_ctx: int) -
     assert finished(events).finish_reason == "context"
 
 
-def test_a_draft_with_a_smaller_context_drafts_until_it_is_full() -> None:
-    plain, _ = Setup().run()
-    small, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=20)
-    fast, events = Setup(drafter=small).run()
-    assert fast.tokens == plain.tokens
-    assert backend.n_decoded_rows > 10
-    assert not any(isinstance(event, NoticeEvent) for event in events)
-
-
 @pytest.mark.parametrize("n_batch", [1, 2, 3, 5, 64])
 def test_long_prompts_are_decoded_in_batches(n_batch: int) -> None:
     prompt = [i * i % N_VOCAB for i in range(41)]

@@ -137,18 +137,6 @@ def test_a_token_for_the_unknown_is_never_text() -> None:
     assert spelled(unknown, "a中b\nab".encode()) == [2, 3, 2, 3]
 
 
-# --- the vocabulary turned around
-
-
-@pytest.mark.parametrize("adds_space", [False, True])
-def test_of_a_byte_and_a_character_the_tokenizers_choice_is_found(adds_space: bool) -> None:
-    # Byte tokens come first, as SentencePiece has them; the tokenizer takes the characters.
-    made = vocabulary([*BYTES, b"a", b"b", b" "], adds_space=adds_space)
-    lexicon = Lexicon(made)
-    assert [lexicon.tokens[piece] for piece in (b"a", b"b", b" ")] == [256, 257, 258]
-    assert lexicon.tokens[b"c"] == ord("c")
-
-
 # --- control tokens
 
 
@@ -187,18 +175,6 @@ def test_no_token_reaches_over_a_control_token() -> None:
     assert text.last_bytes(9) == b"b"
     assert (text.ending(1), text.ending(2)) == (b"b", b"")
     assert follow(2, 0, 1) == [7, 7, 0, 1, 4, 2]
-
-
-def test_drafted_tokens_that_the_text_took_stay() -> None:
-    """The draft's own spelling, which is not its tokenizer's: its cache holds it."""
-    target = vocabulary([b"a", b"b"], ["</s>"])
-    draft = vocabulary([b"a", b"b", b"ab"], ["</s>"])
-    text = Translation(target, draft).text([0], [])
-    drafted = Draft.chain([0, 1, 0, 1], "model")
-    text.follow([0, 0, 1, 0], drafted)
-    assert text.tokens == [0, 1, 0]
-    text.follow([0, 0, 1, 0, 0])  # another way
-    assert text.tokens == [0, 1, 0, 0]
 
 
 @given(vocabularies(spells_all=True, merges=False, n_longest=4), st.data())
@@ -261,15 +237,6 @@ def test_a_translated_prompt_begins_as_the_draft_begins_texts() -> None:
     text = Translation(target, without).text([2, 0, 1], None)
     text.follow([2, 0, 1])
     assert text.tokens == [0]
-
-
-def test_a_prompt_of_the_drafts_own_takes_the_place_of_the_targets() -> None:
-    target = vocabulary([b"a", b"b"], ["<s>", "</s>"])
-    draft = vocabulary([b"ab", b"a", b"b", b"bb"], ["</s>"])
-    text = Translation(target, draft).text([2, 0, 1], [3, 2])
-    text.follow([2, 0, 1, 1])
-    assert text.tokens == [3, 2, 2]  # nothing merges with the prompt
-    assert text.last_bytes(9) == b"b"
 
 
 def chain(tokens: Sequence[int], probabilities: Sequence[float | None] = ()) -> Draft:
