@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -291,21 +290,6 @@ def test_the_output_of_config_can_stand_in_the_file(specgen: Specgen, file: Path
     file.write_text(shown.out)
     assert in_force(specgen("config")) == in_force(shown)
     assert "samplers" in in_force(shown)
-
-
-def test_doctor_reports_a_mistake_in_the_file(
-    specgen: Specgen, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specgen.measure.doctor.places_of", lambda _build: [])
-    file.write_text("temprature = 1\n")
-    result = specgen("doctor", "--json")
-    assert result.code == 2
-    (wrong,) = (each for each in json.loads(result.out)["checks"] if not each["passed"])
-    assert (wrong["name"], wrong["error"]) == ("defaults", "UsageError")
-    assert "temprature: there is no such key" in wrong["message"]
-    file.write_text("temp = 1\n")
-    healthy = specgen("doctor", "--json")
-    assert "defaults" not in healthy.out
 
 
 def test_a_draft_is_for_the_target_beside_it(specgen: Specgen, file: Path) -> None:
