@@ -40,8 +40,6 @@ class Cache:
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def with_guards(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
-        if not self._guards:
-            return sequences
         guards = (self._guards[each] for each in sequences if each in self._guards)
         return (*sequences, *guards)
 
@@ -50,7 +48,7 @@ class Cache:
             llama_cpp.llama_memory_seq_cp(self._memory, source, each, start, end)
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        for each in self.with_guards((sequence,)):
+        for each in self.with_guards((sequence,)) if self._guards else (sequence,):
             if not llama_cpp.llama_memory_seq_rm(self._memory, each, start, -1):
                 raise RollbackError(
                     f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"

@@ -20,6 +20,7 @@ from specgen.errors import (
     DecodeEndedError,
     MemoryLimitError,
     ModelFileError,
+    RollbackError,
     UsageError,
     WorkerLostError,
 )
@@ -151,7 +152,8 @@ class LlamaBackend:
             hidden = self._values_at(pointer, len(batch), self.model.n_embd)
         finally:
             llama_cpp.llama_set_embeddings(self.handle, False)
-        logits = self._view(len(batch))
+        pointer = llama_cpp.llama_get_logits(self.handle)
+        logits = self._values_at(pointer, len(batch), self.n_vocab)
         wanted = np.flatnonzero(batch.wants_logits)
         return (logits, hidden) if len(wanted) == len(batch) else (logits[wanted], hidden[wanted])
 
@@ -174,11 +176,6 @@ class LlamaBackend:
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.handle)
         return self._values_at(pointer, n_rows, self.model.n_embd_out)
 
-    def _view(self, n_rows: int) -> Logits:
-        if n_rows == 0:
-            return np.empty((0, self.n_vocab), np.float32)
-        return self._values_at(llama_cpp.llama_get_logits(self.handle), n_rows, self.n_vocab)
-
     def _values_at(self, pointer: Any, n_rows: int, n_values: int) -> NDArray[np.float32]:
         if not pointer:
             raise BackendError(f"{self.model.name}: llama.cpp gave no results")
@@ -199,22 +196,21 @@ class LlamaBackend:
         if self.model.is_closed:
             self.model.check_open()
         n_wanted = self._rows.fill(batch)
-        started = self._clock()
-        rows = self.computed_rows
-        with (
-            contextlib.nullcontext() if rows is None else rows.limit(batch.tokens),
-            self._ended_if_unwanted(),
-        ):
-            status: int = self._decode_native(self.handle, self._rows.native)
+        started, rows, status = self._clock(), self.computed_rows, 0
+        if rows is None and self.is_unwanted is None:
+            status = self._decode_native(self.handle, self._rows.native)
+        else:
+            limit = contextlib.nullcontext() if rows is None else rows.limit(batch.tokens)
+            with limit, self._ended_if_unwanted():
+                status = self._decode_native(self.handle, self._rows.native)
         self.decode_s += self._clock() - started
-        if status == _ENDED:
-            if self._rewinder is None:  # llama.cpp drops the new cells, but not those of guards
-                starts = dict(
-                    zip(reversed(batch.sequences), reversed(batch.positions), strict=True)
-                )
-                for sequences, start in starts.items():
-                    for sequence in sequences:
+        if status != 0 and self._rewinder is None:  # the cache may hold a part of the batch
+            starts = dict(zip(reversed(batch.sequences), reversed(batch.positions), strict=True))
+            for sequences, start in starts.items():
+                for sequence in sequences:
+                    with contextlib.suppress(RollbackError):
                         self._cache.remove(sequence, start)
+        if status == _ENDED:
             raise DecodeEndedError(f"{self.model.name}: a decode was ended")
         if status != 0:
             raise BackendError(
@@ -222,8 +218,10 @@ class LlamaBackend:
                 f"position {batch.positions[0]} of {self.n_ctx} ({_DECODE_ERRORS.get(status)}, "
                 f"status {status}): {last_error()}"
             )
-        self.n_decoded_rows += len(batch)
-        return self._view(n_wanted)
+        self.n_decoded_rows += len(batch.tokens)
+        if n_wanted == 0:
+            return np.empty((0, self.n_vocab), np.float32)
+        return self._values_at(llama_cpp.llama_get_logits(self.handle), n_wanted, self.n_vocab)
 
     @contextlib.contextmanager
     def _ended_if_unwanted(self) -> Iterator[None]:
@@ -261,7 +259,7 @@ class LlamaBackend:
     def length(self, sequence: int) -> int:
         if self._rewinder is not None:
             return len(self._rewinder.text(sequence))
-        return self._cache.length(sequence)
+        return len(self._texts[sequence])
 
     def text(self, sequence: int) -> Sequence[int]:
         if self._rewinder is not None:

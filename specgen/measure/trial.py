@@ -276,7 +276,7 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
     """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`."""
     path: tuple[int, ...] = ()
     for token in tokens:
-        children = draft.children(path[-1] if path else ROOT)
+        children = draft.children[path[-1] if path else ROOT]
         found = next((child for child in children if draft.tokens[child] == token), None)
         if found is None:
             break

@@ -58,9 +58,6 @@ class ReadingCosts:
 class AnswerLoop(Loop):
     """A loop that also reads the prompts of its sequences, and sums their answers up."""
 
-    #: A prompt of which a piece is read in the batch of a round, and the costs of batches.
-    _beside: tuple[AnswerState, CostTable] | None = None
-
     @functools.cached_property
     def reading(self) -> ReadingCosts:
         return ReadingCosts()
@@ -73,22 +70,22 @@ class AnswerLoop(Loop):
         if sequence.failure is not None:
             raise sequence.failure
 
-    def round(
-        self,
-        sequences: Sequence[AnswerState],
-        beside: tuple[AnswerState, CostTable] | None = None,
+    def round_beside(
+        self, sequences: Sequence[AnswerState], reading: AnswerState, costs: CostTable
     ) -> list[Event]:
-        """Run a round. With `beside`, a sequence and the costs of batches, a piece of its prompt is read in the round's
-        batch, where a row has the same logits in any batch."""
-        self._beside = beside
-        return super().round(sequences)
+        """Run a round, in whose batch a piece of the prompt of `reading` is read too, as much as the `costs` of batches
+        allow: a row has the same logits in any batch."""
+        return self.round(sequences, functools.partial(self._decode_beside, reading, costs))
 
-    def decode(
-        self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
+    def _decode_beside(
+        self,
+        sequence: AnswerState,
+        costs: CostTable,
+        batch: Batch,
+        active: Sequence[AnswerState],
+        events: list[Event],
     ) -> tuple[Logits, Hidden | None, float]:
-        if self._beside is None:
-            return super().decode(batch, active, events)
-        (sequence, costs), n_own, before_s = self._beside, len(batch), self.target.decode_s
+        n_own, before_s = len(batch), self.target.decode_s
         events += self.begin_reading(sequence, self.clock())
         n_most, n_batch, is_last = N_READ_BESIDE, self.target.n_batch, False
         if costs:  # as long as the round's own rows: running answers keep half of their pace
@@ -97,7 +94,7 @@ class AnswerLoop(Loop):
         n_most = min(n_most, n_batch - n_own)
         if n_most > 0 and not sequence.is_finished:
             is_last = self.add_piece(batch, sequence, n_most)
-        logits, hidden, other_s = super().decode(batch, active, events)
+        logits, hidden, other_s = self.decode(batch, active, events)
         if (n_all := len(batch)) > n_own:
             own = costs.seconds(n_own) / costs.seconds(n_all) if costs else n_own / n_all
             other_s = (self.target.decode_s - before_s) * (1.0 - min(1.0, own))

@@ -433,13 +433,16 @@ class Engine:
 
     def _round(self, reading: Request | None = None) -> list[Event]:
         """Run a round of all answers that have begun. A piece of the prompt of `reading` is read in its batch."""
-        decoding = self._scheduler.decoding
-        busy, beside = decoding, None
+        busy = decoding = self._scheduler.decoding
         if reading is not None:
             busy = [*decoding, reading]
-            beside = (reading.running, self._session.costs.table())
         with self._failing(busy, raises=True):
-            events = self._loop.round([request.running for request in decoding], beside)
+            running = [request.running for request in decoding]
+            if reading is None:
+                events = self._loop.round(running)
+            else:
+                costs = self._session.costs.table()
+                events = self._loop.round_beside(running, reading.running, costs)
         requests = {request.index: request for request in busy}
         for event in events:
             requests[event.sequence].events.append(event)

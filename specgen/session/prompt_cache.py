@@ -29,10 +29,8 @@ class PromptCache:
         except OSError as error:
             raise UsageError(f"--prompt-cache {path}: {error.strerror}") from error
         if begin not in (b"", MAGIC):
-            raise UsageError(
-                f"--prompt-cache {path}: this file is no prompt cache",
-                hint="name another file; this one is not overwritten",
-            )
+            hint = "name another file; this one is not overwritten"
+            raise UsageError(f"--prompt-cache {path}: this file is no prompt cache", hint)
 
     def restore(self, contexts: Sequence[CachedContext]) -> str:
         """Let the contexts, the target's first, hold the file's text. Return why they cannot; empty if they can."""

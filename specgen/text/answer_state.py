@@ -30,7 +30,7 @@ from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.drafter import TargetStates
 from specgen.method.policy import Offer, Policy, RoundResult
-from specgen.method.tables import CostTable
+from specgen.method.tables import FREE, CostTable
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
@@ -80,7 +80,6 @@ class Tally:
     _undrafted: dict[str, ReasonCount] = field(default_factory=dict)
 
     def add_prompt(self, target_s: float, wall_s: float, n_tokens: int) -> None:
-        """Add a piece of the prompt; the answer has `n_tokens` tokens then."""
         self.prompt_s += target_s
         self.target_s += target_s
         self.wall_s += wall_s
@@ -100,7 +99,7 @@ class Tally:
             self.add_undrafted(result.plan.reason, result.plan.why)
             return
         accepted = result.path[:n_committed]
-        depths, ranks = result.draft.depths(), result.draft.ranks()
+        depths, ranks = result.draft.depths, result.draft.ranks
         self.n_drafted += len(depths)
         self.n_accepted += len(accepted)
         self.drafted_by_depth.update(set(depths))
@@ -109,7 +108,6 @@ class Tally:
         self.accepted_by_rank.update(map(ranks.__getitem__, accepted))
 
     def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
-        """Add rounds that drafted nothing, and why."""
         n_before = self._undrafted[reason].n_rounds if reason in self._undrafted else 0
         self._undrafted[reason] = ReasonCount(reason, text, n_before + n_rounds)
 
@@ -131,7 +129,6 @@ class Tally:
         return self.n_round_tokens / self.n_rounds if self.n_rounds else None
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of `FinishedEvent` that the tally has."""
         names = [each.name for each in fields(FinishedEvent) if hasattr(self, each.name)]
         found = {name: getattr(self, name) for name in names}
         for name, value in found.items():
@@ -259,7 +256,6 @@ class AnswerState:
 
     @property
     def answer(self) -> list[int]:
-        """The answer's tokens, without the one that ended it."""
         return self.tokens[self.n_prompt : self.n_prompt + self.n_answer]
 
     def offer(self, n_most: int) -> Offer:
@@ -273,7 +269,7 @@ class AnswerState:
         n_nodes = min(n_most, self.policy.n_max, max(0, self.n_ctx - len(self.tokens)))
         n_most = min(n_nodes, n_draftable)
         found = cascade.look_up(self.tokens, n_most)
-        price = cascade.price(len(self.tokens))
+        price = FREE if cascade.model is None else cascade.model.price(len(self.tokens))
         return Offer(n_left, n_most, found, cascade.model_name, price, n_nodes)
 
     def commit(self, token: int) -> str:
@@ -308,7 +304,7 @@ class AnswerState:
         events: list[Event] = []
         if len(draft):
             path, token, bytes_of = verdict.path, verdict.next_token, self.vocabulary.token_bytes
-            own_kind = "corrected" if draft.children(path[-1] if path else ROOT) else "bonus"
+            own_kind = "corrected" if draft.children[path[-1] if path else ROOT] else "bonus"
             columns = zip(
                 draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
             )

@@ -12,7 +12,6 @@ from specgen.errors import BackendError
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.tables import FREE, Price
 from specgen.system.arrays import Logits, TokenArray, best
 from specgen.text.grammar.base import GrammarState
 from specgen.text.prefix import n_begun
@@ -67,8 +66,6 @@ class TextState:
 
     def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
         """Return the nodes of a draft that the grammar allows after the text and the tokens `before`."""
-        if self._grammar is None or not len(draft):
-            return draft
         try:
             states = {ROOT: self.grammar(before)}
         except ValueError:
@@ -107,7 +104,7 @@ class Shaper:
         self, logits: Logits, path: Sequence[int], n: int
     ) -> tuple[list[int], list[float]]:
         """Return the n likeliest tokens after the text and `path`, and their probabilities."""
-        grammar = self._state.grammar(path)
+        grammar = self._state.grammar(path) if self._state.has_grammar else None
         if n <= self._sampler.n_likeliest and (grammar is None or grammar.is_free):
             return likeliest(logits, n)
         source = self.distribution(logits, path)
@@ -203,13 +200,9 @@ class Cascade:
             found: Draft = ended.value
         else:
             raise BackendError(f"{self.free.name} asks for a decode")
-        if self._state is not None:
+        if self._state is not None and self._state.has_grammar:
             found = self._state.within_grammar(found, context[len(context) - n_drafted :])
         return found
-
-    def price(self, n_context: int) -> Price:
-        """Return the price of the drafter that decodes, after a text of `n_context` tokens."""
-        return FREE if self.model is None else self.model.price(n_context)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""

@@ -60,8 +60,8 @@ class _Residual:
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         node = ROOT
         path: list[int] = []
-        while draft.children(node):
-            child = draft.children(node)[0]
+        while draft.children[node]:
+            child = draft.children[node][0]
             token = draft.tokens[child]
             source = drawn_from(draft, child)
             wanted = target(node)

@@ -151,7 +151,7 @@ class _Scout:
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         self.chance = -1.0
-        if children := draft.children(ROOT):
+        if children := draft.children[ROOT]:
             wanted, first = target(ROOT), children[0]
             source = drawn_from(draft, first)
             refused = wanted.excess(source)

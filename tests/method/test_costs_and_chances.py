@@ -212,7 +212,7 @@ def rule(
     )
     return WhilePaying(
         origin="model",
-        rates=lambda _: known,
+        rates=lambda _, rank: known,
         token_s=token_s,
         extra_s=[seconds - batch_s[0] for seconds in batch_s],
         next_s=next_s,

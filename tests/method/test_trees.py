@@ -97,8 +97,8 @@ def texts(draft: Draft) -> set[tuple[int, ...]]:
 
 @given(trees())
 def test_ranks_count_the_siblings(draft: Draft) -> None:
-    for node, rank in enumerate(draft.ranks()):
-        assert list(draft.children(draft.parents[node])).index(node) == rank
+    for node, rank in enumerate(draft.ranks):
+        assert list(draft.children[draft.parents[node]]).index(node) == rank
 
 
 def test_a_walk_leads_from_the_root_down() -> None:
@@ -133,7 +133,8 @@ def test_the_best_nodes_are_the_best_of_all_subtrees(chances: list[float], seed:
     for parent, chance in zip(parents, chances, strict=True):
         paths.append(chance * (1.0 if parent == ROOT else paths[parent]))
     extra_s = [0.0, *np.cumsum(rng.uniform(0.0, 0.8, len(chances))).tolist()]
-    stop = WhilePaying(origin="", rates=AcceptanceRates, token_s=1.0, extra_s=extra_s)
+    rates = AcceptanceRates()
+    stop = WhilePaying(origin="", rates=lambda _, rank: rates, token_s=1.0, extra_s=extra_s)
     nodes = stop.best_nodes(paths)
     best_s = 0.0
     for size in range(len(chances) + 1):
@@ -433,7 +434,7 @@ def test_a_shape_may_ask_for_many_guesses() -> None:
     language = random_language(N_VOCAB, seed=2)
     drafter, _ = tree_drafter(language, WORDS, "10,1")
     draft = draft_alone(drafter.propose(PROMPT, RoundPlan("fixed", 20)))
-    assert len(draft.children(ROOT)) == 10
+    assert len(draft.children[ROOT]) == 10
 
 
 def test_a_context_may_serve_one_answer_after_another() -> None:
@@ -457,7 +458,7 @@ def test_what_followed_in_different_ways_makes_branches() -> None:
     tree = draft_alone(SuffixDrafter(2, 8, n_children=3).propose(text, RoundPlan("fixed", 12)))
     assert chain.is_chain
     assert not tree.is_chain
-    firsts = {tree.tokens[node] for node in tree.children(ROOT)}
+    firsts = {tree.tokens[node] for node in tree.children[ROOT]}
     assert firsts == {3, 4, 6}
     assert (4, 5) in texts(tree)
     assert (6, 7) in texts(tree)
