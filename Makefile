@@ -20,10 +20,10 @@ SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test
 	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_tune.py \
 	cli/test_cli_verify.py method/test_lossless.py::test_matching method/test_lossless.py::test_sampled \
 	method/test_policy.py::test_a_draft_that_cannot_pay method/test_policy.py::test_in_the_long_run \
-	method/test_reference.py method/test_translation.py \
+	method/test_translation.py \
 	method/test_trees.py::test_drawn_trees_fit \
-	method/test_verifiers.py session/test_real_models.py \
-	session/test_translated_session.py llama/test_build_kernels.py llama/test_kernels.py llama/test_llama_dry.py \
+	session/test_real_models.py \
+	llama/test_build_kernels.py llama/test_kernels.py \
 	llama/test_llama_rollback.py llama/test_llama_sampling.py llama/test_rpc.py \
 	measure/test_doctor.py measure/test_verify.py measure/test_goodness_of_fit.py models/test_downloads.py \
 	project/test_architectures.py::test_a_tiny project/test_long_runs.py render/test_render_live.py

@@ -1,4 +1,6 @@
-"""Prints the CMAKE_ARGS to build llama-cpp-python with: the user's own, made safe for GCC.
+"""Prints the CMAKE_ARGS to build llama-cpp-python with: the user's own, made safe for GCC, and without
+llama.cpp's library for images and what only its programs need, half of the compile time (a LLAVA_BUILD of
+one's own builds all).
 
 GCC 12 on a CPU with AMX: its `_tile_loadconfig` says that it reads 8 bytes, so the pass that
 removes dead stores drops those that fill the rest of the 64-byte tile configuration, and the
@@ -19,8 +21,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 FLAG = "-fno-dse"
+#: No library for images, and no library that llama.cpp's programs share.
+LESS = (
+    "-DLLAVA_BUILD=OFF",
+    f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={Path(__file__).resolve().with_name('only_llama.cmake')}",
+)
 
 #: One definition among CMake's arguments, a type behind the name or not.
 _DEFINITION = re.compile(
@@ -107,6 +115,8 @@ def main() -> None:
         )
     if is_gcc(command):
         arguments = with_flag(arguments, os.environ.get("CXXFLAGS"))
+    if not any(re.match(r"-DLLAVA_BUILD[:=]", argument) for argument in arguments):
+        arguments = [*arguments, *LESS]
     sys.stdout.write(shlex.join(arguments) + "\n")
 
 

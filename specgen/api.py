@@ -182,7 +182,7 @@ class Model:
         )
 
     def cancel(self, answer: Request) -> None:
-        """End an answer at the next step. It keeps the text that it has until then."""
+        """End an answer, at the next step if it has begun. It keeps the text that it has until then."""
         self._engine.cancel(answer)
 
     def _sampling(self, options: AnswerOptions) -> SamplerOptions:

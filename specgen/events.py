@@ -183,8 +183,9 @@ class ReadingEvent(_Event, event="reading"):
     n_prompt_tokens: int
     #: Estimated seconds until the whole prompt is read.
     left_s: float
-    #: Tokens from an answer before, and the seconds spent so far.
+    #: Tokens from an answer before, those of them that came from the disk, and the seconds spent so far.
     n_cached_tokens: int = 0
+    n_loaded_tokens: int = 0
     spent_s: float = 0.0
     #: The tokens of this piece with their log-probabilities, if a request asked for them.
     pieces: tuple[Piece, ...] = ()
@@ -222,7 +223,6 @@ class ReasonCount:
 
 
 def undrafted_text(reasons: Sequence[ReasonCount], n_rounds: int) -> str:
-    """Say why rounds drafted nothing, of `n_rounds` in all."""
     n_undrafted = sum(each.n_rounds for each in reasons)
     rounds = "1 round" if n_rounds == 1 else f"{n_rounds} rounds"
     why = "; ".join(f"{each.text} ({each.n_rounds})" for each in reasons)
@@ -325,5 +325,4 @@ EVENT_TYPES: tuple[type[Event], ...] = get_args(Event)
 
 
 def to_json_object(event: Event) -> dict[str, Any]:
-    """Return the event as a JSON-ready dict, ``event`` first."""
     return {"event": event.event, **dataclasses.asdict(event)}

@@ -42,8 +42,7 @@ NGRAMS = (2, 32)
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The shape of a draft: ``auto`` grows what is expected to save time, ``off`` a chain. ``levels``: each node of
-    depth d has `numbers[d]` children. ``walks``: `numbers[0]` independent drafts of `numbers[1]` tokens."""
+    """The shape of a draft. ``levels``: the children at each depth; ``walks``: n drafts of m tokens."""
 
     kind: Literal["auto", "off", "levels", "walks"]
     numbers: tuple[int, ...] = ()
@@ -210,7 +209,6 @@ class DraftOptions:
 
     @property
     def n_max(self) -> int:
-        """The most tokens drafted a round: the nodes of a tree."""
         usual = FIXED_LENGTH if self.policy == "fixed" else LONGEST_DRAFT
         length = usual if self.max_tokens is None else max(0, self.max_tokens)
         return self.tree.n_nodes if self.tree.is_fixed else length
@@ -329,10 +327,10 @@ class KernelOptions:
 
 def parse_size(text: str) -> int:
     """Parse a number of bytes with a unit, such as 500M or 20G. Raise `ValueError`, with the message to show."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if found is None:
         raise ValueError(f"{text!r} is not a size: give one like 500M or 20G")
-    return int(float(found[1]) * 1000 ** " kmgt".index(found[2] or " "))
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,8 +373,7 @@ class Grammar:
     text: str
     #: The answer has to be a call.
     is_call: bool = False
-    #: The grammar holds behind this mark, each time that it comes, or only if the text begins with it. The text before
-    #: is free; behind a call that has to be, only another one may follow.
+    #: The grammar holds behind this mark each time (`is_first`: only at the beginning); other text is free.
     mark: str = ""
     is_first: bool = False
     #: A pattern for the beginning of a text that is a call without a mark, which follows the rule `bare`.

@@ -52,7 +52,6 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
 
 def _parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
-    """Parse TOKEN_ID(+|-)BIAS, llama.cpp's form."""
     found = []
     for text in texts:
         match = re.fullmatch(r"(\d+)([+-].+)", text)
@@ -102,8 +101,7 @@ class SamplerOptions:
     seed: int = _sampling(
         -1, "--seed -s", "Seed of the random numbers; -1 picks one.", min=-1, max=2**63 - 1
     )
-    #: One that is not named does nothing, whatever its options; without the temperature, tokens are drawn at
-    #: temperature 1.
+    #: One that is not named does nothing; without the temperature, tokens are drawn at temperature 1.
     samplers: tuple[SamplerName, ...] = _sampling(
         DEFAULT_SAMPLERS,
         "--samplers --sampler-seq --sampling-seq",
@@ -131,8 +129,7 @@ class SamplerOptions:
     frequency_penalty: float = _repetition(
         0.0, "--frequency-penalty", "The same, for each time that they occurred."
     )
-    #: DRY: a token that would make a repetition of n tokens longer loses multiplier * base ** (n - allowed
-    #: length), from the allowed length on.
+    #: DRY: a token that makes a repetition of n tokens longer loses multiplier * base ** (n - allowed length).
     dry_multiplier: float = _repetition(
         0.0, "--dry-multiplier", "DRY: penalty of extending a repetition; 0 is off.", min=0.0
     )

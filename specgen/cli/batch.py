@@ -237,8 +237,7 @@ def _pace(tally: Tally, seconds: float, n_before: int) -> str:
 
 
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:
-    """Return the settings that decide the answers, besides the lines: the target, and the options that are
-    not at their defaults. (Drafts change nothing.)"""
+    """Return what decides the answers besides the lines: the target, and options not at their defaults."""
     found: dict[str, Any] = {"target": options.target.name}
     with contextlib.suppress(OSError):
         found["target_bytes"] = options.target.stat().st_size
@@ -261,8 +260,7 @@ def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str,
 def ray_cluster(
     address: str | None, machine: Contexts, per_worker: tuple[float | None, float | None]
 ) -> Cluster | None:
-    """Return the cluster of these options; None without one. Raise `UsageError` if Ray is not installed, the
-    address is invalid, or other options exclude it."""
+    """Return the cluster of these options; None without one. Raise `UsageError`."""
     if address is None:
         if per_worker != (None, None):
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")
@@ -300,8 +298,7 @@ def actor_job(
     cpus_per_worker: float | None,
     **how: Any,
 ) -> ActorJob:
-    """Return what an actor does; `how` are the other fields of `ActorJob`. It has another working folder, and as many
-    threads as it has CPUs, unless it has all of its node's."""
+    """Return what an actor does: with absolute paths, and as many threads as its share of the node's CPUs."""
     from specgen.serve.batch.on_ray import ActorJob
 
     options = _absolute(options)

@@ -15,7 +15,7 @@ from specgen.cli.flags.trials import TRIALS, Trials
 from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
-from specgen.errors import OutputError, UsageError
+from specgen.errors import UsageError
 from specgen.measure.bench import (
     PLAIN,
     Runs,
@@ -43,6 +43,7 @@ from specgen.options import (
     TreeShape,
     parse_tree,
 )
+from specgen.system.files import write_errors
 from specgen.system.progress import counted
 
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
@@ -103,6 +104,11 @@ _CONTEST = flags.panel(
         metavar="FILE",
         help="Write all measurements as JSON; - writes them to standard output instead of the table.",
     ),
+    html_file=Option(
+        "--html",
+        metavar="FILE",
+        help="Write a page of the results: all prompts with their answers and speed-ups, charts, and the settings.",
+    ),
     chat=flags.CHAT,
     drafting=flags.drafting.without("policy", "tree"),
     sampling=flags.sampling.without("temperature"),
@@ -128,6 +134,7 @@ def bench(
     sampling: SamplerOptions,
     machine: Contexts,
     json_file: Path | None = None,
+    html_file: Path | None = None,
     output: Output,
 ) -> int:
     """Measure what drafting gains over plain decoding, on your own prompts.
@@ -165,14 +172,13 @@ def bench(
     chosen = _parse_policies(policies or [drafting.policy])
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
-    if (
-        json_file is not None
-        and json_file != STDIO
-        and (json_file.is_dir() or not json_file.parent.is_dir())
-    ):
+    for name, file in (("--json", json_file), ("--html", html_file)):
         # Before hours of measuring.
-        what = "is a folder" if json_file.is_dir() else f"there is no folder {json_file.parent}"
-        raise UsageError(f"--json {json_file}: {what}", hint="give the path of a file")
+        if file is None or file == STDIO:
+            continue
+        if file.is_dir() or not file.parent.is_dir():
+            what = "is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+            raise UsageError(f"{name} {file}: {what}", hint="give the path of a file")
     heats = list(dict.fromkeys(temperatures or [0.0]))
     entries = entries_of(base, found, chosen, shapes, heats, open_memory())
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))
@@ -184,9 +190,17 @@ def bench(
         runs = measure(
             entries, prompts, chat=chat, n_rounds=n_rounds, progress=progress, interrupted=stop
         )
-    _show(runs, to_json_object(entries, prompts, runs, _command()), json_file)
-    for note in dict.fromkeys([*gains(figures_of(runs.results)), *_notes(runs)]):
+    document = to_json_object(entries, prompts, runs, _command())
+    is_whole = runs.error is None and not runs.is_interrupted
+    said = gains(figures_of(runs.results)) if is_whole else ()
+    notes = list(dict.fromkeys([*said, *_notes(runs)]))
+    _show(runs, document, json_file)
+    for note in notes:
         output.note(note)
+    if html_file is not None:
+        from specgen.render.pages import write_bench_page
+
+        write_bench_page(html_file, document, notes)
     if runs.error is not None:
         raise runs.error
     return stop.exit_code
@@ -229,11 +243,8 @@ def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> No
             print(line)
     if json_file is not None and json_file != STDIO:
         # A lone surrogate, from a file name that is not UTF-8, must not cost an hour's work.
-        data = f"{text}\n".encode("utf-8", "replace")
-        try:
-            json_file.write_bytes(data)
-        except OSError as error:
-            raise OutputError(f"{json_file}: cannot be written: {error.strerror}") from error
+        with write_errors(json_file):
+            json_file.write_bytes(f"{text}\n".encode("utf-8", "replace"))
 
 
 def _notes(runs: Runs) -> list[str]:

@@ -19,7 +19,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Interrupt, Output
+from specgen.cli.output import Interrupt, Output, say
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.system.progress import counted
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
+    from rich.console import Console
 
     from specgen.events import Event
     from specgen.serve.chat import Chat, Conversation
@@ -79,10 +80,11 @@ def chat(
     with contextlib.ExitStack() as stack:
         from specgen.serve.chat import Chat, check_template
         from specgen.session.calibration import calibrate
+        from specgen.session.choose_models import name_of
         from specgen.session.engine import Engine
         from specgen.train.online_learning import Learner
 
-        conversation = stack.enter_context(_kept(path, output))
+        conversation = stack.enter_context(_kept(path))
         kernels, stop = setup.machine.kernels, Interrupt(ends_process=False)
         session = stack.enter_context(
             opened(options, kernels, output, sources.drafts, check_template)
@@ -99,11 +101,14 @@ def chat(
         given = replace(conversation, system=system, files=text or conversation.files)
         if given != conversation:
             talk.change(given)
-        return _Dialogue(talk, stop, output).run(learner)
+        drafts = f"{name_of(session.draft_source)} drafts"
+        drafts = drafts if session.draft is not None else "nothing drafts"
+        about = f"{session.target.name}; {drafts}; {talk.n_ctx} tokens of context"
+        return _Dialogue(talk, stop, output, about).run(learner)
 
 
 @contextlib.contextmanager
-def _kept(path: Path | None, output: Output) -> Iterator[Conversation]:
+def _kept(path: Path | None) -> Iterator[Conversation]:
     """Yield the conversation in a file, which no other process can continue meanwhile."""
     from specgen.serve.chat import Conversation, read_conversation
     from specgen.system.files import locked
@@ -115,8 +120,6 @@ def _kept(path: Path | None, output: Output) -> Iterator[Conversation]:
     held = UsageError(f"{path}: another specgen chat has it open", hint)
     with locked(path.with_name(f"{path.name}.lock"), held):
         conversation = read_conversation(path) if path.exists() else Conversation()
-        if conversation.turns:
-            output.note(_greeting(conversation))
         yield conversation
 
 
@@ -135,22 +138,31 @@ def _greeting(conversation: Conversation) -> str:
     return f"{greeting}; the last one has no answer: /regen" if conversation.is_open else greeting
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _console() -> Console:
+    from specgen.render.streams import make_console
+
+    return make_console(sys.stderr, os.environ)
+
+
+#: How many turns are shown where a conversation goes on, and the most lines of each answer.
+_N_RECALLED, _N_LINES = 2, 8
 
 
 class _Dialogue:
     """Answers messages and carries out commands. What a command returns is the exit code of a signal, or None; it
     raises `SpecgenError` if it is not possible, and `EOFError` to end the conversation."""
 
-    def __init__(self, chat: Chat, stop: Interrupt, output: Output) -> None:
-        self._chat, self._stop, self._output = chat, stop, output
+    def __init__(self, chat: Chat, stop: Interrupt, output: Output, about: str) -> None:
+        self._chat, self._stop, self._output, self._about = chat, stop, output, about
 
     def run(self, learner: Learner) -> int:
         """Answer messages until there are no more; return the exit code."""
         failed, is_typed = 0, is_person()
+        if self._chat.conversation.turns:
+            self._output.note(_greeting(self._chat.conversation))
         if is_typed and not self._output.quiet:
-            _say("/help lists the commands; Ctrl-D ends the conversation")
+            self._recall()
+            say(f"{self._about}\n/help lists the commands; Ctrl-D ends the conversation")
         for message in typed_messages() if is_typed else piped_messages(sys.stdin.buffer):
             try:
                 learner.between_answers(begins=True)
@@ -162,7 +174,7 @@ class _Dialogue:
                 if is_lost or isinstance(error, WorkerLostError):
                     raise
                 # The conversation goes on without this answer; a pipe's exit code shows the error.
-                _say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
+                say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
                 failed = error.exit_code
                 continue
             except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
@@ -172,6 +184,8 @@ class _Dialogue:
                 continue
             finally:
                 learner.between_answers()
+            if is_typed:
+                say("")  # between turns
             if code and not (is_typed and code == 128 + signal.SIGINT):
                 return code
         return 0 if is_typed else failed
@@ -203,17 +217,28 @@ class _Dialogue:
             self._output.note(f"{cut} ({more[finished.finish_reason]})")
         return self._stop.exit_code
 
+    def _recall(self) -> None:
+        """Show the last turns, dimmed, and of a long answer the last lines."""
+        from specgen.render.rows import clean
+
+        for turn in self._chat.conversation.turns[-_N_RECALLED:]:
+            *_, answer = clean(turn.answer or "").rpartition("</think>")
+            lines = answer.strip().splitlines()
+            cut = ["..."] if len(lines) > _N_LINES else []
+            text = "\n".join([f"> {clean(turn.question)}", *cut, *lines[-_N_LINES:]])
+            _console().print(f"{text}\n", style="dim")
+
     # --- commands
 
     def help(self, _argument: str) -> None:
         usages = {f"/{name} {takes}".strip(): does for name, (takes, does, _) in _COMMANDS.items()}
         for usage, does in usages.items():
-            _say(f"{usage:<{max(map(len, usages))}}  {does}")
-        _say("A backslash at the end of a line goes on with another one. Ctrl-C stops an answer.")
+            say(f"{usage:<{max(map(len, usages))}}  {does}")
+        say("A backslash at the end of a line goes on with another one. Ctrl-C stops an answer.")
 
     def regenerate(self, _argument: str) -> int:
         if self._chat.is_greedy:
-            _say("note: at temperature 0 an answer is always the same (--temp 0.8 lets it vary)")
+            say("note: at temperature 0 an answer is always the same (--temp 0.8 lets it vary)")
         return self._answer(self._chat.regenerate())
 
     def undo(self, _argument: str) -> None:
@@ -228,11 +253,11 @@ class _Dialogue:
         """Keep the first turns."""
         conversation = self._chat.conversation
         self._chat.change(replace(conversation, turns=conversation.turns[:n]))
-        _say(f"the conversation has {counted(n, 'turn')} now")
+        say(f"the conversation has {counted(n, 'turn')} now")
 
     def system(self, text: str) -> None:
         self._chat.change(replace(self._chat.conversation, system=text or None))
-        _say(f"the system message was {'changed' if text else 'removed'}")
+        say(f"the system message was {'changed' if text else 'removed'}")
 
     def save(self, file: str) -> None:
         from specgen.serve.chat import save_conversation
@@ -241,42 +266,39 @@ class _Dialogue:
             save_conversation(Path(file).expanduser(), self._chat.conversation)
         except OutputError as error:  # a mistyped name does not end the conversation
             raise UsageError(error.message, error.hint) from None
-        _say(f"saved to {file}")
+        say(f"saved to {file}")
 
     def load(self, file: str) -> None:
         from specgen.serve.chat import read_conversation
 
         self._chat.change(read_conversation(Path(file).expanduser()))
-        _say(_greeting(self._chat.conversation))
+        say(_greeting(self._chat.conversation))
+        self._recall()
 
     def draft(self, choice: str) -> None:
         self._chat.drafts = choice == "on"
-        _say(f"drafts from now on: {self._chat.draft_name}")
+        say(f"drafts from now on: {self._chat.draft_name}")
 
     def think(self, _argument: str) -> None:
         from specgen.render.rows import clean
-        from specgen.render.streams import make_console
         from specgen.session.prompts.thoughts import thought_of
 
         last = self._chat.last
         if last is None or not (thought := thought_of(last[0].text, last[1].text)):
             raise UsageError("the last answer of this run has no thinking block")
-        console = make_console(sys.stderr, os.environ)
-        console.print(clean(thought), style="dim", soft_wrap=True)
+        _console().print(clean(thought), style="dim", soft_wrap=True)
 
     def stats(self, _argument: str) -> None:
-        from specgen.render.streams import make_console
         from specgen.render.summary import print_summary
         from specgen.render.tables import totals
 
         if self._chat.last is None:
             raise UsageError("there is no answer yet")
         prompt, last = self._chat.last
-        console = make_console(sys.stderr, os.environ)
-        print_summary(console, last, draft=prompt.draft, kernels=prompt.kernels)
+        print_summary(_console(), last, draft=prompt.draft, kernels=prompt.kernels)
         n_used, n_ctx = last.n_prompt_tokens + last.n_tokens, self._chat.n_ctx
         parts = totals(len(self._chat.answers), self._chat.answers)
-        _say(f"in all: {', '.join(parts)}, {n_used} of {n_ctx} tokens of context in use")
+        say(f"in all: {', '.join(parts)}, {n_used} of {n_ctx} tokens of context in use")
 
     def quit(self, _argument: str) -> None:
         raise EOFError

@@ -293,7 +293,7 @@ def make(
                 loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
             )
             least = builder.n_lacking(kinds)
-            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text, least)
+            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text, least, len(kinds))
             if plan.needed_s > ends_s - time.monotonic():
                 enough = math.ceil(plan.needed_s / 60.0) + 1
                 hint = f"give --minutes {enough} or more" + (
@@ -304,7 +304,7 @@ def make(
                     f"--minutes {minutes:g} is too short for {' and '.join(kinds)}: {what}", hint
                 )
             output.note(
-                f"{minutes:g} min: {plan.text_s / 60.0:.1f} for the target's text, "
+                f"{minutes:g} min: {plan.text_s / 60.0:.1f} for about {plan.n_tokens} tokens of the target's text, "
                 f"{plan.training_s / 60.0:.1f} for training, and {plan.judging_s / 60.0:.1f} for comparing drafts "
                 f"on {plan.n_judged} prompts"
             )

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 _LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
-#: How long a prompt may take to read by default, in seconds; and the tokens that are read in any case, of
-#: which the prompt's default length is a multiple.
+#: How long a prompt may take to read by default, and the tokens that are read in any case.
 _READING_S, _LEAST_READ = 5.0, 256
 
 
@@ -109,8 +108,7 @@ class _FileGap:
     mark: str = ""
 
     def write(self, middle: str) -> None:
-        """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
-        the file changed meanwhile."""
+        """Write the file with the middle in it, with its own line ends. Raise `OutputError` if it changed meanwhile."""
         from specgen.system.files import replace_bytes, write_errors
 
         assert self.path is not None
@@ -144,8 +142,7 @@ def _find_gap(
 
 
 def _in_file(place: str) -> _FileGap:
-    """Return the gap at FILE:LINE[:COLUMN]. Raise `UsageError` if the text has another form, `PromptError`
-    if the file has no such place."""
+    """Return the gap at FILE:LINE[:COLUMN]. Raise `UsageError`, or `PromptError` if there is no such place."""
     found = _LOCATION.fullmatch(place)
     if found is None:
         hint = "give FILE:LINE or FILE:LINE:COLUMN"
@@ -166,12 +163,8 @@ def _in_file(place: str) -> _FileGap:
 
 
 def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
-    """Return the prompt for a gap, and a sentence about what is not read; empty if all of it is.
-
-    Unless the user gave the size of the context, the prompt is as long as this machine reads in a few
-    seconds: on a CPU, a context full of text takes half a minute. Raise `UsageError` if the middle needs the whole
-    context.
-    """
+    """Return the prompt for a gap, and a sentence about what is not read. Unless the user gave the context's size, it
+    is as long as this machine reads in a few seconds. Raise `UsageError` if the middle needs the whole context."""
     from specgen.session.calibration import target_costs
     from specgen.session.prompts.infill import infill_prompt
 
@@ -179,10 +172,8 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
     if n_room < n_ctx // 4:
         left = f"{max(0, n_room)} of {n_ctx} tokens for the text around the gap"
-        raise UsageError(
-            f"--max-tokens {max_tokens} leaves {left}",
-            hint=f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens",
-        )
+        hint = f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens"
+        raise UsageError(f"--max-tokens {max_tokens} leaves {left}", hint)
     prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_room)
     why, n_all = f"the context has room for {n_room} tokens of text (raise -c)", len(prompt.tokens)
     if session.options.target_context.n_ctx is None and n_all > _LEAST_READ:

@@ -34,9 +34,8 @@ BUILT_IN = {
 def read_prompt(
     argument: str | None, option: str | None, files: Sequence[Path], note: Callable[[str], None]
 ) -> str:
-    """Return the prompt: the files in their order, then standard input if something is piped in, then the question
-    (`argument` or `option`), with blank lines between; `note` receives what was joined. A file or a question that is
-    `-` is standard input, read at that position. Raise `UsageError` or `PromptError`."""
+    """Return the prompt: the files, then what is piped in, then the question (`argument` or `option`), with blank lines
+    between. `-` is standard input at that position. Raise `UsageError` or `PromptError`."""
     if argument is not None and option is not None:
         raise UsageError("the prompt is given twice: PROMPT and --prompt", hint="give it once")
     question = argument if argument is not None else option
@@ -47,10 +46,8 @@ def read_prompt(
     if STDIO not in sources and not is_terminal():
         sources.insert(len(files), STDIO)
     if not sources:
-        raise UsageError(
-            "no prompt is given",
-            hint='give one, as in `specgen run "Why is the sky blue?"`, or pipe it in',
-        )
+        hint = 'give one, as in `specgen run "Why is the sky blue?"`, or pipe it in'
+        raise UsageError("no prompt is given", hint)
     given = [(name, text) for name, text in (_read(source, note) for source in sources) if text]
     if not given:
         raise PromptError("the prompt is empty", hint="give some text")
@@ -60,7 +57,8 @@ def read_prompt(
 
 
 def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
-    """Return the name of a part of the prompt, and its text without the newline at its end. A string is the question."""
+    """Return the name of a part of the prompt, and its text without the newline at its end. A string is the
+    question."""
     if isinstance(source, str):
         try:
             return "the question", utf8(source)
@@ -111,8 +109,7 @@ def is_terminal() -> bool:
 
 
 def read_template(given: str) -> str:
-    """Return a chat template: one of `BUILT_IN`, that of a model, the content of a file, or the text itself. Raise
-    `UsageError`, or what is wrong with the file."""
+    """Return a chat template: one of `BUILT_IN`, a model's, a file's, or the text itself. Raise `UsageError`."""
     from specgen.session.prompts.template import check_syntax
 
     template = BUILT_IN.get(given)

@@ -299,7 +299,6 @@ class Removal:
         return sum(map(size_of, self.files)) + in_cache
 
     def execute(self) -> None:
-        """Remove the files. Raise `FetchError` if some are left."""
         for path in self.files:
             with suppress(OSError):
                 path.unlink()
@@ -311,8 +310,7 @@ class Removal:
 
 
 def find_removal(name: str, registry: Registry) -> Removal:
-    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] in the hub's cache; without QUANT,
-    all GGUF models of it, and what interrupted downloads left. Raise `UnknownModelError` or `ModelFileError`."""
+    """Return what a name stands for, with what interrupted downloads left. Raise `ModelFileError`."""
     files: list[Path] = []
     if "/" in name:
         reference = parse_reference(name)

@@ -86,11 +86,7 @@ class Output:
     def note(self, text: str) -> None:
         if self.quiet:
             return
-        line = f"note: {self.prefix}{text}"
-        if sys.stderr.isatty():
-            columns = shutil.get_terminal_size().columns
-            line = textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
-        print(line, file=sys.stderr)
+        say(f"note: {self.prefix}{text}")
 
     def status(self, text: str) -> contextlib.AbstractContextManager[object]:
         """Show on a terminal what is being done, until it is."""
@@ -101,8 +97,7 @@ class Output:
         return make_console(sys.stderr, os.environ).status(text)
 
     def needs(self, answer: GenerationOptions) -> GenerationOptions:
-        """Return the options of an answer, with the probabilities that are shown. Raise `UsageError` if this output
-        cannot show what is asked for."""
+        """Return the options of an answer, with the probabilities that are shown. Raise `UsageError`."""
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
         if self.html is not None and not self.html.parent.is_dir():
@@ -144,7 +139,7 @@ class Output:
                 seen[type(event)] = event
                 told += [event] if self.html is not None else []
         if self.html is not None:
-            from specgen.render.replay import write_replay
+            from specgen.render.pages import write_replay
 
             write_replay(self.html, told)
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
@@ -182,6 +177,16 @@ def show_answer(
     return interrupt.exit_code if is_cut else 0, finished
 
 
+def say(text: str) -> None:
+    """Print lines on standard error, on a terminal broken between words."""
+    lines = text.split("\n")
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        whole = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+        lines = [whole(line, columns) for line in lines]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
 # --- signals
 
 #: Ctrl-C; what `kill` sends; a closed terminal (not on Windows).
@@ -191,8 +196,8 @@ _SIGNALS = tuple(
 
 
 class Interrupt:
-    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle. A second
-    one raises KeyboardInterrupt, which ends the process with the signal's exit code, if it `ends_process`."""
+    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle. A
+    second one raises KeyboardInterrupt, which ends the process with the signal's exit code, if it `ends_process`."""
 
     def __init__(self, *, ends_process: bool = True) -> None:
         self._ends_process = ends_process

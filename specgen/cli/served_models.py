@@ -41,8 +41,7 @@ _OF_ALL = {"kernels", "packed-cache"}
 
 @dataclass(frozen=True)
 class ModelLoader:
-    """Loads models for a server. `stop` tells that a signal came. Several models share `memory_bytes`; None is
-    for a model that is alone."""
+    """Loads models for a server; several share `memory_bytes`. `stop` tells that a signal came."""
 
     output: Output
     learns_across: bool
@@ -51,19 +50,15 @@ class ModelLoader:
 
     @cached_property
     def _memory(self) -> Memory:
-        """What was learnt about this machine. All models share it: costs that were measured while other
-        programs slowed the machine down are not kept in the file, but a second load uses them."""
+        """What was learnt on this machine, for all models: what is not kept in the file, a second load still uses."""
         return open_memory()
 
     def entry(self, name: str, wanted: ModelSetup) -> ModelEntry:
-        """Return a model of the server's pool. Files that are missing are fetched. It must fit into the memory, if
-        necessary with fewer answers at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or
-        `FetchError`."""
+        """Return a model of the pool, fetched if missing. It must fit into the memory, if necessary with fewer answers
+        at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`."""
         if wanted.setup.learn and not self.learns_across:
-            raise UsageError(
-                "--learn uses one user's texts to draft for the others",
-                hint="if that is acceptable, add --learn-across-requests",
-            )
+            hint = "if that is acceptable, add --learn-across-requests"
+            raise UsageError("--learn uses one user's texts to draft for the others", hint)
         sources, options = wanted.setup.find(self.output)
         name = name or sources.target.name.removesuffix(".gguf")
         if pooling_of(sources.target) is not None:
@@ -184,9 +179,8 @@ def _weights(options: SessionOptions) -> Iterator[None]:
 def read_models(
     path: Path, setup: Callable[..., ModelSetup], loader: ModelLoader
 ) -> list[ModelEntry]:
-    """Return the models of a file, or those in a folder. `setup` makes the options of one from those that
-    differ from the command line. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`;
-    files of a folder that cannot be served are left out, with a note."""
+    """Return the models of a file, or those in a folder that can be served. `setup` makes the options of one from those
+    that differ from the command line. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`."""
     models = setup().setup.models
     if models.target or models.draft or models.pair:
         raise UsageError(
@@ -249,8 +243,7 @@ def _in_folder(
 
 
 def _needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_parallel: int) -> int:
-    """Estimate the memory that a target takes with the largest of its possible `drafts`, their helpers, and
-    contexts for `n_parallel` answers. Raise `ModelFileError` if a file is no model."""
+    """Estimate the memory of a target with its largest draft, their helpers and `n_parallel` contexts."""
     target, context = options.target, options.target_context
     n_ctx = usual_n_ctx(context.n_ctx, _trained_context(target)) * n_parallel
 
@@ -263,8 +256,7 @@ def _needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_para
 
 
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
-    """Return the most tokens of a text for an embedding model, and estimate its memory. Raise `ModelFileError` if a
-    file is no model."""
+    """Return the most tokens of a text for an embedding model, and estimate its memory."""
     n_train = _trained_context(target)
     n_ctx = usual_n_ctx(context.n_ctx, n_train)
     n_ctx = min(n_ctx, n_train) if n_train else n_ctx
@@ -275,8 +267,7 @@ def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
 
 
 def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
-    """Estimate the size of a model's weights, and of its context for so many tokens, as if all layers had the most
-    heads of any."""
+    """Estimate the size of weights and context, as if all layers had the most heads of any."""
     with GgufMetadata(file) as about:
         name = about.text("general.architecture")
         n_layers = about.number(f"{name}.block_count")

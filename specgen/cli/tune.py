@@ -12,7 +12,7 @@ from specgen.cli.flags.trials import COMPARISON, Comparison
 from specgen.cli.model_loading import opened
 from specgen.errors import UsageError
 from specgen.options import ModelChoice
-from specgen.system.machine import busy_text, is_busy
+from specgen.system.machine import is_busy
 
 if TYPE_CHECKING:
     from specgen.measure.search import Search
@@ -72,7 +72,7 @@ def _keep(session: Session, search: Search | None) -> str:
     if search is None or search.is_interrupted:
         return "interrupted: not everything was measured, nothing was kept"
     if (share := search.others_share) is not None and is_busy(share):
-        return f"{busy_text(share)}: nothing was kept; tune again when the machine is idle"
+        return "nothing was kept, since the machine was busy"
     try:
         session.memory.write()
     except OSError as error:

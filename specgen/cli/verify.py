@@ -6,33 +6,20 @@ import json as json_module
 import os
 import sys
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from typer import Option
 
 from specgen.cli import flags
 from specgen.cli.flags.trials import TRIALS, Trials
 from specgen.cli.model_loading import opened
-from specgen.cli.output import Interrupt, Output
+from specgen.cli.output import Output
 from specgen.errors import DefectError, UsageError
-from specgen.measure.prompts import evenly_chosen
 from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoice, SamplerOptions
 from specgen.session.choose_models import find_models
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from specgen.measure.verify import GreedyResult, SampledResult, WayName
-    from specgen.session.prompts import Prompt
-    from specgen.session.session import Session
-    from specgen.system.progress import Progress
-
-#: How many of the prompts are answered again, several at once, and how many to find a place where samples are drawn.
-_N_AT_ONCE_PROMPTS, _N_TRIED = 6, 3
-#: The temperature of sampled checks if none is given, llama.cpp's default; the probability that any of them fails
-#: although nothing is wrong.
-_TEMPERATURE, _FALSE_ALARM = 0.8, 1e-4
+#: The temperature of sampled checks if none is given: llama.cpp's default.
+_TEMPERATURE = 0.8
 
 
 @flags.takes_options(
@@ -79,7 +66,13 @@ def verify(
     distribution. Exit code 0 means that no defect was found, 11 that one was, or that nothing was drafted.
     """
     from specgen.measure.trial import fitting_prompts
-    from specgen.measure.verify import N_SEARCHED, VerifyReport, ways_to_draft
+    from specgen.measure.verify import (
+        N_SEARCHED,
+        VerifyReport,
+        checked_instead,
+        run_checks,
+        ways_to_draft,
+    )
     from specgen.session.open import session_options
 
     if models.draft == "none":
@@ -96,8 +89,6 @@ def verify(
     if sampling.temperature <= 0.0:
         sampling = replace(sampling, temperature=_TEMPERATURE)
     options = session_options(sources, greedy_sampler, drafting, answer, machine)
-    greedy: list[GreedyResult] = []
-    sampled: list[SampledResult] = []
     ways = ways_to_draft(drafting)
     with (
         opened(options, machine.kernels, output, sources.drafts) as session,
@@ -105,16 +96,15 @@ def verify(
     ):
         n_more = 1 if check == "greedy" else N_SEARCHED + 1
         prompts, skipped = fitting_prompts(session, texts, chat, n_more)
-        if check != "sampled":
-            greedy = _greedy(session, prompts, ways, progress, stop)
-        if check != "greedy" and not stop():
-            if greedy:
-                output.note(
-                    f"{n_draws * len(ways)} draws of a token follow, which may take most of the time: --draws "
-                    "makes them fewer, --check greedy leaves them out"
-                )
-            session.change_sampling(sampling)
-            sampled = _sampled(session, prompts, ways, n_draws, progress, stop)
+        if check == "both":
+            output.note(
+                f"{n_draws * len(ways)} draws of a token come last, which may take most of the time: --draws makes "
+                "them fewer, --check greedy leaves them out"
+            )
+        how: dict[str, Any] = {"check": check, "sampling": sampling, "n_draws": n_draws}
+        greedy, sampled = run_checks(
+            session, prompts, ways, progress=progress, interrupted=stop, **how
+        )
         report = VerifyReport(
             target=options.target.name,
             draft=session.draft.name if session.draft is not None else "none",
@@ -122,11 +112,12 @@ def verify(
             draft_max=drafting.n_max,
             sampler=sampling,
             check=check,
-            greedy=tuple(greedy),
-            sampled=tuple(sampled),
+            greedy=greedy,
+            sampled=sampled,
             skipped=skipped,
             is_interrupted=stop(),
             kernels=session.target.kernels,
+            instead=checked_instead(session),
             unequal_rows=session.target.row_exception if session.target.has_kernels else "",
         )
     if json:
@@ -139,73 +130,11 @@ def verify(
     if stop():
         return stop.exit_code
     if report.verdict == "defect":
-        raise DefectError(
-            "drafting changed the text: see the report",
-            hint="please report it, with the command and the two models' names",
-        )
+        hint = "please report it, with the command and the two models' names"
+        raise DefectError("drafting changed the text: see the report", hint)
     if report.undrafted:
         raise DefectError(
             f"nothing was drafted, so nothing was checked: {', '.join(report.undrafted)}",
             hint="use other --prompts, or options that draft more (--draft-p-min 0, --ngram-min 1)",
         )
     return 0
-
-
-def _greedy(
-    session: Session,
-    prompts: Mapping[int, Prompt],
-    ways: Mapping[WayName, DraftOptions],
-    progress: Progress,
-    stop: Interrupt,
-) -> list[GreedyResult]:
-    """Check answers alone in every way to draft, and some at once in the last one, which drafts most."""
-    from specgen.measure.verify import N_AT_ONCE, check_greedy, plain_texts
-
-    progress("greedy, plain decoding", 0, 1)
-    plain = plain_texts(session, prompts, stop)
-    results: list[GreedyResult] = []
-    for way, drafting in ways.items():
-        session.change_drafting(drafting)
-        shown = partial(progress, "greedy")
-        results += check_greedy(session, prompts, plain, way=way, interrupted=stop, progress=shown)
-    if not session.why_one_sequence:
-        some = {number: prompts[number] for number in evenly_chosen(prompts, _N_AT_ONCE_PROMPTS)}
-        results += check_greedy(
-            session,
-            some,
-            plain,
-            way=way,
-            n_at_once=N_AT_ONCE,
-            interrupted=stop,
-            progress=partial(progress, "greedy, at once"),
-        )
-    return results
-
-
-def _sampled(
-    session: Session,
-    prompts: Mapping[int, Prompt],
-    ways: Mapping[WayName, DraftOptions],
-    n_draws: int,
-    progress: Progress,
-    stop: Interrupt,
-) -> list[SampledResult]:
-    """Draw at one place for each way to draft, in the answer to one of the first prompts."""
-    from specgen.measure.verify import check_sampled
-
-    tried, seed = dict(list(prompts.items())[:_N_TRIED]), max(0, session.options.sampler.seed)
-    results: list[SampledResult] = []
-    for way, drafting in ways.items():
-        session.change_drafting(drafting)
-        found = check_sampled(
-            session,
-            tried,
-            n_draws,
-            _FALSE_ALARM / len(ways),  # Bonferroni
-            seed=seed,
-            way=way,
-            interrupted=stop,
-            progress=partial(progress, f"sampled, {way}"),
-        )
-        results += [found] if found is not None else []
-    return results

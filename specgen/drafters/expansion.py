@@ -58,18 +58,10 @@ class Expansion(ABC):
     #: The independent chains of a draft that consists of such chains; and the `looks` of a `Draft`.
     walks: list[list[int]] = field(default_factory=list, init=False)
     confidences: list[float] = field(default_factory=list, init=False)
-    #: The nodes that were not looked beyond and may have children.
-    _open: list[int] = field(default_factory=list, init=False)
 
+    @abstractmethod
     def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
         """Grow from the logits beyond the root."""
-        self._take(ROOT, first)
-        while nodes := self._frontier():
-            rows = yield from rows_beyond(nodes)
-            for node, row in zip(nodes, rows, strict=True):
-                self._open.remove(node)
-                self._take(node, row)
-        return self._draft()
 
     def grow_from(self, rows: Logits) -> Drafting:
         """Grow from rows that are there already, float32[n, n_vocab]: one for the nodes of each depth."""
@@ -88,29 +80,15 @@ class Expansion(ABC):
                 return other
         return None
 
-    def _path(self, node: int) -> tuple[int, ...]:
-        """Return the tokens between the text and the children of a node."""
-        tokens: tuple[int, ...] = ()
-        while node != ROOT:
-            tokens, node = (self.tokens[node], *tokens), self.parents[node]
-        return (*self.before, *tokens)
-
     def _add(
         self, parent: int, token: int, probability: float | None, source: Distribution | None = None
-    ) -> int:
-        """Add a node behind its siblings; it gets no children if its token ends the text."""
-        node = len(self.tokens)
+    ) -> None:
+        """Add a node behind its siblings."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
         self.probabilities.append(probability)
         self.distributions.append(source)
-        if not self.is_end(token):
-            self._open.append(node)
-        return node
-
-    def _open_nodes(self) -> list[int]:
-        return [node for node in self._open if self.depths[node] < self.n_deepest - 1]
 
     def _draft(self) -> Draft:
         return Draft(
@@ -123,54 +101,71 @@ class Expansion(ABC):
             tuple(self.confidences),
         )
 
-    @abstractmethod
-    def _take(self, node: int, row: Logits) -> None:
-        """Add children of a node, or of `ROOT`, by the logits beyond it."""
-
-    @abstractmethod
-    def _frontier(self) -> list[int]:
-        """Return the nodes to look beyond next, at most `n_most`; none ends the draft."""
-
 
 @dataclass(eq=False)
 class Chain(Expansion):
     """One branch, token by token as far as the plan wants: tokens drawn at random, or the likeliest."""
 
-    _goes_on: bool = field(default=True, init=False)
+    #: What `RoundPlan.after_look` says of the tokens so far.
+    _whole: float = field(default=1.0, init=False)
 
-    def _take(self, node: int, row: Logits) -> None:
-        request, plan, path = self.request, self.plan, (*self.before, *self.tokens)
-        shaper, token, source, top = request.shaper, None, None, None
-        self._goes_on = False
+    def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
+        goes_on = self._take(first)
+        while goes_on:
+            (row,) = yield from rows_beyond((len(self.tokens) - 1,))
+            goes_on = self._take(row)
+        return self._draft()
+
+    def _take(self, row: Logits) -> bool:
+        """Add the next token, if the plan wants one. Return whether another one may follow it."""
+        request, plan, n = self.request, self.plan, len(self.tokens)
+        shaper, path, draws = request.shaper, (*self.before, *self.tokens), request.draws
+        token, source, top = None, None, None
         try:
-            if plan.stop.needs_confidence and request.draws:
+            if plan.stop.needs_confidence and draws:
                 top = shaper.top_probability(row, path)
             elif plan.stop.needs_confidence:
                 (token,), (top,) = shaper.likeliest(row, path, 1)
-            self.confidences.append(1.0 if top is None else top)
-            # Whether a token is drafted depends on the row, and not on which it is.
-            if not plan.wants_token(self.confidences):
-                return
+            confidence = 1.0 if top is None else top
+            self.confidences.append(confidence)
+            takes, goes_on, self._whole = plan.after_look(n, self._whole, confidence)
+            if not takes:
+                return False
             if token is None:
                 source = shaper.distribution(row, path)
-                token = source.draw(request.rng) if request.draws else source.mode
+                token = source.draw(request.rng) if draws else source.mode
         except NoTokenAllowedError:
-            return
-        if source is not None and request.draws:
-            self._add(node, token, source.probability(token), source)
+            return False
+        if source is not None and draws:
+            self._add(n - 1, token, source.probability(token), source)
         else:
-            self._add(node, token, top)
-        self._goes_on = plan.wants_decode(self.confidences)
-
-    def _frontier(self) -> list[int]:
-        return self._open_nodes() if self._goes_on else []
+            self._add(n - 1, token, top)
+        return goes_on and n + 1 < self.n_deepest and not self.is_end(token)
 
 
+@dataclass(eq=False)
 class Tree(Expansion):
     """Several branches."""
 
+    #: The nodes that were not looked beyond and may have children: their tokens do not end the text.
+    _open: list[int] = field(default_factory=list, init=False)
+
+    def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
+        self._take(ROOT, first)
+        while nodes := self._frontier():
+            rows = yield from rows_beyond(nodes)
+            for node, row in zip(nodes, rows, strict=True):
+                self._open.remove(node)
+                self._take(node, row)
+        return self._draft()
+
     def _take(self, node: int, row: Logits) -> None:
-        request, shape, path = self.request, self.request.shape, self._path(node)
+        """Add children of a node, or of `ROOT`, by the logits beyond it."""
+        request, shape, n_before, up = self.request, self.request.shape, len(self.tokens), node
+        path: tuple[int, ...] = ()
+        while up != ROOT:
+            path, up = (self.tokens[up], *path), self.parents[up]
+        path = (*self.before, *path)
         n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
         try:
             if request.draws:
@@ -179,6 +174,8 @@ class Tree(Expansion):
                 self._guess(node, *request.shaper.likeliest(row, path, n_guesses))
         except NoTokenAllowedError:
             return
+        added = range(n_before, len(self.tokens))
+        self._open += [child for child in added if not self.is_end(self.tokens[child])]
 
     @abstractmethod
     def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
@@ -189,7 +186,11 @@ class Tree(Expansion):
         raise NotImplementedError
 
     def _frontier(self) -> list[int]:
+        """Return the nodes to look beyond next, at most `n_most`; none ends the draft."""
         return self._open_nodes()[: self.n_most] if len(self.tokens) < self.n_max else []
+
+    def _open_nodes(self) -> list[int]:
+        return [node for node in self._open if self.depths[node] < self.n_deepest - 1]
 
 
 @dataclass(eq=False)
@@ -212,7 +213,7 @@ class Worthwhile(Tree):
             if rank == 0 or probability >= _LEAST:
                 self._add(node, token, probability)
                 self._ranks.append(rank)
-                acceptance = self._stop.acceptance(self._stop.origin, probability, rank)
+                acceptance = self._stop.rates(self._stop.origin, rank).acceptance(probability)
                 self._chances.append(before * acceptance)
 
     def _frontier(self) -> list[int]:
@@ -289,7 +290,8 @@ class Walks(Tree):
                 token = source.draw(self.request.rng)
                 child = self.child(node, token)
                 if child is None:
-                    child = self._add(node, token, source.probability(token), source)
+                    child = len(self.tokens)
+                    self._add(node, token, source.probability(token), source)
                 walk.append(child)
 
 

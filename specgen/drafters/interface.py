@@ -54,6 +54,10 @@ class CacheSlot:
     #: Holds prefixes that outlive the caches; None: there are none. What the prompt is about tells it conversations apart.
     store: PrefixStore | None = None
     subject: str = ""
+    #: Where control tokens are in the prompt: at the ends of messages, among others.
+    marks: Sequence[int] = ()
+    #: The tokens of the prefix that was loaded last; 0 if the caches held as much.
+    n_loaded: int = 0
 
     def branches(self, backend: Backend) -> Branches:
         """Return the slot's sequences in a cache."""
@@ -93,9 +97,11 @@ class CacheSlot:
         except RollbackError:  # the cells that a sliding window needs are gone
             backend.remove(own.first)
             best = 0
-        if self.store is not None:
-            best = self.store.extend(backend, self, prompt, best, n_again)
-        return best
+        store, n_known = self.store, best
+        if store is not None:
+            n_known = store.extend(backend, self, prompt, best, n_again)
+        self.n_loaded = n_known if n_known > best else 0
+        return n_known
 
 
 @dataclass(frozen=True, slots=True)

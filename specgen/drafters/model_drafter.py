@@ -13,7 +13,7 @@ from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
-from specgen.method.tables import Price
+from specgen.method.tables import FREE, Price
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
 from specgen.text.text_state import Cascade
@@ -75,7 +75,7 @@ class Guesses:
         self._n_before, self._is_open, self._draft_s = len(drafted), True, 0.0
         n_max = min(self._policy.n_max, n_room)
         found = drafters.look_up(text, n_max, n_drafted)
-        price = drafters.price(len(text))
+        price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(Offer(n_room + 1, n_max, found, drafters.model_name, price))
         whole = yield from self._timed(drafters.propose(text, plan, n_drafted))
         guess = plan.stop.cut(whole)
@@ -208,21 +208,25 @@ class ModelDrafter(Drafter):
             draft = yield from made.grow(first, self._guessed(made, context, n_drafted, rows))
             self._guesses.settle(made.tokens)
             return replace(draft, guesses=self._guesses.in_words())
-        self._tree = made if request.branches else None
-        self._branches.begin()
 
         def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+            if self._tree is None:  # the cache holds all of the chain but its last token
+                rows = yield from self._decode(made.tokens[-1:], n_wanted=1)
+                return rows[:, : self._n_shared_tokens]
             batch = Batch()
             for node in nodes:
                 position = self._n_text - self.n_skipped + made.depths[node]
                 branch = self._branches.follow(node, made.parents[node], position)
                 batch.add(made.tokens[node], position, (branch,), True)
-            rows: Logits = yield Ask(backend, batch, self._costs)
+            rows = yield Ask(backend, batch, self._costs)
             # Each node needs a branch and a row of logits.
             made.n_most = min(len(self._branches.free), backend.n_outputs)
             return rows[:, : self._n_shared_tokens]
 
-        made.n_most = min(len(self._branches.free), backend.n_outputs)
+        if request.branches:
+            self._tree = made
+            self._branches.begin()
+            made.n_most = min(len(self._branches.free), backend.n_outputs)
         return (yield from made.grow(first, rows_beyond))
 
     def rewind(self, n_tokens: int) -> None:
@@ -346,10 +350,10 @@ class ModelDrafter(Drafter):
         backend, logits = self._backend, None
         first = backend.length(self._sequence)
         for start in range(0, len(tokens), backend.n_batch):
-            batch = Batch()
-            for index in range(start, len(tokens))[: backend.n_batch]:
-                wants = index >= len(tokens) - n_wanted
-                batch.add(tokens[index], first + index, (self._sequence,), wants)
+            part, at = list(tokens[start : start + backend.n_batch]), first + start
+            n = len(part)
+            wants = [index >= len(tokens) - n_wanted for index in range(start, start + n)]
+            batch = Batch(part, [*range(at, at + n)], [(self._sequence,)] * n, wants)
             logits = yield Ask(backend, batch, self._costs)
         assert logits is not None, "at least one token is decoded"
         return logits

@@ -12,7 +12,7 @@ from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_contexts import MtpContext
 from specgen.llama.draft_models import MtpModel
-from specgen.llama.mtp_layers import holds_mtp_only
+from specgen.llama.gguf_file import holds_mtp_only
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.tables import Price
 from specgen.system.arrays import Hidden, Logits

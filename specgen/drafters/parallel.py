@@ -69,8 +69,11 @@ class ParallelDrafter(ModelDrafter):
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         request, shape = self._request, self._request.shape
         n_rows = min(plan.n_max, self._n_most, request.n_deepest or plan.n_max)
-        looks = ([self._usual] * n for n in range(1, n_rows))
-        n_rows = next((len(each) for each in looks if not plan.wants_decode(each)), n_rows)
+        n, whole, goes_on = 1, 1.0, True
+        while goes_on and n < n_rows:
+            _, goes_on, whole = plan.after_look(n - 1, whole, self._usual)
+            n += goes_on
+        n_rows = n
         if request.branches and shape.is_fixed:
             n_rows = min(n_rows, shape.n_levels)
         n_rows = self._make_room(len(context), n_rows)

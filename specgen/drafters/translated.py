@@ -51,6 +51,8 @@ Spelled: TypeAlias = list[tuple[int, int]]
 def n_unfinished(data: bytes) -> int:
     """Count the bytes of an incomplete character at the end of `data`: 0 to 3. Bytes that cannot start a
     character are not counted."""
+    if data[-1:].isascii():
+        return 0
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(data[-3:])
     return len(decoder.getstate()[0])
@@ -95,7 +97,7 @@ class Lexicon:
         for token_id in range(self.vocabulary.n_tokens):
             data = self.vocabulary.token_bytes(token_id)
             is_new = bool(data) and data not in tokens
-            exact = [(token_id, data)]
+            exact = [(token_id, len(data))]
             if is_new or (data and self._exact(data.decode(errors="replace")) == exact):
                 tokens[data] = token_id
         return tokens
@@ -108,12 +110,14 @@ class Lexicon:
 
     def spell(self, data: bytes) -> Spelled:
         """Return the canonical spelling of a text by itself."""
-        spelled: Spelled = []
-        offset = 0
+        spelled, offset = Spelled(), 0
         for number, run in enumerate(_STRAY.split(data.decode("utf-8", "surrogateescape"))):
-            raw = run.encode("utf-8", "surrogateescape")
-            is_text = raw and not number % 2
-            spelled += self._of_text(run, offset) if is_text else self._of_bytes(raw, offset)
+            raw, found = run.encode("utf-8", "surrogateescape"), None
+            if number % 2:
+                found = self._of_bytes(raw, offset)
+            elif raw:
+                found = self._exact(run, offset)
+            spelled += self._of_parts(run, offset) if found is None else found
             offset += len(raw)
         return spelled
 
@@ -137,20 +141,16 @@ class Lexicon:
         keys = sorted(self.tokens)
         return keys, np.array([self.tokens[key] for key in keys], np.int64)
 
-    def _of_text(self, text: str, offset: int) -> Spelled:
-        """Spell a text that starts at an offset."""
-        tokens = self._exact(text)
-        if tokens is not None:
-            spelled: Spelled = []
-            for token, piece in tokens:
-                offset += len(piece)
-                spelled.append((token, offset))
-            return spelled
-        if len(text) == 1:
+    def _of_parts(self, text: str, offset: int) -> Spelled:
+        """Spell a text of which some part has no token: that is separated from the rest."""
+        if len(text) <= 1:
             return self._of_bytes(text.encode(), offset)
-        # A part of the text has no token: separate it from the rest.
-        first, second = text[: len(text) // 2], text[len(text) // 2 :]
-        return self._of_text(first, offset) + self._of_text(second, offset + len(first.encode()))
+        spelled, half = Spelled(), len(text) // 2
+        for part in (text[:half], text[half:]):
+            found = self._exact(part, offset)
+            spelled += self._of_parts(part, offset) if found is None else found
+            offset += len(part.encode())
+        return spelled
 
     def _of_bytes(self, data: bytes, offset: int) -> Spelled:
         spelled: Spelled = []
@@ -163,20 +163,24 @@ class Lexicon:
             start = end or start + 1
         return spelled
 
-    def _exact(self, text: str) -> list[tuple[int, bytes]] | None:
-        """Return the tokenizer's tokens and their bytes, without the token or space that it adds at the start; None if
-        the bytes are not those of the text."""
-        text, data = self._anchor + text, text.encode()
-        tokens = self.vocabulary.tokenize(text, add_special=False, parse_special=False)
-        pieces, first = list(map(self.vocabulary.token_bytes, tokens)), 0
+    def _exact(self, text: str, offset: int = 0) -> Spelled | None:
+        """Spell a text that starts at an offset with the tokenizer's tokens, without the token or space that it adds at
+        the start; None if the bytes are not those of the text."""
+        data, vocabulary = text.encode(), self.vocabulary
+        tokens = vocabulary.tokenize(self._anchor + text, add_special=False, parse_special=False)
+        pieces = list(map(vocabulary.token_bytes, tokens))
         if not (found := b"".join(pieces)).endswith(data):
             return None
-        n_added = len(found) - len(data)  # by the anchor, and by the tokenizer before it
-        # A token without bytes stands for something unknown: an anchor that has no token.
-        while first < len(tokens) and (n_added > 0 or not pieces[first]):
-            n_added -= len(pieces[first])
-            first += 1
-        return list(zip(tokens, pieces, strict=True))[first:] if n_added == 0 else None
+        end, spelled = len(data) - len(found), Spelled()  # before 0 the anchor, and what was added
+        for token, piece in zip(tokens, pieces, strict=True):
+            is_added = end < 0 or not (piece or spelled)
+            end += len(piece)
+            # A token without bytes stands for something unknown: an anchor that has no token.
+            if not is_added:
+                spelled.append((token, offset + end))
+            elif end > 0:
+                return None
+        return spelled
 
 
 class DraftText:
@@ -325,9 +329,11 @@ class Translation:
             draft_prompt = [theirs] if self.draft.add_bos and theirs >= 0 else []
         return DraftText(draft_prompt, n_prompt, self.target, self.draft_lexicon)
 
-    def translate(self, draft: Draft, before: bytes, held_back: bytes) -> Draft:
+    def translate(
+        self, draft: Draft, before: bytes, held_back: bytes, looks: Sequence[float] = ()
+    ) -> Draft:
         """Translate a chain to the target's tokens. `before` is the end of the text so far; `held_back` is
-        the end of `before`, and the draft's tokens start with it."""
+        the end of `before`, and the draft's tokens start with it. `looks` are those of the result."""
         data, end, end_chance = b"", None, None
         starts: list[tuple[int, float | None]] = []
         for token, probability in zip(draft.tokens, draft.probabilities, strict=True):
@@ -339,8 +345,9 @@ class Translation:
             # What is held back counts as the start of what follows.
             starts.append((max(0, len(data) - len(held_back)), probability))
             data += piece
+        nothing = Draft.chain((), "", looks=looks) if looks else NO_DRAFT
         if not data.startswith(held_back):
-            return NO_DRAFT
+            return nothing
         data = data[len(held_back) :]
         # A part of a character is left out, since the whole character may be spelled differently;
         # unless the text itself has broken off in the middle of it.
@@ -348,17 +355,15 @@ class Translation:
         if n_open <= len(data):
             data = data[: len(data) - n_open]
         tokens, chances, n_spelled = list[int](), list[float | None](), 0
+        place, n_starts = 0, len(starts)
         for token, token_end in self._target_lexicon.spell_after(before, data):
             if token_end - n_spelled != len(self.target.token_bytes(token)):
                 break  # bytes in between have no token
             # Of several tokens for one of the draft's, the first has its probability, the others 1.
             chance: float | None = 1.0
-            for offset, probability in starts:
-                if n_spelled <= offset < token_end:
-                    if chance is not None and probability is not None:
-                        chance *= probability
-                    else:
-                        chance = None
+            while place < n_starts and starts[place][0] < token_end:
+                probability, place = starts[place][1], place + 1
+                chance = None if chance is None or probability is None else chance * probability
             tokens.append(token)
             chances.append(chance)
             n_spelled = token_end
@@ -366,7 +371,7 @@ class Translation:
             if end is not None and n_spelled == len(data) and not n_open:
                 tokens.append(end)
                 chances.append(end_chance)
-        return Draft.chain(tokens, draft.origins[0], chances) if tokens else NO_DRAFT
+        return Draft.chain(tokens, draft.origins[0], chances, looks=looks) if tokens else nothing
 
 
 class PrefixShaper(Shaper):
@@ -433,7 +438,8 @@ class TranslatedDrafter(Drafter):
         text = self.text
         text.follow(context, self.drafted)
         self.drafted = NO_DRAFT
-        n_held_back = self._n_to_hold_back() if self._holds_back else 0
+        shown = text.last_bytes(_SHOWN)
+        n_held_back = self._n_to_hold_back(shown) if self._holds_back else 0
         if n_held_back:
             text.hold_back(n_held_back)
         if text.n_unchanged < self._n_seen:
@@ -446,14 +452,15 @@ class TranslatedDrafter(Drafter):
         if n_held_back:
             plan = replace(plan, n_max=plan.n_max + n_held_back, n_given=n_held_back)
         self.drafted = yield from self.inner.propose(text.tokens, plan)
-        draft = self._translation.translate(self.drafted, text.last_bytes(_SHOWN), held_back)
-        draft = draft.first(plan.n_max - n_held_back)
-        return replace(draft, looks=self.drafted.looks[n_held_back:])
+        looks = self.drafted.looks[n_held_back:]
+        draft = self._translation.translate(self.drafted, shown, held_back, looks)
+        n_max = plan.n_max - n_held_back
+        return draft if len(draft.tokens) <= n_max else draft.first(n_max)
 
-    def _n_to_hold_back(self) -> int:
+    def _n_to_hold_back(self, shown: bytes) -> int:
         """Return the number of the drafter's tokens at the end of the text that longer ones may replace: those of an
         incomplete character, or a last token of white space, where vocabularies differ most."""
-        n_bytes = n_unfinished(self.text.last_bytes(_SHOWN))
+        n_bytes = n_unfinished(shown)
         for n_tokens in range(1, _MAX_HELD_BACK + 1):
             ending = self.text.ending(n_tokens)
             if len(ending) >= n_bytes:

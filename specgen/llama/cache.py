@@ -24,11 +24,8 @@ _PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 class Cache:
     """llama.cpp's memory of a native `context` of a model: the cells or states of each sequence.
-
-    llama.cpp gives cells outside the sliding window of their sequence's end to any sequence that asks for some. A
-    rollback moves the end back, and may then need them. But llama.cpp never takes a cell that belongs to two sequences.
-    So `guards` names a second sequence, with the same cells, for each sequence whose cells must stay.
-    """
+    llama.cpp gives cells outside the sliding window of their sequence's end to others. A rollback may need them, so
+    `guards` names a second sequence for each whose cells must stay: cells of two sequences are never taken."""
 
     def __init__(self, model: LlamaModel, context: Any, guards: Mapping[int, int]) -> None:
         self.name, self.n_window, self.call = model.name, model.n_window, model.call
@@ -43,8 +40,6 @@ class Cache:
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def with_guards(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
-        if not self._guards:
-            return sequences
         guards = (self._guards[each] for each in sequences if each in self._guards)
         return (*sequences, *guards)
 
@@ -53,7 +48,7 @@ class Cache:
             llama_cpp.llama_memory_seq_cp(self._memory, source, each, start, end)
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        for each in self.with_guards((sequence,)):
+        for each in self.with_guards((sequence,)) if self._guards else (sequence,):
             if not llama_cpp.llama_memory_seq_rm(self._memory, each, start, -1):
                 raise RollbackError(
                     f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
@@ -66,8 +61,7 @@ class Cache:
     def saved(
         self, sequence: int, flags: int = 0, buffer: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
-        """Return the state of a sequence, in `buffer` if it is large enough: uint8[n_bytes]. `flags` are llama.cpp's;
-        0 is the whole state. Raise `BackendError`."""
+        """Return the state of a sequence, in `buffer` if it is large enough: uint8[n_bytes]. Raise `BackendError`."""
         n_bytes = self.saved_bytes(sequence, flags)
         if buffer is None or len(buffer) < n_bytes:
             buffer = np.empty(n_bytes, np.uint8)
@@ -101,8 +95,7 @@ class Cache:
             llama_cpp.llama_memory_seq_cp(self._memory, sequence, guard, 0, -1)
 
     def check_window(self, sequence: int, start: int) -> None:
-        """Raise `RollbackError` if a token decoded at `start` would miss a part of its sliding window: a sequence without
-        a guard can have lost cells. It sees nothing in a model with a recurrent state."""
+        """Raise `RollbackError` if a token at `start` would miss cells of its window, which a guard would have kept."""
         first = int(llama_cpp.llama_memory_seq_pos_min(self._memory, sequence))
         if self.n_window and first > max(0, start + 1 - self.n_window):
             raise RollbackError(
@@ -136,16 +129,10 @@ def restore_part(cache: Cache, sequence: int, state: NDArray[np.uint8], position
 
 
 class StateCopies:
-    """Keeps at most one copy of the recurrent state of each sequence.
-
-    With `n_shared` sequences, copies are inside the cache: sequence `n_shared` + s shares the cell of the state of s.
-    When s goes on, it leaves the shared cell and writes its new state to a free one. It has to write this state anyway,
-    so a copy costs only a few flags, but the cache needs twice the cells.
-
-    With 0, copies are outside the cache, in the memory of the process. They are read from the device and written back,
-    and hold only the recurrent part of the state where llama.cpp can separate it: the attention cells of a hybrid model
-    stay in the cache, and `restore` drops the later ones.
-    """
+    """Keeps at most one copy of the recurrent state of each sequence. With `n_shared` sequences, sequence `n_shared` +
+    s of the cache shares the cell of the state of s, which leaves the cell when it goes on: a copy costs only flags,
+    but the cache needs twice the cells. With 0, copies are in the process's memory, and hold only the recurrent part of
+    the state: `restore` drops the later attention cells of a hybrid model."""
 
     def __init__(self, cache: Cache, n_shared: int) -> None:
         self.cache = cache
@@ -190,8 +177,7 @@ class StateCopies:
 # A removal only changes the remembered text of the sequence. Before the sequence's next decode, the cache is made to
 # agree with the text: tokens that must be decoded again come before the new rows in the same batch.
 
-#: The most tokens that are decoded again, in each round, before the new rows. If there are more, they are decoded once
-#: in a separate decode, and the state after them is copied. (6 is best for a GPU and 0 for a small model on a CPU.)
+#: The most tokens decoded again in each round; more of them are decoded once, and the state is copied.
 _MAX_REPEATED = 3
 
 
@@ -219,8 +205,7 @@ class _Text:
 
 
 class Rewinder:
-    """Decodes for a context with recurrent states, and rolls them back. `decode` decodes a batch of at most `n_rows` rows.
-    `n_snapshots` is the number of tokens that llama.cpp's snapshots can go back; 0 if there are none."""
+    """Decodes, at most `n_rows` rows at once, for a context with recurrent states, and rolls these back."""
 
     def __init__(
         self, copies: StateCopies, decode: Callable[[Batch], Logits], n_rows: int, n_snapshots: int
@@ -270,8 +255,7 @@ class Rewinder:
             text.copied_at = None
 
     def decode(self, batch: Batch) -> Logits:
-        """Decode a batch that continues the texts of its sequences, after any pending rollback. Raise `BackendError`, or
-        `RollbackError` if the rollback fails."""
+        """Decode a batch behind the texts of its sequences, after any pending rollback. Raise `BackendError`."""
         n_rows = self._check(batch)
         for sequence in n_rows:
             self._agree(sequence)
@@ -292,8 +276,7 @@ class Rewinder:
         return logits
 
     def _check(self, batch: Batch) -> Counter[int]:
-        """Return the number of rows of each sequence. Raise `BackendError` for a wrong position, of which llama.cpp would
-        only warn."""
+        """Return the rows of each sequence. Raise `BackendError` for a wrong position: llama.cpp would only warn."""
         n_rows: Counter[int] = Counter()
         for position, sequences in zip(batch.positions, batch.sequences, strict=True):
             if len(sequences) != 1:
@@ -330,16 +313,14 @@ class Rewinder:
         text.n_cached = text.snapshots_from = text.n_agreed
 
     def _copy_if_due(self, sequence: int, n: int, n_whole: Counter[int]) -> None:
-        """Copy the state before n rows are decoded that may be dropped, unless snapshots will be enough. `n_whole` counts
-        all rows of each sequence."""
+        """Copy the state before n rows that may be dropped, unless snapshots (of `n_whole` rows) will be enough."""
         text = self._texts[sequence]
         if not text.checkpoint_due:
             return
         text.checkpoint_due = False
         reach = self._reach(n_whole[sequence], n_whole)
         if reach >= n or (reach == n - 1 and n > 1):
-            # In the second case snapshots do not help if all n rows are dropped, which is rare: the text is then
-            # decoded from its beginning.
+            # In the second case the text is decoded again if all n rows are dropped, which is rare.
             return
         if text.n_missing and text.copied_at is not None and text.n_missing <= _MAX_REPEATED:
             return
@@ -386,8 +367,7 @@ class Rewinder:
         return logits
 
     def _reach(self, n: int, n_rows: Counter[int]) -> int:
-        """Return how many tokens snapshots go back after a decode of n rows of a sequence: 0 if a later part of a batch of
-        unequal sequences may move the cell of an earlier one."""
+        """Return how far snapshots go back after n rows; 0 where parts of unequal sequences may move cells."""
         if len(n_rows) > 2 and len(set(n_rows.values())) > 1:
             return 0
         return min(n - 1, self._n_snapshots)

@@ -20,6 +20,7 @@ from specgen.errors import (
     DecodeEndedError,
     MemoryLimitError,
     ModelFileError,
+    RollbackError,
     UsageError,
     WorkerLostError,
 )
@@ -52,20 +53,12 @@ class ComputedRows(Protocol):
 
 
 class LlamaBackend:
-    """A context of a model: its KV cache, and the decoding of batches.
-
-    `n_ctx` is in tokens, `n_sequences` the number of sequence ids, `n_outputs` the most rows of logits that one batch
-    may want. `n_rollback` is the most rows of a batch that are likely to be dropped again (None: `n_outputs` - 1);
-    models with a recurrent state may keep a snapshot for each. If each text has several sequences, its own and then
-    those of its branches, `n_branches` is their number: a model with a sliding window then keeps what a rollback needs
-    for the texts' own sequences only. `on_tensor` is a native callback that sees the computed tensors; its owner must
-    keep it alive. `is_mtp` opens a context of the model's MTP layers, which have no recurrent state. `other` is the
-    native context of a target, whose matrices a draft without its own takes. `clock` gives seconds and is read before
-    and after each decode. Raises `MemoryLimitError` if the cache does not fit, `UsageError` if the options exclude each
-    other, `ModelFileError` if the model has no KV cache, `BackendError` otherwise.
-
-    Its creator closes it. Its model may be closed earlier; the context then decodes nothing more.
-    """
+    """A context of a model: its KV cache, and the decoding of batches. Its creator closes it. `n_ctx` is in tokens; one
+    batch may want `n_outputs` rows of logits, of which `n_rollback` are likely to be dropped again (None: all but one).
+    Each text has `n_branches` sequences, its own first: with a sliding window, only these keep what a rollback needs.
+    `on_tensor` is a native callback that sees the computed tensors; its owner keeps it alive. `is_mtp` opens a context
+    of the MTP layers; `other` is the native context of a target, whose matrices a draft takes. Raises
+    `MemoryLimitError`, `UsageError`, `BackendError`, and `ModelFileError` if the model has no KV cache."""
 
     def __init__(
         self,
@@ -101,7 +94,7 @@ class LlamaBackend:
         n_rollback = n_outputs - 1 if n_rollback is None else n_rollback
         context = open_context(model, options, size, n_rollback)
         self.handle, self._n_snapshots = context.handle, context.n_snapshots
-        model.hold()
+        model.loaded.share()
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
         self.is_unwanted: Callable[[], bool] | None = None
         #: Which rows of the output matrix are computed; None: all.
@@ -141,13 +134,10 @@ class LlamaBackend:
             self.decode_s = before_s + self._clock() - started
 
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
-        """Decode as `decode` does, and also return the final hidden states (after the last norm) of the rows that want
-        logits: float32[n_wanted, n_embd]. Both are valid until the next decode. With `all_rows` they are the states of
-        all rows that a draft reads: those for MTP layers, or the inputs of the layers of `hand_out`.
-
-        Without `all_rows` llama.cpp computes an output for each row of a batch, which is expensive for a prompt. Raise
-        `BackendError` then also for models with a recurrent state: more rows may be decoded again.
-        """
+        """Decode, and also return the final hidden states of the rows that want logits: float32[n_wanted, n_embd], or
+        with `all_rows` those that a draft reads, of all rows. Without it, llama.cpp computes an output for each row:
+        that is expensive for a prompt. Raise `BackendError` then also for a recurrent model, which may decode more rows
+        again."""
         if all_rows:
             return self._decode_all_rows(batch)
         if self._rewinder is not None:
@@ -162,7 +152,8 @@ class LlamaBackend:
             hidden = self._values_at(pointer, len(batch), self.model.n_embd)
         finally:
             llama_cpp.llama_set_embeddings(self.handle, False)
-        logits = self._view(len(batch))
+        pointer = llama_cpp.llama_get_logits(self.handle)
+        logits = self._values_at(pointer, len(batch), self.n_vocab)
         wanted = np.flatnonzero(batch.wants_logits)
         return (logits, hidden) if len(wanted) == len(batch) else (logits[wanted], hidden[wanted])
 
@@ -185,11 +176,6 @@ class LlamaBackend:
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.handle)
         return self._values_at(pointer, n_rows, self.model.n_embd_out)
 
-    def _view(self, n_rows: int) -> Logits:
-        if n_rows == 0:
-            return np.empty((0, self.n_vocab), np.float32)
-        return self._values_at(llama_cpp.llama_get_logits(self.handle), n_rows, self.n_vocab)
-
     def _values_at(self, pointer: Any, n_rows: int, n_values: int) -> NDArray[np.float32]:
         if not pointer:
             raise BackendError(f"{self.model.name}: llama.cpp gave no results")
@@ -201,8 +187,7 @@ class LlamaBackend:
         return memory[:size].reshape(n_rows, n_values)
 
     def hand_out(self, layers: Sequence[int]) -> None:
-        """Let `decode_hidden` with `all_rows` return the inputs of these layers from now on, one behind the other. The
-        architecture must be one of `draft_models.HOOKED`."""
+        """Let `decode_hidden` with `all_rows` return the inputs of these layers (of a model in `HOOKED`)."""
         for layer in set(layers) - set(self._layers):
             set_layer_input(self.handle, layer, True)
         self._layers = tuple(layers)
@@ -211,22 +196,21 @@ class LlamaBackend:
         if self.model.is_closed:
             self.model.check_open()
         n_wanted = self._rows.fill(batch)
-        started = self._clock()
-        rows = self.computed_rows
-        with (
-            contextlib.nullcontext() if rows is None else rows.limit(batch.tokens),
-            self._ended_if_unwanted(),
-        ):
-            status: int = self._decode_native(self.handle, self._rows.native)
+        started, rows, status = self._clock(), self.computed_rows, 0
+        if rows is None and self.is_unwanted is None:
+            status = self._decode_native(self.handle, self._rows.native)
+        else:
+            limit = contextlib.nullcontext() if rows is None else rows.limit(batch.tokens)
+            with limit, self._ended_if_unwanted():
+                status = self._decode_native(self.handle, self._rows.native)
         self.decode_s += self._clock() - started
-        if status == _ENDED:
-            if self._rewinder is None:  # llama.cpp drops the new cells, but not those of guards
-                starts = dict(
-                    zip(reversed(batch.sequences), reversed(batch.positions), strict=True)
-                )
-                for sequences, start in starts.items():
-                    for sequence in sequences:
+        if status != 0 and self._rewinder is None:  # the cache may hold a part of the batch
+            starts = dict(zip(reversed(batch.sequences), reversed(batch.positions), strict=True))
+            for sequences, start in starts.items():
+                for sequence in sequences:
+                    with contextlib.suppress(RollbackError):
                         self._cache.remove(sequence, start)
+        if status == _ENDED:
             raise DecodeEndedError(f"{self.model.name}: a decode was ended")
         if status != 0:
             raise BackendError(
@@ -234,8 +218,10 @@ class LlamaBackend:
                 f"position {batch.positions[0]} of {self.n_ctx} ({_DECODE_ERRORS.get(status)}, "
                 f"status {status}): {last_error()}"
             )
-        self.n_decoded_rows += len(batch)
-        return self._view(n_wanted)
+        self.n_decoded_rows += len(batch.tokens)
+        if n_wanted == 0:
+            return np.empty((0, self.n_vocab), np.float32)
+        return self._values_at(llama_cpp.llama_get_logits(self.handle), n_wanted, self.n_vocab)
 
     @contextlib.contextmanager
     def _ended_if_unwanted(self) -> Iterator[None]:
@@ -273,7 +259,7 @@ class LlamaBackend:
     def length(self, sequence: int) -> int:
         if self._rewinder is not None:
             return len(self._rewinder.text(sequence))
-        return self._cache.length(sequence)
+        return len(self._texts[sequence])
 
     def text(self, sequence: int) -> Sequence[int]:
         if self._rewinder is not None:
@@ -288,8 +274,7 @@ class LlamaBackend:
         return self._cache.saved(sequence)
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
-        """Let a sequence hold a text whose state another context saved. Return whether llama.cpp took it; the
-        sequence is empty if not."""
+        """Let a sequence hold a text whose state was saved; return whether llama.cpp took it (else it is empty)."""
         self.remove(sequence)
         if self._rewinder is not None:
             is_taken = self._rewinder.restore(sequence, tokens, state)
@@ -338,7 +323,7 @@ class LlamaBackend:
             with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self.model.call(llama_cpp.llama_free, self.handle)
             self.handle = None
-            self.model.let_go()
+            self.model.loaded.release()
 
 
 def _decode(context: Any, batch: Any) -> int:
@@ -457,14 +442,10 @@ def n_native_sequences(model: LlamaModel, n_branches: int) -> int:
 def open_context(
     model: LlamaModel, options: ContextOptions, size: ContextSize, n_rollback: int
 ) -> OpenContext:
-    """Open a native context.
-
-    Snapshots of `n_rollback` tokens are used if the model's architecture supports them and they fit into memory. Without
-    them, a context for a model with a recurrent state has twice as many sequences (see `StateCopies`). If the model has
-    a sliding window and there are several sequences, those of texts get guards. Those of branches get none: they are
-    removed before other rows are decoded, or do not become longer than a draft. Raise `MemoryLimitError` if the context
-    does not fit, `UsageError` if its options exclude each other.
-    """
+    """Open a native context, with snapshots of `n_rollback` tokens where the architecture has them and they fit.
+    Without them, a recurrent model has twice as many sequences (`StateCopies`). With a sliding window and several
+    sequences, those of texts get guards; those of branches do not outlive a draft. Raise `MemoryLimitError`,
+    `UsageError`."""
     _check_cache_types(options)
     is_guarded = model.n_window > 0 and size.n_sequences > 1
     guarded = range(0, size.n_sequences, size.n_branches) if is_guarded else range(0)

@@ -41,8 +41,8 @@ CELL_TYPE, VOCABULARY_TYPE = "q8_0", "q4_0"
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of heads, and the target that they were made for. n_embd is the size of a hidden state, n_inner that of
-    the argument of silu. Matrices that are multiplied with the same vector are stored as one."""
+    """The weights of heads, and the target that they were made for. n_embd is the size of a hidden state, n_inner that
+    of the argument of silu. Matrices that are multiplied with the same vector are stored as one."""
 
     #: The target's name, the sizes of its hidden states and of its vocabulary, and the digest of its vocabulary.
     target: str
@@ -66,12 +66,9 @@ class HeadWeights:
 
 
 class DecoderHeads:
-    """Loaded heads, which must be closed. A state is a predicted hidden state, float32[n_embd].
-    `compute_s` are the seconds spent in predictions so far. Raises `ModelFileError` if the file has no heads, or is
-    damaged."""
+    """Loaded heads. A state is a predicted hidden state, float32[n_embd]. Raises `ModelFileError`."""
 
     def __init__(self, path: Path, clock: Callable[[], float], n_threads: int) -> None:
-        self.path = path
         self.weights = weights = read_heads(path)
         self._clock = clock
         self._n_threads = n_threads
@@ -92,18 +89,6 @@ class DecoderHeads:
 
     def close(self) -> None:
         self._resources.close()
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def n_vocab(self) -> int:
-        return self.weights.n_vocab
-
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        return self.weights.tokens
 
     def begin(self, hidden: Hidden, token: int) -> Hidden:
         """Return the state after `token`, which the target chose from a hidden state, as float32[1, n_embd]."""

@@ -13,14 +13,14 @@ import numpy as np
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.draft_models import AssistantModel, DflashModel, EagleModel, TrainedModel
+from specgen.llama.gguf_file import WANTED_ROWS_ONLY
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
-from specgen.llama.mtp_layers import WANTED_ROWS_ONLY
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.hidden_trail import HiddenTrail, most_states
+from specgen.text.hidden_trail import HiddenTrail
 
 #: The most nodes of a tree that are decoded at once.
 _WIDEST = 8
@@ -47,12 +47,9 @@ class Rows(NamedTuple):
 
 class StatesContext(LlamaBackend):
     """A context of a draft that reads what its target computes; `n_slots` texts of `n_ctx` tokens share it.
-
-    The target's hidden states are kept along each slot's text (`trails`), for rows that the draft may still have to
-    read. A row of a batch has a token and the hidden state before it (`Batch.hidden`; None: zeros). Logits are those of
-    the first `n_shared_tokens` tokens, which the vocabularies share. Close it before the context of the `target`, which
-    from now on hands out the inputs of the layers that the draft reads.
-    """
+    `trails` keep the target's states that the draft may still have to read. A row of a batch has a token and the state
+    before it (`Batch.hidden`; None: zeros). Logits are of the first `n_shared_tokens` tokens, which the vocabularies
+    share. Close it before the context of the `target`, which from now on hands out the inputs of the draft's layers."""
 
     def __init__(
         self,
@@ -79,8 +76,7 @@ class StatesContext(LlamaBackend):
             other=target.handle if target is not None else None,
         )
         self._n_shared_tokens = n_shared_tokens
-        n_most = most_states(kind.n_read, n_slots)
-        self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
+        self.trails = tuple(HiddenTrail() for _ in range(n_slots))
         #: The draft's hidden state after each sequence's last row that wanted logits.
         self._states: dict[int, Hidden] = {}
         if kind.states != "none":
@@ -134,14 +130,9 @@ class StatesContext(LlamaBackend):
 
 
 class MtpContext(StatesContext):
-    """A context of an MTP layer: a cache of that layer, beside the target's own.
-
-    The row of a token has the hidden state before it: the target's or, for a drafted token, the layer's own. Raises
-    `BackendError` if the model was loaded without MTP layers.
-
-    Of several layers each has a context of its own (`layers`), since llama.cpp computes one of them at a
-    time, and a row of the cache is of one layer only. The first layer's context opens and closes the others.
-    """
+    """A context of an MTP layer: a cache of that layer, beside the target's own. The row of a token has the state
+    before it: the target's or, for a drafted token, the layer's own. llama.cpp computes one layer at a time, so each
+    has a context; the first opens and closes the others (`layers`). Raises `BackendError`."""
 
     def __init__(
         self,
@@ -177,11 +168,8 @@ class MtpContext(StatesContext):
 
 
 class EagleContext(StatesContext):
-    """A context of an EAGLE-3 draft: a cache of its layer, beside the target's.
-
-    The row of a token has the hidden state before it (`Batch.hidden`): the inputs of the target's layers (`trails`),
-    which are encoded then, or, for a drafted token, the draft's own.
-    """
+    """A context of an EAGLE-3 draft: a cache of its layer, beside the target's. The state of a row (`Batch.hidden`) is
+    what the target's layers read, which is encoded here, or, for a drafted token, the draft's own."""
 
     def _rows_of(
         self, model: EagleModel, target: LlamaBackend | None, n_branches: int, n_slots: int
@@ -232,13 +220,10 @@ class EagleContext(StatesContext):
 
 
 class DflashContext(StatesContext):
-    """A context of a DFlash or DSpark draft: a cache of the text, beside the target's.
-
-    A block, the last token and masks, is predicted in one decode. The masks attend to one another and to the text,
-    which the cache holds as keys and values that are made of the inputs of the target's layers: the rows of tokens
-    that the target has read have hidden states (`Batch.hidden`, from `trails`), and give no logits. Those of a block
-    have none (None) and all want logits. (DSpark adds a bias by the token before, the likeliest one, to each.)
-    """
+    """A context of a DFlash or DSpark draft: a cache of the text, beside the target's. A block, the last token and
+    masks, is predicted in one decode. Its rows have no states (`Batch.hidden`) and all want logits; those of the text
+    have the target's, of which keys and values are made, and give none. (DSpark adds a bias by the likeliest token
+    before to each.)"""
 
     def __init__(self, model: DflashModel, *context: Any, **sizes: Any) -> None:
         super().__init__(model, *context, **sizes)
@@ -260,8 +245,8 @@ class DflashContext(StatesContext):
             start = end
 
     def _part(self, row: tuple[Hidden | None, tuple[int, ...]]) -> tuple[bool, tuple[int, ...]]:
-        """Return what the rows of a native batch have in common: llama.cpp takes hidden states or tokens, and
-        chains blocks of one size only."""
+        """Return what rows of a native batch have in common: hidden states or tokens, and chained blocks of one
+        size."""
         hidden, sequences = row
         is_text = hidden is not None
         return is_text, sequences if self.draft.is_chained and not is_text else ()
@@ -292,13 +277,12 @@ class DflashContext(StatesContext):
                 f"(status {status}): {last_error()}"
             )
         self.n_decoded_rows += len(batch)
-        return self._view(0)
+        return np.empty((0, self.n_vocab), np.float32)
 
 
 class AssistantContext(StatesContext):
-    """A context of an assistant, over the cells of the target's context: the same sequences, the same
-    positions. Its rows add no cells. Each row has a token and the hidden state before it (`Batch.hidden`), the target's
-    or its own, and the position behind the target's last token."""
+    """A context of an assistant, over the cells of the target's context, to which its rows add none. Each row has a
+    token, the state before it, the target's or its own, and the position behind the target's last token."""
 
     def __init__(
         self,

@@ -33,8 +33,7 @@ _USUAL_BLOCK = 16
 
 
 class DraftModel(LlamaModel):
-    """A loaded draft that was made for one target. Raises `ModelFileError` if the file is damaged, and `PairError` if
-    it was made for another target."""
+    """A draft made for one target. Raises `ModelFileError`, and `PairError` if it was made for another one."""
 
     #: What it is called in messages, and whether the file's MTP layers are loaded.
     kind: ClassVar[str]
@@ -88,8 +87,7 @@ class MtpModel(DraftModel):
 
 
 class TrainedModel(DraftModel):
-    """A loaded draft in a file with an architecture of its own, which reads the inputs of some of the target's layers.
-    Raises `PairError` also if llama.cpp cannot hand these out."""
+    """A draft with an architecture of its own, which reads the inputs of some of the target's layers."""
 
     file_architecture: ClassVar[str]
     #: Whether it may read what the last layer made, as if a further layer read it.
@@ -182,16 +180,11 @@ class AssistantModel(TrainedModel):
     file_architecture = "gemma4-assistant"
     kind = "a Gemma 4 assistant"
 
-    @property
-    def n_window(self) -> int:
-        """0: it has no cells of its own that a rollback could miss."""
-        return 0
-
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
         return 0
 
     def _read_file(self) -> None:
-        pass
+        self.n_window = 0  # it has no cells of its own that a rollback could miss
 
     def _check_target(self, target: LlamaModel) -> None:
         if target.architecture != "gemma4":

@@ -30,8 +30,7 @@ class EmbeddingModel(LlamaModel):
 
 
 class Embedder:
-    """An embedding model and its context for one text at a time, of at most `n_ctx` tokens. Raises `ModelFileError` if
-    the file is no embedding model, `MemoryLimitError` if it does not fit into memory."""
+    """An embedding model and its context, for a text of at most `n_ctx` tokens at a time."""
 
     def __init__(self, file: Path, options: ContextOptions, n_ctx: int) -> None:
         with ExitStack() as resources:
@@ -56,8 +55,7 @@ class Embedder:
         self.n_embd = self.model.n_embd_out
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the model wants around it. Raise `PromptLengthError` if it does not
-        fit into the context."""
+        """Return the tokens of a text, with those that the model wants around it. Raise `PromptLengthError`."""
         vocabulary, n_bytes = self.model.vocabulary, len(text.encode())
         if n_bytes > self.n_ctx:
             n_least = vocabulary.fewest_tokens(text) or n_bytes // _MOST_TOKEN_BYTES
@@ -69,8 +67,7 @@ class Embedder:
         return tokens
 
     def check(self, tokens: Sequence[int]) -> None:
-        """Raise `PromptError` for tokens that the model lacks or none at all, `PromptLengthError` for more than
-        the context has."""
+        """Raise `PromptError` for tokens that the model lacks, for none, and for more than the context has."""
         if not tokens:
             raise PromptError("it is empty")
         if len(tokens) > self.n_ctx:
@@ -109,8 +106,7 @@ class Embedder:
 
 
 def unit(values: Hidden) -> Hidden:
-    """Return a vector with its length changed to 1; all zeros stay so. Raise `BackendError` for values that are not
-    finite."""
+    """Return a vector scaled to length 1; all zeros stay so. Raise `BackendError` if a value is not finite."""
     length = float(np.linalg.norm(values.astype(np.float64)))
     if not np.isfinite(length):
         raise BackendError("the embedding has values that are not finite")

@@ -77,11 +77,8 @@ def last_error() -> str:
 
 @functools.cache
 def ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the GGML libraries, which llama-cpp-python loads but does not declare. Raise `BackendError` if
-    this build has none of that name.
-
-    Wheels have several copies of these libraries. That to which llama.cpp is linked has the list of devices.
-    """
+    """Return a function of the GGML libraries, which llama-cpp-python does not declare. Raise `BackendError`.
+    Of several copies in a wheel, the one to which llama.cpp is linked has the devices."""
     for library in _ggml_libraries():
         with contextlib.suppress(AttributeError):
             function = library[name]
@@ -91,8 +88,7 @@ def ggml(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
-    """Set whether a context hands out what a layer reads. llama.cpp ends the process if the graph of the
-    model's architecture does not (`specgen.llama.draft_models.HOOKED`)."""
+    """Hand out what a layer reads. llama.cpp ends the process unless the architecture is in `HOOKED`."""
     types = (ctypes.c_uint32, ctypes.c_bool)
     _extension("set", None, "P13llama_contextjb", *types)(context, layer, wanted)
 
@@ -125,7 +121,8 @@ def procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
 
 
 def _ggml_libraries() -> Iterator[Any]:
-    """Yield llama.cpp's library, which mostly also finds the symbols of the libraries that it is linked to, then these."""
+    """Yield llama.cpp's library, which mostly also finds the symbols of the libraries that it is linked to, then
+    these."""
     yield llama_cpp.llama_cpp._lib  # noqa: SLF001
     extensions = importlib.import_module(f"{llama_cpp.__name__}._ctypes_extensions")
     for name in ("ggml", "ggml-base", "ggml-cpu"):
@@ -138,8 +135,7 @@ def native_folder() -> Path:
 
 
 def _load_backends() -> None:
-    """Load the backends that are libraries of their own (GGML_BACKEND_DL); other builds are linked to theirs. Both load
-    one more that `GGML_BACKEND_PATH` names. Raise `BackendError` if it cannot be loaded."""
+    """Load backends that are libraries of their own, and the one of `GGML_BACKEND_PATH`. Raise `BackendError`."""
     try:
         n_linked = ggml("ggml_backend_reg_count", ctypes.c_size_t)()
     except BackendError:  # an older GGML
@@ -243,8 +239,7 @@ def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
     _before_end.append(before_end)
     watch_aborts()
     if hasattr(signal, "SIGBUS"):
-        # Set through the C library. Python would run its own handler only after the failed instruction,
-        # which would be repeated for ever.
+        # Set through the C library: Python's handler would run only after the failed instruction, for ever.
         _callbacks.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error))
         ctypes.CDLL(None).signal(signal.SIGBUS, _callbacks[-1])
 

@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import BackendError, ModelFileError, UsageError
-from specgen.llama.gguf_file import GgufMetadata, check_file, opened_parts
+from specgen.llama.gguf_file import (
+    GgufMetadata,
+    check_file,
+    holds_mtp_only,
+    opened_parts,
+    parts_of,
+    why_no_mtp,
+)
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import has_gpu, llama_cpp
-from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.options import CacheType, Workers
@@ -62,14 +68,10 @@ _TILED_TYPES = {
 
 
 class LlamaModel:
-    """A GGUF model: its weights, vocabulary and metadata. Contexts are made from it. All open models of
-    the same file share one copy of the weights in memory.
-
-    `weights` is a copy of the file that is loaded in its place. `workers` are other machines that hold its layers. With
-    `mtp` its MTP layers are loaded too, if there are some that can draft. With `vocabulary_only` its tensors stay on
-    disk: no context can be made, and the sizes are not known. Raises `ModelFileError` if the file cannot be used to
-    generate text, `MemoryLimitError` if it does not fit into memory, `WorkerLostError` if a worker does not answer.
-    """
+    """A GGUF model: its weights, which all models of the same file share, its vocabulary and metadata. `weights` is a
+    copy of the file that is loaded in its place; `workers` hold its layers; with `mtp` its MTP layers are loaded too.
+    With `vocabulary_only` no context can be made, and sizes are not known. Raises `ModelFileError`, `MemoryLimitError`,
+    `WorkerLostError`."""
 
     def __init__(
         self,
@@ -90,16 +92,33 @@ class LlamaModel:
             remote = "its MTP layers cannot draft while workers (--rpc) compute it"
             self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
         self.file = file
+        #: The size and the time of each of its files now: they may be replaced while it is in use.
+        self.versions = [
+            (each.st_size, each.st_mtime_ns) for each in map(Path.stat, parts_of(file))
+        ]
         #: A chat template that replaces those of the file.
         self.own_template: str | None = None
         #: Whether it is closed: contexts of it decode nothing more.
         self.is_closed = False
-        self._weights = lease_weights(
+        self.loaded = lease_weights(
             file,
             n_gpu_layers,
             vocabulary_only=vocabulary_only,
             workers=workers,
             mtp=not self.why_no_mtp,
+        )
+        handle = self.loaded.handle
+        self.size_bytes = int(llama_cpp.llama_model_size(handle))
+        self.n_layer = int(llama_cpp.llama_model_n_layer(handle))
+        self.n_embd = int(llama_cpp.llama_model_n_embd(handle))
+        #: The length of a hidden state that MTP layers read and write, and of an embedding.
+        self.n_embd_out = int(llama_cpp.llama_model_n_embd_out(handle))
+        self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(handle))
+        #: The number of tokens that layers with a sliding window see; 0: there are none.
+        self.n_window = int(llama_cpp.llama_model_n_swa(handle))
+        #: Whether it has a state that every token changes, alone or (hybrid models) beside a cache of cells.
+        self.has_recurrent_state = bool(
+            llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle)
         )
         n_on_gpu = 0 if vocabulary_only else n_gpu_layers
         #: What computes: `WORKERS`, or the kernels as `computing` names them, with llama.cpp for layers on a GPU.
@@ -140,27 +159,13 @@ class LlamaModel:
         return kernels is None or not kernels.lacks_attention
 
     def _computing_with(self, n_gpu_layers: int) -> str:
-        on_cpu = self._weights.kernels
+        on_cpu = self.loaded.key.kernels
         if n_gpu_layers == 0 or not has_gpu():
             return on_cpu
         n_layers = self.n_layer + 1  # llama.cpp counts the output layer too
         if not 0 < n_gpu_layers < n_layers:
             return f"{LLAMA_CPP} on the GPU"
         return f"{LLAMA_CPP} on the GPU ({n_gpu_layers} of {n_layers} layers), {on_cpu} on the CPU"
-
-    @property
-    def kernel_problem(self) -> str:
-        """Why specgen's kernels do not compute this model although they compute others; empty if they do."""
-        return self._weights.kernel_problem
-
-    @property
-    def n_packed_bytes(self) -> int:
-        """Bytes that were packed while it was loaded, since its weights were not kept in the kernels' layout."""
-        return self._weights.n_packed_bytes
-
-    @property
-    def lacks_disk_room(self) -> bool:
-        return self._weights.lacks_disk_room
 
     @cached_property
     def row_exception(self) -> str:
@@ -176,7 +181,7 @@ class LlamaModel:
 
     @property
     def is_remote(self) -> bool:
-        return self._weights.remote is not None
+        return self.loaded.remote is not None
 
     @property
     def computed_where(self) -> str:
@@ -187,46 +192,21 @@ class LlamaModel:
 
     @property
     def call(self) -> Callable[..., Any]:
-        return self._weights.call
+        return self.loaded.call
 
     @property
     def handle(self) -> Any:
         self.check_open()
-        return self._weights.handle
+        return self.loaded.handle
 
     @property
     def vocabulary(self) -> LlamaVocabulary:
         self.check_open()
-        return self._weights.vocabulary
+        return self.loaded.vocabulary
 
     def check_open(self) -> None:
         if self.is_closed:
             raise BackendError(f"{self.name} is closed")
-
-    @property
-    def n_ctx_train(self) -> int:
-        return int(llama_cpp.llama_model_n_ctx_train(self.handle))
-
-    @property
-    def n_embd(self) -> int:
-        return int(llama_cpp.llama_model_n_embd(self.handle))
-
-    @property
-    def n_embd_out(self) -> int:
-        """Length of a hidden state that MTP layers read and write, and of an embedding."""
-        return int(llama_cpp.llama_model_n_embd_out(self.handle))
-
-    @property
-    def n_layer(self) -> int:
-        return int(llama_cpp.llama_model_n_layer(self.handle))
-
-    @property
-    def has_recurrent_state(self) -> bool:
-        """Whether it has a state that every token changes, alone or (hybrid models) beside a cache of cells."""
-        return bool(
-            llama_cpp.llama_model_is_recurrent(self.handle)
-            or llama_cpp.llama_model_is_hybrid(self.handle)
-        )
 
     @property
     def why_one_sequence(self) -> str | None:
@@ -237,15 +217,6 @@ class LlamaModel:
     def check_parallel(self, n_answers: int) -> None:
         if n_answers > 1 and (why := self.why_one_sequence):
             raise UsageError(why, hint="make one answer at a time: --parallel 1")
-
-    @property
-    def n_window(self) -> int:
-        """The number of tokens that layers with a sliding window see; 0: there are none."""
-        return int(llama_cpp.llama_model_n_swa(self.handle))
-
-    @property
-    def size_bytes(self) -> int:
-        return int(llama_cpp.llama_model_size(self.handle))
 
     def metadata(self, key: str) -> str | None:
         capacity = 256
@@ -259,8 +230,7 @@ class LlamaModel:
             capacity = n + 1
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """Return the model's chat template (Jinja), or the one with this name: some files have one for tools. One that
-        was given in place of the file's is for all conversations."""
+        """Return the model's chat template (Jinja), or the one with this name: some files have one for tools."""
         if self.own_template is not None:
             return self.own_template
         key = name.encode() if name is not None else None
@@ -268,8 +238,8 @@ class LlamaModel:
         return template.decode("utf-8", "replace") if template else None
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
-        """Estimate the size of the KV cache for a context of n_ctx tokens, as if each layer were like the first, the only
-        one that llama.cpp describes: too small for hybrid models that begin with a recurrent layer."""
+        """Estimate the size of the KV cache for a context of n_ctx tokens, as if each layer were like the first, the
+        only one that llama.cpp describes: too small for hybrid models that begin with a recurrent layer."""
         n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
         head_size = self.n_embd // (int(llama_cpp.llama_model_n_head(self.handle)) or 1)
         size_k = self.number("attention.key_length") or head_size
@@ -278,7 +248,6 @@ class LlamaModel:
         return int(n_ctx * self.n_layer * n_head_kv * a_token)
 
     def state_bytes(self) -> int:
-        """Estimate the size of one recurrent state; 0 for models without one."""
         if not self.has_recurrent_state:
             return 0
         n_embd, n_layer = self.n_embd, self.n_layer
@@ -299,13 +268,7 @@ class LlamaModel:
         """Close the model: its contexts decode nothing more. The weights are freed with the last that uses them."""
         if not self.is_closed:
             self.is_closed = True
-            self._weights.release()
-
-    def hold(self) -> None:
-        self._weights.share()
-
-    def let_go(self) -> None:
-        self._weights.release()
+            self.loaded.release()
 
     def _check_usable(self) -> None:
         architecture = self.architecture

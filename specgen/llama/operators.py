@@ -101,7 +101,8 @@ class Weights:
 
 
 def row_bytes(type_name: str, n_columns: int) -> int:
-    """Return the size of a row. Raise `ValueError` for an unknown type, or a length that is no multiple of its block."""
+    """Return the size of a row. Raise `ValueError` for an unknown type, or a length that is no multiple of its
+    block."""
     if type_name not in TYPE_NUMBERS:
         raise ValueError(f"{type_name}: not one of {', '.join(TYPE_NUMBERS)}")
     number = TYPE_NUMBERS[type_name]
@@ -113,8 +114,7 @@ def row_bytes(type_name: str, n_columns: int) -> int:
 
 
 def quantize(values: FloatArray, type_name: str) -> Weights:
-    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round. Raise `ValueError` for a type
-    or a shape that is not possible."""
+    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round. Raise `ValueError`."""
     values = np.ascontiguousarray(values, np.float32)
     n_rows, n_columns = math.prod(values.shape[:-1]), values.shape[-1]
     data = np.zeros(n_rows * row_bytes(type_name, n_columns), np.uint8)
@@ -157,7 +157,8 @@ def dequantize(weights: Weights) -> FloatArray:
 
 
 class Matrix:
-    """Weights in a buffer of a given type, ready for products. Raises `BackendError` if there is no such buffer type."""
+    """Weights in a buffer of a given type, ready for products. Raises `BackendError` if there is no such buffer
+    type."""
 
     def __init__(self, weights: Weights, buffer_type: str = CPU_BUFFER) -> None:
         self.weights = weights
@@ -196,14 +197,9 @@ def multiply(
     *,
     n_threads: int = 1,
 ) -> FloatArray:
-    """Multiply each row of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows]. With leading
-    dimensions, float32[a, b, n_tokens, n_columns], the same matrix is used for all; of a stack of matrices, each is used
-    for b / n_matrices tables of tokens.
-
-    With `experts`, int32[n_tokens, n_used], each token is multiplied with the matrices of these numbers (which GGML
-    does not check): float32[n_tokens, n_used, n_rows]. The activations are then float32[n_tokens, n_used, n_columns],
-    or float32[n_tokens, 1, n_columns] if all experts of a token get the same.
-    """
+    """Multiply rows of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows], with leading dimensions
+    too. With `experts`, int32[n_tokens, n_used], each token is multiplied with the matrices of these numbers
+    (unchecked): float32[n_tokens, n_used, n_rows], from activations float32[n_tokens, n_used or 1, n_columns]."""
     activations = np.ascontiguousarray(activations, np.float32)
     *_, n_rows, n_columns = matrix.weights.shape
     if activations.shape[-1] != n_columns:
@@ -231,12 +227,9 @@ def attend(
     cache_type: str = "f16",
     n_threads: int = 1,
 ) -> FloatArray:
-    """Compute attention (FLASH_ATTN_EXT): float32[n_streams, n_rows, n_heads, size].
-
-    Queries are float32[n_streams, n_rows, n_heads, size], keys and values float32[n_streams, n_cells, n_kv_heads,
-    size]; the latter are converted to `cache_type`. The memory layout is that of llama.cpp's cache. The mask,
-    float16[n_streams or 1, n_mask_heads, n_rows, n_cells], is added to the scores.
-    """
+    """Compute attention (FLASH_ATTN_EXT) as llama.cpp's cache is laid out: float32[n_streams, n_rows, n_heads, size].
+    Queries have this shape, keys and values [n_streams, n_cells, n_kv_heads, size]; the mask is added to the scores:
+    float16[n_streams or 1, n_mask_heads, n_rows, n_cells]."""
     attention = ggml("ggml_flash_attn_ext", _POINTER, *5 * (_POINTER,), *3 * (ctypes.c_float,))
     permute = ggml("ggml_permute", _POINTER, *2 * (_POINTER,), *4 * (ctypes.c_int,))
 

@@ -51,8 +51,7 @@ def library_path() -> Path | None:
 
 
 def load_rpc() -> Any:
-    """Return GGML's registry entry of the RPC backend: the one in this build of llama.cpp, or that of the
-    library. Raise `BackendError`, with a hint how to build it, if there is neither."""
+    """Return GGML's RPC backend: the one in this build of llama.cpp, or the library's. Raise `BackendError`."""
     if found := ggml("ggml_backend_reg_by_name", _POINTER, ctypes.c_char_p)(b"RPC"):
         return found
     path = library_path()
@@ -70,8 +69,7 @@ def load_rpc() -> Any:
 
 
 def check_workers(workers: Workers, file: Path) -> None:
-    """Probe workers before a model is loaded onto them, because these errors are clearer than GGML's. Raise
-    `WorkerLostError`, `BackendError` if one has another protocol, `MemoryLimitError` if they offer too little."""
+    """Probe workers before a model is loaded onto them: the errors are clearer than GGML's."""
     found = [probe(name, min(workers.timeout_s, _PROBE_S)) for name in workers.endpoints]
     for worker in found:
         check_protocol(worker)
@@ -106,8 +104,7 @@ def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCal
 
 
 def _remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
-    """Return the devices of workers, in the order of `endpoints`, as native pointers. They are not added to GGML's list
-    of devices, so that no other model is placed on them. Raise `WorkerLostError`, `BackendError` if there is none."""
+    """Return the workers' devices in order; they stay off GGML's list, so that no other model gets them."""
     add_server = rpc_procedure(b"ggml_backend_rpc_add_server", _POINTER, ctypes.c_char_p)
     count = ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, _POINTER)
     get = ggml("ggml_backend_reg_dev_get", _POINTER, _POINTER, ctypes.c_size_t)
@@ -121,8 +118,7 @@ def _remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
 
 
 def _spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
-    """Spread a model over the devices of workers. Return what must be kept alive until it is loaded. Raise `UsageError`
-    if there are more shares than devices."""
+    """Spread a model over devices; return what must be kept alive until it is loaded. Raise `UsageError`."""
     array = (_POINTER * (len(devices) + 1))(*devices, None)
     params.devices = ctypes.cast(array, _POINTER).value
     kept: list[Any] = [array]
@@ -163,10 +159,8 @@ _open: list[RemoteCalls] = []
 
 
 class RemoteCalls:
-    """Makes the native calls of one target in a thread, one at a time.
-
-    `endpoints` are the addresses of the workers. A call is given up, with all later calls, if it takes longer than
-    `timeout_s` seconds without a call of `alive` (twice as long at most, since that is checked so often)."""
+    """Makes the native calls of one target in a thread, one at a time. A call is given up, with all later ones, after
+    `timeout_s` seconds without a call of `alive` (at most twice as long, since that is checked so often)."""
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float) -> None:
         self._endpoints = tuple(endpoints)
@@ -240,8 +234,7 @@ class RemoteCalls:
 
 
 def _on_abort(message: str) -> None:
-    """Handle the end of a connection. GGML calls this in the thread of the error, and aborts the process when it
-    returns."""
+    """Handle the end of a connection. GGML calls this in the thread of the error, and aborts afterwards."""
     if "ggml-rpc" not in message:
         return
     # The message does not say which connection it was, so all calls to all workers are given up.

@@ -25,8 +25,7 @@ class _DeviceStruct(ctypes.Structure):
 
 
 def offered_devices(memory_bytes: int | None) -> dict[int, Device]:
-    """Return this machine's GPUs, or its CPU if there are none, by their native pointers. `memory_bytes` limits the free
-    memory of each that is reported to clients, which spread a model by it."""
+    """Return the GPUs, or else the CPU, by native pointers; clients see `memory_bytes` of each at most."""
     load_rpc()
     found = {handle: device_of(handle) for handle in native_devices()}
     gpus = [handle for handle, each in found.items() if each.kind not in ("cpu", "accelerator")]
@@ -39,8 +38,7 @@ def offered_devices(memory_bytes: int | None) -> dict[int, Device]:
 def serve_devices(
     endpoint: str, devices: Collection[int], n_threads: int, cache: Path | None
 ) -> None:
-    """Compute for clients, one after the other; return only if llama.cpp gives up. `cache` is a folder for tensors, so
-    that clients need not send them again."""
+    """Compute for clients, one after the other; return only if llama.cpp gives up. `cache` keeps tensors."""
     types = (*2 * (ctypes.c_char_p,), *2 * (ctypes.c_size_t,), _POINTER)
     start = rpc_procedure(b"ggml_backend_rpc_start_server", None, *types)
     folder = None if cache is None else os.fsencode(cache)

@@ -53,8 +53,7 @@ class SpecialToken:
 
 
 class LlamaVocabulary:
-    """The tokens of a GGUF model, valid while the model is open. `texts` replaces what llama.cpp says
-    that some tokens add to the text."""
+    """The tokens of an open GGUF model. `texts` are what some of them add to the text, if not llama.cpp's."""
 
     def __init__(self, model: Any, texts: Mapping[int, bytes] | None = None) -> None:
         self._model = model
@@ -88,8 +87,7 @@ class LlamaVocabulary:
         }
 
     def infill_tokens(self) -> dict[str, int]:
-        """Return the fill-in-the-middle tokens by role; -1 for a token that the model does not have. The
-        file names them, or llama.cpp recognises them by their entries."""
+        """Return the fill-in-the-middle tokens by role; -1 for a token that the model does not have."""
         return {
             "prefix": llama_cpp.llama_vocab_fim_pre(self.handle),
             "suffix": llama_cpp.llama_vocab_fim_suf(self.handle),
@@ -107,8 +105,7 @@ class LlamaVocabulary:
                 raise PromptError(f"there is no token {token}: the model has {n} tokens")
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokenize a text. Raise `UsageError` if over a million of its characters follow one another without
-        white space (or are white space), where words are found by recursion."""
+        """Tokenize a text. Raise `UsageError` for a word of over a million characters: they are found by recursion."""
         data = _encoded(text)
         longest = _longest(_LINES, text) if len(text) > _LINE else 0
         if longest <= _LINE or self.kind != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
@@ -135,8 +132,7 @@ class LlamaVocabulary:
             capacity = -n
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens that a text has at least, without tokenizing it: that of its bytes by those
-        of the longest token. 0 if the vocabulary drops bytes."""
+        """Return a least number of tokens, by the bytes of text and of the longest token; 0 if bytes are dropped."""
         if self.kind not in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE):
             return 0
         data = _encoded(text)
@@ -152,8 +148,7 @@ class LlamaVocabulary:
         return len(data) // max(1, self._longest)
 
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Tokenize text that continues other text, without the space that SentencePiece adds at a
-        beginning. Names of control tokens are plain text unless `parse_special`."""
+        """Tokenize text that continues other text: without the space that SentencePiece adds at a beginning."""
         if self.kind != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
             return self.tokenize(text, add_special=False, parse_special=parse_special)
         marker = self.tokenize(_MARKER, add_special=False, parse_special=False)
@@ -183,8 +178,7 @@ class LlamaVocabulary:
         return self.control_token(entry) >= 0
 
     def showing(self, entries: Sequence[str]) -> LlamaVocabulary:
-        """Return a vocabulary of the same tokens in which control tokens with these entries add them to
-        the text. Return this vocabulary if none of the entries is a control token."""
+        """Return this vocabulary, with the control tokens among these entries shown in the text."""
         shown = {self.control_token(entry): entry.encode() for entry in entries}
         shown.pop(-1, None)
         if not shown:
@@ -216,8 +210,7 @@ class LlamaVocabulary:
         return (text or b"" for text in map(entry, repeat(vocabulary), range(self.n_tokens)))
 
     def digest(self) -> str:
-        """Return a hash that distinguishes vocabularies: of the kind, the size and a sample of the
-        entries."""
+        """Return a hash that distinguishes vocabularies: of the kind, the size and a sample of the entries."""
         step = max(1, self.n_tokens // _N_SAMPLED)
         found = hashlib.blake2b(f"{self.kind} {self.n_tokens}".encode(), digest_size=16)
         for token_id in range(0, self.n_tokens, step):

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
 
 
 class _Key(NamedTuple):
-    """What loaded weights are known by: a version of a file (device, inode, size, time), the number of layers on a GPU,
-    the kernels, whether only the vocabulary is loaded, whether MTP layers are, and the workers."""
+    """What loaded weights are known by; a `version` is device, inode, size and time."""
 
     version: tuple[int, int, int, int]
     n_gpu_layers: int
@@ -49,53 +49,43 @@ _loaded: dict[_Key, LoadedWeights] = {}
 _ahead: dict[_Key, threading.Thread] = {}
 
 
+@dataclass(eq=False)
 class LoadedWeights:
     """The native model of a file (`lease_weights`). It counts its users, and is freed with the last one."""
 
-    def __init__(
-        self,
-        key: _Key,
-        handle: Any,
-        kernel_problem: str,
-        remote: RemoteCalls | None = None,
-        packed: PackedWeights | None = None,
-    ) -> None:
-        self._key = key
-        self._packed = packed
-        self._n_users = 1
-        #: Why specgen's kernels do not compute this model although they compute others; empty if they do.
-        self.kernel_problem = kernel_problem
-        #: llama.cpp's pointer.
-        self.handle = handle
-        #: Makes the calls that may wait for workers; None if this machine has all layers.
-        self.remote = remote
-
-    @property
-    def kernels(self) -> str:
-        """The kernels that the weights were loaded for, as `computing` names them."""
-        return self._key.kernels
+    key: _Key
+    #: llama.cpp's pointer.
+    handle: Any
+    #: Why specgen's kernels do not compute this model although they compute others; empty if they do.
+    kernel_problem: str
+    #: Makes the calls that may wait for workers; None if this machine has all layers.
+    remote: RemoteCalls | None = None
+    packed: PackedWeights | None = None
+    n_users: int = 1
 
     @property
     def n_packed_bytes(self) -> int:
-        return 0 if self._packed is None else self._packed.n_new_bytes
+        """Bytes that were packed while it was loaded, since its weights were not kept in the kernels' layout."""
+        return 0 if self.packed is None else self.packed.n_new_bytes
 
     @property
     def lacks_disk_room(self) -> bool:
-        return self._packed is not None and self._packed.lacks_room
+        return self.packed is not None and self.packed.lacks_room
 
     @cached_property
     def vocabulary(self) -> LlamaVocabulary:
         return LlamaVocabulary(self.handle)
 
-    def share(self) -> None:
-        self._n_users += 1
+    def share(self) -> LoadedWeights:
+        self.n_users += 1
+        return self
 
     def release(self) -> None:
-        self._n_users -= 1
-        if self._n_users == 0:
-            _loaded.pop(self._key, None)
-            if self._packed is not None:
-                self._packed.close()
+        self.n_users -= 1
+        if self.n_users == 0:
+            _loaded.pop(self.key, None)
+            if self.packed is not None:
+                self.packed.close()
             with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self.call(llama_cpp.llama_model_free, self.handle)
             self.handle = None
@@ -116,10 +106,8 @@ def lease_weights(
     mtp: bool = False,
     goes_on: Callable[[], bool] | None = None,
 ) -> LoadedWeights:
-    """Return the weights of a file, or its vocabulary only, and count the caller as a user. They are loaded if nothing in
-    this process uses them already, onto `workers` if given, with MTP layers if `mtp`. `goes_on` is asked between tensors
-    whether to load on. Raise `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError`, `OSError` if the
-    file is gone, `WorkerLostError` if a worker does not answer."""
+    """Return the weights of a file, or its vocabulary only, loaded if nothing uses them already; the caller is a user.
+    `goes_on` is asked between tensors. Raise `ModelFileError`, `MemoryLimitError`, `WorkerLostError`, `OSError`."""
     problem = "" if vocabulary_only else kernel_problem(file)
     kernels = LLAMA_CPP if problem else computing()
     key = _Key(_version(file), n_gpu_layers, kernels, vocabulary_only, mtp, workers)
@@ -127,8 +115,7 @@ def lease_weights(
     if _ahead.get(key) in others:
         _ahead[key].join()
     if (known := _loaded.get(key)) is not None:
-        known.share()
-        return known
+        return known.share()
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = n_gpu_layers
     params.vocab_only = vocabulary_only
@@ -184,9 +171,8 @@ def _version(file: Path) -> tuple[int, int, int, int]:
 
 
 def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
-    """Load the weights of a file, which passed `check_file`, in a thread: llama.cpp uses one core for the vocabulary.
-    `lease_weights` waits for the thread, and raises what it could not load. Return a function that ends the thread and
-    its use of the weights; it may be called twice. Raise what `kernel_problem` raises."""
+    """Load a checked file's weights in a thread, for which `lease_weights` waits and whose errors it raises: llama.cpp
+    uses one core for the vocabulary. Return what ends this use of the weights; it may be called twice."""
     if kernel_problem(file):  # kernels are switched off for the whole process while it is loaded
         return lambda: None
     key = _Key(_version(file), n_gpu_layers, computing())
@@ -216,9 +202,8 @@ def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
 def _interrupt_between_tensors(
     params: Any, goes_on: Callable[[], bool] | None = None
 ) -> Iterator[None]:
-    """Let Ctrl-C stop the loading of a model, or in another thread `goes_on`. The signal handler only makes
-    llama.cpp's progress callback ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the
-    callback, ctypes would print it and lose it."""
+    """Let Ctrl-C, or in another thread `goes_on`, stop the loading. The progress callback only asks for a stop, and
+    KeyboardInterrupt is raised afterwards: in the callback, ctypes would print and lose it."""
     is_stopped = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -50,9 +50,8 @@ class Entry:
 def find_drafts(
     target: str | None, drafts: Sequence[str], *, quiet: bool
 ) -> tuple[Path, list[Stages]]:
-    """Find a target (None: the default pair's) and its drafts; fetch them if need be. A plus sign separates a draft from
-    its own draft. Without `drafts` they are the one that `specgen run` would pick, and n-grams. Raise `UsageError`,
-    `UnknownModelError`, `FetchError`."""
+    """Find a target (None: the default pair's) and its drafts, each with its own drafts behind plus signs. Without
+    `drafts` they are `specgen run`'s choice and n-grams. Raise `UsageError`, `UnknownModelError`, `FetchError`."""
     named = map(_stages, drafts or [""])
     found = [find_models(staged(target, draft, None), quiet=quiet) for draft in named]
     stages = [(each.draft, *each.helpers) for each in found]
@@ -76,8 +75,8 @@ def entries_of(
     temperatures: Sequence[float] = (0.0,),
     known: Memory | None = None,
 ) -> list[Entry]:
-    """Return for each temperature plain decoding and every draft with every policy and tree. `base` has the options that
-    all share; `known` has the numbers of threads that `specgen run` would use."""
+    """Return for each temperature plain decoding and every draft with every policy and tree. `base` has the options
+    that all share; `known` has the numbers of threads that `specgen run` would use."""
     from specgen.session.memory import with_threads
 
     def in_context(options: SessionOptions, model: DraftSource, which: str) -> SessionOptions:
@@ -115,8 +114,7 @@ def entries_of(
 
 
 def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
-    """Return drafts by name, each once, without "none", which plain decoding covers. Files of the same name are called
-    by their paths."""
+    """Return drafts by name (files of one name by their paths), each once, without "none"."""
     kept = [stages for stages in dict.fromkeys(found) if stages != ("none",)]
     files = {each for stages in kept for each in stages if isinstance(each, Path)}
     names = Counter(path.name for path in files)
@@ -132,8 +130,7 @@ def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The measurements of one answer; None means that a contender does not report it. `tokens_per_s` counts the
-    tokens after the first one."""
+    """The measurements of one answer; None means not reported. `tokens_per_s` is after the first token."""
 
     text: str
     n_tokens: int
@@ -146,14 +143,14 @@ class Outcome:
     n_accepted: int | None = None
     drafted_by_depth: tuple[int, ...] = ()
     mean_accepted_length: float | None = None
+    rounds_by_tokens: tuple[int, ...] = ()
     #: Notices for the user, for example that drafting failed.
     notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What answers prompts as a user types them. `answer` raises `PromptError` if a prompt does not fit, another
-    `SpecgenError` if the contender cannot go on."""
+    """What answers prompts as typed. `answer` raises `PromptError` if one does not fit, or another error at the end."""
 
     temperature: float
     name: str
@@ -205,8 +202,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A contender that could not answer a prompt (None: or not even warm up), and why. It has no further turn; if it is
-    plain decoding, the prompt has none."""
+    """Why a contender could not answer a prompt (None: warm up): it, or the prompt if it is plain, has no more
+    turns."""
 
     temperature: float
     contender: str
@@ -216,8 +213,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Runs:
-    """The results and failures so far, what computed the target, the error that ended the measurement, and the share of
-    all cores' time that other programs took meanwhile."""
+    """The results and failures so far, what ended the measurement, and the share of the cores that others took."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -236,9 +232,8 @@ def take_turns(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`. Each prompt is
-    answered by all one after the other, at each temperature by plain decoding first: a machine that is slow for a while
-    slows all. Raise the `SpecgenError` of plain decoding, and `PromptError` if no prompt could be answered."""
+    """Add all contenders' answers to all prompts to `runs`, each prompt by all in turn, plain decoding first: a slow
+    moment slows all. Raise the error of plain decoding, and `PromptError` if no prompt could be answered."""
     turns: list[tuple[int, BenchPrompt | None, Contender]] = [
         (0, None, each) for each in contenders
     ]
@@ -294,8 +289,7 @@ def measure(
     progress: Progress = lambda _what, _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Runs:
-    """Measure all entries, each with models of its own: none gains by the costs and acceptance rates that others learn.
-    An error after some results ends the measurements."""
+    """Measure all entries, each with its own models: none gains by what others learn. An error ends it early."""
     from specgen.session.session import Session
     from specgen.system.machine import LoadOfOthers
 
@@ -330,11 +324,8 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a contender's answers, to all prompts or to those of one category; None means unknown.
-
-    `speedup` over plain decoding is the geometric mean over the answers, or of all prompts over the categories;
-    `quartiles` are over the answers, `worst_speedup` is that of the prompt with the least, and so on. `tokens_per_s` is the median,
-    and so is `first_token`, the time to the first token relative to plain decoding's."""
+    """A contender's figures, of all prompts or of a category; None means unknown. `speedup` over plain decoding is a
+    geometric mean, `worst_speedup` that of the worst prompt; `tokens_per_s` and `first_token` are medians."""
 
     temperature: float
     contender: str
@@ -432,8 +423,7 @@ def gains(figures: Sequence[Figures]) -> Iterator[str]:
 def to_json_object(
     entries: Sequence[Entry], prompts: Sequence[BenchPrompt], runs: Runs, command: str
 ) -> dict[str, Any]:
-    """Return everything as JSON values, with times in seconds: the machine, the versions, what was compared with all
-    its options, and the results."""
+    """Return everything as JSON values, with times in seconds."""
     from specgen.llama import build
     from specgen.system.machine import look_at_machine
 

@@ -16,9 +16,7 @@ T = TypeVar("T")
 
 #: The date for chat templates that write one: the present one must not change the answers.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
-#: The category of a prompt without one, and how those of our prompts for trials of drafts begin, which `specgen bench`
-#: does not measure with. Drafts differ most between the others: new code, where a small model is often right; editing, where
-#: the prompt has most of the answer; prose, which is hard to predict; and questions as people ask them.
+#: The category of a prompt without one, and that of our prompts for trials of drafts.
 _ALL, _TRIAL = "all", "trial "
 _OWN = Path(__file__).with_name("prompts.jsonl")
 _HINT = 'a line is like {"prompt": "...", "category": "..."} or {"turns": ["..."]}'
@@ -59,12 +57,8 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_bench_prompts(path: Path) -> list[BenchPrompt]:
-    """Read the prompts of a file.
-
-    In JSON Lines, each line has a `prompt`, or `turns`, the first of which is the prompt, and may have a
-    `category`. In any other file, each line is a prompt. Empty lines are skipped. Raise a `PromptError`
-    that names the line.
-    """
+    """Read a file's prompts: a text on each line, or JSON Lines with a `prompt` or `turns`, of which the first counts,
+    and perhaps a `category`. Empty lines are skipped. Raise a `PromptError` that names the line."""
     try:
         # Not `splitlines`, which also splits at characters that JSON allows within a string.
         lines = path.read_text(encoding="utf-8-sig").split("\n")

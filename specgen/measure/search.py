@@ -49,8 +49,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Drafts for a target, the best first, files that cannot draft, the numbers of threads that were chosen by
-    measuring, and the draft that was saved."""
+    """Drafts for a target, the best first, what cannot draft, the numbers of threads chosen, and the saved draft."""
 
     target: Path
     baseline: Baseline
@@ -91,12 +90,9 @@ def search_drafts(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Search | None:
-    """Try plain decoding, n-grams, the target's MTP layers and the `candidates`, each as `specgen run` would use it at
-    temperature 0. With `tunes_threads`, the best numbers of threads of the target and of the first candidate are
-    measured first. The costs are measured anew, in the session's memory, which the caller saves.
-
-    Return None if interrupted before there was a result. Raise `PromptError`, `MemoryLimitError` or `BackendError` if
-    the target fails; drafts that fail are listed as refused, as are the files `refused`."""
+    """Try plain decoding, n-grams, MTP layers and the `candidates` as `specgen run` would use them at temperature 0.
+    With `tunes_threads`, threads of the target and the first candidate are measured first. The caller saves the costs.
+    None if interrupted before a result. Raise an error of the target; drafts that fail are refused, like `refused`."""
     target, load = session.options.target, LoadOfOthers()
     threads: dict[str, Threads] = {}
 
@@ -152,8 +148,7 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 
 
 def advice(search: Search) -> tuple[str, ...]:
-    """Return three sentences: what was measured, what it means, and what to do. An interrupted search, or that of
-    a busy machine, gets only the first: conclusions would rest on half of the measurements."""
+    """Return what was measured, what it means and what to do; only the first if interrupted or busy."""
     baseline, best, figures = search.baseline, search.tried[0], search.tried[0].figures
     measured = (
         f"measured on {len(baseline.answers)} answers of {search.target.name}: {1.0 / baseline.token_s:.1f} tokens/s "
@@ -189,8 +184,7 @@ def pays_text(baseline: Baseline, figures: DraftFigures) -> str:
 def find_candidates(
     named: Sequence[Path], known: Iterable[Path], target: Path
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for `target`, and those of the `named` that are refused. Of the `known` models
-    on this disk the larger ones are not tried. Files of the same name and size are one."""
+    """Return the files to try for `target`, without larger and equal ones, and the `named` that are refused."""
     candidates: list[Path] = []
     refused: list[Refused] = []
     of_target = identity_of(target)
@@ -215,8 +209,7 @@ def find_candidates(
 
 # --- threads: a single row waits for the memory, a batch computes, so each may want its own number --
 
-#: About how many seconds of decoding the comparison of numbers of threads takes, of each model; the least number of
-#: rounds may take `_PATIENCE` times as many.
+#: Seconds of decoding for the comparison of threads of a model; the least rounds may take longer.
 THREADS_BUDGET_S, _PATIENCE = 20.0, 3.0
 #: Rows of the batch that is timed: as many as the batch of a round usually has.
 BATCH_ROWS = 6
@@ -234,8 +227,7 @@ def _tuned_threads(
     *,
     is_draft: bool,
 ) -> dict[str, Threads]:
-    """Measure and keep the best numbers of threads of the target or of the loaded draft model, by its name; none if the
-    user named a number, if interrupted, or if the draft has no context of its own."""
+    """Measure and keep the best numbers of threads of a model, unless the user named one."""
     options = session.options.draft_context if is_draft else session.options.target_context
     if (options.n_threads, options.n_threads_batch) != (None, None) or interrupted():
         return {}
@@ -255,8 +247,7 @@ def _tuned_threads(
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
-    """Return the numbers of threads to try, ascending, on a machine with `n_cores` physical and `n_logical` logical
-    cores, of which this process may use `n_usable`: shares of the cores, and all logical and all usable ones."""
+    """Return the numbers of threads to try, ascending: shares of the cores, all logical and all usable ones."""
     shares = {n_cores * eighths // 8 for eighths in range(2, 9)} - {0}
     return sorted({*shares, n_logical, max(1, min(n_usable, n_logical))})
 
@@ -268,9 +259,9 @@ def measure_threads(
     budget_s: float,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Threads:
-    """Return the best of these numbers of threads and of `default`, which the backend then uses; its context is empty
-    before and afterwards. All are timed in turns, a row and a batch each, since a machine's speed changes. If
-    `interrupted` is true, the default stays. Raise `BackendError`."""
+    """Return the best of these numbers of threads, which the backend then uses; its context is empty before and after.
+    All are timed in turns, since a machine's speed changes. If `interrupted`, the default stays. Raise
+    `BackendError`."""
     backend.set_threads(default, default)
     text, before_s = begin(backend), backend.decode_s
     #: By the rows of the batch: the seconds by the number of threads, of each round.
@@ -300,8 +291,7 @@ def measure_threads(
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
-    """Return the number of threads that takes the least time, from the seconds by number of each round;
-    `default` unless another one is clearly faster."""
+    """Return the quickest number of threads; `default` unless another one is clearly faster."""
     best, least = default, 1.0 - _MARGIN
     for count in sorted({count for seconds in rounds for count in seconds} - {default}):
         ratios = [s[count] / s[default] for s in rounds if count in s and default in s]

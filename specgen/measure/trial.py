@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specgen.errors import BackendError, PromptError
-from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
@@ -33,20 +32,19 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
 from specgen.system.progress import is_gain, measured_gain
 from specgen.text.answer_state import AnswerState, Tally
+from specgen.train.target_text import read_answer
 
 if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
-#: After each answer, the first sizes of batches are timed so often, but for a single row, which the answer itself times;
-#: larger sizes once.
+#: After each answer, the first sizes of batches are timed so often, and larger sizes once.
 _N_OFTEN, _N_REPEATS = 6, 3
 
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """A prompt as it was given, the tokens of the target's own answer at temperature 0, with the token that ends it, and
-    the kind of task."""
+    """A prompt as given, the tokens of the target's own greedy answer, with the one that ends it, and the kind of task."""
 
     prompt: str
     tokens: tuple[int, ...]
@@ -55,9 +53,8 @@ class TargetAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A target without a draft: its answers, generated in contexts of `n_ctx` tokens, and the median seconds of decodes
-    by their rows. `chat` says whether the prompts used its template (None: if it has one). `skipped` are the numbers,
-    from 1 on, of prompts that do not fit into the context."""
+    """A target without a draft: its answers in contexts of `n_ctx` tokens, and the median seconds of decodes by their
+    rows. `chat` says if its template was used (None: if it has one); `skipped` prompts, from 1 on, do not fit."""
 
     answers: tuple[TargetAnswer, ...]
     skipped: tuple[int, ...]
@@ -76,9 +73,8 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A drafter's rounds for one answer, without the token that came from the prompt's decode. `start_s` is the
-    draft model's decode of the prompt; the tally's `target_s` are the target's batches by their measured costs, and
-    `token_s` is that of a token in plain decoding."""
+    """A drafter's rounds for an answer, behind the prompt's token. `start_s` is the draft's decode of the prompt; the
+    tally's `target_s` are batches by their measured costs, `token_s` is plain decoding's."""
 
     n_tokens: int
     tally: Tally
@@ -93,9 +89,8 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
-    """The figures of a draft over all answers together, its speed-up as their geometric mean, and those of each kind of
-    task; the decodes of prompts do not count. `start_s` are the seconds of the draft model's decode of a prompt.
-    Figures that do not exist, since nothing was drafted, are None."""
+    """The figures of a draft over all answers, its speed-up as their geometric mean, and those of each kind of task; None
+    where nothing was drafted. Prompts only count in `start_s`."""
 
     speedup: float
     worst_speedup: float
@@ -125,9 +120,8 @@ def measure_target(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Baseline | None:
-    """Let the target answer the prompts at temperature 0 without a draft, and time its batches up to the most rows of
-    a round. None if interrupted. Raise `PromptError` if no prompt fits into the context, no answer is longer than a
-    token, or the context has no room to time the batches; and `MemoryLimitError`."""
+    """Let the target answer the prompts greedily without a draft, and time its batches. None if interrupted. Raise
+    `MemoryLimitError`, or `PromptError` if no prompt fits, no answer is long enough, or nothing can be timed."""
     asked = dict(enumerate(prompts, 1))
     texts = [(number, prompt.text) for number, prompt in asked.items()]
     fitting, skipped = fitting_prompts(session, texts, chat)
@@ -173,8 +167,7 @@ def try_draft(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DraftFigures | None:
-    """Return the figures of the loaded draft for its target; None if interrupted. Raise `MemoryLimitError` or
-    `BackendError` if the draft model cannot be run."""
+    """Return the figures of the loaded draft; None if interrupted. Raise `MemoryLimitError` or `BackendError`."""
     if session.draft is not None and session.draft.reads == "cache":
         raise BackendError(
             f"{session.draft_name}: it reads the target's cache, so it cannot draft for kept answers",
@@ -195,7 +188,9 @@ def try_draft(
             if generation.trail is not None and generation.trail.all_rows:
                 read_states(target, tokens, generation.trail)
             elif generation.trail is not None:
-                states = _states_of_answer(target, tokens, len(prompt.tokens))
+                pieces = read_answer(target, prompt.tokens, answer.tokens)
+                states = np.concatenate([hidden.copy() for _, hidden in pieces])
+                target.remove(0)
             replays.append(replay(generation, answer, baseline, session.clock, states))
     return summarise(replays)
 
@@ -207,15 +202,14 @@ def replay(
     clock: Callable[[], float],
     states: Hidden | None = None,
 ) -> Replay:
-    """Replay the rounds of a known answer with the drafter of `generation`, which is at the end of its prompt, and
-    then at the end of the answer. `clock` is read around each proposal. For drafts from the target's last state,
-    `states` are those from which it chose each token of the answer, float32[n_tokens, n_embd]."""
+    """Replay a known answer with the drafter of `generation`, which goes from its prompt's end to the answer's.
+    `states` are those from which the target chose each token, float32[n_tokens, n_embd], for drafts that read its last
+    state."""
     cascade, policy, trail = generation.cascade, generation.policy, generation.trail
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0
     if cascade is not None:
-        # The draft model decodes the prompt for a proposal that is not used: so the rounds have only costs that grow
-        # with the answer.
+        # The draft reads the prompt for a proposal that is not used: rounds cost only what grows with the answer.
         started = clock()
         draft_alone(cascade.propose(generation.tokens, RoundPlan("fixed", 1)))
         start_s = clock() - started
@@ -282,7 +276,7 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
     """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`."""
     path: tuple[int, ...] = ()
     for token in tokens:
-        children = draft.children(path[-1] if path else ROOT)
+        children = draft.children[path[-1] if path else ROOT]
         found = next((child for child in children if draft.tokens[child] == token), None)
         if found is None:
             break
@@ -293,42 +287,23 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
 def fitting_prompts(
     session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
-    """Return the prompts that fit into the context with `n_more` tokens by their numbers, and the numbers of the
-    others. Raise `PromptError` if none fits."""
-    prompts = {n: session.prompts.of_text(text, chat=chat, now=NOW) for n, text in texts}
-
-    def problem(prompt: Prompt) -> PromptError | None:
+    """Return the prompts that fit with `n_more` tokens, and the numbers of others. Raise `PromptError`."""
+    prompts: dict[int, Prompt] = {}
+    failures: dict[int, PromptError] = {}
+    for number, text in texts:
+        prompt = session.prompts.of_text(text, chat=chat, now=NOW)
         try:
             session.context_size(len(prompt.tokens) + n_more)
+            prompts[number] = prompt
         except PromptError as error:
-            return error
-        return None
-
-    failures = {n: error for n, prompt in prompts.items() if (error := problem(prompt))}
-    if len(failures) == len(prompts):
+            failures[number] = error
+    if not prompts:
         raise next(iter(failures.values()), PromptError("there are no prompts"))
-    return {n: each for n, each in prompts.items() if n not in failures}, tuple(failures)
-
-
-def _states_of_answer(target: LlamaBackend, tokens: Sequence[int], n_prompt: int) -> Hidden:
-    """Return the final hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd]."""
-    pieces: list[Hidden] = []
-    first, last, start = n_prompt - 1, len(tokens) - 1, 0
-    ends = [*range(target.n_batch, first, target.n_batch), first]
-    for end in (*ends, *range(first + target.n_outputs, last, target.n_outputs), last):
-        if end > first:
-            batch = Batch.of(tokens[start:end], start, end - start)
-            pieces.append(target.decode_hidden(batch)[1].copy())
-        elif end > start:
-            target.decode(Batch.of(tokens[start:end], start))
-        start = end
-    target.remove(0)
-    return np.concatenate(pieces)
+    return prompts, tuple(failures)
 
 
 def read_states(target: Backend, tokens: Sequence[int], trail: TargetStates) -> None:
-    """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
-    context must be empty, and is empty again afterwards."""
+    """Add the target's states after each token to the trail of a draft that reads them all; the context is empty."""
     try:
         for start in range(0, len(tokens), target.n_batch):
             batch = Batch.of(tokens[start : start + target.n_batch], start, 1)

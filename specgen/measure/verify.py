@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from specgen.errors import BackendError
 from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
+from specgen.measure.prompts import evenly_chosen
 from specgen.method.backend import Batch
 from specgen.method.draft import Distribution
 from specgen.options import DraftOptions, PolicyName, SamplerOptions
@@ -37,19 +39,21 @@ from specgen.text.text_state import Shaper, TextState
 N_AT_ONCE = 3
 #: Draws are made after one of an answer's first tokens, so many at a time.
 N_SEARCHED, _N_QUEUED = 48, 60
-#: A row may move by this many times the largest movement that batches were found to cause, beside what is always
-#: allowed: a value in an f16 cache that happens to round the other way moves all rows after it.
+#: How many prompts are answered again, several at once, and how many are looked at for a place to draw samples; the
+#: probability of any false alarm of sampled checks.
+_N_SOME, _N_TRIED, _FALSE_ALARM = 6, 3, 1e-4
+#: A row may move by this many times what batches caused, beside what a cache value rounded otherwise causes.
 SLACK, ALWAYS_ALLOWED = 4.0, 0.01
 
 #: What decides how much is drafted; "forced" drafts in every round.
 WayName: TypeAlias = Literal[PolicyName, "forced"]
+CheckName: TypeAlias = Literal["both", "greedy", "sampled"]
 Verdict: TypeAlias = Literal["lossless", "defect", "interrupted", "nothing drafted"]
 Progress: TypeAlias = Callable[[int, int], None]
 
 
 def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
-    """Return how `specgen run` drafts with these options, and, if costs could decide that nothing is drafted, a way that
-    drafts in every round."""
+    """Return how `specgen run` drafts, and, if costs could decide against it, a way that drafts every round."""
     ways: dict[WayName, DraftOptions] = {drafting.policy_in_use: drafting}
     if drafting.is_by_cost:
         shortest, longest = drafting.ngrams_of
@@ -64,15 +68,68 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
     return ways
 
 
+def checked_instead(session: Session) -> tuple[str, ...]:
+    """Return how drafts differ from those that were asked for, and why."""
+    draft, drafting, found = session.draft, session.options.drafting, list[str]()
+    if draft is None:
+        return ()
+    if drafting.tree.is_fixed and session.why_chains:
+        found.append(f"drafts were chains, not trees of {drafting.tree}: {session.why_chains}")
+    if drafting.verifier not in ("auto", "match") and not draft.can_draw:
+        found.append(
+            f"they were matched, not judged by {drafting.verifier}: none was drawn at random"
+        )
+    return tuple(found)
+
+
+def run_checks(
+    session: Session,
+    prompts: Mapping[int, Prompt],
+    ways: Mapping[WayName, DraftOptions],
+    *,
+    check: CheckName,
+    sampling: SamplerOptions,
+    n_draws: int,
+    progress: Callable[[str, int, int], None],
+    interrupted: Callable[[], bool],
+) -> tuple[tuple[GreedyResult, ...], tuple[SampledResult, ...]]:
+    """Make the checks in each way to draft, and greedy ones of several answers at once in the last, which drafts most."""
+    greedy: list[GreedyResult] = []
+    sampled: list[SampledResult] = []
+
+    def each_way(what: str) -> Iterator[dict[str, Any]]:
+        for way, drafting in ways.items():
+            session.change_drafting(drafting)
+            shown = partial(progress, f"{what}, {way}")
+            yield {"way": way, "interrupted": interrupted, "progress": shown}
+
+    if check != "sampled":
+        progress("greedy, plain decoding", 0, 1)
+        plain = plain_texts(session, prompts, interrupted)
+        for how in each_way("greedy"):
+            greedy += check_greedy(session, prompts, plain, **how)
+        if not session.why_one_sequence:
+            some = {number: prompts[number] for number in evenly_chosen(prompts, _N_SOME)}
+            greedy += check_greedy(session, some, plain, n_at_once=N_AT_ONCE, **how)
+    if check != "greedy" and not interrupted():
+        session.change_sampling(sampling)
+        how = {"seed": max(0, sampling.seed), "level": _FALSE_ALARM / len(ways)}  # Bonferroni
+        tried = dict(list(prompts.items())[:_N_TRIED])
+        found = [
+            check_sampled(session, tried, n_draws, **how, **each) for each in each_way("sampled")
+        ]
+        sampled += filter(None, found)
+    return tuple(greedy), tuple(sampled)
+
+
 # --- greedy --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position where the texts differ, counted from 0, and the two tokens as text; one is empty if that text
-    ended. `gap` is how much plain decoding prefers its own token, in logits behind the samplers; up to `allowed`
-    rounding in batches explains it, which is 0 if rows are batch-invariant. `same_in_batches_of` is the smallest batch
-    size in which plain decoding itself chooses the other token."""
+    """The first position where texts differ, and the two tokens (empty: that text ended). `gap` is plain decoding's
+    preference in logits, of which rounding in batches explains `allowed` (0 if rows are batch-invariant); in batches of
+    `same_in_batches_of` plain decoding does the same."""
 
     position: int
     plain: str
@@ -88,8 +145,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class GreedyResult:
-    """The result of one prompt, by its number; `n_at_once` answers were made at once in one cache. `n_tokens`
-    tokens of plain decoding were compared; `difference` is None if all are equal."""
+    """The result of one prompt, `n_at_once` answers at once; `difference` is None if all tokens are equal."""
 
     prompt: int
     way: WayName
@@ -107,8 +163,7 @@ class GreedyResult:
 def plain_texts(
     session: Session, prompts: Mapping[int, Prompt], interrupted: Callable[[], bool] = lambda: False
 ) -> dict[int, list[int]]:
-    """Return the tokens of plain decoding's answers by the prompts' numbers, each made alone, with those that end a
-    text; fewer if interrupted."""
+    """Return the tokens of plain answers, each made alone, by the prompts' numbers; fewer if interrupted."""
     n = session.options.generation.max_tokens
     asked = [(prompt, n) for prompt in prompts.values()]
     answers = _answers(session, asked, 1, interrupted, draft=False)
@@ -125,9 +180,9 @@ def check_greedy(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _done, _total: None,
 ) -> Iterator[GreedyResult]:
-    """Compare answers at temperature 0 with those of plain decoding, one by one or `n_at_once` at once: some are then
-    shorter, so that others begin in their cells, and prompts are repeated if there are fewer. `way` names how the
-    session drafts. Ends early if interrupted. Raise the first failure of an answer or its drafter."""
+    """Compare greedy answers with plain decoding's, one by one or `n_at_once` at once: some are then shorter, so that
+    others begin in their cells. `way` names how the session drafts. Raise the first failure of an answer or a
+    drafter."""
     calibrate(session, interrupted)
     plain = plain_texts(session, prompts, interrupted) if plain is None else plain
     n_most, every = session.options.generation.max_tokens, list(prompts)
@@ -242,8 +297,7 @@ def _difference(
 
 
 def movement(one: Logits, other: Logits) -> float:
-    """Return the distance of row `one` from row `other`, float32[n_vocab] each: the standard deviation of
-    the differences of their logits, divided by that of the other's logits."""
+    """Return how far row `one` is from `other`: the deviation of their differences, relative to `other`'s own."""
     spread = float(np.std(other, dtype=np.float64))
     return float(np.std(one - other, dtype=np.float64)) / spread if spread else 0.0
 
@@ -255,8 +309,7 @@ def plain_rows(
     n_rows: int = 1,
     n_outputs: int | None = None,
 ) -> Iterator[Logits]:
-    """Yield the logits, float32[n_vocab], behind the prompt and behind the tokens of the answer, which is decoded in
-    batches of `n_rows` of which the last `n_outputs` want logits (None: all)."""
+    """Yield the logits behind the prompt and each token of the answer, decoded in batches of `n_rows`."""
     tokens, n_prompt, start = (*prompt, *answer), len(prompt), 0
     n_ctx, n_slots = session.context_size(len(tokens)), -(-n_rows // session.n_rows_max)
     with session.contexts(n_ctx, drafts=False, n_slots=n_slots) as (target, _):
@@ -274,8 +327,7 @@ def plain_rows(
 
 @dataclass(frozen=True, slots=True)
 class SampledResult:
-    """The draws at one place: after `n_prompt` tokens of a prompt and `n_answer` of an answer. `level` is the largest
-    p-value of a defect."""
+    """The draws after `n_prompt` and `n_answer` tokens. `level` is the largest p-value of a defect."""
 
     prompt: int
     way: WayName
@@ -295,9 +347,9 @@ class SampledResult:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in an answer, and the exact distribution of the next token. `chance` is the smallest of three
-    probabilities: that the drafted token is the target's, that it is not, and that the target does not choose its
-    likeliest token. Where it is small, mistakes are invisible."""
+    """A place in an answer, and the exact distribution there. `chance` is the smallest probability that the drafted
+    token is the target's, is not, or that the target does not choose its likeliest: where it is small, mistakes are
+    invisible."""
 
     prompt: int
     answer: tuple[int, ...]
@@ -316,9 +368,8 @@ def check_sampled(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _done, _total: None,
 ) -> SampledResult | None:
-    """Draw the next token again and again at the place in an answer to one of the prompts where a wrong judgement of
-    drafts would be most visible, and compare with the target's exact distribution. None if nothing was drafted in the
-    answers, or if interrupted."""
+    """Draw the next token again and again where a wrong judgement of drafts would be most visible, and compare with the
+    target's exact distribution. None if nothing was drafted, or if interrupted."""
     calibrate(session, interrupted)
     places = [
         place
@@ -328,8 +379,7 @@ def check_sampled(
     if not places or interrupted():
         return None
     place = max(places, key=lambda each: each.chance)
-    # The first token of an answer is chosen without a draft, and decoder heads have nothing to draft
-    # the second from: so these are the ones that were said before.
+    # An answer's first token has no draft, and heads have none for the second: so these are forced.
     prompt, forced = prompts[place.prompt], place.answer[-2:]
     begun = followed_by(session.prompts, prompt, place.answer[: -len(forced)])
 
@@ -399,7 +449,6 @@ class _FirstForced(Shaper):
 def _places(
     session: Session, number: int, prompt: Prompt, seed: int, interrupted: Callable[[], bool]
 ) -> Iterator[_Place]:
-    """Yield the places in an answer where something was drafted."""
     n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         options = replace(session.options.generation, max_tokens=N_SEARCHED, stop=())
@@ -438,8 +487,7 @@ MIN_EXPECTED = 20.0
 
 @dataclass(frozen=True, slots=True)
 class GTest:
-    """The result of `g_test`: 2 Σ count·ln(count / expected) over `n_cells` cells, one of which pools `n_pooled` rare ones
-    (infinite if something impossible was drawn), and the probability that a correct sampler gives at least this."""
+    """2 Σ count·ln(count / expected) over cells, one of which pools rare ones, and the chance to exceed it."""
 
     statistic: float
     n_cells: int
@@ -454,17 +502,11 @@ def g_test(
     *,
     min_expected: float = MIN_EXPECTED,
 ) -> GTest:
-    """Test whether int64[n_cells] counts are draws from float64[n_cells] exact probabilities. Of `n_draws` draws those
-    in no cell are impossible and make the p-value 0. A single cell has p-value 1.
-
-    The p-value is that of the chi-square distribution, which the statistic follows only if the expected
-    counts are large. So cells with an expected count below `min_expected` are pooled, and then the rarest other
-    cells until the pool's expected count is that large; this must not depend on counts, which would bias the test.
-    And the statistic is divided by Williams's correction (Biometrika 63, 1976, p. 33),
-    1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The real false-alarm rate is then at most 1.5 times the nominal one, down
-    to a level of 1e-5 (simulated; 5 to 15 times without them).
-
-    Raise `ValueError` if there are no draws, or the probabilities are not positive or do not sum to 1."""
+    """Test whether int64[n_cells] counts are draws from float64[n_cells] exact probabilities; draws in no cell are
+    impossible. The chi-square distribution holds only for large expected counts: cells below `min_expected` are pooled,
+    then the rarest others until the pool suffices (whatever the counts: that would bias the test), and the statistic is
+    divided by Williams's correction (Biometrika 63, 1976, p. 33), 1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The
+    false-alarm rate is then at most 1.5 times the nominal one down to 1e-5. Raise `ValueError`."""
     n = int(counts.sum()) if n_draws is None else n_draws
     n_impossible, total = n - int(counts.sum()), float(exact_probs.sum())
     if not bool((exact_probs > 0.0).all()) or not abs(total - 1.0) <= 1e-6:
@@ -495,8 +537,7 @@ def g_test(
 
 
 def chi_square_tail(x: float, degrees: int) -> float:
-    """Return P(X >= x) of the chi-square distribution: a finite sum of positive terms, so no digits are lost
-    (Abramowitz and Stegun, 26.4.4 and 26.4.5)."""
+    """P(X >= x) of the chi-square distribution, as a finite sum (Abramowitz and Stegun, 26.4.4 and 26.4.5)."""
     if x <= 0.0:
         return 1.0
     first = math.erfc(math.sqrt(x / 2.0)) if degrees % 2 else 0.0
@@ -511,21 +552,22 @@ def chi_square_tail(x: float, degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The settings and results. `skipped` are the numbers of prompts that do not fit into the context; `unequal_rows`
-    says why rows depend on their batch although specgen's kernels compute."""
+    """The settings and results. `skipped` prompts did not fit; `unequal_rows` says why rows depend on batches, `instead`
+    how drafts differed from those that were asked for."""
 
     target: str
     draft: str
     verifier: str
     draft_max: int
     sampler: SamplerOptions
-    check: Literal["both", "greedy", "sampled"]
+    check: CheckName
     greedy: tuple[GreedyResult, ...]
     sampled: tuple[SampledResult, ...]
     skipped: tuple[int, ...] = ()
     is_interrupted: bool = False
     kernels: str = ""
     unequal_rows: str = ""
+    instead: tuple[str, ...] = ()
 
     @property
     def _results(self) -> Sequence[GreedyResult | SampledResult]:
@@ -533,8 +575,7 @@ class VerifyReport:
 
     @property
     def undrafted(self) -> list[str]:
-        """The checks in which nothing was drafted, so that they showed nothing. Where costs decide, that is
-        no fault: each check is made again with a draft in every round."""
+        """The checks in which nothing was drafted, not counting "cost", which may decide so: they showed nothing."""
         checks: dict[str, Sequence[GreedyResult | SampledResult]] = {}
         if self.check != "sampled":
             checks["greedy"] = [result for result in self.greedy if result.n_at_once == 1]

@@ -93,6 +93,11 @@ class Draft:
     walks: tuple[tuple[int, ...], ...] = ()
     looks: tuple[float, ...] = field(default=(), compare=False)
     guesses: str = field(default="", compare=False)
+    #: The depth of each node, from 0, and its rank among its siblings.
+    depths: Sequence[int] = field(init=False, repr=False, compare=False)
+    ranks: Sequence[int] = field(init=False, repr=False, compare=False)
+    #: The nodes below each node, in the order they were drafted; those of `ROOT`, -1, come last.
+    children: Sequence[Sequence[int]] = field(init=False, repr=False, compare=False)
     is_chain: bool = field(init=False, repr=False, compare=False)
     #: Whether any token was drawn at random. No node of such a draft is left out.
     is_drawn: bool = field(init=False, repr=False, compare=False)
@@ -102,13 +107,21 @@ class Draft:
         columns = (parents, self.origins, self.probabilities, self.distributions)
         if any(len(column) != n for column in columns):
             raise ValueError(f"a draft of {n} tokens needs {n} of each of its fields")
+        depths, ranks, children = list[int](), list[int](), [list[int]() for _ in range(n + 1)]
+        for node, parent in enumerate(parents):
+            if not ROOT <= parent < node:
+                raise ValueError(f"{parents}: parents come first")
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+            ranks.append(len(children[parent]))
+            children[parent].append(node)
+        object.__setattr__(self, "depths", depths)
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "children", children)
         object.__setattr__(self, "is_chain", parents == tuple(range(ROOT, n - 1)))
         object.__setattr__(self, "is_drawn", self.distributions.count(None) < n)
         for walk in self.walks:
             if not walk or [parents[node] for node in walk] != [ROOT, *walk[:-1]]:
                 raise ValueError(f"{walk} is no walk from the root down")
-        if not self.is_chain and not all(ROOT <= up < node for node, up in enumerate(parents)):
-            raise ValueError(f"{parents}: parents come first")
 
     @classmethod
     def chain(
@@ -132,21 +145,6 @@ class Draft:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def children(self, node: int) -> Sequence[int]:
-        """Return the nodes below a node or `ROOT`, in the order they were drafted."""
-        return [child for child, parent in enumerate(self.parents) if parent == node]
-
-    def ranks(self) -> list[int]:
-        """Return each node's rank, from 0, among its siblings."""
-        return [self.parents[:node].count(parent) for node, parent in enumerate(self.parents)]
-
-    def depths(self) -> list[int]:
-        """Return each node's depth; children of the root have depth 0."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent == ROOT else depths[parent] + 1)
-        return depths
-
     def path(self, node: int) -> list[int]:
         """Return the nodes from a child of the root down to `node`, inclusive; none for `ROOT`."""
         nodes = []
@@ -157,11 +155,12 @@ class Draft:
 
     def text(self, node: int) -> tuple[int, ...]:
         """Return the tokens of the path to `node`."""
+        if self.is_chain:
+            return self.tokens[: node + 1]
         return tuple([self.tokens[i] for i in self.path(node)])
 
     def leaves(self) -> list[int]:
-        inner = set(self.parents)
-        return [node for node in range(len(self.tokens)) if node not in inner]
+        return [node for node in range(len(self.tokens)) if not self.children[node]]
 
     def first(self, n: int) -> Draft:
         """Return the first n nodes, which are a tree too; see `only`."""
@@ -210,33 +209,40 @@ def pack(
 ) -> range:
     """Add a text's rows to a batch: the committed tokens that the cache lacks, at least one, then its draft. Return the
     rows of the former. The last of these (the root) and every node want logits."""
-    n_past, first_row = backend.length(slot.first), len(batch)
-    if len(draft):
+    n_past, first_row, n = backend.length(slot.first), len(batch.tokens), len(draft.tokens)
+    if n:
         backend.checkpoint(slot.first)
-    leaves = draft.leaves()
-    branches = slot.of_leaves(len(leaves))
-    for branch in branches[1:]:
-        backend.copy(slot.first, branch)
+    branches: tuple[int, ...] = (slot.first,)
+    through = [branches] * n
+    if not draft.is_chain:
+        leaves = draft.leaves()
+        branches, through = slot.of_leaves(len(leaves)), [()] * n
+        for branch in branches[1:]:
+            backend.copy(slot.first, branch)
+        for branch, leaf in zip(branches, leaves, strict=True):
+            for node in draft.path(leaf):
+                through[node] += (branch,)
     n_all = n_past + len(pending)
-    for position, token in enumerate(pending, n_past):
-        batch.add(token, position, branches, position == n_all - 1)
-    through: list[tuple[int, ...]] = [()] * len(draft)
-    for branch, leaf in zip(branches, leaves, strict=False):  # no draft has no leaf
-        for node in draft.path(leaf):
-            through[node] += (branch,)
-    for token, depth, sequences in zip(draft.tokens, draft.depths(), through, strict=True):
-        batch.add(token, n_all + depth, sequences, True)
+    batch.tokens += [*pending, *draft.tokens]
+    batch.positions += [*range(n_past, n_all), *[n_all + depth for depth in draft.depths]]
+    batch.sequences += [*[branches] * len(pending), *through]
+    batch.wants_logits += [*[False] * (len(pending) - 1), *[True] * (n + 1)]
     return range(first_row, first_row + len(pending))
 
 
 def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
     """Drop the rejected nodes of a decoded tree from the cache: the text and the accepted path stay."""
-    if len(path) == len(draft):
+    n_rejected = len(draft.tokens) - len(path)
+    if n_rejected == 0:
         return  # a chain, kept whole
+    length = backend.length(slot.first)
+    if draft.is_chain:
+        backend.remove(slot.first, length - n_rejected)
+        return
     paths = [draft.path(leaf) for leaf in draft.leaves()]
     branches = slot.of_leaves(len(paths))
     # The slot's first sequence is the branch that ends at the first leaf.
-    n_before = backend.length(slot.first) - len(paths[0])
+    n_before = length - len(paths[0])
     if path:
         kept = next(b for b, nodes in zip(branches, paths, strict=True) if path[-1] in nodes)
         if kept != slot.first:

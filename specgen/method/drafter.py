@@ -55,9 +55,9 @@ class Drafter(Protocol):
         ...
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.wants_token` and
-        `plan.wants_decode` allow. `context` holds all committed tokens, followed by `n_drafted` tokens that another
-        drafter proposed. It is the caller's list, and only grows from call to call, unless `rewind` is called."""
+        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.after_look` allows. `context` holds
+        all committed tokens, followed by `n_drafted` tokens that another drafter proposed. It is the caller's list, and
+        only grows from call to call, unless `rewind` is called."""
         ...
 
     def observe(self, result: RoundResult) -> None:
@@ -122,31 +122,35 @@ def propose_together(
 def _decode_next(waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Clock) -> None:
     """Decode the rows that the first draft waits for, and those of others in the same cache, as many as fit; resume
     each with its logits."""
-    backend, costs, batch = waiting[0][1].backend, waiting[0][1].costs, Batch()
-    most, first = max(backend.n_batch, backend.n_outputs), 0
-    together: list[tuple[Proposal, Ask, int]] = []
-    for proposal, ask in waiting:
-        end = first + sum(ask.batch.wants_logits)
-        fits = len(batch) + len(ask.batch) <= most and end <= backend.n_outputs
-        if ask.backend is backend and (fits or not together):  # the first one always gets its turn
+    (first, asked), *others = waiting
+    backend, batch, n_wanted = asked.backend, asked.batch, sum(asked.batch.wants_logits)
+    together = [(first, asked, n_wanted)]  # the first one always gets its turn
+    most = max(backend.n_batch, backend.n_outputs)
+    if others:
+        batch = Batch()
+        batch.extend(asked.batch)
+    for proposal, ask in others:
+        end, n_rows = n_wanted + sum(ask.batch.wants_logits), len(batch) + len(ask.batch)
+        if ask.backend is backend and n_rows <= most and end <= backend.n_outputs:
             together.append((proposal, ask, end))
             batch.extend(ask.batch)
-            first = end
-    started, before_s, first = clock(), backend.decode_s, 0
+            n_wanted = end
+    started, before_s, start = clock(), backend.decode_s, 0
+    n_rows = len(batch.tokens)
     try:
         logits = backend.decode(batch)
-        costs.observe(len(batch), backend.decode_s - before_s, n_sharing)
+        asked.costs.observe(n_rows, backend.decode_s - before_s, n_sharing)
     except Exception as error:  # noqa: BLE001 - drafting ends, and not the answers
         for proposal, _, _ in together:
             proposal.ask, proposal.error = None, error
         return
     model_s, seconds = backend.decode_s - before_s, clock() - started
     for proposal, ask, end in together:
-        share = len(ask.batch) / len(batch)
+        share = len(ask.batch.tokens) / n_rows
         proposal.model_s += share * model_s
         proposal.seconds += share * seconds
-        proposal.resume(logits[first:end], clock)
-        first = end
+        proposal.resume(logits[start:end], clock)
+        start = end
 
 
 def draft_alone(drafting: Drafting) -> Draft:

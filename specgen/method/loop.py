@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from specgen.errors import BackendError, NoTokenAllowedError, SpecgenError
 from specgen.events import Event, NoticeEvent
@@ -19,6 +19,11 @@ from specgen.system.arrays import Hidden, Logits
 if TYPE_CHECKING:
     from specgen.text.answer_state import AnswerState
 
+#: Decodes a round's batch for its sequences, and adds to its events. Returns the logits, the hidden states if a drafter
+#: needs them, and the seconds that other work took in the same batch.
+Decode: TypeAlias = Callable[
+    [Batch, Sequence["AnswerState"], list[Event]], tuple[Logits, Hidden | None, float]
+]
 _MAX_PENDING = 16  # the most committed tokens in a round's batch; more are decoded before
 
 
@@ -35,7 +40,7 @@ class Loop:
     def now_s(self) -> float:
         return self.clock() - self._started_s
 
-    def round(self, sequences: Sequence[AnswerState]) -> list[Event]:
+    def round(self, sequences: Sequence[AnswerState], decode: Decode | None = None) -> list[Event]:
         """Run one round for all sequences that are started and not finished: their drafts are packed into one batch
         of the target, and verified one by one. Return the events.
 
@@ -50,7 +55,7 @@ class Loop:
             commit    x becomes x y_1 ... y_k t; the cache forgets the other rows
             learn     how much was accepted, and what it took
 
-        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the
+        `decode` decodes the batch, by default the target alone. If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the
         others go on. Raise `BackendError` if the target cannot decode the round's batch.
         """
         active = [sequence for sequence in sequences if not sequence.is_finished]
@@ -65,7 +70,7 @@ class Loop:
             self._pack(batch, sequence, result, target.n_batch // len(turns))
 
         n_own, before_s, n_before_rows = len(batch.tokens), target.decode_s, target.n_decoded_rows
-        logits, hidden, other_s = self.decode(batch, active, events)
+        logits, hidden, other_s = (decode or self.decode)(batch, active, events)
         target_s = target.decode_s - before_s - other_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
         n_rows = target.n_decoded_rows - n_before_rows - (len(batch.tokens) - n_own)
@@ -111,7 +116,9 @@ class Loop:
                 result.plan = replace(plan, reason="failed")
             else:
                 # Sampled drafts obey the grammar already, and stay whole.
-                allowed = draft if draft.is_drawn else sequence.state.within_grammar(draft)
+                allowed, state = draft, sequence.state
+                if state.has_grammar and not draft.is_drawn:
+                    allowed = state.within_grammar(draft)
                 result.draft, result.proposed = plan.stop.cut(allowed), (*result.proposed, draft)
                 if not len(result.draft):
                     why = "unsure" if len(draft) or draft.looks else "not ready"
@@ -135,9 +142,10 @@ class Loop:
                     silent.add(tokens[position], position, (first,), False)
                 self.decode_text(sequence, silent)
                 n_held = end
-        n_wanted = sum(batch.wants_logits)
+        n_before = len(batch.tokens)
         result.rows = pack(batch, target, sequence.slot, tokens[n_held:], result.draft)
         if sequence.trail is not None and not sequence.trail.all_rows:
+            n_wanted = sum(batch.wants_logits[:n_before])
             result.rows = range(n_wanted, n_wanted + 1)
 
     def decode_text(self, sequence: AnswerState, batch: Batch) -> Logits:
@@ -152,8 +160,7 @@ class Loop:
     def decode(
         self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
-        """Return the logits of a round's batch, its hidden states if a drafter needs them, and the seconds of a piece of
-        another answer's prompt, which `AnswerLoop` may append."""
+        """Decode a round's batch; see `Decode`."""
         # The same draft serves all sequences.
         trail = next((each.trail for each in active if each.trail is not None), None)
         if trail is None or not (trail.all_rows or len(batch.tokens) <= self.target.n_outputs):

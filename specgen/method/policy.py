@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +21,7 @@ from specgen.events import REASONS, ReasonName
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.tables import (
     FREE,
+    N_RANKS,
     AcceptanceRates,
     CostTable,
     Price,
@@ -83,13 +84,16 @@ class RoundPlan:
     def why(self) -> str:
         return self.detail or REASONS[self.reason]
 
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        chosen = confidences[self.n_given :]
-        return not chosen or (len(confidences) <= self.n_max and self.stop.wants_token(chosen))
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        chosen = confidences[self.n_given :]
-        return len(confidences) < self.n_max and (not chosen or self.stop.wants_decode(chosen))
+    def after_look(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
+        """Return whether a token is drafted, whether one more look is worth a decode then, and the draft's new `whole`.
+        `n` tokens were drafted before it, with the product `whole`. The token itself is not known yet, so whether it is
+        drafted never depends on what it is."""
+        if n < self.n_given:
+            return True, n + 1 < self.n_max, whole
+        if n >= self.n_max:
+            return False, False, whole
+        takes, goes_on, whole = self.stop.after_look(n - self.n_given, whole, confidence)
+        return takes, goes_on and n + 1 < self.n_max, whole
 
 
 @dataclass(slots=True)
@@ -296,13 +300,15 @@ class CostAwarePolicy:
         if self._n_rounds % _MAX_AGE == 0:
             self._values = []
 
-    def acceptance_of(self, origin: str) -> AcceptanceRates:
-        """Return the acceptance rates of a drafter's tokens in this text."""
-        if origin not in self._here:
-            counts = self._known.setdefault(origin, AcceptanceRates(origin)).counts
+    def acceptance_of(self, origin: str, rank: int = 0) -> AcceptanceRates:
+        """Return the acceptance rates, in this text, of a drafter's tokens that have `rank` better siblings: second
+        guesses are another matter."""
+        name = f"{origin}:{min(rank, N_RANKS) + 1}" if rank else origin
+        if (here := self._here.get(name)) is None:
+            counts = self._known.setdefault(name, AcceptanceRates(name)).counts
             counts.credit = max(0.0, counts.credit)  # debt of other texts is forgiven
-            self._here[origin] = AcceptanceRates(origin, counts)
-        return self._here[origin]
+            here = self._here[name] = AcceptanceRates(name, counts)
+        return here
 
     def _too_rarely(self, rates: AcceptanceRates, stop: WhilePaying) -> str:
         accepted = f"{rates.mean():.0%} of its tokens are expected to be accepted in this text"

@@ -36,9 +36,10 @@ _TEXT_RATE = 0.12  # how fast the present text's deviation is learnt, in log-odd
 _MOST_OF_TEXT = 2.5  # the largest such deviation
 _N_HERE = 20.0  # the confidences of all texts count as so many looks in the present one
 _LEAST = 0.002  # rates keep at least this far from 0 and from 1
-_N_RANKS = 3  # siblings behind this many others, or more, are counted together
+N_RANKS = 3  # siblings behind this many others, or more, are counted together
 NGRAM_ORIGINS = ("ngram", "lookup")  # of tokens that need no model
-Rates: TypeAlias = Callable[[str], "AcceptanceRates"]  # the acceptance rates of an origin
+#: The acceptance rates of an origin's tokens with so many better siblings.
+Rates: TypeAlias = Callable[[str, int], "AcceptanceRates"]
 #: The logarithms of `whole` at which the values of looks are computed.
 _LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)
 _GRID: list[float] = _LOG_GRID.tolist()
@@ -58,6 +59,15 @@ class Price:
 
 
 FREE = Price(0.0, 0.0)  # nothing worth counting
+
+
+def _interpolated(x: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """Do as np.interp does, which takes several times as long for one number."""
+    place = bisect.bisect_right(places, x) - 1
+    if not 0 <= place < len(places) - 1:
+        return values[max(0, place)]
+    slope = (values[place + 1] - values[place]) / (places[place + 1] - places[place])
+    return slope * (x - places[place]) + values[place]
 
 
 class CostTable:
@@ -90,7 +100,7 @@ class CostTable:
         sizes = sorted(known)
         if n_rows > sizes[-1]:
             return self._slowness * known[sizes[-1]] * n_rows / sizes[-1]
-        return self._slowness * float(np.interp(n_rows, sizes, [known[size] for size in sizes]))
+        return self._slowness * _interpolated(n_rows, sizes, [known[size] for size in sizes])
 
     def seconds_each(self, n_rows: int) -> float:
         """Return one sequence's part of a decode in which all have `n_rows` rows; 0 while nothing is known."""
@@ -123,14 +133,10 @@ class CostTable:
         deviation = min(_MAX_DEVIATION, max(1.0 / _MAX_DEVIATION, seconds / expected_s))
         is_known, n_seen = n_rows in self._seconds, self._n_observed.get(n_rows, 0)
         self._n_observed[n_rows] = n_seen + 1
-        self.set_seconds(n_rows, expected_s * deviation ** max(_COST_RATE, 1 / (n_seen + 3)))
+        seconds = expected_s * deviation ** max(_COST_RATE, 1 / (n_seen + 3))
+        self._seconds[n_rows] = seconds / self._slowness
         if is_known:  # the other sizes say what to expect of a new one only roughly
             self._slowness *= deviation**_SPEED_RATE
-
-
-def origin_of_rank(origin: str, rank: int) -> str:
-    """Return the name under which tokens with `rank` better siblings count: second guesses are another matter."""
-    return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
 
 
 @dataclass(slots=True)
@@ -161,14 +167,9 @@ class AcceptanceRates:
         self._curve: list[float | None] = [None] * N_BINS  # None: not asked for since a judgement
 
     def acceptance(self, confidence: float) -> float:
-        known = self._curve[index := bisect.bisect_left(BIN_EDGES, confidence)]
-        return self._of_bin(index) if known is None else known
-
-    def curve(self) -> list[float]:
-        """Return the acceptance probabilities by bin: those in all texts, shifted by this text's deviation."""
-        return [self._of_bin(index) for index in range(N_BINS)]
-
-    def _of_bin(self, index: int) -> float:
+        """Return the acceptance probability of a confidence's bin: that in all texts, shifted by this text's
+        deviation."""
+        index = bisect.bisect_left(BIN_EDGES, confidence)
         if (known := self._curve[index]) is not None:
             return known
         n_accepted = _N_PRIOR * self._prior[index] + self.counts.n_accepted.item(index)
@@ -176,6 +177,10 @@ class AcceptanceRates:
         odds = mean / (1.0 - mean) * math.exp(self._deviation)
         acceptance = self._curve[index] = min(1.0 - _LEAST, max(_LEAST, odds / (1.0 + odds)))
         return acceptance
+
+    def curve(self) -> list[float]:
+        """Return the acceptance probabilities of all bins."""
+        return [self.acceptance(middle) for middle in _MIDDLES]
 
     def frequencies(self) -> ProbArray:
         """Return how frequent each bin of confidence is in this text: float64[N_BINS], summing to 1."""
@@ -201,7 +206,7 @@ class AcceptanceRates:
         """Learn whether a token was accepted; all tokens before it were."""
         index = bisect.bisect_left(BIN_EDGES, confidence)
         n_judged, n_accepted = self.counts.n_judged, self.counts.n_accepted
-        deviation = self._deviation + _TEXT_RATE * (accepted - self._of_bin(index))
+        deviation = self._deviation + _TEXT_RATE * (accepted - self.acceptance(confidence))
         self._deviation = min(_MOST_OF_TEXT, max(-_MOST_OF_TEXT, deviation))
         # Only this bin fades: a bin that was not seen for long is not less known.
         n_judged[index] = n_judged.item(index) * _FADING + 1.0
@@ -216,15 +221,15 @@ def judge_drafts(rates: Rates, drafts: Sequence[Draft], text: Sequence[int], n_r
         if draft.is_drawn:
             if draft.is_chain:
                 for node, confidence in enumerate(draft.looks[: min(len(draft), n_right + 1)]):
-                    rates(origin).judge(confidence, accepted=node < n_right)
+                    rates(origin, 0).judge(confidence, accepted=node < n_right)
             continue
-        node, ranks = ROOT, draft.ranks()
+        node = ROOT
         for token in text:
             right = None
-            for child in draft.children(node):
+            for child in draft.children[node]:
                 is_right, known = draft.tokens[child] == token, draft.probabilities[child]
                 right = child if is_right else right
-                of_rank = rates(origin_of_rank(origin, ranks[child]))
+                of_rank = rates(origin, draft.ranks[child])
                 of_rank.judge(1.0 if known is None else known, accepted=is_right)
             if right is None:
                 break
@@ -236,21 +241,17 @@ class Stop:
     """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all
     its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
 
-    `confidences` has a number for each look, up to that of the token that is about to be drafted: so whether it is
-    drafted never depends on the token. Each costs a pass over the logits, if `needs_confidence`."""
+    A confidence costs a pass over the logits, if `needs_confidence`."""
 
     p_min: float = 0.0
     n_min: int = 0
     bound: float = 0.0
     needs_confidence: bool = False
 
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        """Return whether to draft the token at the last look."""
-        return confidences[-1] >= self.p_min and math.prod(confidences) >= self.bound
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        """Return whether another look, after all these tokens, is worth a decode of the drafter."""
-        return True
+    def after_look(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
+        """Return what `RoundPlan.after_look` does; `n` tokens were drafted before."""
+        whole *= confidence
+        return confidence >= self.p_min and whole >= self.bound, True, whole
 
     def cut(self, draft: Draft) -> Draft:
         """Return the nodes of a finished draft that are worth verifying, likeliest first. What was drawn at random
@@ -278,26 +279,17 @@ class WhilePaying(Stop):
     values: Sequence[Sequence[float]] = ()
     needs_confidence: bool = True
 
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        if confidences[-1] < self.p_min or not self.values:
-            return False
-        n, whole = len(confidences), self._whole(confidences)
-        gain_s = whole * self.token_s - (self.extra_s[n] - self.extra_s[n - 1])
-        return gain_s + max(0.0, self.value(n, whole)) > 0.0
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        return bool(self.values) and self.value(len(confidences), self._whole(confidences)) > 0.0
+    def after_look(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
+        if not self.values:
+            return False, False, whole
+        whole *= self.rates(self.origin, 0).acceptance(confidence)
+        more_s = self.value(n + 1, whole)
+        gain_s = whole * self.token_s - (self.extra_s[n + 1] - self.extra_s[n])
+        return confidence >= self.p_min and gain_s + max(0.0, more_s) > 0.0, more_s > 0.0, whole
 
     def value(self, n_drafted: int, whole: float) -> float:
         """Return the seconds that a look at the next token is expected to save; below 0 it does not pay."""
-        # As np.interp does, which takes several times as long for one number.
-        values, log_whole = self.values[n_drafted], math.log(max(whole, _LEAST))
-        place = bisect.bisect_right(_GRID, log_whole) - 1
-        if not 0 <= place < len(_GRID) - 1:
-            return values[max(0, place)]
-        low, high = _GRID[place : place + 2]
-        slope = (values[place + 1] - values[place]) / (high - low)
-        return slope * (log_whole - low) + values[place]
+        return _interpolated(math.log(max(whole, _LEAST)), _GRID, self.values[n_drafted])
 
     def cut(self, draft: Draft) -> Draft:
         return draft if draft.is_drawn else draft.only(self.best_nodes(self.wholes(draft)))
@@ -318,23 +310,16 @@ class WhilePaying(Stop):
         n_accepted = itertools.accumulate(wholes, initial=0.0)
         return [n * self.token_s - s for n, s in zip(n_accepted, self.extra_s, strict=False)]
 
-    def acceptance(self, origin: str, confidence: float | None, rank: int = 0) -> float:
-        """Return the acceptance of a token; `rank` siblings are better."""
-        confidence = 1.0 if confidence is None else confidence
-        return self.rates(origin_of_rank(origin, rank)).acceptance(confidence)
-
     def wholes(self, draft: Draft) -> list[float]:
         """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
         wholes: list[float] = []
         for parent, origin, rank, confidence in zip(
-            draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
+            draft.parents, draft.origins, draft.ranks, draft.probabilities, strict=True
         ):
-            acceptance = self.acceptance(origin, confidence, rank)
+            rates = self.rates(origin, rank)
+            acceptance = rates.acceptance(1.0 if confidence is None else confidence)
             wholes.append(acceptance if parent == ROOT else acceptance * wholes[parent])
         return wholes
-
-    def _whole(self, confidences: Sequence[float]) -> float:
-        return math.prod(map(self.rates(self.origin).acceptance, confidences))
 
 
 def values_of_looks(

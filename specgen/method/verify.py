@@ -60,7 +60,7 @@ class ResidualVerifier:
         while True:
             node, depth = path[-1] if path else ROOT, len(path)
             # The nodes below this one or, in independent walks, the next one of each walk that goes on here.
-            tries = draft.children(node)
+            tries = draft.children[node]
             if draft.walks:
                 tries = [walk[depth] for walk in walks if len(walk) > depth]
             accepted, after = self.choose(draft, tries, target(node), rng)
@@ -151,7 +151,7 @@ class BlockVerifier(ResidualVerifier):
         path = list[int]()
         while True:
             run, node = list[int](), path[-1] if path else ROOT
-            while len(children := draft.children(run[-1] if run else node)) == 1:
+            while len(children := draft.children[run[-1] if run else node]) == 1:
                 run += children
             n_kept, after = _accept_block(draft, run, target, node, rng)
             path += run[:n_kept]

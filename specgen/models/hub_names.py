@@ -71,8 +71,7 @@ def parse_reference(name: str) -> HubReference:
 
 
 def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
-    """Return the models among files, each as its files in order, if all are there; with `with_drafts` also those that
-    draft for one model only."""
+    """Return the models among files, each as its files in order; `with_drafts` those for one target, too."""
     left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *FILE_PREFIXES)
     every = set(names)
     found = []
@@ -136,8 +135,7 @@ def folder_of(model: CatalogueModel) -> Path:
 
 
 def locate(model: CatalogueModel) -> Path | None:
-    """Return the path of a model of the registry that is on this disk: in our own store, or in the hub's cache, which
-    keeps large files under their SHA-256. No file is read: both give a file its name when it is complete."""
+    """Return where a model of the registry is on this disk: in our store, or the hub's cache. No file is read."""
     own = folder_of(model) / model.file
     if size_of(own) == model.size_bytes:
         return own
@@ -145,8 +143,7 @@ def locate(model: CatalogueModel) -> Path | None:
         return None
     for snapshot, _names in _snapshots(storage_of(model.hub.repo)):
         path = snapshot / model.hub.file
-        # One link is followed and no more: it may lead in turn to a store with names of another kind.
-        # Where the system has no symbolic links, the name says nothing and the size must do.
+        # Only one link is followed: a store beyond has other names. Without links, the size must do.
         blob = path.readlink().name if path.is_symlink() else path.name
         is_it = blob == model.sha256 or not SHA256.fullmatch(blob)
         if is_it and size_of(path) == model.size_bytes:

@@ -18,7 +18,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.render.rows import Round, RoundReader, clean_line, styles_on
-from specgen.render.streams import Renderer
+from specgen.render.streams import Renderer, in_encoding
 
 _MARKS = {
     "accepted": "✓",
@@ -84,8 +84,10 @@ class RoundsRenderer(Renderer):
             probability = node.probability if node is not None else None
             n_walks = node.n_walks if node is not None else 0
             tokens.append(self._token(piece.kind, piece.text, probability, piece.logprob, n_walks))
-        if event.reason == "threshold" and nodes:
-            tokens.append(Text(event.reason_text or "", self._styles["faint"]))
+        if event.reason == "threshold" and nodes:  # in words the first time, then only the bound
+            words = event.reason_text or ""
+            bound = words if self._reason != "threshold" else f"≥ {words.rpartition(' ')[2]}"
+            tokens.append(Text(bound, self._styles["faint"]))
         if nodes and nodes[0].origin != self._origin:
             self._origin = nodes[0].origin
             tokens.append(Text(f"by {self._origin}", self._styles["faint"]))
@@ -145,4 +147,5 @@ class RoundsRenderer(Renderer):
 
     def _print(self, line: Text) -> None:
         line.rstrip()
+        line.plain = in_encoding(self._console, line.plain)
         self._console.print(line, soft_wrap=True)

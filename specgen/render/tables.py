@@ -137,12 +137,15 @@ def print_argument(search: Search, console: Console) -> None:
     table = _table("in one decode", "ms", "in tokens")
     for text, seconds in rows:
         table.add_row(Text(text), f"{1000 * seconds:.1f}", _cell(seconds / baseline.token_s))
+    console.print()
     console.print(table)
+    console.print()
     if best is not None and best.figures.kinds:
         table = _table(f"with {name_of(best.draft)}", "speed-up", "accepted")
         for kind, of in best.figures.kinds.items():
             table.add_row(Text(kind), _cell(of.speedup), _cell(of.acceptance_rate, "-"))
         console.print(table)
+        console.print()
 
 
 def _table(first: str, *headings: str) -> Table:

@@ -35,6 +35,9 @@ def print_report(report: VerifyReport, console: Console) -> None:
 
 def _lines(report: VerifyReport) -> Iterator[tuple[int, str | Text]]:
     """Yield the indents and the lines."""
+    yield 0, _verdict(report)
+    for line in report.instead:
+        yield 2, line
     most = counted(report.draft_max, "token")
     drafts = f"at most {most} a draft, verifier {report.verifier}"
     yield 0, f"{report.target} with drafts from {report.draft}: {drafts}"
@@ -62,18 +65,19 @@ def _lines(report: VerifyReport) -> Iterator[tuple[int, str | Text]]:
     for place in report.sampled:
         yield 2, _WAYS[place.way]
         yield 4, _sampled(place)
-    yield (
-        0,
-        {
-            "defect": Text("Not lossless: at least one defect.", _DEFECT),
-            "interrupted": Text("Interrupted: no defect in what was checked.", "bold"),
-            "nothing drafted": Text(
-                f"Nothing was drafted, so nothing was checked: {', '.join(report.undrafted)}.",
-                _DEFECT,
-            ),
-            "lossless": Text("Lossless: no defect found.", "bold green"),
-        }[report.verdict],
-    )
+
+
+def _verdict(report: VerifyReport) -> Text:
+    if report.verdict == "defect":
+        return Text("Not lossless: at least one defect.", _DEFECT)
+    if report.verdict == "interrupted":
+        return Text("Interrupted: no defect in what was checked.", "bold")
+    if report.verdict == "nothing drafted":
+        undrafted = ", ".join(report.undrafted)
+        return Text(f"Nothing was drafted, so nothing was checked: {undrafted}.", _DEFECT)
+    if report.instead:
+        return Text("Lossless, but not all was checked that was asked for.", "bold")
+    return Text("Lossless: no defect found.", "bold green")
 
 
 def _greedy(results: Sequence[GreedyResult]) -> str:

@@ -34,8 +34,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, of which all but the last one have an answer, with a system message, and the text of files before the
-    user's first turn."""
+    """Turns, all but the last one with an answer, a system message, and the text of files before them."""
 
     system: str | None = None
     files: str = ""
@@ -43,7 +42,6 @@ class Conversation:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last question has no answer."""
         return bool(self.turns) and self.turns[-1].answer is None
 
     def asking(self, question: str) -> Conversation:
@@ -89,11 +87,8 @@ def save_conversation(path: Path, conversation: Conversation) -> None:
 
 
 class Chat:
-    """Asks an engine for the answers of a conversation, and keeps it in the file `path`, if there is one.
-
-    An interrupted answer is kept as it is. If nothing came, `regenerate` answers its question, or another question
-    replaces it. `now` is the time that templates may write; it stays the same, so that the caches stay valid.
-    """
+    """Asks an engine for a conversation's answers, and keeps them in the file `path`, if there is one. Interrupted ones
+    are kept as they are. `now` is the time for templates; it stays the same, so that the caches stay valid."""
 
     def __init__(
         self,
@@ -115,8 +110,7 @@ class Chat:
         self._n_left_out = self._n_again = 0
 
     def ask(self, question: str) -> Generator[Event, None, None]:
-        """Answer a question, and yield the events. If the context is too small, turns are left out from the
-        front; a notice says so. Raise `PromptError` if the question alone does not fit: it is not kept then."""
+        """Answer a question; yield the events. Turns that do not fit are left out. Raise `PromptError`."""
         asked = self.conversation.asking(question)
         prompt, n_gone = self._make_prompt(asked)
         self._keep(asked)
@@ -124,8 +118,7 @@ class Chat:
         yield from self._answer(prompt, n_gone)
 
     def regenerate(self) -> Generator[Event, None, None]:
-        """Answer the last question again, in place of its answer. A given seed is increased each time.
-        Raise `UsageError` if there is no question, and what `ask` raises."""
+        """Answer the last question again; a given seed is increased each time. Raise `UsageError`."""
         if not self.conversation.turns:
             raise UsageError("there is no question to answer again")
         prompt, n_gone = self._make_prompt(self.conversation)
@@ -148,7 +141,6 @@ class Chat:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether another answer to the same question is the same."""
         return self._session.options.sampler.greedy
 
     def keep(self) -> None:
@@ -162,10 +154,8 @@ class Chat:
         self.keep()
 
     def _make_prompt(self, conversation: Conversation) -> tuple[Prompt, int]:
-        """Return the prompt of the answer, and how many more turns were left out to fit it.
-
-        As few as possible go until the prompt takes half of the context, or only the last turn is left. (More
-        than necessary, as in llama.cpp, since the rest is decoded again each time that some go.)"""
+        """Return the prompt of the answer, and how many more turns were left out to fit it, until it takes half of the
+        context: more than necessary, since the rest is decoded again each time that some go."""
         n_ctx, last = self.n_ctx, len(conversation.turns) - 1
 
         def prompt(n_left_out: int) -> Prompt:
@@ -227,7 +217,6 @@ class Chat:
 
 
 def check_template(session: Session) -> None:
-    """Raise `UsageError` if the target has no chat template."""
     if session.target.chat_template() is None:
         raise UsageError(
             f"a conversation needs a chat template, and {session.target.name} has none",

@@ -4,6 +4,7 @@ ends: `text/answer_state.py`.)"""
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from specgen.errors import BackendError, DecodeEndedError
@@ -18,15 +19,48 @@ from specgen.text.answer_state import AnswerState
 #: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
 #: beside a round while costs are not known.
 N_READ_BESIDE = 32
+#: A piece counts half after so many tokens of later ones; what is expected counts as so many tokens.
+_N_REMEMBERED, _N_EXPECTED = 8192, 128
+#: Behind how many tokens reading one takes twice as long as at the beginning, in models of 1.5B.
+_N_DOUBLING = 5000.0
 #: Tokens of the shortest answer that is compared with plain decoding.
 _SHORTEST_COMPARED = 30
+
+
+class ReadingCosts:
+    """What reading prompts costs. A token takes longer the deeper it is, since attention sees all before it: two numbers,
+    fitted to the latest pieces, tell how long. While these were of one depth, `_N_DOUBLING` is a guess."""
+
+    def __init__(self) -> None:
+        #: Fading sums of least squares over tokens: their number, depth and its square, seconds, seconds by depth.
+        self._sums = [0.0] * 5
+
+    def observe(self, start: int, n: int, seconds: float) -> None:
+        """Learn from a piece of `n` tokens behind the first `start` ones."""
+        if n > 0 and seconds > 0.0:
+            depth = (start + n / 2) / _N_DOUBLING
+            new = n, n * depth, n * depth**2, seconds, seconds * depth
+            kept = 0.5 ** (n / _N_REMEMBERED)
+            self._sums = [kept * old + each for old, each in zip(self._sums, new, strict=True)]
+
+    def seconds(self, start: int, end: int) -> float:
+        """Return how long reading from one place to another is expected to take; 0 while nothing is known."""
+        n, depth, squares, seconds, moment = self._sums
+        if not n or end <= start:
+            return 0.0
+        flats, mixed = n + _N_EXPECTED, depth - _N_EXPECTED
+        growth = flats * moment - mixed * seconds
+        growth = max(0.0, growth / (flats * (squares + _N_EXPECTED) - mixed**2))
+        flat = max(0.0, (seconds - growth * depth) / n)
+        return (end - start) * (flat + growth * (start + end) / 2 / _N_DOUBLING)
 
 
 class AnswerLoop(Loop):
     """A loop that also reads the prompts of its sequences, and sums their answers up."""
 
-    #: A prompt of which a piece is read in the batch of a round, and the costs of batches.
-    _beside: tuple[AnswerState, CostTable] | None = None
+    @functools.cached_property
+    def reading(self) -> ReadingCosts:
+        return ReadingCosts()
 
     def run(self, sequence: AnswerState) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""
@@ -36,22 +70,22 @@ class AnswerLoop(Loop):
         if sequence.failure is not None:
             raise sequence.failure
 
-    def round(
-        self,
-        sequences: Sequence[AnswerState],
-        beside: tuple[AnswerState, CostTable] | None = None,
+    def round_beside(
+        self, sequences: Sequence[AnswerState], reading: AnswerState, costs: CostTable
     ) -> list[Event]:
-        """Run a round. With `beside`, a sequence and the costs of batches, a piece of its prompt is read in the round's
-        batch, where a row has the same logits in any batch."""
-        self._beside = beside
-        return super().round(sequences)
+        """Run a round, in whose batch a piece of the prompt of `reading` is read too, as much as the `costs` of batches
+        allow: a row has the same logits in any batch."""
+        return self.round(sequences, functools.partial(self._decode_beside, reading, costs))
 
-    def decode(
-        self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
+    def _decode_beside(
+        self,
+        sequence: AnswerState,
+        costs: CostTable,
+        batch: Batch,
+        active: Sequence[AnswerState],
+        events: list[Event],
     ) -> tuple[Logits, Hidden | None, float]:
-        if self._beside is None:
-            return super().decode(batch, active, events)
-        (sequence, costs), n_own, before_s = self._beside, len(batch), self.target.decode_s
+        n_own, before_s = len(batch), self.target.decode_s
         events += self.begin_reading(sequence, self.clock())
         n_most, n_batch, is_last = N_READ_BESIDE, self.target.n_batch, False
         if costs:  # as long as the round's own rows: running answers keep half of their pace
@@ -60,7 +94,7 @@ class AnswerLoop(Loop):
         n_most = min(n_most, n_batch - n_own)
         if n_most > 0 and not sequence.is_finished:
             is_last = self.add_piece(batch, sequence, n_most)
-        logits, hidden, other_s = super().decode(batch, active, events)
+        logits, hidden, other_s = self.decode(batch, active, events)
         if (n_all := len(batch)) > n_own:
             own = costs.seconds(n_own) / costs.seconds(n_all) if costs else n_own / n_all
             other_s = (self.target.decode_s - before_s) * (1.0 - min(1.0, own))
@@ -151,6 +185,7 @@ class AnswerLoop(Loop):
         """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are tokens with
         their log-probabilities. After the last piece, whose `logits` are float32[1, n_vocab], commit the first token."""
         tally, n_held = sequence.tally, self.target.length(sequence.slot.first)
+        self.reading.observe(sequence.n_read, n_held - sequence.n_read, target_s)
         sequence.n_read = min(n_held, sequence.n_prompt)
         events: list[Event] = []
         if logits is not None and sequence.options.max_tokens == 0:
@@ -170,16 +205,15 @@ class AnswerLoop(Loop):
         return [self._reading(sequence, scored), *events]
 
     def _reading(self, sequence: AnswerState, scored: tuple[Piece, ...] = ()) -> ReadingEvent:
-        n_read, spent_s = sequence.n_read, sequence.tally.wall_s
-        token_s = spent_s / max(1, n_read - sequence.n_cached)
         return ReadingEvent(
             sequence.index,
             self.now_s,
-            n_read,
+            sequence.n_read,
             sequence.n_prompt,
-            (sequence.n_prompt - n_read) * token_s,
+            self.reading.seconds(sequence.n_read, sequence.n_prompt),
             sequence.n_cached,
-            spent_s,
+            sequence.n_loaded,
+            sequence.tally.wall_s,
             scored,
         )
 

@@ -23,17 +23,14 @@ from specgen.system.progress import seconds_text
 
 #: The usual acceptance rate of draft models of the target's own family, if drafts stop where they are unsure.
 ACCEPTANCE = 0.7
-#: The least expected speed-up with which a draft is used. The margin pays for the draft's decode of the
-#: prompt, and for prompts that suit it less.
+#: The least expected speed-up of a draft in use: the margin pays for prefill and prompts that suit it less.
 WORTH = 1.1
-#: The first tokens of this text are decoded before anything is timed: the context is then not empty, and
-#: llama.cpp has made its plans.
+#: The first tokens of this text are decoded before anything is timed: llama.cpp then has its plans.
 _FILLER = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on)."
 _N_FILLER = 4
 #: All sizes of batches up to this are timed; of larger ones only some, since the others are interpolated.
 _N_DENSE = 8
-#: How often each size is timed, and after how many seconds of decodes of all models no other is begun: the decodes of
-#: answers correct what was measured, and add what was not. A draft has at least this share of them.
+#: Repeats of a size, the seconds of all decodes (answers correct these costs), and a draft's least share.
 _N_REPEATS, _BUDGET_S, _DRAFT_SHARE = 3, 2.0, 0.25
 #: A table with fewer sizes was not measured: it has only seen a few decodes.
 MIN_SIZES = 3
@@ -70,16 +67,15 @@ class Costs:
         return self.batch_s[1]
 
     def rows_s(self, n_rows: int) -> float:
-        """Return the seconds of a batch of `n_rows` rows: never less than those of a single token, as which it may have
-        been measured when the machine was less busy."""
+        """Return the seconds of a batch, at least those of a single token, which may be from a busier moment."""
         return max(self.token_s, CostTable(self.batch_s).seconds(n_rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The best speed-up that is expected of a draft model, with `n_drafted` tokens in each round. `batch_tokens` is
-    the time of the round's batch and `token_tokens` that of a drafted token, in the target's times for a single
-    token. `free_speedup` is the expected speed-up if drafting took no time."""
+    """The best expected speed-up of a draft model, with `n_drafted` tokens a round. `batch_tokens` and `token_tokens`
+    are the times of a batch and of a drafted token in single tokens; `free_speedup` is that if drafting took no
+    time."""
 
     n_drafted: int
     speedup: float
@@ -103,15 +99,12 @@ def speedup(n_tokens: float, seconds: float, token_s: float) -> float:
 
 
 def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
-    """Return the expected gain of a draft model, from costs of at least two sizes of batches. If each drafted token is accepted with probability a, given that those before it were, a round with n
-    drafted tokens gives 1 + a + ... + a^n tokens. Plain decoding takes v(1) for each of them. The round
-    takes v(n + 1) for the target's batch and c for each drafted token:
+    """Return the expected gain. If a drafted token is accepted with probability a, a round with n of them gives
+    1 + a + ... + a^n tokens, each of which takes plain decoding v(1). The round takes v(n + 1), and c for each:
 
         speedup(n) = v(1) (1 + a + ... + a^n) / (v(n + 1) + n c)
 
-    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that are not free.) The result is for
-    the best n whose batch is not larger than the largest one that was timed.
-    """
+    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that cost.) It is that of the best n that was timed."""
 
     def of(n_drafted: int, draft_token_s: float) -> float:
         n_tokens = sum(acceptance**depth for depth in range(n_drafted + 1))
@@ -162,8 +155,7 @@ def known_costs(session: Session, draft: Key) -> Costs | None:
 
 
 def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> CostTable:
-    """Return the costs of the target. If they are not known, they are measured now. Raise
-    `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
+    """Return the target's costs, measured now if they are not known. Raise `KeyboardInterrupt`."""
     if not is_measured(session.costs.table()):
         measure_in_short_contexts(session, interrupted)
     return session.costs.table()
@@ -175,8 +167,7 @@ def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> 
 def calibrate(
     session: Session, interrupted: Callable[[], bool] = _never, status: Status = no_status
 ) -> str:
-    """Measure what drafting costs here if costs decide how much is drafted and they are not known. Return a sentence
-    that says so; else an empty one. Raise what `measure_in_short_contexts` raises."""
+    """Measure what drafting costs here, if costs decide and are not known; return a sentence about it."""
     draft, is_by_cost = session.draft, session.options.drafting.is_by_cost
     if not is_by_cost or draft is None or is_pair_measured(session, draft.timed):
         return ""
@@ -203,11 +194,9 @@ def measure_if_new(
     drafts: Sequence[Backend],
     interrupted: Callable[[], bool] = _never,
 ) -> float:
-    """Measure the costs of decodes, unless they are known, in empty contexts. Return the seconds that this took.
-
-    Costs that were measured while the machine was busy (`ModelCosts.was_busy`) are of this process only: by them
-    perhaps no draft pays, and then no decode would correct them. Raise `BackendError`, and `KeyboardInterrupt` if
-    `interrupted` returns True between decodes; that measurement is not kept."""
+    """Measure the costs of decodes that are not known, in empty contexts; return the seconds that this took. What was
+    measured while the machine was busy is not kept: by it perhaps no draft pays, and then no decode would correct it.
+    Raise `BackendError`, and `KeyboardInterrupt` if `interrupted`."""
     started, costs = session.clock(), session.costs
     timed = session.draft.timed if session.draft is not None else None
     if is_pair_measured(session, timed):
@@ -232,8 +221,7 @@ def measure_if_new(
 
 
 def timed_batch_sizes(n_max: int) -> list[int]:
-    """Return the numbers of rows to time, from 1 to `n_max`, ascending: in steps of one at first, and of
-    a quarter later."""
+    """Return the numbers of rows to time, ascending: in steps of one at first, of a quarter later."""
     sizes = list(range(1, min(n_max, _N_DENSE) + 1))
     while sizes[-1] < n_max:
         sizes.append(min(n_max, sizes[-1] + sizes[-1] // 4))
@@ -248,9 +236,8 @@ def complete(
     n_rows: int = 1,
     interrupted: Callable[[], bool] = _never,
 ) -> None:
-    """Time the sizes that the backend's table lacks, in an empty context, unless it was measured up to `n_rows` rows. If
-    the time does not suffice for these, their estimate from the other sizes is stored. Raise what `measure_sizes`
-    raises; the table is then unchanged."""
+    """Time the sizes that the table lacks, in an empty context, unless it was measured up to `n_rows` rows; these are
+    estimated if there is no time. Raise what `measure_sizes` raises; the table is then unchanged."""
     if is_measured(table, n_rows):
         return
     is_new = not is_measured(table)
@@ -267,9 +254,8 @@ def measure_sizes(
     budget_s: float,
     interrupted: Callable[[], bool] = _never,
 ) -> dict[int, float]:
-    """Return the median seconds of decoding batches of these sizes, in an empty context, which is empty again
-    afterwards. Powers of two come first. After `budget_s` seconds of decoding no other batch is started, but two sizes
-    are timed. A size for which the context has no room is left out. Raise `BackendError`, and `KeyboardInterrupt` if
+    """Return the median seconds of batches of these sizes, powers of two first, in a context that is empty before and
+    after; two sizes at least, for `budget_s` seconds. Raise `BackendError`, and `KeyboardInterrupt` if
     `interrupted`."""
     before_s, text = backend.decode_s, begin(backend)
     samples: defaultdict[int, list[float]] = defaultdict(list)
@@ -296,12 +282,8 @@ def begin(backend: Backend) -> list[int]:
 
 
 def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | None:
-    """Return the seconds of a batch of `n_rows` rows after the text; None if there is no room for it. The cache is the
-    same afterwards.
-
-    The rows are tokens of the text, since the time of a mixture of experts depends on how much its rows differ. If a
-    rollback takes time, that of the batch before is included, as in rounds whose drafts are not accepted whole.
-    """
+    """Return the seconds of a batch of `n_rows` rows behind the text, with the rollback of the one before; None without
+    room. The cache is the same afterwards. Rows are the text's, since experts' time depends on how much rows differ."""
     length = target.length(0)
     if length + n_rows > target.n_ctx or n_rows > target.n_batch:
         return None

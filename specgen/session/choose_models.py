@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from specgen.drafters.kinds import WORDS, is_word
-from specgen.errors import ModelFileError, OutputError, UsageError
+from specgen.errors import ModelFileError, UsageError
 from specgen.models.files import FileIdentity, cache_folder, config_folder, heads_file, identify
 from specgen.models.hub_names import PREFIX, is_reference, locate, looks_like_reference
 from specgen.models.registry import load_registry
 from specgen.options import DraftSource
-from specgen.system.files import correct, replace_text
+from specgen.system.files import correct, replace_text, write_errors
 from specgen.system.progress import measured_gain
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ _MIN_RATIO = 4
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """A draft, and `why` it was chosen, in a sentence; empty if the user named it. `advice` says how to
-    find a better one. `is_measured` says whether its gain for this target was measured."""
+    """A draft, `why` it was chosen (empty: the user named it), `advice` how to find a better one, and whether its gain
+    for this target `is_measured`."""
 
     draft: DraftSource
     why: str = ""
@@ -44,8 +44,8 @@ class DraftChoice:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The files of a session: the target, and the drafts in the order in which to try them. `helpers` are the
-    drafts of the draft model: the first drafts for it, the next for that one, and so on."""
+    """The files of a session: the target, the drafts in the order in which to try them, and `helpers`, the drafts of
+    the draft model, of that one, and so on."""
 
     target: Path
     drafts: tuple[DraftChoice, ...]
@@ -63,22 +63,17 @@ def find_models(
     registry: Registry | None = None,
     fetch: Fetch | None = None,
 ) -> Sources:
-    """Find the target and the drafts. Named models that are not on this disk are fetched.
-
-    If neither a target nor a pair is named, the target is that of the default pair, whose draft is fetched if none
-    is saved for it. A named draft replaces all others, and so does that of a named pair; else the drafts are those of
-    `choose_drafts`. Raise `UsageError`, `UnknownModelError` or `FetchError`.
-    """
-    from specgen.llama.mtp_layers import mtp_of
+    """Find the target and the drafts; models that are not here are fetched. Without a target it is the default pair's,
+    whose draft is fetched if none is saved. A named draft, or that of a named pair, replaces those of `choose_drafts`.
+    Raise `UsageError`, `UnknownModelError` or `FetchError`."""
+    from specgen.llama.gguf_file import mtp_of
 
     registry = registry or load_registry()
     fetch = fetch or fetching(registry, quiet=quiet)
     target, draft = choice.target, choice.draft
     if target is not None and choice.pair is not None:
-        raise UsageError(
-            f"--target {target} and --pair {choice.pair} exclude each other",
-            hint="use one of them; with --pair, --draft replaces the pair's draft",
-        )
+        hint = "use one of them; with --pair, --draft replaces the pair's draft"
+        raise UsageError(f"--target {target} and --pair {choice.pair} exclude each other", hint)
     pair = registry.pair(choice.pair or registry.default_pair) if target is None else None
     if pair is not None:
         target = pair.target
@@ -108,7 +103,7 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
     if name not in words and (is_model or not is_word(name)):
         return find_model(name, registry, fetch, others=words)
     if name == "mtp":
-        from specgen.llama.mtp_layers import mtp_of
+        from specgen.llama.gguf_file import mtp_of
 
         return mtp_of(target) or name  # without any, opening the draft says why
     if name != "heads":
@@ -116,10 +111,8 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
     identity = identify(target)
     heads = heads_file(cache_folder(), identity) if identity is not None else None
     if heads is None or not _exists(heads):
-        raise UsageError(
-            f"--draft heads: none were made for {target.name}",
-            hint=f"`specgen draft make -m {target}` makes them",
-        )
+        hint = f"`specgen draft make -m {target}` makes them"
+        raise UsageError(f"--draft heads: none were made for {target.name}", hint)
     return heads
 
 
@@ -129,9 +122,8 @@ def find_target(name: str, *, quiet: bool) -> Path:
 
 
 def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str] = ()) -> Path:
-    """Return the file of a model. `name` is a model on the hub if it begins with ``hf:``, a path if it
-    exists or looks like one, else a model's name in the registry. `others` are words that may have been
-    meant. Raise `UnknownModelError` or `FetchError`."""
+    """Return the file of a model: on the hub (``hf:``), a path, or a model's name in the registry; `others` are words
+    that may have been meant. Raise `UnknownModelError` or `FetchError`."""
     if is_reference(name):
         return fetch(name)
     path = Path(name).expanduser()
@@ -177,10 +169,8 @@ def choose_drafts(
     mtp: DraftSource | None = None,
     locate: Callable[[CatalogueModel], Path | None] = locate,
 ) -> tuple[DraftChoice, ...]:
-    """Return the possible drafts for a target without a named draft, the best first: the one that was `saved` for it,
-    its MTP layers (`mtp`: in its file, or in one beside it), the first partner in the registry that `locate` finds on
-    this disk, the general draft if it is there and much smaller than the target, n-grams. N-grams and no draft always
-    load, so the choices end with the first of these."""
+    """Return the drafts for a target, the best first: the `saved` one, its MTP layers (`mtp`), the partner in the
+    registry that is here, the general draft if it is much smaller, n-grams, which always load."""
     choices: dict[DraftSource, DraftChoice] = {}
     for choice in _candidates(target, saved, registry, locate, mtp):
         choices.setdefault(choice.draft, choice)
@@ -235,7 +225,6 @@ def _candidates(
 
 
 def name_of(draft: DraftSource) -> str:
-    """Return the name of a draft for a table or a sentence."""
     if isinstance(draft, Path):
         return draft.name
     return {"mtp": "MTP layers", "ngram": "n-grams"}.get(draft, draft)
@@ -269,8 +258,7 @@ def saved_drafts_file() -> Path:
 
 
 def saved_draft(target: FileIdentity) -> SavedDraft | None:
-    """Return the draft that was saved for a target. Unknown fields are ignored. Raise `UsageError` if the file cannot
-    be read or is damaged."""
+    """Return the draft that was saved for a target. Raise `UsageError` if the file is damaged."""
     entry = _read()["drafts"].get(_key(target))
     if entry is None:
         return None
@@ -286,21 +274,15 @@ def saved_draft(target: FileIdentity) -> SavedDraft | None:
 
 
 def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
-    """Save a draft for a target, replacing an earlier one. Raise `UsageError` if the present file is damaged,
-    `OutputError` if it cannot be written."""
+    """Save a draft for a target, replacing an earlier one. Raise `UsageError`, `OutputError`."""
     path, document = saved_drafts_file(), _read()
     values = TypeAdapter(SavedDraft).dump_python(saved, mode="json", exclude_none=True)
     if isinstance(saved.draft, Path):
         values["draft"] = str(saved.draft.absolute())
     document["drafts"][_key(target)] = values
-    try:
+    with write_errors(path, "set SPECGEN_CONFIG to another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        hint = "set SPECGEN_CONFIG to another folder"
-        raise OutputError(
-            f"{path} could not be written: {error.strerror or error}", hint
-        ) from error
 
 
 def _read() -> dict[str, Any]:

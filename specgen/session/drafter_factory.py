@@ -26,15 +26,13 @@ from specgen.text.text_state import Cascade, Shaper, TextState
 
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
 _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
-#: The number of likeliest tokens that are considered for one position of a tree: hardly any other token
-#: would be worth a row of the target's batch.
+#: The likeliest tokens considered at a position of a tree: hardly another would be worth a row.
 _N_GUESSES = 8
 
 
 @dataclass(frozen=True)
 class DrafterFactory:
-    """Makes what drafts for one answer with the models that are loaded at the time. With `learns_alone`, the
-    acceptance statistics that an answer adds are dropped with it."""
+    """Makes what drafts for an answer. With `learns_alone`, what it adds to statistics is dropped with it."""
 
     session: Session
     learns_alone: bool = False
@@ -51,9 +49,8 @@ class DrafterFactory:
         slot: Slot | None = None,
         index: int = 0,
     ) -> AnswerState:
-        """Return the state of an answer to `prompt`, with the number `index`. `caches` are the contexts of the draft.
-        With `plain`, nothing drafts. `settings` are by default those of the models; `slot` is the answer's slot in
-        all contexts, by default the only one."""
+        """Return the state of an answer to `prompt`. `caches` are the draft's contexts; with `plain` nothing drafts.
+        `settings` are by default the models', `slot` the only one in all contexts."""
         session, rng = self.session, np.random.SeedSequence(seed)
         settings, slot = settings or session.settings, slot or Slot()
         # The draft has a random generator of its own, so that it cannot change the target's samples.
@@ -166,8 +163,7 @@ class DrafterFactory:
 def draft_sampling(
     target: SamplerOptions, drafting: DraftOptions, *, draws: bool, branches: bool
 ) -> SamplerOptions:
-    """Return the samplers of a draft: the target's, changed so that more drafts are accepted. Penalties and biases
-    stay, since they decide which tokens the target can accept."""
+    """Return the target's samplers, changed so that more is accepted; penalties and biases stay."""
     if draws:
         temperature, top_k = drafting.temperature, drafting.top_k
         if temperature is None:

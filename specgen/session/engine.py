@@ -21,7 +21,7 @@ from specgen.errors import (
     UsageError,
     WorkerLostError,
 )
-from specgen.events import Event, NoticeEvent, PromptEvent
+from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.method.tables import CostTable
 from specgen.models.files import prefixes_folder
@@ -38,7 +38,7 @@ from specgen.session.scheduler import Scheduler
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.text.answer_state import AnswerState
+from specgen.text.answer_state import AnswerState, interrupted_event
 
 #: Texts with fewer tokens are read again.
 _LEAST_ANCHORED = 128
@@ -191,9 +191,16 @@ class Engine:
         seed = seed if seed >= 0 else secrets.randbits(32)
         return self._scheduler.add(prompt, settings, seed, drafts=draft)
 
-    def cancel(self, request: Request) -> None:
-        """End an answer with the text that it has: while its prompt is read at once, else at the next step."""
+    def cancel(self, request: Request) -> FinishedEvent | None:
+        """End an answer with the text that it has: at once while its prompt is read, else at the next step. One that
+        waits leaves the queue; its summary is returned."""
         request.is_cancelled = True
+        if not self._scheduler.drop(request):
+            return None
+        ended = interrupted_event(request.index, self._loop.now_s, len(request.prompt.tokens))
+        self._pass_on(request, ended)
+        request.finished = ended
+        return ended
 
     def reload_draft(self) -> bool:
         """Load the draft model again, with the weights that it learnt last, and return True. While
@@ -237,11 +244,10 @@ class Engine:
         options = self._session.options
         found = [CachedContext.of(self.target, options.target_context, "target")]
         draft = self._session.draft
-        if draft is not None and draft.reads != "cache":  # that has no cache of its own
-            read = draft.origin if draft.reads == "text" else f"{draft.origin} {found[0].key}"
-            own = ((n, each) for n, each in enumerate(self.drafts) if each.rollback == "cells")
+        if draft is not None and draft.reads == "all states":  # others read a window of the text
             found += (
-                CachedContext.of(each, options.draft_context, f"{read} {n}") for n, each in own
+                CachedContext.of(each, options.draft_context, f"{draft.origin} {found[0].key} {n}")
+                for n, each in enumerate(self.drafts)
             )
         return found
 
@@ -266,14 +272,16 @@ class Engine:
         if self._prefixes is not None:
             stops.append(self._prefixes.due(self.target, slot.branches(self.target).first))
         if self.target.rollback != "cells" and n > _LEAST_ANCHORED:
-            stops += marks_in(self.target.vocabulary, prompt.tokens)[-1:]
+            stops += slot.marks[-1:]
         return tuple(stop for stop in stops if 0 < stop < n)
 
     def _store_prefix(self, request: Request) -> None:
         """Store what was read of a prompt, where it is due."""
         slot = request.slot
         if self._prefixes is not None and slot is not None:
-            self._prefixes.take(self.target, slot.branches(self.target).first)
+            sequence = slot.branches(self.target).first
+            reading_s = self._loop.reading.seconds(0, self._prefixes.due(self.target, sequence))
+            self._prefixes.take(self.target, sequence, reading_s)
 
     @property
     def _reads_rows(self) -> bool:
@@ -372,7 +380,9 @@ class Engine:
             n_again, own = int(self._reads_rows), request.settings.generation
             tokens = request.prompt.tokens[: None if own.uses_cache else 1]
             slot.subject = request.prompt.subject
+            slot.marks = marks_in(self.target.vocabulary, request.prompt.tokens)
             slot.share_prefix(self.target, tokens, n_again=n_again)
+            n_loaded = slot.n_loaded  # of the target, not of a draft's cache
             request.sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,
@@ -383,6 +393,7 @@ class Engine:
                 slot=slot,
                 index=request.index,
             )
+            request.sequence.n_loaded = n_loaded
             request.sequence.stops = self._stops(slot, request.prompt)
             self._prepare(request, request.sequence)
             self._store_prefix(request)
@@ -422,13 +433,16 @@ class Engine:
 
     def _round(self, reading: Request | None = None) -> list[Event]:
         """Run a round of all answers that have begun. A piece of the prompt of `reading` is read in its batch."""
-        decoding = self._scheduler.decoding
-        busy, beside = decoding, None
+        busy = decoding = self._scheduler.decoding
         if reading is not None:
             busy = [*decoding, reading]
-            beside = (reading.running, self._session.costs.table())
         with self._failing(busy, raises=True):
-            events = self._loop.round([request.running for request in decoding], beside)
+            running = [request.running for request in decoding]
+            if reading is None:
+                events = self._loop.round(running)
+            else:
+                costs = self._session.costs.table()
+                events = self._loop.round_beside(running, reading.running, costs)
         requests = {request.index: request for request in busy}
         for event in events:
             requests[event.sequence].events.append(event)

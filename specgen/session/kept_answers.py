@@ -32,8 +32,7 @@ from specgen.system.files import (
 ANSWERS = "answers.jsonl"
 #: The most bytes of a file of answers; if it grows beyond that, its older half is removed.
 MAX_BYTES = 16 << 20
-#: The most tokens that are kept: the last ones of a prompt, and the first ones of an answer. Answers with fewer than
-#: `_LEAST_TOKENS` teach nothing.
+#: The last tokens of a prompt and the first of an answer that are kept; shorter answers teach nothing.
 MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS, _LEAST_TOKENS = 512, 4096, 8
 #: The longest wait for another process's lock, in seconds; a write takes milliseconds.
 _WAIT_S = 5.0
@@ -50,8 +49,7 @@ class KeptAnswer:
 
     prompt: _Tokens
     answer: _Tokens
-    #: The prompt in the template and the tokens of a draft with another vocabulary, and the digest of
-    #: that vocabulary; None if the draft reads the target's tokens, or there was no draft.
+    #: The prompt as a draft with another vocabulary reads it, and that vocabulary's digest; else None.
     draft_prompt: _Tokens | None = None
     draft_vocabulary: str | None = None
     #: Its number, from 1 on; answers that were removed count too. 0 before it is written.
@@ -72,8 +70,7 @@ class KeptAnswers:
         self._unwritten: list[KeptAnswer] = []
 
     def add(self, answer: KeptAnswer) -> None:
-        """Write an answer; it is on the disk when this returns. Raise `OutputError` if it cannot be
-        written; it is then written with the next one. Very short answers are not kept."""
+        """Write an answer to the disk, if it is not very short. Raise `OutputError`; the next call writes it too."""
         if len(answer.answer) < _LEAST_TOKENS:
             return
         self._unwritten.append(answer)
@@ -99,8 +96,7 @@ class KeptAnswers:
 
 
 def read_answers(folder: Path) -> list[KeptAnswer]:
-    """Return the answers in a folder, the latest last, without damaged lines. Raise `OutputError` if the
-    file exists and cannot be read."""
+    """Return the answers in a folder, the latest last, without damaged lines. Raise `OutputError`."""
     path = folder / ANSWERS
     try:
         return _parsed(path.read_bytes())
@@ -154,9 +150,8 @@ def _to_json(answer: KeptAnswer, number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """The result of a draft's learning: the name of a file in the folder with the `weights`, empty if the original
-    ones are better; the number of the last answer then, and of all answers that it learnt from; and the shares of
-    the places of the latest answers where the draft with the original weights, and the learnt ones, agreed."""
+    """What a draft learnt: the file of its `weights` (empty: the original ones), the number of the last answer, how
+    many it learnt from, and its agreement with the latest answers before and after."""
 
     weights: str = ""
     last_number: int = 0
@@ -169,8 +164,7 @@ _LEARNT = TypeAdapter(Learnt)
 
 
 def state_file(folder: Path, draft: Path) -> Path:
-    """Return the path of the file about a draft model's learning, in the folder of a target. A draft of the same name
-    and another size is another draft."""
+    """Return the file about a draft model's learning; of the same name and another size, it is another draft."""
     n_bytes = 0
     with contextlib.suppress(OSError):
         n_bytes = draft.stat().st_size
@@ -179,7 +173,6 @@ def state_file(folder: Path, draft: Path) -> Path:
 
 
 def read_learnt(folder: Path, draft: Path) -> Learnt:
-    """See `read_state`."""
     return read_state(state_file(folder, draft))
 
 

@@ -41,8 +41,7 @@ class Threads:
 
 
 def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
-    """Return the options, with the measured numbers of threads where the options name none. A number
-    that the user names is meant for batches too."""
+    """Return the options with the measured threads where they name none; a named number is for batches too."""
     if threads is None or context.n_threads is not None:
         return context
     n_batch = context.n_threads_batch or threads.n_batch
@@ -50,8 +49,7 @@ def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOpt
 
 
 class Memory:
-    """Measured costs, acceptance statistics and threads, from a file, if there is one. `machine` is everything about
-    the machine and the build of llama.cpp that decides what a decode costs, as JSON values."""
+    """Costs, acceptance and threads, from a file if there is one. `machine` is all that decides costs."""
 
     def __init__(self, file: Path | None = None, machine: Mapping[str, Any] | None = None) -> None:
         self._file = file
@@ -65,8 +63,7 @@ class Memory:
         self._unkept: set[str] = set()
 
     def costs(self, model: Path, context: ContextOptions, n_past: int = 0) -> CostTable:
-        """Return the cost table of a model's decodes in contexts with these options and about `n_past`
-        tokens; empty if nothing is known. What the table learns is kept."""
+        """Return the cost table of a model in contexts of about `n_past` tokens. What it learns is kept."""
         depth = min(max(0, n_past // _SHALLOW).bit_length(), _N_DEPTHS - 1)
         keys = self._cost_keys(model, context)
         table = self._tables.get(keys[depth])
@@ -97,8 +94,7 @@ class Memory:
         self._threads[self._model_key(model, context)] = threads
 
     def acceptance(self, target: Path, draft: Key, mode: str) -> dict[str, AcceptanceRates]:
-        """Return the acceptance statistics of the drafts of `draft` for `target`, by origin; origins that
-        are added to the result are kept. `mode` separates cases whose acceptance rates differ."""
+        """Return the acceptance statistics of a draft by origin; what is added is kept. `mode` separates cases."""
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
         if key not in self._acceptance:
@@ -141,12 +137,10 @@ class Memory:
         replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
     def _table(self, key: str) -> CostTable:
-        """Return the table of a key as this process has it, or as the file does."""
         if key in self._tables:
             return self._tables[key]
         known = _valid(_SECONDS, self._known[_COSTS].get(key)) or {}
-        # A batch costs at most what one with more rows does: what was observed otherwise was another
-        # program's time, and where it says that no draft pays, no decode would correct it.
+        # A batch costs at most what a larger one does: else other programs' time was counted, for good.
         least_s = itertools.accumulate((known[n] for n in sorted(known, reverse=True)), min)
         return CostTable(dict(zip(sorted(known, reverse=True), least_s, strict=True)))
 
@@ -157,8 +151,7 @@ class Memory:
                 yield table
 
     def _extend(self, table: CostTable, keys: Sequence[str], depth: int) -> None:
-        """Copy the costs of larger batches from the nearest depth that has them, scaled to this table: one that was
-        made without drafts knows small batches only, and expects that no draft pays."""
+        """Copy the costs of larger batches from the nearest depth, scaled: a table without drafts lacks them."""
         largest = max(table.known, default=0)
         for kept in self._nearest(keys, depth):
             if max(kept.known) <= largest:
@@ -191,8 +184,7 @@ class Memory:
 
 
 class ModelCosts:
-    """The cost tables of a target and its draft models in `memory`, for contexts with these options. A
-    draft is named by its file or a word; None stands for the target."""
+    """The cost tables of a target (None) and its drafts, by their files or words."""
 
     def __init__(self, options: SessionOptions, memory: Memory) -> None:
         self._options = options
@@ -208,7 +200,6 @@ class ModelCosts:
         return with_threads(context, self._memory.threads(model, context))
 
     def table(self, draft: Key | None = None, n_past: int = 0) -> CostTable:
-        """Return the cost table of contexts that hold about `n_past` tokens."""
         return self._memory.costs(*self._named(draft), n_past)
 
     def forget(self, draft: Key | None = None) -> None:
@@ -303,6 +294,5 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _move_last(entries: dict[str, Any], key: str, value: object) -> None:
-    """Set an entry, and let it be the latest."""
     entries.pop(key, None)
     entries[key] = value

@@ -15,7 +15,7 @@ from specgen.llama import build
 from specgen.llama.gguf_file import remember_checks
 from specgen.llama.kernels.admission import KernelStatus, choose_kernels, is_first_time, note_about
 from specgen.llama.kernels.attached import computing
-from specgen.llama.kernels.packed_weights import keep_packed_weights
+from specgen.llama.kernels.packed_weights import is_packed_first, keep_packed_weights
 from specgen.models.files import (
     cache_folder,
     data_folder,
@@ -56,8 +56,7 @@ DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
 
 def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
-    """Choose what computes on the CPU, and whether packed weights are kept, before the first model is loaded.
-    Return what was chosen, and a note if kernels cannot be used. Raise `UsageError` if they were asked for."""
+    """Choose what computes on the CPU, before the first model; return it, and a note. Raise `UsageError`."""
     remember_checks(cache_folder())
     status = choose_kernels(wanted.choice, cache_folder())
     keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
@@ -107,20 +106,16 @@ def open_session(
     status: Status = no_status,
     load_ahead: bool = True,
 ) -> Session:
-    """Load a target, and the first of `drafts` that fits it and is expected to be faster on this machine. Without
-    `drafts`, that of the options is loaded.
-
-    Only a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
-    used, and `note` gets the reason. `check` is called before a draft is chosen. `clock` returns seconds. `memory` is
-    by default `open_memory`. With `load_ahead`, the weights of the likely draft are read beside those of the target.
-    Raise `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises.
-    """
+    """Load a target, and the first of `drafts` (or the options' one) that fits and is expected to be faster. Only a
+    draft that the user named can raise an error; else the next is used, and `note` gets the reason. `check` is called
+    before a draft is chosen. With `load_ahead`, the likely draft's weights are read beside the target's. Raise
+    `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises."""
     if drafts:
         options = replace(options, draft=drafts[0].draft)
-    # Drafts that specgen chose are loaded after the target. So errors of the two can be told
-    # apart, and the target is loaded only once if several drafts are tried.
+    # Chosen drafts are loaded after the target, once for all: errors of the two can be told apart.
     is_chosen = bool(drafts and drafts[0].why)
-    with contextlib.ExitStack() as on_error, status(f"loading {options.target.name}"):
+    packs = ", whose weights are packed for this machine" * is_packed_first(options.target)
+    with contextlib.ExitStack() as on_error, status(f"loading {options.target.name}{packs}"):
         session = on_error.enter_context(
             Session(
                 replace(options, draft="none") if is_chosen else options,
@@ -139,8 +134,7 @@ def open_session(
 
 
 def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
-    """Use the first draft that loads; a draft model whose gain was not measured must also be expected to make
-    the target faster. Return a note with the reasons."""
+    """Use the first draft that loads, if a model also one expected to gain; return a note with the reasons."""
     said: list[str] = []
     may_pay = True
     for choice in choices:
@@ -182,17 +176,17 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
     """Yield what the user should know of the loaded models, and of options that change nothing or slow things down."""
     models = session.models
     for model in models:
-        if model.kernel_problem:
+        if model.loaded.kernel_problem:
             yield (
                 f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
-                f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
+                f"trial ({model.loaded.kernel_problem}); please report this (`specgen doctor -m` tries again)"
             )
-        elif model.n_packed_bytes and not model.lacks_disk_room:
+        elif model.loaded.n_packed_bytes and not model.loaded.lacks_disk_room:
             yield (
-                f"{model.name}: its weights were packed for this machine, and {human_bytes(model.n_packed_bytes)} are "
+                f"{model.name}: its weights were packed for this machine, and {human_bytes(model.loaded.n_packed_bytes)} are "
                 f"written to {packed_folder()}: the next start is quick (--packed-cache off keeps none)"
             )
-    no_room = next((model.name for model in models if model.lacks_disk_room), None)
+    no_room = next((model.name for model in models if model.loaded.lacks_disk_room), None)
     marker = cache_folder() / f"no-room-for-packed-weights-{__version__}"
     if no_room is not None and is_first_time(marker):
         yield (

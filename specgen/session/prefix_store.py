@@ -16,10 +16,11 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import psutil
@@ -29,7 +30,6 @@ from pydantic import TypeAdapter, ValidationError
 from specgen.drafters.interface import CacheSlot
 from specgen.errors import BackendError, RollbackError
 from specgen.llama import LlamaBackend, build
-from specgen.llama.gguf_file import parts_of
 from specgen.llama.kernels.attached import attached
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.method.backend import Backend
@@ -37,7 +37,6 @@ from specgen.models.files import size_of
 from specgen.options import ContextOptions, PrefixOptions
 from specgen.system.files import (
     NEW,
-    KeptResults,
     existing_parent,
     make_room,
     new_beside,
@@ -54,8 +53,8 @@ _SUFFIX = ".prefix"
 LEAST_TOKENS = 512
 #: Prompts are compared at multiples of so many tokens, and where the first control tokens are.
 _BLOCK, _N_MARKS = 256, 32
-#: Prompts that are remembered.
-_N_SEEN = 64
+#: Prompts that are remembered, and the bytes of a file of them that is written anew.
+_N_SEEN, MOST_SEEN_BYTES = 64, 1 << 20
 #: A text is stored if reading it takes so many times as long as loading it.
 _WORTH = 3.0
 #: How quick loading is supposed to be before any was measured.
@@ -84,8 +83,7 @@ class CachedContext:
     def of(cls, backend: LlamaBackend, options: ContextOptions, name: str) -> CachedContext:
         """Return a context with these options, whose `name` tells it from others of its model."""
         model, kernels = backend.model, attached()
-        about = [part.stat() for part in parts_of(model.path)]
-        parts = [model.name, *((each.st_size, each.st_mtime_ns) for each in about)]
+        parts = [model.name, *model.versions]
         types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
         code = [model.kernels, kernels.digest if kernels is not None else "", build().llama_version]
         data = json.dumps([name, parts, code, options.n_gpu_layers, types])
@@ -134,17 +132,19 @@ class SavedText:
     def end(self) -> int:
         return self.start + self.n_bytes
 
-    def state(self) -> NDArray[np.uint8] | None:
-        """Return the state, mapped; None if the file is damaged. Raise `OSError`."""
-        data = np.memmap(self.path, np.uint8, "r", self.start, (self.n_bytes,))
-        return data[4 * len(self.tokens) :] if zlib.crc32(data.data) == self.crc32 else None
+    def n_shared(self, tokens: NDArray[np.int32]) -> int:
+        """Return how many tokens another text shares with this one before they part."""
+        n = min(len(self.tokens), len(tokens))
+        differ = np.flatnonzero(self.tokens[:n] != tokens[:n])
+        return int(differ[0]) if len(differ) else n
 
     def restore(self, backend: LlamaBackend, sequence: int) -> bool | None:
-        """Let a sequence hold the text. Return whether llama.cpp took it, and None if the file is damaged."""
-        state = self.state()
-        if state is None:
+        """Let a sequence hold the text. Return whether llama.cpp took it, and None if the file is damaged. Raise
+        `OSError`."""
+        data = np.memmap(self.path, np.uint8, "r", self.start, (self.n_bytes,))
+        if zlib.crc32(data.data) != self.crc32:
             return None
-        return backend.restore_text(sequence, self.tokens.tolist(), state)
+        return backend.restore_text(sequence, self.tokens.tolist(), data[4 * len(self.tokens) :])
 
 
 def write_text(
@@ -182,8 +182,10 @@ def marks_in(vocabulary: LlamaVocabulary, tokens: Sequence[int] | NDArray[np.int
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """A prompt that was seen in a context with this `key`: its length, and keyed hashes of its prefixes by their
-    lengths. `run` is the process, and `subject` the hash of the user's first message; empty without a conversation."""
+    lengths. `run` is the process, and `subject` the hash of the user's first message; empty without a conversation.
+    A later one of the same name replaces it: the conversation went on."""
 
+    name: str
     key: str
     run: str
     subject: str
@@ -191,16 +193,51 @@ class _Seen:
     hashes: dict[int, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """A text that is to be stored when a sequence holds it, and what the context had decoded before."""
-
-    tokens: NDArray[np.int32]
-    n_rows: int
-    decode_s: float
-
-
 _SEEN = TypeAdapter(_Seen)
+
+
+class _SeenPrompts:
+    """The latest `_N_SEEN` prompts, in a file to which processes add lines; each reads the new ones only. Now and then the
+    file is written anew; a line that another process adds at this moment is lost."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._known: dict[str, _Seen] = {}
+        #: The file that was read, and up to where.
+        self._inode = self._end = 0
+
+    def read(self) -> Sequence[_Seen]:
+        """Return the prompts. Raise `OSError`."""
+        with self._opened("rb") as file:
+            about = os.fstat(file.fileno())
+            if about.st_ino != self._inode or about.st_size < self._end:
+                self._known, self._inode, self._end = {}, about.st_ino, 0
+            file.seek(self._end)
+            new, _, _ = file.read().rpartition(b"\n")
+        self._end += len(new) + 1 if new else 0
+        for line in new.split():
+            with contextlib.suppress(ValidationError):
+                seen = _SEEN.validate_json(line)
+                self._known.pop(seen.name, None)
+                self._known[seen.name] = seen
+        self._known = dict([*self._known.items()][-_N_SEEN:])
+        return [*self._known.values()]
+
+    def add(self, seen: _Seen) -> None:
+        """Add a prompt to the file. Raise `OSError`."""
+        if self._end > MOST_SEEN_BYTES:
+            replace_bytes(self._file, b"".join(map(_line, self._known.values())))
+        with self._opened("ab") as file:
+            file.write(b"\n" + _line(seen))  # what a killed process wrote of its line stays alone
+
+    def _opened(self, mode: str) -> IO[bytes]:
+        return open(
+            self._file, mode, opener=lambda file, flags: os.open(file, flags | os.O_CREAT, 0o600)
+        )
+
+
+def _line(seen: _Seen) -> bytes:
+    return _SEEN.dump_json(seen) + b"\n"
 
 
 class PrefixStore:
@@ -211,18 +248,23 @@ class PrefixStore:
         self._options = options
         self._clock = clock
         self._contexts: dict[Backend, CachedContext] = {}
-        self._due: dict[tuple[Backend, int], _Due] = {}
+        self._target: Backend | None = None
+        #: By slot, how many tokens of its prompt are behind the prefix that is worth storing.
+        self._n_behind: dict[int, int] = {}
+        #: Texts that are to be stored when a sequence holds them.
+        self._due: dict[tuple[Backend, int], NDArray[np.int32]] = {}
         #: Entries that are being written, or that there was no room for.
         self._tried: set[str] = set()
-        self._seen = KeptResults(folder / "seen.json", _N_SEEN)
+        self._seen = _SeenPrompts(folder / "seen.jsonl")
         self._run = secrets.token_hex(4)
         self._bytes_per_s = BYTES_PER_S
         self._writer = ThreadPoolExecutor(1, "prefix store")
         self._is_stopped = False
 
     def serve(self, contexts: Sequence[CachedContext]) -> None:
-        """Store texts of these contexts from now on, and of no others."""
+        """Store texts of these contexts, the target's first, from now on, and of no others."""
         self._contexts = {context.backend: context for context in contexts}
+        self._target = contexts[0].backend
         self._due.clear()
 
     def close(self) -> None:
@@ -237,16 +279,20 @@ class PrefixStore:
         holds, at most all but the last and the `n_again` before it. Decide what is stored when it is read."""
         context, sequence = self._contexts.get(backend), slot.branches(backend).first
         self._due.pop((backend, sequence), None)
+        if backend is self._target:
+            self._n_behind[slot.number] = len(prompt)
         if context is None or len(prompt) < LEAST_TOKENS:
             return n_held
         backend, tokens = context.backend, np.array(prompt, "<i4")
         try:
             n, saved = self._longest(context, tokens[:-1], slot.n_ctx(backend))
             n_held = self._load(context, sequence, saved, n - n_again * context.goes_back, n_held)
-            place = self._place(context, tokens, slot.subject)
+            if backend is self._target:
+                self._n_behind[slot.number] -= self._place(context, tokens, slot)
         except OSError as error:
             _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
             return n_held
+        place = len(prompt) - self._n_behind[slot.number]  # a draft may leave out first tokens
         if place > n and _name(context, tokens[:place]) not in self._tried:
             if n_held > place:
                 try:
@@ -255,37 +301,35 @@ class PrefixStore:
                 except RollbackError:
                     backend.remove(sequence)
                     n_held = 0
-            due = _Due(tokens[:place], backend.n_decoded_rows, backend.decode_s)
-            self._due[backend, sequence] = due
+            self._due[backend, sequence] = tokens[:place]
         return n_held
 
     def due(self, backend: Backend, sequence: int) -> int:
         """Return where reading has to stop, so that the text is stored; 0 for nowhere."""
-        due = self._due.get((backend, sequence))
-        return len(due.tokens) if due is not None else 0
+        return len(self._due.get((backend, sequence), ()))
 
-    def take(self, backend: LlamaBackend, sequence: int, *, cuts: bool = False) -> None:
+    def take(
+        self, backend: LlamaBackend, sequence: int, reading_s: float = 0.0, *, cuts: bool = False
+    ) -> None:
         """Copy the state of a text that is due, if the sequence holds it, for another thread to write. If `cuts`, a
-        longer text is cut first."""
-        due, context = self._due.get((backend, sequence)), self._contexts.get(backend)
-        if due is None or context is None or backend.length(sequence) < len(due.tokens):
+        longer text is cut first. Reading it takes `reading_s`; 0 if that is not known."""
+        tokens, context = self._due.get((backend, sequence)), self._contexts.get(backend)
+        if tokens is None or context is None or backend.length(sequence) < (n := len(tokens)):
             return
         del self._due[backend, sequence]
-        self._tried.add(_name(context, due.tokens))
-        if not np.array_equal(backend.text(sequence)[: len(due.tokens)], due.tokens):
+        self._tried.add(_name(context, tokens))
+        if not np.array_equal(backend.text(sequence)[:n], tokens):
             return
-        n_rows, decode_s = backend.n_decoded_rows - due.n_rows, backend.decode_s - due.decode_s
-        token_s = decode_s / n_rows if n_rows > 0 else 0.0
         try:
-            if backend.length(sequence) > len(due.tokens):
+            if backend.length(sequence) > n:
                 if not cuts:
                     return
-                backend.remove(sequence, len(due.tokens))
+                backend.remove(sequence, n)
             n_bytes = backend.saved_bytes(sequence)
-            if token_s and token_s * len(due.tokens) < _WORTH * n_bytes / self._bytes_per_s:
+            if reading_s and reading_s < _WORTH * n_bytes / self._bytes_per_s:
                 return
             if n_bytes > min(self._most_bytes(), psutil.virtual_memory().available // 2):
-                _log.info("a prefix of %d tokens is not stored: too little room", len(due.tokens))
+                _log.info("a prefix of %d tokens is not stored: too little room", n)
                 return
             state = backend.saved_text(sequence)
         except RollbackError:  # the cells that a sliding window needs are gone
@@ -294,7 +338,7 @@ class PrefixStore:
         except (BackendError, OSError) as error:
             _log.info("a prefix is not stored: %s", error)
             return
-        self._writer.submit(self._write, context, due.tokens, state, token_s)
+        self._writer.submit(self._write, context, tokens, state, reading_s / n)
 
     # --- reading
 
@@ -303,21 +347,21 @@ class PrefixStore:
     ) -> tuple[int, SavedText | None]:
         """Return the longest prefix of a text that an entry has, and this entry."""
         best: tuple[int, SavedText | None] = (0, None)
-        for path in self._folder.glob(f"{context.key}-*{_SUFFIX}"):
-            try:
-                saved = SavedText.read(path)
-            except OSError:  # another process deleted it
-                continue
-            if saved is None or saved.key != context.key:
-                self._drop(path)
-                continue
-            n_most = min(len(saved.tokens), len(tokens))
-            differ = np.flatnonzero(saved.tokens[:n_most] != tokens[:n_most])
-            n = int(differ[0]) if len(differ) else n_most
+        for saved in self._entries(context):
+            n = saved.n_shared(tokens)
             is_usable = context.goes_back or n == len(saved.tokens)
             if n > best[0] and is_usable and len(saved.tokens) < n_ctx:
                 best = n, saved
         return best
+
+    def _entries(self, context: CachedContext) -> Iterator[SavedText]:
+        for path in self._folder.glob(f"{context.key}-*{_SUFFIX}"):
+            with contextlib.suppress(OSError):  # another process deleted it
+                saved = SavedText.read(path)
+                if saved is not None and saved.key == context.key:
+                    yield saved
+                else:
+                    self._drop(path)
 
     def _load(
         self, context: CachedContext, sequence: int, saved: SavedText | None, n: int, n_held: int
@@ -349,12 +393,13 @@ class PrefixStore:
 
     # --- what is stored
 
-    def _place(self, context: CachedContext, tokens: NDArray[np.int32], subject: str) -> int:
+    def _place(self, context: CachedContext, tokens: NDArray[np.int32], slot: CacheSlot) -> int:
         """Return the length of the prefix that is worth storing, 0 for none, and remember the prompt."""
-        n, marks = len(tokens), marks_in(context.backend.vocabulary, tokens)
+        n, marks = len(tokens), slot.marks
         shared, blocks = n - 1, range(_BLOCK, n, _BLOCK)
         if self._options.kept == "shared":
-            shared = self._shared(context.key, tokens, {n, *marks[:_N_MARKS], *blocks}, subject)
+            points = {n, *marks[:_N_MARKS], *blocks}
+            shared = self._shared(context.key, tokens, points, slot.subject)
         if context.goes_back:
             return shared if shared >= LEAST_TOKENS else 0
         # Only a whole entry can be used, so it ends where a message does, which the next prompt may share too.
@@ -367,29 +412,25 @@ class PrefixStore:
     def _shared(self, key: str, tokens: NDArray[np.int32], points: set[int], subject: str) -> int:
         """Return how many tokens a prompt shares with an earlier one before they part; 0 if it goes on behind one that is
         as long. The same prompt counts if another process read it."""
-        n, known = len(tokens), dict[str, _Seen]()
-        for name, values in self._seen.read().items():
-            with contextlib.suppress(ValidationError):
-                if (seen := _SEEN.validate_python(values)).key == key:
-                    known[name] = seen
         hashed = functools.partial(hashlib.blake2b, key=self._secret(), digest_size=8)
-        lengths = {seen.n for seen in known.values() if seen.n <= n}
+        n, known = len(tokens), [seen for seen in self._seen.read() if seen.key == key]
+        lengths = {seen.n for seen in known if seen.n <= n}
         hashes, state, start = dict[int, str](), hashed(), 0
         for end in sorted(points | lengths):
             state.update(tokens[start:end].tobytes())
             hashes[end], start = state.copy().hexdigest(), end
         about = subject and hashed(subject.encode(errors="replace")).hexdigest()
-        new = _Seen(key, self._run, about, n, {each: hashes[each] for each in points})
         name, parted, continued = secrets.token_hex(8), 0, 0
-        for other, seen in known.items():
+        for seen in known:
             same = (length for length, value in seen.hashes.items() if hashes.get(length) == value)
             shared, is_own = max(same, default=0), seen.run == self._run
             if shared == seen.n and (is_own or shared < n):
                 continued = max(continued, shared)
-                name = other if is_own else name
+                name = seen.name if is_own else name
             elif not (is_own and about and about == seen.subject):  # not the same conversation
                 parted = max(parted, min(shared, n - 1))
-        self._seen.add({name: asdict(new)})
+        hashes = {each: hashes[each] for each in points}
+        self._seen.add(_Seen(name, key, self._run, about, n, hashes))
         return parted if parted > continued else 0
 
     def _secret(self) -> bytes:
@@ -424,15 +465,9 @@ class PrefixStore:
                     return
                 new.replace(path)
             _log.info("%s: stored a prefix of %d tokens", context.backend.model.name, len(tokens))
-            for other in self._folder.glob(f"{key}-*{_SUFFIX}") if context.goes_back else ():
-                saved = SavedText.read(other)
-                n = len(saved.tokens) if saved is not None else 0
-                if (
-                    saved is not None
-                    and n < len(tokens)
-                    and np.array_equal(saved.tokens, tokens[:n])
-                ):
-                    other.unlink()  # the new one has all of it
+            for saved in self._entries(context) if context.goes_back else ():
+                if saved.n_shared(tokens) == len(saved.tokens) < len(tokens):
+                    saved.path.unlink()  # the new one has all of it
         except OSError as error:
             _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
 

@@ -23,8 +23,7 @@ from specgen.text.sampling import DryBreakers, Sampler
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """Options of a request, and what was built of them. Requests with the same settings share one object. The sampler
-    uses the options `in_use`: `sampling`, with the biases that `generation` adds."""
+    """A request's options, and what was built of them; the sampler uses those `in_use`, with biases."""
 
     sampling: SamplerOptions
     generation: GenerationOptions
@@ -43,8 +42,7 @@ class RequestSettings:
         drafting: DraftOptions,
         thoughts: ThoughtMarks | None = None,
     ) -> RequestSettings:
-        """Build the samplers and the grammar, which holds behind the answer's `thoughts`. Raise `UsageError` for a bias
-        of a token that does not exist, or an invalid grammar."""
+        """Build the samplers and the grammar, which holds behind the answer's `thoughts`. Raise `UsageError`."""
         vocabulary, in_use = model.vocabulary, sampling
         for token, _ in sampling.logit_bias:
             if not 0 <= token < vocabulary.n_tokens:
@@ -80,8 +78,7 @@ class RequestSettings:
         verifier: VerifierName | None = None,
         thoughts: ThoughtMarks | None = None,
     ) -> RequestSettings:
-        """Return these settings with the options changed that are given. Samplers and the grammar are rebuilt only if
-        they change. Raise `UsageError` as `of` does, and for `n_drafted_max` while drafts have a fixed shape."""
+        """Return these settings with the given options changed; only what changes is rebuilt. Raise `UsageError`."""
         sampling, generation = sampling or self.sampling, generation or self.generation
         drafting = self.drafting
         if verifier is not None:
@@ -166,8 +163,7 @@ class Request:
 
     @property
     def text(self) -> str:
-        """The whole answer, of one that follows a grammar without thoughts. Raise the error that ended it early, or
-        `RuntimeError` if it is not done."""
+        """The whole answer, of one with a grammar without thoughts. Raise the error that ended it early."""
         if self.failure is not None:
             raise self.failure
         if self.finished is None:

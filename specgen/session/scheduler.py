@@ -24,7 +24,7 @@ _N_WORTH_WAITING = 32
 
 class Scheduler:
     """The requests of an engine: those that wait, and those that have one of the `n_slots` slots of all caches.
-    Any thread may add requests; all else is for the thread that steps the engine."""
+    Any thread may add and drop requests; all else is for the thread that steps the engine."""
 
     def __init__(self, n_slots: int, target: LlamaBackend) -> None:
         self.slots = tuple(Slot(number, n_slots) for number in range(n_slots))
@@ -102,6 +102,13 @@ class Scheduler:
         request.slot = min((slot for slot in self.slots if slot.request is None), key=rank)
         request.slot.used_last = request.index
         return request
+
+    def drop(self, request: Request) -> bool:
+        """Take a request from the queue, and return whether it was there. Any thread may do that."""
+        with self._lock:
+            if is_waiting := request in self._waiting:
+                self._waiting.remove(request)
+        return is_waiting
 
     def put_back(self, request: Request) -> None:
         """Let a request that could not begin wait again, before all others."""

@@ -37,13 +37,9 @@ def usual_n_ctx(wanted: int | None, n_train: int) -> int:
 
 
 class Session:
-    """A target and the models that draft for it, loaded once. Use it as a context manager.
-
-    Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it and the last
-    context that uses them are closed. `memory` is updated; the caller saves it. The weights of `draft_ahead`, a draft
-    that is likely to be opened, are loaded while those of the target are. With `vocabulary_only` the target decodes
-    elsewhere: only the models that draft for it have contexts (`draft_contexts`).
-    """
+    """A target and the models that draft for it, loaded once, as a context manager. `memory` is updated; the caller
+    saves it. The weights of `draft_ahead` are loaded beside the target's. With `vocabulary_only` the target decodes
+    elsewhere. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
 
     def __init__(
         self,
@@ -104,13 +100,11 @@ class Session:
 
     @property
     def prompts(self) -> Prompts:
-        """Makes the prompts of the target and of its present draft."""
         variables = self.options.target_context.template_variables
         return Prompts(self.target, self.own_vocabulary, variables=variables)
 
     def _load_ahead(self, draft: Path) -> None:
-        """Begin to load the weights of a draft model, unless that may take memory from the target, or the file is
-        small. Errors are those of opening it."""
+        """Begin to load a draft's weights, unless that may take the target's memory, or the file is small."""
         with contextlib.suppress(SpecgenError, OSError):
             is_small = draft.stat().st_size < LEAST_AHEAD
             if is_small or has_gpu() or self.options.learning is not None:
@@ -123,8 +117,8 @@ class Session:
     # --- what drafts -------------------------------------------------------------------------
 
     def change_draft(self, source: DraftSource) -> None:
-        """Replace the present draft, which must have no open context. The same source is loaded again, with the weights
-        that it learnt last. Raise what `open_draft` raises; there is then no draft."""
+        """Replace the present draft, which must have no open context, with its latest weights. Raise what `open_draft`
+        raises."""
         self._close_draft()
         learning = self.options.learning
         setup = replace(
@@ -142,7 +136,7 @@ class Session:
             self._ahead.close()
 
     def _count_loading(self, model: LlamaModel, started_s: float) -> None:
-        name = "packing_s" if model.n_packed_bytes else "loading_s"
+        name = "packing_s" if model.loaded.n_packed_bytes else "loading_s"
         self.setup_s[name] += self.clock() - started_s
 
     def _open_ngrams(self) -> None:
@@ -157,7 +151,6 @@ class Session:
         self.draft, self.draft_source = None, "none"
 
     def change_drafting(self, drafting: DraftOptions) -> None:
-        """Draft with other options from now on, as `change_draft` does."""
         if drafting != self.options.drafting:
             self.options = replace(self.options, drafting=drafting)
             self.settings = replace(self.settings, drafting=drafting)
@@ -186,7 +179,6 @@ class Session:
 
     @property
     def own_vocabulary(self) -> LlamaModel | None:
-        """The draft model if it has another vocabulary than the target; else None."""
         return self.draft.own_vocabulary if self.draft is not None else None
 
     @property
@@ -226,8 +218,7 @@ class Session:
         return usual_n_ctx(self.options.target_context.n_ctx, self.target.n_ctx_train)
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
-        """Return the size of the target's context, in tokens, for an answer of `max_tokens` (None: those of
-        the options). Raise `PromptError` if the prompt does not fit."""
+        """Return the size of the target's context for an answer of `max_tokens`. Raise `PromptError`."""
         n_train, n_ctx = self.target.n_ctx_train, self.usual_n_ctx
         hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
         if self.options.target_context.n_ctx is None:
@@ -246,8 +237,7 @@ class Session:
     def contexts(
         self, n_ctx: int, *, drafts: bool = True, n_slots: int = 1
     ) -> Iterator[tuple[LlamaBackend, tuple[LlamaBackend, ...]]]:
-        """Open contexts of the target and, with `drafts`, of the draft (see `draft_contexts`). `n_slots`
-        answers may be generated in them at once, each of `n_ctx` tokens with its prompt. Raise `MemoryLimitError`."""
+        """Open contexts of the target and, with `drafts`, of the draft, for `n_slots` answers at once."""
         self.target.check_parallel(n_slots)
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
@@ -268,8 +258,7 @@ class Session:
     def draft_contexts(
         self, n_ctx: int, *, target: LlamaBackend | None = None, n_slots: int = 1
     ) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Open contexts of the draft, of what drafts for it, and so on, beside a context of the target, which a draft
-        needs that reads what the target computes. Raise `MemoryLimitError`."""
+        """Open contexts of the draft and of what drafts for it, beside the target's if it reads that."""
         room = Room(n_ctx, n_slots, self.n_rows_max, self.clock, self.costs.context_options, target)
         with contextlib.ExitStack() as stack:
             found = self.draft.contexts(room) if self.draft is not None else ()

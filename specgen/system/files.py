@@ -40,8 +40,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def make_room(files: Iterable[Path], n_bytes: int, most_bytes: int) -> bool:
-    """Delete the least recently used files until they have at most `most_bytes` with `n_bytes` more. Return whether
-    that is possible; nothing is deleted if not. Raise `OSError`."""
+    """Delete the least recently used files until `n_bytes` more fit; return whether that is possible."""
     found = sorted(files, key=lambda path: path.stat().st_mtime)
     excess = sum(path.stat().st_size for path in found) + n_bytes - most_bytes
     for path in found if n_bytes <= most_bytes else ():
@@ -52,8 +51,7 @@ def make_room(files: Iterable[Path], n_bytes: int, most_bytes: int) -> bool:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file by these bytes, through a file of `new_beside`; its rights stay, and only the user may read a new
-    one. Raise `OSError`."""
+    """Replace a file through one of `new_beside`; its rights stay, and a new one is the user's alone."""
     with new_beside(path) as new:
         new.write_bytes(data)
         with contextlib.suppress(OSError):
@@ -153,9 +151,8 @@ def to_line(value: Any) -> bytes:
 
 
 def take_lines(data: bytes, take: Callable[[Any], None]) -> int:
-    """Pass the value of each line to `take`, and return the size of these lines in bytes, without an incomplete last
-    one. Raise `DamagedLineError` for another that is not JSON, or for which `take` raises `ValueError`, `KeyError`,
-    `TypeError` or `AttributeError`."""
+    """Pass the value of each line to `take`; return the bytes of these lines, without an incomplete last one. Raise
+    `DamagedLineError` for another that is not JSON, or that `take` refuses with a usual error."""
     n_bytes = 0
     lines = data.split(b"\n")
     for number, raw in enumerate(lines, start=1):
@@ -213,8 +210,7 @@ class AppendedFile:
 
 @contextlib.contextmanager
 def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold a lock, until the process ends at the latest. Raise `held` if another process holds it for longer than
-    `wait_s` seconds, and `OutputError` if the lock file cannot be created."""
+    """Hold a lock. Raise `held` if another process holds it for `wait_s` seconds, and `OutputError`."""
     import filelock
 
     with write_errors(lock_file, "SPECGEN_CACHE and SPECGEN_DATA choose other folders"):

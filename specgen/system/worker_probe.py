@@ -48,16 +48,13 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     host, separator, port = text.strip().rpartition(":")
     is_number = port.isascii() and port.isdigit() and 0 < int(port) < 65536
     if not (separator and host and is_number) or ":" in host:
-        raise UsageError(
-            f"{text!r} is not the address of a worker",
-            hint="give HOST:PORT, for example 127.0.0.1:50052; HOST is a name or an IPv4 address",
-        )
+        hint = "give HOST:PORT, for example 127.0.0.1:50052; HOST is a name or an IPv4 address"
+        raise UsageError(f"{text!r} is not the address of a worker", hint)
     return host, int(port)
 
 
 def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = None) -> WorkerInfo:
-    """Ask a worker what it is; with `clock`, which gives seconds, also time round trips. Raise `WorkerLostError`, or
-    `UsageError` if `endpoint` is not HOST:PORT."""
+    """Ask a worker what it is; with `clock`, time round trips too. Raise `WorkerLostError`, `UsageError`."""
     host, port = parse_endpoint(endpoint)
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
@@ -101,8 +98,7 @@ def _call(stream: io.BufferedRWPair, command: int, request: bytes, n_expected: i
 
 
 def lost_among(endpoints: Sequence[str]) -> Sequence[str]:
-    """Return the workers to which this process has no open connection; all, if it cannot tell. They are not asked: a
-    worker serves one program at a time, and accepts connections for a moment when it dies."""
+    """Return the workers without an open connection (all, if unknown): a worker serves one program at a time."""
     connected = set()
     with contextlib.suppress(OSError, psutil.Error):
         for one in psutil.Process().net_connections("tcp4"):

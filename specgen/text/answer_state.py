@@ -30,20 +30,18 @@ from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.drafter import TargetStates
 from specgen.method.policy import Offer, Policy, RoundResult
-from specgen.method.tables import CostTable
+from specgen.method.tables import FREE, CostTable
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import log_probabilities, most_likely
 from specgen.text.text_state import Cascade, Shaper, TextState, TextStream
 
-#: The expected number of tokens of an answer that has just begun. For a short answer, a draft that reads the prompt
-#: costs more than it can save.
+#: The expected tokens of an answer that has just begun: for few, reading the prompt does not pay off.
 _N_EXPECTED = 8
 _HOW_ESTIMATED = "from the measured costs of the target's batches"
 _NOT_KNOWN = "not known: plain decoding was measured while the machine was slower"
-#: How much decodes of equally many rows differ, as a share of their time, is learnt from at least so many of a kind
-#: and so many in all; else it is taken to be `_USUAL_NOISE`.
+#: The least equal decodes of a kind, and in all, from which their noise is learnt; else it is usual.
 _MIN_OF_A_KIND, _MIN_DECODES, _USUAL_NOISE = 3, 6, 0.1
 #: The least uncertainty of a comparison with plain decoding.
 _LEAST_ERROR = 0.02
@@ -72,8 +70,7 @@ class Tally:
     #: Tokens committed in rounds, in all and by the number of sequences that shared the round.
     n_round_tokens: int = 0
     n_tokens_by_sequences: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    #: `wall_s` when the prompt was decoded and its token committed, and the number of tokens then: a grammar may have
-    #: forced some before and after it.
+    #: `wall_s` when the prompt was decoded and its token committed, and the number of tokens then.
     start_s: float = 0.0
     n_start_tokens: int = 0
     #: The target's decode times by the number of rows.
@@ -83,7 +80,6 @@ class Tally:
     _undrafted: dict[str, ReasonCount] = field(default_factory=dict)
 
     def add_prompt(self, target_s: float, wall_s: float, n_tokens: int) -> None:
-        """Add a piece of the prompt; the answer has `n_tokens` tokens then."""
         self.prompt_s += target_s
         self.target_s += target_s
         self.wall_s += wall_s
@@ -103,7 +99,7 @@ class Tally:
             self.add_undrafted(result.plan.reason, result.plan.why)
             return
         accepted = result.path[:n_committed]
-        depths, ranks = result.draft.depths(), result.draft.ranks()
+        depths, ranks = result.draft.depths, result.draft.ranks
         self.n_drafted += len(depths)
         self.n_accepted += len(accepted)
         self.drafted_by_depth.update(set(depths))
@@ -112,7 +108,6 @@ class Tally:
         self.accepted_by_rank.update(map(ranks.__getitem__, accepted))
 
     def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
-        """Add rounds that drafted nothing, and why."""
         n_before = self._undrafted[reason].n_rounds if reason in self._undrafted else 0
         self._undrafted[reason] = ReasonCount(reason, text, n_before + n_rounds)
 
@@ -134,7 +129,6 @@ class Tally:
         return self.n_round_tokens / self.n_rounds if self.n_rounds else None
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of `FinishedEvent` that the tally has."""
         names = [each.name for each in fields(FinishedEvent) if hasattr(self, each.name)]
         found = {name: getattr(self, name) for name in names}
         for name, value in found.items():
@@ -149,19 +143,15 @@ class Tally:
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
     def whole_speedup(self, n_tokens: int, plain_token_s: float | None) -> float | None:
-        """Return the speed-up of the whole answer, prefill included, if a token takes `plain_token_s` without a
-        draft. Plain decoding prefills the target alone."""
+        """Return the speed-up of the whole answer; plain decoding prefills the target alone."""
         if plain_token_s is None or not self.wall_s or n_tokens <= self.n_start_tokens:
             return None
         return (self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s) / self.wall_s
 
     def speedup_error(self) -> float:
-        """Return the uncertainty of the speed-up, as a share of it: two standard errors.
-
-        The time of a token in plain decoding counts as one measurement, that of this answer is known from all its
-        rounds. Both vary as decodes of equally many rows do in this answer; the sixth at either end does not count,
-        so that a single hiccup does not decide.
-        """
+        """Return two standard errors of the speed-up, as a share of it. Plain decoding's token counts as one
+        measurement, this answer's as all its rounds; both vary as equal decodes do here, the sixth at either end aside:
+        a hiccup decides nothing."""
         ratios: list[float] = []
         for each in self.target_s_by_rows.values():
             if len(each) >= _MIN_OF_A_KIND and min(each) > 0.0:
@@ -175,9 +165,8 @@ class Tally:
         return max(_LEAST_ERROR, 2.0 * noise * math.sqrt(1 + 1 / n_rounds))
 
     def priced_token_s(self, costs: CostTable) -> float | None:
-        """Return the mean time of a token if no sequence had drafted, by the costs of the target's batches at the
-        speed that the machine had during this answer. Sequences that share a round have equal parts of its time. None
-        if nothing was measured."""
+        """Return the mean time of a token without drafts, by the costs of the target's batches at the machine's speed
+        during this answer, shared by the sequences of a round; None if nothing was measured."""
         if not costs or not self.n_round_tokens:
             return None
         expected_s = sum(len(each) * costs.seconds(n) for n, each in self.target_s_by_rows.items())
@@ -188,21 +177,33 @@ class Tally:
         return observed_s / expected_s * seconds / self.n_round_tokens
 
 
+def interrupted_event(index: int, time_s: float, n_prompt: int) -> FinishedEvent:
+    """Return the summary of an answer that was interrupted before its prompt was read."""
+    return FinishedEvent(
+        sequence=index,
+        time_s=time_s,
+        text="",
+        token_ids=(),
+        finish_reason="interrupted",
+        stopped_by=None,
+        n_prompt_tokens=n_prompt,
+        n_tokens=0,
+        tokens_per_s=None,
+        **Tally().figures(),
+    )
+
+
 def is_impossible(speedup: float, tokens_per_pass: float | None) -> bool:
-    """Return whether a speed-up is larger than drafting can give: a pass of the target takes at least as long
-    as in plain decoding. The machine was then less busy than when plain decoding was measured."""
+    """Return whether a speed-up is more than drafting can give: the machine is less busy by now."""
     return tokens_per_pass is not None and speedup > _LEEWAY * tokens_per_pass
 
 
 @dataclass(slots=True)
 class AnswerState:
-    """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded, prompt and answer
-    together. `state` starts with the prompt; the drafter may share it. `shaper` has the target's samplers over it.
-
-    `cascade` is None for plain decoding, and becomes None when drafting fails (`why_undrafted`). `trail` takes the
-    target's hidden states, if a drafter needs them. `index` is the answer's number in events, and `ends` are tokens
-    that end it besides the vocabulary's. `failure` is the error that ended it early; it then has no `finish_reason`.
-    """
+    """The state of one answer, which the loop changes. `n_ctx` is the most tokens, prompt and answer together. `state`
+    starts with the prompt. `cascade` is None if nothing drafts, or drafting failed (`why_undrafted`). `trail` takes the
+    target's hidden states for drafters. `ends` are tokens that end it besides the vocabulary's. `failure` ended it
+    early."""
 
     vocabulary: Vocabulary
     options: GenerationOptions
@@ -227,8 +228,10 @@ class AnswerState:
     stopped_by: str | None = None
     failure: SpecgenError | None = None
     n_prompt: int = field(init=False)
-    #: The number of prompt tokens that the cache held already, and that it holds now.
+    #: The number of prompt tokens that the cache held already, those of them that came from the disk, and what it holds
+    #: now.
     n_cached: int = 0
+    n_loaded: int = 0
     n_read: int = 0
     #: Lengths of the text at which a piece of the prompt ends, so that its state can be kept.
     stops: tuple[int, ...] = ()
@@ -253,12 +256,10 @@ class AnswerState:
 
     @property
     def answer(self) -> list[int]:
-        """The answer's tokens, without the one that ended it."""
         return self.tokens[self.n_prompt : self.n_prompt + self.n_answer]
 
     def offer(self, n_most: int) -> Offer:
-        """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes now.
-        There must be a `cascade`."""
+        """Return what is known before a round of at most `n_most` drafted tokens; the free drafter proposes now."""
         cascade, n_draftable = self.cascade, max(0, self.n_ctx - len(self.tokens))
         assert cascade is not None, "something drafts"
         if self.options.max_tokens >= 0:  # the target adds a token of its own
@@ -268,15 +269,12 @@ class AnswerState:
         n_nodes = min(n_most, self.policy.n_max, max(0, self.n_ctx - len(self.tokens)))
         n_most = min(n_nodes, n_draftable)
         found = cascade.look_up(self.tokens, n_most)
-        price = cascade.price(len(self.tokens))
+        price = FREE if cascade.model is None else cascade.model.price(len(self.tokens))
         return Offer(n_left, n_most, found, cascade.model_name, price, n_nodes)
 
     def commit(self, token: int) -> str:
-        """Add the target's next token, and return the text that may now be shown.
-
-        Sets `finish_reason` if the answer ends with this token. Only here can the content of an answer end it, one
-        token at a time, so that a draft cannot move the end.
-        """
+        """Add the target's next token, and return the text that may be shown; `finish_reason` says if the answer ends
+        here. Only here can its content end it, a token at a time, so that a draft cannot move the end."""
         self.state.commit(token)
         if self.vocabulary.is_end(token) or token in self.ends:
             self.finish("stop", self.vocabulary.token_text(token))
@@ -299,15 +297,14 @@ class AnswerState:
         now_s: float,
         result: RoundResult | None = None,
     ) -> list[Event]:
-        """Commit the accepted path of a draft, the target's token, and the tokens that the grammar forces after it,
-        up to the end of the answer. `logits` are those at the root and at each node; `result` is the round's
-        so far, None for the prompt. Return the events."""
+        """Commit a draft's accepted path, the target's token and forced ones, up to the answer's end. `logits` are
+        those at the root and each node; `result` is None for the prompt. Return the events."""
         number = 0 if result is None else self.tally.n_rounds + 1
         own_kind: TokenKind = "plain"
         events: list[Event] = []
         if len(draft):
             path, token, bytes_of = verdict.path, verdict.next_token, self.vocabulary.token_bytes
-            own_kind = "corrected" if draft.children(path[-1] if path else ROOT) else "bonus"
+            own_kind = "corrected" if draft.children[path[-1] if path else ROOT] else "bonus"
             columns = zip(
                 draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
             )
@@ -346,8 +343,7 @@ class AnswerState:
         return [*events, self._committed(pieces, now_s, number, result)]
 
     def take_forced(self, now_s: float) -> list[Event]:
-        """Commit the tokens to which the grammar leaves no alternative before the prompt is read, and return the
-        event, if there are any."""
+        """Commit the tokens that the grammar forces before the prompt is read; return the event, if any."""
         pieces = self._forced() if self.options.max_tokens else []
         return [self._committed(pieces, now_s)] if pieces else []
 
@@ -358,8 +354,7 @@ class AnswerState:
         return [self._committed([piece], now_s, self.tally.n_rounds)] if piece.text else []
 
     def _forced(self) -> list[Piece]:
-        """Commit the tokens that the grammar forces. Logits would change nothing, so no decode is needed before
-        them."""
+        """Commit the tokens that the grammar forces: no decode is needed before them."""
         pieces: list[Piece] = []
         while not self.is_finished and (token := self.state.forced()) is not None:
             pieces.append(Piece(token, self.commit(token), "forced", "grammar"))
@@ -379,8 +374,7 @@ class AnswerState:
         return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *known)
 
     def _with_logprobs(self, piece: Piece, row: Logits) -> Piece:
-        """Return the piece with the target's log-probabilities, if they were asked for, from its logits there,
-        float32[n_vocab]."""
+        """Return the piece with the target's log-probabilities, if they were asked for."""
         n_top = self.options.logprobs
         if n_top is None:
             return piece
@@ -395,8 +389,7 @@ class AnswerState:
         return TokenLogprob(token, text, logprob, tuple(data))
 
     def scored_prompt(self, start: int, logits: Logits) -> tuple[Piece, ...]:
-        """Return the tokens of the prompt whose log-probabilities the `logits` of its rows from `start` on give, if they
-        were asked for. Nothing is said of the first token."""
+        """Return the prompt's tokens with log-probabilities, by rows from `start` on, if they were asked for."""
         pieces = []
         for place in range(start + (start > 0), min(start + len(logits) + 1, self.n_prompt)):
             token = self.tokens[place]
@@ -412,9 +405,8 @@ class AnswerState:
     def _rejected_branches(
         self, draft: Draft, accepted: tuple[int, ...]
     ) -> tuple[RejectedBranch, ...]:
-        """Return the rejected branches of a draft, one for each leaf: the nodes from where its branch left the
-        accepted path. It is called before the commit: if that path ends in the middle of a character, a branch's text
-        starts there."""
+        """Return the rejected branches, one for each leaf, from where it left the accepted path. Called before the
+        commit: a branch may start in the middle of a character."""
         if len(accepted) == len(draft):
             return ()
         token_bytes = self.vocabulary.token_bytes

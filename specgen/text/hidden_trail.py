@@ -9,26 +9,18 @@ from specgen.method.backend import Backend
 from specgen.system.arrays import Hidden
 from specgen.text.prefix import n_common
 
-#: The number of states that are kept after they were read, for a text that goes back to an earlier place.
-_N_KEPT = 32
-#: The memory for states that a draft has not read yet, of all texts together, and the least number that a text keeps.
-_STATES_BYTES, _LEAST_STATES = 2**28, 256
-
-
-def most_states(n_values: int, n_slots: int) -> int:
-    """Return how many hidden states of `n_values` float32 each of `n_slots` texts may keep unread."""
-    return max(_LEAST_STATES, _STATES_BYTES // (4 * n_values * n_slots))
+#: The most states that wait for a draft to read them: of a longer text it reads the end. And the number of those that
+#: are kept after they were read, for a text that goes back to an earlier place.
+_N_UNREAD, _N_KEPT = 512, 32
 
 
 class HiddenTrail:
-    """The target's hidden states after each token of a text that it has read, in the order of the text: at most the
-    last `n_most`. A trail outlives an answer: the next one in the same part of the caches often continues its
-    text."""
+    """The target's hidden states after the last tokens that it has read. A trail outlives an answer: the next one in the
+    same part of the caches often continues its text."""
 
     all_rows: ClassVar[bool] = True
 
-    def __init__(self, n_most: int) -> None:
-        self._n_most = n_most
+    def __init__(self) -> None:
         #: The text that the target has read, and the states after its tokens from `first` on.
         self.tokens: list[int] = []
         self.states: list[Hidden] = []
@@ -45,8 +37,7 @@ class HiddenTrail:
         return self.states[index - self.first]
 
     def begin(self, text: Sequence[int], others: Iterable[HiddenTrail] = ()) -> None:
-        """Begin another text. Keep the states of its beginning that this trail, or one of the `others`, knows: the
-        target's cache may hold that beginning already."""
+        """Begin another text, with the states of its beginning that this trail, or one of the `others`, knows."""
         lengths = {trail: n_common(trail.tokens, text) for trail in (self, *others)}
         best = max(lengths, key=lengths.__getitem__)
         self.tokens, self.states, self.first = best.tokens[:], best.states[:], best.first
@@ -61,7 +52,7 @@ class HiddenTrail:
             self.rewind(start)
         self.tokens.extend(text[len(self.tokens) : n_read])
         self.states.extend(rows.copy())
-        self._drop(len(self.states) - self._n_most)
+        self._drop(len(self.states) - _N_UNREAD)
 
     def forget(self, n_tokens: int) -> None:
         """Forget the states after the first `n_tokens` tokens, but for the last few of them."""
@@ -82,8 +73,7 @@ class HiddenTrail:
 
 @runtime_checkable
 class StatesBackend(Backend, Protocol):
-    """A context of what drafts from the target's hidden states. Its rows have the state before them
-    (`Batch.hidden`)."""
+    """A context of what drafts from the target's states, which come before its rows (`Batch.hidden`)."""
 
     @property
     def trails(self) -> Sequence[HiddenTrail]:
@@ -96,8 +86,7 @@ class StatesBackend(Backend, Protocol):
 
 
 class LastHidden:
-    """The target's final hidden state after the last committed token that it has read. The loop replaces it after
-    each round, and decoder heads draft from it."""
+    """The target's final hidden state behind the last token it has read, which decoder heads draft from."""
 
     all_rows: ClassVar[bool] = False
 

@@ -19,7 +19,6 @@ def n_common(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def n_begun(text: AnyStr, mark: AnyStr) -> int:
-    """Return how many characters or bytes at the end of a text may be the beginning of a mark that is not there as a
-    whole."""
+    """Return how many characters at the end of a text may begin a mark that is not there as a whole."""
     most = min(len(text), len(mark) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(mark[:n])), 0)

@@ -12,7 +12,6 @@ from specgen.errors import BackendError
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.tables import FREE, Price
 from specgen.system.arrays import Logits, TokenArray, best
 from specgen.text.grammar.base import GrammarState
 from specgen.text.prefix import n_begun
@@ -42,8 +41,7 @@ class TextState:
         self.tokens.append(token)
 
     def history(self, path: Sequence[int], n_last: int) -> TokenArray:
-        """Return the last `n_last` tokens (-1: all) of the text followed by `path`: int64[m], a view that is valid
-        until the next call."""
+        """Return the last `n_last` tokens (-1: all) of the text and `path`: int64[m], valid until the next call."""
         if n_last == 0:
             return self._history[:0]
         n_text, end = len(self.tokens), len(self.tokens) + len(path)
@@ -68,8 +66,6 @@ class TextState:
 
     def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
         """Return the nodes of a draft that the grammar allows after the text and the tokens `before`."""
-        if self._grammar is None or not len(draft):
-            return draft
         try:
             states = {ROOT: self.grammar(before)}
         except ValueError:
@@ -90,8 +86,7 @@ class Shaper:
         self._looks_back = sampler.n_history != 0 or state.has_grammar
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        """Return the distribution after the text and `path`, from the model's logits there, float32[n_vocab]. Raise
-        `BackendError` if values are no numbers, or if the grammar allows no token."""
+        """Return the distribution after the text and `path`, float32[n_vocab]. Raise `BackendError`."""
         if not self._looks_back:
             return self._sampler.distribution(logits)
         grammar = self._state.grammar(path)
@@ -108,9 +103,8 @@ class Shaper:
     def likeliest(
         self, logits: Logits, path: Sequence[int], n: int
     ) -> tuple[list[int], list[float]]:
-        """Return the n likeliest tokens of the distribution after the text and `path`, and their probabilities in that
-        proportion, the first as in `top_probability`."""
-        grammar = self._state.grammar(path)
+        """Return the n likeliest tokens after the text and `path`, and their probabilities."""
+        grammar = self._state.grammar(path) if self._state.has_grammar else None
         if n <= self._sampler.n_likeliest and (grammar is None or grammar.is_free):
             return likeliest(logits, n)
         source = self.distribution(logits, path)
@@ -125,9 +119,8 @@ class Shaper:
 
 
 class TextStream:
-    """Turns the bytes of tokens into text, up to a stop string. An incomplete character comes with the token that
-    completes it; bytes that are not UTF-8 become U+FFFD. A line break before a line that begins with fewer than
-    `n_indent` spaces and tabs is a stop string, too. What may be a prefix of one is held back until more text comes."""
+    """Turns the bytes of tokens into text, up to a stop string, of which a prefix is held back; bytes that are not
+    UTF-8 become U+FFFD. A line that begins with fewer than `n_indent` spaces and tabs is a stop string, too."""
 
     def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
         if not all(stops):
@@ -180,12 +173,9 @@ class TextStream:
 
 
 class Cascade:
-    """What drafts for one text: a drafter that costs nothing, one that decodes, or both.
-
-    In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is planned. Then
-    `propose` carries out the plan: it proposes what was found, or lets the model draft. With `state`, nothing is
-    found that its grammar forbids.
-    """
+    """What drafts for one text: a `free` drafter (n-grams), one that decodes, or both. `look_up` comes first in each
+    round, so that its proposal is known to the plan, which `propose` carries out. Nothing is found that the grammar
+    forbids."""
 
     def __init__(
         self,
@@ -201,8 +191,7 @@ class Cascade:
         self._state = state
 
     def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
-        """Begin a round, and return what the free drafter finds to follow the text; at most `n_max` tokens.
-        The last `n_drafted` tokens of `context` are drafted too."""
+        """Begin a round: return what the free drafter finds, at most `n_max` tokens; `n_drafted` are drafts."""
         if self.free is None or n_max < 1:
             return NO_DRAFT
         try:
@@ -211,13 +200,9 @@ class Cascade:
             found: Draft = ended.value
         else:
             raise BackendError(f"{self.free.name} asks for a decode")
-        if self._state is not None:
+        if self._state is not None and self._state.has_grammar:
             found = self._state.within_grammar(found, context[len(context) - n_drafted :])
         return found
-
-    def price(self, n_context: int) -> Price:
-        """Return the price of the drafter that decodes, after a text of `n_context` tokens."""
-        return FREE if self.model is None else self.model.price(n_context)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""

@@ -45,13 +45,11 @@ Parameters: TypeAlias = dict[str, Any]
 #: The names of a layer's matrices, which `_linear` multiplies by.
 LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 _NO_WINDOW = np.iinfo(np.int32).max
-#: Long gradients are scaled down, so that one odd batch does not undo the others. The second moment decays faster than
-#: usual: there are only some hundred steps.
+#: Long gradients are scaled down; the second moment decays fast: there are only some hundred steps.
 _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.99))
 #: The learning rate of Adam at its peak.
 RATE = 6e-3
-#: The weight of the target's distribution in the loss, where it is known; the rest is on the token that the target
-#: chose. With 1, a second pass does not overfit.
+#: The share of the target's distribution in the loss, where known: with 1, a second pass does not overfit.
 SOFTNESS = 1.0
 #: The number of rows in a step, and passes over the text at most.
 N_ROWS, N_PASSES = 3, 2
@@ -64,8 +62,7 @@ _LEAST_LEARNT, _LEAST_JUDGED = LEAST_TEXT["distilled"]
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """The result of a training. An agreement is the share of the held-back answers' tokens that the draft
-    finds likeliest: before, and after, the latter of the weights as written to the file."""
+    """The shares of held-back tokens that the draft finds likeliest, before and as written after training."""
 
     agreement_before: float
     agreement_after: float
@@ -89,8 +86,7 @@ def distil(
     rate: float = RATE,
     softness: float = SOFTNESS,
 ) -> Distilled | None:
-    """Train a draft on texts and write it to `output`; None if interrupted. Raises `UsageError` if there is too little
-    text, `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`."""
+    """Train a draft on texts and write it to `output`; None if interrupted. Raise `UsageError` for too little text."""
     learnt, judged = pack_split(texts)
     if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
         raise UsageError(
@@ -165,11 +161,8 @@ def hidden_states(
     texts: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns, n_embd].
-
-    `tokens`, `texts` and `positions` are int32[n_rows, n_columns]; see `Rows`. A token sees only itself and the tokens
-    before it in the same text.
-    """
+    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns, n_embd], from `Rows`.
+    A token sees only itself and the tokens before it in the same text."""
     shape = hyperparameters
     states = others["token_embd.weight"][tokens]
     if shape.architecture == "gemma3":
@@ -241,8 +234,7 @@ def _attention(
 
 
 def _rotated(shape: Hyperparameters, values: jax.Array, angles: jax.Array) -> jax.Array:
-    """Return queries or keys rotated by their positions. In GGUF files of Llama the two values of a pair
-    are neighbours; in the others they are half a head apart."""
+    """Rotate queries or keys. Llama's files have a pair's values beside one another, the others half a head apart."""
     axis = -1 if shape.architecture == "llama" else -2
     pairs = (2, -1) if axis == -2 else (-1, 2)
     first, second = jnp.moveaxis(values.reshape(*values.shape[:-1], *pairs), axis, 0)
@@ -278,13 +270,9 @@ class Score:
 
 
 class Trainer:
-    """Trains factors for the blocks of the weights in a draft's file on rows of text, and judges by others. The weights
-    themselves do not change.
-
-    `softness` is the share of the loss that is the cross-entropy with the target's likeliest tokens (forward KL), in
-    rows that have them; the rest is that with the target's choice. Raises `ModelFileError` if the file cannot be
-    trained, `MemoryLimitError`.
-    """
+    """Trains factors for the blocks of a draft's weights, which stay, on rows of text, and judges by others. `softness`
+    is the loss's share of the cross-entropy with the target's likeliest tokens. Raises `ModelFileError`,
+    `MemoryLimitError`."""
 
     def __init__(self, draft: Path, learnt: Rows, judged: Rows, *, softness: float = 0.0) -> None:
         weights = read_weights(draft)
@@ -350,7 +338,8 @@ def _step(
 def _sums(
     shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any, softness: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return three sums over the rows' labels: their losses, how many are the likeliest token, and how many there are."""
+    """Return three sums over the rows' labels: their losses, how many are the likeliest token, and how many there
+    are."""
     layers, others = frozen
     tokens, texts, positions, labels, top_tokens, top_probabilities = rows
     states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)

@@ -52,8 +52,8 @@ def pruned_file(cache: Path, target: FileIdentity) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time for making drafts is divided, and what fits into it: tokens of the target's text, and prompts on which
-    the drafts are compared. `needed_s` are the seconds that all of it takes at least."""
+    """How the time is divided, and the tokens of text and judged prompts that fit into it, which takes `needed_s` at
+    least."""
 
     text_s: float
     training_s: float
@@ -74,14 +74,13 @@ def plan_time(
     """Divide the time by the target's costs; `n_drafts` are compared, and `n_kinds` are made, of a text that lacks at least
     `n_least` tokens."""
     prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
-    opening_s = _OPENING_S * n_drafts
-    n_judged = int((_SHARE_OF_JUDGING * left_s - opening_s) / prompt_s)
-    n_judged = max(_LEAST_JUDGED, min(N_JUDGED, n_judged))
+    # A token is written in a batch, and read again with its prompt, in larger ones.
+    token_s = 3 * costs.seconds(text.n_parallel) / text.n_parallel
+    least_s, training_s, opening_s = n_least * token_s, n_kinds * _TRAINING_S, _OPENING_S * n_drafts
+    judging_s = min(_SHARE_OF_JUDGING * left_s, left_s - _SLACK * least_s - training_s)
+    n_judged = max(_LEAST_JUDGED, min(N_JUDGED, int((judging_s - opening_s) / prompt_s)))
     judging_s = opening_s + n_judged * prompt_s
     making_s = max(0.0, left_s - judging_s)
-    # A token is written in a batch of several answers, and read again in a larger one, as are those of its prompt.
-    token_s = costs.seconds(text.n_parallel) / text.n_parallel + 2 * costs.seconds(64) / 64
-    least_s, training_s = n_least * token_s, n_kinds * _TRAINING_S
     text_s = max(_SHARE_OF_TEXT * making_s, min(_SLACK * least_s, making_s - training_s))
     needed_s = least_s + training_s + opening_s + _LEAST_JUDGED * prompt_s
     return TimePlan(text_s, making_s - text_s, judging_s, int(text_s / token_s), n_judged, needed_s)
@@ -108,7 +107,6 @@ class DraftBuilder:
         return text_folder(self.cache, self._identity)
 
     def n_lacking(self, kinds: Sequence[Kind]) -> int:
-        """Return how many tokens of text drafts of these kinds lack at least."""
         from specgen.train.target_text import TargetText
 
         answers = TargetText(self.folder, self.text_options.prompts).answers
@@ -119,15 +117,15 @@ class DraftBuilder:
         return max(0, int(needed) - sum(len(answer.tokens) for answer in answers))
 
     def make(self, kinds: Sequence[Kind], small: Path | None, plan: TimePlan) -> list[Path] | None:
-        """Make drafts of these kinds as planned and return their files; None if interrupted: the text is kept.
-        `small` is the model that a distilled draft is made from. Raise what making each kind raises."""
+        """Make drafts as planned; return their files, or None if interrupted. `small` is what is distilled."""
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
 
             check_prunable(self.session.target)  # before minutes are spent on the text
         started_s = self.clock()
         ends_s = started_s + plan.text_s + plan.training_s
-        n_have = self.write_text(started_s + plan.text_s, self.n_lacking(kinds))
+        latest_s = ends_s - _TRAINING_S * len(kinds)
+        n_have = self.write_text(started_s + plan.text_s, self.n_lacking(kinds), latest_s)
         if n_have < self.text_options.n_tokens and not self.interrupted():
             self.tell(f"{n_have} tokens to learn from; more time or more --prompts would give more")
         made: list[Path] = []
@@ -142,9 +140,9 @@ class DraftBuilder:
             made.append(file)
         return made
 
-    def write_text(self, until_s: float = math.inf, n_least: int = 0) -> int:
+    def write_text(self, until_s: float = math.inf, n_least: int = 0, latest_s: float = 0.0) -> int:
         """Let the target write text until the clock reaches `until_s`; return how many tokens there are. If they are less
-        than `n_least` more by then, unfinished answers are kept, too."""
+        than `n_least` more by then, it goes on until `latest_s`, and keeps the beginnings of answers."""
         from specgen.train.target_text import N_TOP, write_text
 
         options, session = self.text_options, self.session
@@ -152,7 +150,7 @@ class DraftBuilder:
         size = human_bytes(options.n_tokens * a_token)
         self.tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         budget = self._budget(until_s, f"{session.options.target.name} writes")
-        return write_text(session, options, self.folder, budget, n_least)
+        return write_text(session, options, self.folder, budget, n_least, latest_s)
 
     def _budget(self, until_s: float, label: str) -> Budget:
         return Budget(self.clock, until_s, self.interrupted, partial(self.progress, label))

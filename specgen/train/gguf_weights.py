@@ -44,8 +44,7 @@ class Hyperparameters:
     head_size: int
     #: Added to the mean square under the root by which a norm divides.
     norm_epsilon: float
-    #: For each layer: the base of the rotation angles of queries and keys, the divisor of positions, and the
-    #: number of tokens that the layer sees (0: all).
+    #: For each layer: the base of rotation angles, the divisor of positions, and its window (0: all).
     rope_bases: tuple[float, ...]
     rope_factors: tuple[float, ...]
     windows: tuple[int, ...]
@@ -81,8 +80,7 @@ def read_weights(path: Path) -> GgufWeights:
 
 
 def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Path) -> None:
-    """Write a copy of a file with the blocks of some matrices multiplied. `changes` has the names and shapes of
-    `initial_changes`. Raise `OSError`, and `ModelFileError` if the original cannot be read."""
+    """Write a copy of a file with blocks multiplied, by `changes` as of `initial_changes`. Raise `OSError`."""
     shutil.copyfile(original, output)
     tensors = {tensor.name: tensor for tensor in _opened(original).tensors}
     with output.open("r+b") as file:
@@ -166,8 +164,7 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
 
 
 def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray]:
-    """Return the rows of tokens in a model's token embeddings and in its output matrix, which may be the same tensor:
-    float32[n, n_embd]. Raise `ModelFileError` if there are no embeddings, or if a tensor's type is unknown."""
+    """Return tokens' rows of a model's embeddings and of its output matrix, which may be the same one."""
     readers = map(_opened, model_parts(path))
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     embeddings = tensors.get("token_embd.weight")
@@ -185,8 +182,7 @@ def _rows(stored: Weights, indices: NDArray[Any]) -> FloatArray:
 
 
 class _Layout(NamedTuple):
-    """The blocks of a type: the number of weights and of bytes in a block, and the byte offsets of the float16 numbers
-    that its weights are proportional to."""
+    """A type's block: its weights, its bytes, and the offsets of the float16 numbers that scale the weights."""
 
     n_weights: int
     n_bytes: int
@@ -210,8 +206,7 @@ _LAYOUTS = {
 
 
 def block_size(types: Sequence[str], n_columns: int) -> int | None:
-    """Return the number of weights in a row of `n_columns` that share a factor, for matrices of these types; None if one
-    of the types has no such scales."""
+    """Return how many weights of a row share a factor in these types; None if one has no scales."""
     sizes = [1]
     for name in types:
         if name in _FLOAT_TYPES:
@@ -226,9 +221,8 @@ def block_size(types: Sequence[str], n_columns: int) -> int | None:
 def initial_changes(
     matrices: Mapping[str, FloatArray], types: Mapping[str, Sequence[str]]
 ) -> dict[str, FloatArray]:
-    """Return the initial changes of the factors: zeros, since a factor is 1 plus its change. Each name "NAME.weight" of
-    matrices of all layers, float32[n_layer, n_outputs, n_inputs], whose `types` have scales gives "NAME.factors",
-    float32[n_layer, n_outputs, n_inputs / block_size]."""
+    """Return zeros, since a factor is 1 plus its change: for each "NAME.weight" whose `types` have scales,
+    float32[n_layer, n_outputs, n_inputs], "NAME.factors", float32[n_layer, n_outputs, n_inputs / block_size]."""
     found = {}
     for name, values in matrices.items():
         size = block_size(types[name], values.shape[-1])

@@ -39,8 +39,7 @@ from specgen.train.training_loop import (
     train,
 )
 
-#: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
-#: tokenizers give low ids to frequent tokens.
+#: The number of tokens that heads can guess: those of the text, then low ids, which are frequent.
 N_FREQUENT = 32_768
 #: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
 N_INNER, N_AHEAD = 1024, 3
@@ -55,8 +54,7 @@ _OPTIMIZER = optax.scale_by_adam(b1=0.9, b2=0.98)
 
 @dataclass(frozen=True, slots=True)
 class TrainedHeads:
-    """Heads, and the amount of training. `before` (the linear map alone) and `after` are the shares of held-back places at
-    which they find the target's token likeliest, one and more positions ahead, given the right tokens before it."""
+    """Heads, and the shares of held-back places where they are right, one and more tokens ahead."""
 
     weights: HeadWeights
     before: tuple[float, ...]
@@ -74,8 +72,7 @@ class TrainedHeads:
 
 
 class _Samples(NamedTuple):
-    """Tokens of texts. Row i has the hidden state from which the target chose a token, this token with the next ones, the
-    next hidden state, and the likeliest tokens at later positions."""
+    """Rows of a hidden state, the token chosen from it and the next ones, the next state, and likely tokens later."""
 
     hidden: FloatArray  # [n, n_embd]
     tokens: NDArray[np.int32]  # [n, 1 + N_AHEAD]
@@ -87,9 +84,9 @@ class _Samples(NamedTuple):
 def train_heads(
     text: TargetText, target: Path, model: LlamaModel, output: Path, budget: Budget
 ) -> TrainedHeads | None:
-    """Train heads for `model`, whose file is `target`, on the text that it wrote, and write those that agreed best on the
-    held-back answers to `output`; None if interrupted. Raises `UsageError` if the text is too short or `n_embd` is no
-    multiple of 32, `ModelFileError` if the target's file is damaged, `OutputError`."""
+    """Train heads for `model` on its own text, and write those that agreed best on held-back answers; None if
+    interrupted. Raise `UsageError` for too little text or an `n_embd` that is no multiple of 32, `ModelFileError`,
+    `OutputError`."""
     learnt, judged = _samples(text, held_back=False), _samples(text, held_back=True)
     n_learnt, n_judged = len(learnt.hidden), len(judged.hidden)
     if n_learnt < _LEAST_SAMPLES or n_judged < _LEAST_JUDGED:
@@ -248,7 +245,6 @@ class _Trainer:
 
 @jax.jit
 def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
-    """Return the states after one more token each, float32[n, n_embd]."""
     p = parameters
     inner = jax.nn.silu(state @ p["Q"] + embedded @ p["P"] + p["b"])
     found: jax.Array = state @ p["M"] + embedded @ p["N"] + p["c"] + inner @ p["C"]
@@ -259,9 +255,8 @@ def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
 def _step(
     parameters: Any, moments: Any, states: Any, output: Any, wanted: Any, rate: float
 ) -> tuple[Any, Any]:
-    """Return the parameters and Adam's moments after a step. `states` are hidden states and the embeddings of the tokens
-    ahead, float32[n, N_AHEAD, n_embd], `output` a matrix and a bias; the `wanted` distribution at each place ahead has
-    shares of columns of the logits: [n, N_AHEAD, n_top]."""
+    """Return parameters and moments after a step, from hidden states and embeddings ahead, float32[n, N_AHEAD, n_embd],
+    an `output` matrix and bias, and the `wanted` shares of columns at each place ahead, [n, N_AHEAD, n_top]."""
     (state, embedded), (matrix, bias), (columns, shares) = states, output, wanted
 
     def loss(parameters: Any) -> jax.Array:

@@ -58,8 +58,7 @@ _RESULT = b"l_out-"
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A draft that is its target without the layers `left_out`. `agreement` is the share of held-back places at which
-    its likeliest token is the target's, `speedup` is expected over plain decoding; `n_judged` sets were judged."""
+    """A target without the layers `left_out`, its agreement with the target, and the expected speed-up."""
 
     left_out: tuple[int, ...]
     n_layer: int
@@ -78,8 +77,8 @@ class Pruned:
 
 
 def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> Pruned | None:
-    """Search for the layers to leave out, and write the draft to `output`; None if interrupted. Raise `UsageError` if
-    there is no text to judge by or no time, `MemoryLimitError`, `OutputError` and `BackendError`."""
+    """Search for layers to leave out, and write the draft; None if interrupted. Raise `UsageError` without text or
+    time."""
     model, target = session.target, session.options.target
     judging = judged_texts(text.answers, _N_JUDGED, held_back=False)
     held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)
@@ -109,7 +108,6 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
 
 
 def check_prunable(model: LlamaModel) -> None:
-    """Raise `ModelFileError` if layers of a model cannot be left out."""
     architecture = model.architecture
     reason = ""
     if model.has_recurrent_state:
@@ -123,10 +121,8 @@ def check_prunable(model: LlamaModel) -> None:
         if value.startswith("[") or (key in _NUMBERS and value not in ("0", "1")):
             reason = reason or f"its layers differ ({architecture}.{key})"
     if reason:
-        raise ModelFileError(
-            f"{model.name}: no layers can be left out: {reason}",
-            hint="make another draft: --kind heads, or --kind distilled",
-        )
+        hint = "make another draft: --kind heads, or --kind distilled"
+        raise ModelFileError(f"{model.name}: no layers can be left out: {reason}", hint)
 
 
 def share_of_a_layer(target: Path, n_layer: int) -> float:
@@ -150,8 +146,7 @@ def write_pruned(target: Path, left_out: Collection[int], output: Path) -> None:
 
 
 def judged_texts(answers: Sequence[TargetAnswer], n_tokens: int, *, held_back: bool) -> list[_Text]:
-    """Return prompts and beginnings of answers, with about `n_tokens` tokens together. Raise `UsageError` if there
-    are none."""
+    """Return prompts and beginnings of answers, about `n_tokens` tokens in all. Raise `UsageError` if none."""
     found: list[_Text] = []
     for answer in answers:
         if answer.is_held_back == held_back and len(answer.prompt_tokens) <= _MOST_PROMPT:
@@ -201,8 +196,7 @@ class Judge:
         self._backend.close()
 
     def agreement(self, left_out: Layers) -> float:
-        """Return the share of places at which the model without these layers predicts the text's token. Layer 0 cannot
-        be left out. Raise `BackendError`."""
+        """Return how often the model without these layers predicts the text's token. Layer 0 must stay."""
         n_agreed = n_places = 0
         for batch, expected in self._batches:
             self._left_out = left_out
@@ -217,8 +211,7 @@ class Judge:
         return n_agreed / n_places
 
     def _on_tensor(self, tensor: Any, is_asked: bool, _data: Any) -> bool:
-        """Give a left-out layer's result its input. llama.cpp calls this twice: to ask whether the callback wants a
-        tensor, and when the tensor is computed."""
+        """Give a left-out layer's result its input. llama.cpp calls twice: to ask, and when it is computed."""
         name: bytes = self._name(tensor)
         if not self._left_out or not name.startswith(_RESULT):
             return not is_asked
@@ -269,9 +262,8 @@ _LEAST = 0.01
 def search(
     agreement: Agreement, speedup: Speedup, n_layer: int, budget: Budget, *, seed: int = 0
 ) -> dict[Layers, float]:
-    """Return the expected speed-ups of the sets of layers that were judged, until the budget is over or nothing better is
-    found. The first layer always stays, and so does half of all. Each layer is left out alone first. If layers did harm
-    independently, agreements would multiply; the process learns how sets differ from that."""
+    """Return the expected speed-ups of judged sets of layers. The first layer and half of all always stay; each is left
+    out alone first: the process learns how sets differ from the product of these agreements."""
     rng = np.random.default_rng(seed)
     known: dict[Layers, float] = {}
     alone = np.zeros(n_layer)

@@ -56,8 +56,7 @@ MOST_ANSWERS, _JUDGING_SHARE, _MOST_JUDGING = 128, 0.25, 12
 LEAST_ANSWERS = 8
 #: Judgements in a pass, and the number without an improvement after which training ends.
 _JUDGED_PER_PASS, _PATIENCE = 2, 3
-#: The learning rate rises in so many steps, and falls to this share of its peak. (Down to a twentieth, a lesson
-#: of fifteen steps learnt nearly nothing.)
+#: The learning rate rises in so many steps, and falls to this share: less learns nothing in a lesson.
 _N_RISING, _LAST_SHARE = 5, 0.5
 
 Outcome: TypeAlias = Literal["new", "kept", "none"]
@@ -65,8 +64,7 @@ Outcome: TypeAlias = Literal["new", "kept", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The result of learning. An agreement is the share of the judging answers' tokens that the draft finds likeliest: as
-    it came, with the weights in use before, if there were some, and with the new ones."""
+    """The shares of judging tokens that the draft finds likeliest: as it came, in use before, and newly learnt."""
 
     n_answers: int
     n_judging: int
@@ -105,9 +103,9 @@ def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAns
 def learn(
     folder: Path, target: Path, draft: Path, budget: Budget, *, rate: float = RATE
 ) -> Lesson | None:
-    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raises `UsageError` if JAX
-    is not installed, there are too few answers, or another process learns there; `ModelFileError` if the draft cannot be
-    trained, `MemoryLimitError`, `OutputError`."""
+    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raise `UsageError` for
+    too few answers, without JAX, or if another process learns there; `ModelFileError`, `MemoryLimitError`,
+    `OutputError`."""
     check_library()
     started_s = budget.clock()
     answers = kept_answers.read_answers(folder)
@@ -292,12 +290,8 @@ COMMAND = (sys.executable, "-m", "specgen.train.online_learning")
 
 
 class Learner:
-    """Starts a lesson when there are enough new answers, and gives its result to the engine's draft. The lesson pauses
-    after its present step while an answer is generated.
-
-    Use it as a context manager, whose exit ends the process. Without kept answers or a draft model it does nothing.
-    `tell` gets a sentence for each change.
-    """
+    """A context manager that starts a lesson when there are enough new answers, pauses it while an answer is generated,
+    and gives its result to the engine's draft. `tell` gets a sentence for each change."""
 
     def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._target, self._engine, self._tell = session.options.target, engine, tell
@@ -332,8 +326,7 @@ class Learner:
         self.close()
 
     def between_answers(self, *, begins: bool = False) -> None:
-        """Start, pause, continue or finish a lesson. The thread that steps the engine calls this after an answer, and
-        before one with `begins`, which pauses the lesson."""
+        """Start, pause, continue or finish a lesson: after an answer, or before one (`begins`), which pauses it."""
         if not self._is_on:
             return
         try:

@@ -57,7 +57,8 @@ class TargetAnswer:
 
 
 class TargetText:
-    """The answers in a folder: all of them, or those to some `prompts`. Raises `ModelFileError` if a file is damaged."""
+    """The answers in a folder: all of them, or those to some `prompts`. Raises `ModelFileError` if a file is
+    damaged."""
 
     def __init__(self, folder: Path, prompts: Collection[str] | None = None) -> None:
         found = [(_read_answer(path), path) for path in sorted(folder.glob(_FILES))]
@@ -67,13 +68,11 @@ class TargetText:
         self._paths = [path for _, path in kept]
 
     def hidden(self, index: int) -> NDArray[np.float16]:
-        """Return the target's final hidden states (after the last norm) before each token of an answer:
-        float16[n_tokens, n_embd]. Row 0 belongs to the prompt's last token."""
+        """Return the target's final hidden states before each token of an answer: float16[n_tokens, n_embd]."""
         return _arrays(self._paths[index], "hidden")[0]
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """Return the likeliest tokens at each position of an answer, best first, and their probabilities at
-        temperature 1: int32 and float16[n_tokens, N_TOP]."""
+        """Return the likeliest tokens at each position and their probabilities: int32 and float16[n_tokens, N_TOP]."""
         tokens, probabilities = _arrays(self._paths[index], "top_tokens", "top_probabilities")
         return tokens, probabilities
 
@@ -100,17 +99,17 @@ def is_held_back(index: int) -> bool:
 
 
 def write_text(
-    session: Session, options: TextOptions, folder: Path, budget: Budget, n_least: int = 0
+    session: Session,
+    options: TextOptions,
+    folder: Path,
+    budget: Budget,
+    n_least: int = 0,
+    latest_s: float = 0.0,
 ) -> int:
-    """Let the target answer prompts until the folder holds as many tokens of answers to them as is asked for, or no prompts
-    or time are left. Return the number of tokens of answers to these prompts in the folder. An interrupted call keeps
-    the finished answers, and prompts that have an answer are skipped. If time ends before there are `n_least` new tokens,
-    the beginnings of answers are kept, too.
-
-    The budget's `progress` gets the tokens so far and in all. Raises `OutputError`, `MemoryLimitError`, `UsageError`
-    if `max_tokens` do not fit the target's context, `PairError` if the target has a recurrent state, and
-    `ModelFileError` if the folder's files are damaged.
-    """
+    """Let the target answer prompts that have no answer yet, until there is enough text, no prompt or no time; return
+    the number of tokens there are. Finished answers stay if interrupted. If there are less than `n_least` new tokens, it
+    goes on until `latest_s`, and keeps beginnings of answers, too. Raise `OutputError`, `MemoryLimitError`,
+    `UsageError`, `PairError` for a recurrent target, and `ModelFileError` if a file is damaged."""
     if session.target.has_recurrent_state:
         why = "has a recurrent state: its hidden states cannot be read"
         raise PairError(f"{session.target.name} {why}")
@@ -126,6 +125,11 @@ def write_text(
         budget.progress(n_have, n_tokens)
         known = {answer.prompt for answer in answered}
         n_least += n_have
+
+        def is_over() -> bool:
+            until_s = budget.until_s if n_have >= n_least else max(latest_s, budget.until_s)
+            return budget.interrupted() or budget.clock() > until_s
+
         # Of ten prompts, that for judging comes first: there is something to judge by however few answers there are.
         order = sorted(
             enumerate(options.prompts), key=lambda each: (each[0] // 10, not is_held_back(each[0]))
@@ -139,7 +143,7 @@ def write_text(
             return n_have
         n_ctx = _context_size(session, [len(each.tokens) for each, _ in left.values()], max_tokens)
         sizes: dict[str, Any] = {"n_parallel": options.n_parallel, "n_ctx": n_ctx}
-        with Engine(session, interrupted=budget.is_over, **sizes) as engine:
+        with Engine(session, interrupted=is_over, **sizes) as engine:
             waiting = {
                 engine.insert(prompt): (text, is_judged)
                 for text, (prompt, is_judged) in left.items()
@@ -147,7 +151,7 @@ def write_text(
             }
             is_last = False
             while waiting and not is_last and n_have < n_tokens:
-                is_last = budget.is_over()
+                is_last = is_over()
                 if is_last and (budget.interrupted() or n_have >= n_least):
                     break
                 engine.step()
@@ -171,9 +175,10 @@ class _Writer:
         self._backend: LlamaBackend | None = None
 
     def add(self, answer: TargetAnswer) -> None:
+        backend = self._backend_for(len(answer.prompt_tokens) + len(answer.tokens))
         pieces = [
             (states.astype(np.float16), *_likeliest(logits))
-            for logits, states in self._read(answer.prompt_tokens, answer.tokens)
+            for logits, states in read_answer(backend, answer.prompt_tokens, answer.tokens)
         ]
         hidden, top_tokens, top_probabilities = map(np.concatenate, zip(*pieces, strict=True))
         self._number += 1
@@ -193,22 +198,6 @@ class _Writer:
             new.replace(path)
         self.answers.append(answer)
 
-    def _read(
-        self, prompt: Sequence[int], answer: Sequence[int]
-    ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
-        """Yield the logits and the final hidden states before each token of an answer, in pieces: float32[n, n_vocab] and
-        float32[n, n_embd], valid until the next piece."""
-        backend = self._backend_for(len(prompt) + len(answer))
-        if backend.length(0):
-            backend.remove(0)
-        text, n_before = [*prompt, *answer[:-1]], len(prompt) - 1
-        for start in range(0, n_before, backend.n_batch):
-            end = min(start + backend.n_batch, n_before)
-            backend.decode(Batch.of(text[start:end], start))
-        for start in range(n_before, len(text), _N_ROWS):
-            batch = Batch.of(text[start : start + _N_ROWS], start, _N_ROWS)
-            yield backend.decode_hidden(batch)
-
     def _backend_for(self, n_tokens: int) -> LlamaBackend:
         if self._backend is None or self._backend.n_ctx < n_tokens:
             self._backend = LlamaBackend(
@@ -220,6 +209,20 @@ class _Writer:
             )
             self._resources.callback(self._backend.close)
         return self._backend
+
+
+def read_answer(
+    backend: LlamaBackend, prompt: Sequence[int], answer: Sequence[int]
+) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
+    """Yield logits and final hidden states before each token of an answer, in pieces, valid until the next."""
+    if backend.length(0):
+        backend.remove(0)
+    text, n_before, n_rows = [*prompt, *answer[:-1]], len(prompt) - 1, backend.n_outputs
+    for start in range(0, n_before, backend.n_batch):
+        end = min(start + backend.n_batch, n_before)
+        backend.decode(Batch.of(text[start:end], start))
+    for start in range(n_before, len(text), n_rows):
+        yield backend.decode_hidden(Batch.of(text[start : start + n_rows], start, n_rows))
 
 
 def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
@@ -287,11 +290,8 @@ class TrainingText:
 def training_texts(
     text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
 ) -> list[TrainingText]:
-    """Return the target's answers as a draft model sees them while it drafts: prompts in its own chat template, and answers
-    in its own tokens, if it has another vocabulary: what the target found likely is then not known.
-
-    `now` is the date that some templates write. Raises `PromptError` if the target's template does not take a prompt.
-    """
+    """Return the target's answers as a draft reads them: in its own template and tokens, if its vocabulary is another
+    one (what the target found likely is then unknown). `now` is for templates. Raise `PromptError`."""
     translation = _translation(target, draft)
     prompts = Prompts(target, draft if translation is not None else None)
     found = []
@@ -312,8 +312,7 @@ def kept_texts(
     learning: Sequence[KeptAnswer],
     judging: Sequence[KeptAnswer] = (),
 ) -> list[TrainingText]:
-    """Return kept answers to learn from, and others to judge by, as a draft reads them while it drafts: several texts of
-    an answer that is longer than a row."""
+    """Return kept answers as a draft reads them, to learn from and to judge by; long ones are several texts."""
     translation, digest = _translation(target, draft), draft.vocabulary.digest()
     found: list[TrainingText] = []
     for number, answer in enumerate((*learning, *judging)):
@@ -357,12 +356,9 @@ def _parts(prompt: _Tokens, answer: _Tokens) -> Iterator[tuple[_Tokens, _Tokens]
 
 
 class Rows(NamedTuple):
-    """Texts one after the other in rows of one length; each array is [n_rows, n_columns].
-
-    `texts` says which text of its row a token belongs to (0 is padding), and `positions` count from 0 in each text.
-    `labels` are the tokens behind each, where that is of an answer; else -1. `top_tokens` and `top_probabilities` are
-    what the target found likely there, [n_rows, n_columns, n_top]; n_top is 0 where it is not known of all texts.
-    """
+    """Texts one after the other in rows of one length, arrays of [n_rows, n_columns]. `texts` says which of its row's
+    texts a token belongs to (0: padding); `labels` are the tokens behind, of answers, else -1; what the target found
+    likely is [n_rows, n_columns, n_top], n_top being 0 where that is not known of all."""
 
     tokens: NDArray[np.int32]
     texts: NDArray[np.int32]
@@ -392,8 +388,7 @@ def pack_split(texts: Sequence[TrainingText]) -> tuple[Rows, Rows]:
 
 
 def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> Rows:
-    """Put texts into as few rows as the longest-first order makes. What of an answer reaches beyond a row is cut off;
-    texts whose prompt does are left out."""
+    """Put texts into few rows, the longest first; an answer is cut at the end, and too long a prompt left out."""
     rows: list[list[TrainingText]] = []
     free: list[int] = []
     fitting = (text for text in texts if len(text.prompt_tokens) < n_columns)

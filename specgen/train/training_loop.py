@@ -21,10 +21,8 @@ def check_library() -> None:
     """Raise `UsageError` if JAX or optax is not installed."""
     for name in ("jax", "optax"):
         if importlib.util.find_spec(name) is None:
-            raise UsageError(
-                f"training a draft needs {name}, which is not installed",
-                hint="pip install 'specgen-gguf[train]'",
-            )
+            hint = "pip install 'specgen-gguf[train]'"
+            raise UsageError(f"training a draft needs {name}, which is not installed", hint)
 
 
 #: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
@@ -39,8 +37,7 @@ LEAST_TEXT = {"heads": (2048, 100), "distilled": (1000, 100), "pruned": (0, 100)
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """The text to make drafts from: answers to `prompts`, `n_tokens` tokens in all, `n_parallel` answers at
-    once, each with at most `max_tokens` tokens."""
+    """Answers to `prompts`, `n_tokens` in all, to make drafts from."""
 
     prompts: Sequence[str]
     n_tokens: int = N_TOKENS
@@ -50,8 +47,7 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The time that work may take: until `clock` reaches `until_s`, or `interrupted` returns True. `progress` gets the
-    steps done and the steps in all."""
+    """The time that work may take: until `until_s`, or `interrupted`. `progress` gets steps done and in all."""
 
     clock: Callable[[], float]
     until_s: float = math.inf
@@ -64,9 +60,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`n_passes` passes over `n_rows` rows of data, `n_batch` rows a step. The learning rate rises to `rate` in `n_rising`
-    steps, and falls along half a cosine to `last_share` of it. The held-back text judges every `judged_every` steps;
-    after `patience` judgements without a lower loss training ends."""
+    """`n_passes` over `n_rows` rows, `n_batch` a step. The rate rises in `n_rising` steps, and falls along half a
+    cosine to `last_share`. Training ends after `patience` judgements, every `judged_every` steps, without a lower
+    loss."""
 
     n_rows: int
     n_batch: int
@@ -94,8 +90,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class TrainingState:
-    """The progress of a training: the lowest loss on the held-back text, the parameters that had it, and the number of
-    judgements since (`n_worse`)."""
+    """The lowest loss on held-back text, the parameters that had it, and the judgements since."""
 
     best_loss: float
     best: Parameters = field(default_factory=dict)
@@ -107,9 +102,7 @@ class TrainingState:
 class Trainee(Protocol):
     """What is trained: it has a loss on the held-back text, and gives copies of its present parameters."""
 
-    def step(self, batch: NDArray[np.int64], rate: float) -> None:
-        """Take a step on some rows of the data with a learning rate."""
-        ...
+    def step(self, batch: NDArray[np.int64], rate: float) -> None: ...
 
     def loss(self) -> float: ...
 

@@ -20,8 +20,6 @@ from specgen.serve.formats import request
 from specgen.serve.formats.openai import read_request
 from tests.helpers.batch import answers, records, text_of, wait_for_results
 from tests.helpers.cli import Result, Specgen, spawn
-from tests.helpers.templates import FAMILIES
-from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPTS = [
     "the cat is in the",
@@ -183,39 +181,27 @@ def test_lines_that_fail(batch: Batch) -> None:
     assert records(batch.out) == found
 
 
-def test_lines_that_nothing_can_hold_end_only_themselves(
+def test_a_line_that_a_bug_ends_ends_only_itself(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails_for_a_seed(kind: request.Kind, body: dict[str, Any], *defaults: Any) -> Any:
-        if "seed" in body:
-            raise ZeroDivisionError("a bug")
-        return read_request(kind, body, *defaults)
-
-    def fails_for_a_dog(self: Prompting, loaded: Any, asked: request.Request) -> Any:
-        if asked.text == "a dog":
-            raise ZeroDivisionError("a bug")
-        return make_prompt(self, loaded, asked)
-
-    rows: list[str | dict[str, Any]] = [
-        PROMPTS[0],
-        r'{"prompt": "x", "\ud800": 1}',
-        {"prompt": "x", "logit_bias": {"5": "x"}},
-        '{"prompt": "x", "stop": ' + "[" * 900 + "]" * 900 + "}",
-        {"prompt": "x", "seed": 3},
-        "a dog",
-    ]
     make_prompt = Prompting.prompt
-    monkeypatch.setattr(Prompting, "prompt", fails_for_a_dog)
-    monkeypatch.setattr(batch_lines, "read_request", fails_for_a_seed)
-    done = batch.answer(rows, "-np", "2", code=12)
-    assert "5 lines of 6 could not be answered: line 2, 3, 4, 5, 6; " in done.err
+
+    def read(kind: request.Kind, body: dict[str, Any], *defaults: Any) -> Any:
+        return 1 / 0 if "seed" in body else read_request(kind, body, *defaults)
+
+    def prompt(self: Prompting, loaded: Any, asked: request.Request) -> Any:
+        return 1 / 0 if asked.text == "a dog" else make_prompt(self, loaded, asked)
+
+    monkeypatch.setattr(Prompting, "prompt", prompt)
+    monkeypatch.setattr(batch_lines, "read_request", read)
+    done = batch.answer([PROMPTS[0], {"prompt": "x", "seed": 3}, "a dog"], "-np", "2", code=12)
+    assert "2 lines of 3 could not be answered: line 2, 3; " in done.err
     found = records(batch.out)
     assert text_of(found["1"])
-    messages = {name: each["error"]["message"] for name, each in found.items() if each["error"]}
-    assert messages["2"].startswith("the line is not JSON")
-    assert messages["3"].startswith("logit_bias[0][1]")
-    assert messages["5"] == messages["6"] == "specgen failed: ZeroDivisionError: a bug"
-    assert found["6"]["error"]["code"] == "bug"
+    for name in "23":
+        message = found[name]["error"]["message"]
+        assert message == "specgen failed: ZeroDivisionError: division by zero"
+    assert found["3"]["error"]["code"] == "bug"
 
 
 def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(
@@ -321,25 +307,6 @@ def test_two_do_not_write_to_one_file(batch: Batch, chat_models: Path) -> None:
         process.kill()
         process.communicate()
     batch.again("-n", "40", "-np", "4")
-
-
-def test_calls_of_tools(batch: Batch, chat_models: Path) -> None:
-    values = {"type": "object", "properties": {"unit": {"enum": ["m", "ft"]}}, "required": ["unit"]}
-    function = {"name": "length", "parameters": {**values, "additionalProperties": False}}
-    body = {
-        "messages": [{"role": "user", "content": "the cat"}],
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": {"type": "function", "function": {"name": "length"}},
-        "max_tokens": 100,
-    }
-    config = TinyConfig(logit_scale=6.0, chat_template=FAMILIES["Hermes"], n_ctx_train=2048)
-    write_tiny_model(chat_models / "tools.gguf", config)
-    batch.answer([body], target="tools", draft="ngram")
-    (choice,) = records(batch.out)["1"]["response"]["body"]["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "length"
-    assert json.loads(call["function"]["arguments"])["unit"] in ("m", "ft")
 
 
 @pytest.mark.parametrize("draft", ["none", "draft"])

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser
 
 from specgen.errors import BackendError
+from tests.helpers.browser import browser
 from tests.helpers.cli import Result, Specgen, tiny_names
+
+__all__ = ["browser"]
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-t", "1", "-fa", "off", "-n", "20", "-c", "256")
@@ -67,7 +71,9 @@ def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
 ) -> None:
     outcome = bench("--draft", "draft", "--draft", "ngram", "--policy", "fixed")
     # What is measured is said before, with what makes it shorter.
-    (note,) = notes(outcome)
+    note, *gains = notes(outcome)
+    assert [gain.split(": ")[1] for gain in gains] == ["draft.gguf", "ngram"]
+    assert all(" without drafts" in gain and gain.endswith(" in 3 answers") for gain in gains)
     assert note.startswith(
         "note: 3 prompts, each answered with up to 20 tokens by: plain, draft.gguf, ngram; fewer prompts (-N 1)"
     )
@@ -129,6 +135,30 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
     assert {len(found) for found in texts.values()} == {1}
 
 
+def test_the_page_has_each_answer_and_the_charts(
+    bench: Specgen, tmp_path: Path, browser: Browser
+) -> None:
+    file = tmp_path / "page.html"
+    rows(bench("--draft", "draft", "--draft", "ngram", "--html", file))
+    page = browser.new_page(viewport={"width": 375, "height": 800})
+    errors: list[object] = []
+    page.on("pageerror", lambda error: errors.extend([error]))
+    page.goto(file.as_uri())
+    assert page.locator("h1").text_content() == "target.gguf: what drafting gains"
+    names = page.locator("#figures .chart").first.locator(".faint").all_text_contents()
+    assert names == ["draft.gguf", "ngram"]
+    assert page.locator("#figures > p").all_text_contents() == ["code", "prose"]
+    shares = page.locator("#figures details").first.locator(".bar span").all_text_contents()
+    assert sum(int(each.removesuffix(" %")) for each in shares) == pytest.approx(100, abs=3)
+    prompts = page.locator("#prompts details")
+    assert prompts.count() == 3
+    prompts.first.locator("summary").click()
+    page.get_by_text("the same text as without drafts").first.wait_for()
+    assert prompts.first.locator(".said").count() == 4  # the prompt and three answers
+    assert page.evaluate("document.documentElement.scrollWidth") == 375
+    assert not errors
+
+
 def test_a_draft_may_have_a_draft_of_its_own_or_a_plus_sign_in_its_name(
     bench: Specgen, tiny_models: Path, tmp_path: Path
 ) -> None:
@@ -158,7 +188,7 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(bench: Specgen, tmp_pa
         (("--policy", "fast"), "--policy fast: one of cost, threshold, fixed"),
         (("--draft-max", "0"), "--draft-max 0"),
         (("--json", missing / "x.json"), "there is no folder"),
-        (("--json", tmp_path), "is a folder"),
+        (("--html", tmp_path), "is a folder"),
         (("--quiet", "--verbose"), "exclude each other"),
     ):
         outcome = bench(*arguments)
@@ -180,7 +210,7 @@ def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> 
         file.write(json.dumps({"prompt": "too long " * 400}) + "\n")
     outcome = bench("--draft", "draft", "--policy", "fixed")
     assert [row[3] for row in rows(outcome) if row[2] == "overall"] == ["3", "3"]
-    _, left_out = notes(outcome)
+    *_, left_out = notes(outcome)
     assert left_out.startswith("note: prompt 4 was left out: the prompt has ")
     assert bench("--draft", "none", "--quiet").err == ""
 

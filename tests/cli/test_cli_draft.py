@@ -10,7 +10,7 @@ import pytest
 
 from specgen.measure.trial import DraftFigures
 from specgen.models.files import identity_of
-from specgen.session.choose_models import SavedDraft, save_draft, saved_draft, saved_drafts_file
+from specgen.session.choose_models import SavedDraft, save_draft, saved_draft
 from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -197,23 +197,6 @@ def test_a_saved_draft_that_cannot_draft_costs_a_note_and_not_the_answer(
     assert "n-grams" in note
     # What the user asks for himself is another matter.
     assert run_without_a_draft(specgen, target, "--draft", str(draft)).code == 4
-
-
-def test_a_damaged_file_of_choices_is_one_error_and_only_where_it_matters(
-    find: Specgen, specgen: Specgen, tiny_models: Path
-) -> None:
-    file = saved_drafts_file()
-    file.parent.mkdir(parents=True)
-    file.write_text("{", encoding="utf-8")
-    target = tiny_models / "target.gguf"
-    for result in (run_without_a_draft(specgen, target), find("--save")):
-        assert result.code == 2
-        assert result.out == ""
-        error, hint = result.err.splitlines()
-        assert error.startswith(f"error: {file}: is not JSON")
-        assert hint == f"hint: correct {file}, or move it away"
-    assert run_without_a_draft(specgen, target, "--draft", "none").code == 0
-    assert find().code == 0
 
 
 # --- how it ends

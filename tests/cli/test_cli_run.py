@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import importlib.util
 import io
 import json
 import os
@@ -24,9 +23,8 @@ from specgen.cli.inputs import BUILT_IN
 from specgen.events import FinishedEvent
 from specgen.models.files import memory_file
 from specgen.session.prompts.template import Message, render
-from tests.helpers.cli import Cli, complaint, ended, events_of, rest_of, spawn
+from tests.helpers.cli import Cli, complaint, ended, events_of, spawn
 from tests.helpers.common import posix
-from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 
@@ -398,27 +396,6 @@ def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
     assert "given twice" in complaint(cli(*model, "-f", "-", "-", stdin=b"a"), 2)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 1 // 0 }}",
-        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-        "{% for message in messages %}",
-        "{{ raise_exception('one line\nand another') }}",
-        r"{{ '\ud800' }}",
-    ],
-)
-def test_whatever_a_chat_template_does_wrong_exits_with_3(
-    cli: Cli, tmp_path: Path, template: str
-) -> None:
-    path = write_tiny_model(tmp_path / "m.gguf", TinyConfig(chat_template=template))
-    result = cli("-m", str(path), "-md", "none", "-t", "1", "Hi")
-    assert re.match(
-        "error: (the model's chat template failed: .|the prompt has|the text has half)", result.err
-    )
-    complaint(result, 3)
-
-
 def test_bad_models_exit_with_4(cli: Cli, tmp_path: Path) -> None:
     text = tmp_path / "text.gguf"
     text.write_text("hello", encoding="utf-8")
@@ -597,30 +574,6 @@ def test_a_signal_ends_json_with_a_finished_event(tiny_models: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     events = [json.loads(line) for line in (first + rest).splitlines()]
     assert events[-1]["finish_reason"] == "interrupted"
-
-
-@posix
-@pytest.mark.skipif(importlib.util.find_spec("pyte") is None, reason="needs pyte")
-def test_on_a_terminal_colours_show_what_was_accepted(tiny_models: Path) -> None:
-    import pty
-
-    import pyte
-
-    answer, _ = start(command(tiny_models)).communicate(timeout=120)
-    ours, theirs = pty.openpty()
-    settings = {"TERM": "xterm-256color", "COLUMNS": "70", "LINES": "30"}
-    process = start(command(tiny_models), env=settings, stdout=theirs)
-    os.close(theirs)
-    data = rest_of(ours)
-    os.close(ours)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert b"tokens/s" in err
-    screen = pyte.Screen(80, 40)
-    pyte.ByteStream(screen).feed(data)
-    shown = "".join("".join(screen.display).split())
-    assert "".join(answer.decode().split()) == shown
-    assert "green" in {screen.buffer[y][x].fg for y in range(40) for x in range(80)}
 
 
 @posix

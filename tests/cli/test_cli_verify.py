@@ -47,18 +47,18 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
         assert result.code == 0
         # What takes most of the time is said before, and how to make it less.
         assert bool(more) == (result.err == "")
-        assert bool(more) != ("draws of a token follow" in result.err)
+        assert bool(more) != ("draws of a token come last" in result.err)
         assert "\x1b" not in result.out
-        assert result.out.startswith("target.gguf with drafts from draft.gguf")
+        assert result.out.splitlines()[0] == "Lossless: no defect found."
+        assert result.out.splitlines()[1].startswith("target.gguf with drafts from draft.gguf")
         assert "2 prompts, 24 tokens: 2 equal, 0 near-ties, 0 defects" in result.out
         assert "100 draws" in result.out
         assert len(result.out.splitlines()) < 24, "one screen"
-        assert result.out.splitlines()[-1] == "Lossless: no defect found."
 
 
 JSON_KEYS = {
     "": "verdict target draft verifier draft_max sampler check greedy sampled skipped is_interrupted kernels "
-    "unequal_rows",
+    "unequal_rows instead",
     "greedy": "prompt way n_at_once n_tokens n_drafted n_accepted difference is_defect",
     "sampled": "prompt way n_prompt n_answer n_draws n_impossible n_drafted n_accepted level test is_defect",
     "test": "statistic p_value n_pooled n_cells",
@@ -104,6 +104,16 @@ def test_the_default_policy_is_checked_beside_forced_drafts(verify: Verify) -> N
         assert {each["way"] for each in report["greedy"]} == {own[1] if len(own) == 2 else "fixed"}
 
 
+def test_what_was_checked_instead_of_what_was_asked_for_comes_first(verify: Verify) -> None:
+    own = ("--check", "greedy", "--tree", "2x3", "--verifier", "spectr")
+    out = " ".join(verify(*own, draft="other").out.split())
+    assert out.startswith(
+        "Lossless, but not all was checked that was asked for. drafts were chains, not trees of 2x3: what other.gguf "
+        "drafts is translated, a chain at a time they were matched, not judged by spectr: none was drawn at random"
+    )
+    assert verify(*own).out.splitlines()[0] == "Lossless: no defect found."
+
+
 # --- how it ends
 
 
@@ -123,7 +133,7 @@ def test_a_defect_is_one_error_line_and_exit_code_11(
     result = verify(*more, "--draft-p-min", "0", draft=draft)
     assert result.code == 11, result.out
     assert result.err.splitlines()[-2].startswith("error: drafting changed the text")
-    assert result.out.splitlines()[-1] == "Not lossless: at least one defect."
+    assert result.out.splitlines()[0] == "Not lossless: at least one defect."
     report = json.loads(verify("--json", *more, "--draft-p-min", "0", draft=draft).out)
     assert report["verdict"] == "defect"
 
@@ -131,8 +141,8 @@ def test_a_defect_is_one_error_line_and_exit_code_11(
 def test_where_nothing_is_drafted_nothing_is_shown(verify: Verify) -> None:
     result = verify("--ngram-min", "32", "--ngram-max", "32", draft="ngram")
     assert "so there was nothing to sample" in result.out
-    last = "Nothing was drafted, so nothing was checked: greedy, several answers at once, sampled."
-    assert result.out.splitlines()[-1] == last
+    first = "Nothing was drafted, so nothing was checked: greedy, several answers at once, sampled."
+    assert result.out.splitlines()[0] == first
     assert result.code == 11
     assert "error: nothing was drafted, so nothing was checked: greedy," in result.err
 

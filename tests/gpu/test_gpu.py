@@ -14,11 +14,11 @@ from typing import Any, get_args
 
 import pytest
 
-from specgen.llama import LlamaModel, build
+from specgen.llama import build
 from specgen.options import ContextOptions
 from tests.architectures.checks import CHECKS, Subject
 from tests.helpers.bugs import plant
-from tests.helpers.cli import Specgen, events_of
+from tests.helpers.cli import Specgen
 from tests.helpers.heads import make_heads
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
 from tests.helpers.sessions import write_models
@@ -167,27 +167,6 @@ def test_caches_roll_back(tmp_path: Path, architecture: Architecture, n_gpu_laye
     )
     for check in ("fuzz", "full context"):
         CHECKS[check](subject)
-
-
-@pytest.mark.parametrize(
-    ("n_gpu_layers", "computes"),
-    [
-        (99, "llama.cpp on the GPU"),
-        (2, "llama.cpp on the GPU (2 of 3 layers), {cpu} on the CPU"),
-        (0, "{cpu}"),
-    ],
-)
-def test_it_says_what_computes_where(
-    specgen: Specgen, models: Path, n_gpu_layers: int, computes: str
-) -> None:
-    model = LlamaModel(models / "attention.gguf", n_gpu_layers=0)
-    on_cpu = model.kernels
-    model.close()
-    answer = specgen(
-        *("run", "--json", "-m", models / "attention.gguf", "-md", "ngram", "-n", "4"),
-        *("-ngl", str(n_gpu_layers), "the cat"),
-    )
-    assert events_of(answer)[0]["kernels"] == computes.format(cpu=on_cpu)
 
 
 def test_the_doctor_decodes_on_the_gpu(specgen: Specgen) -> None:

@@ -4,7 +4,7 @@ somebody, in a library, in an example that many copied, or in a paper's first co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,6 @@ from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier, drawn_from
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.engine import Engine
 from specgen.text.answer_state import AnswerState
 from tests.helpers.fake_generations import WrappedDrafter
 
@@ -37,18 +36,6 @@ class Bug:
         cascade = sequence.cascade
         if self.drafter is not None and cascade is not None and cascade.model is not None:
             cascade.model = self.drafter(cascade.model)
-
-
-class _TopToken(WrappedDrafter):
-    """Drafts the most likely token and records it as drawn (the ratio test on an argmax draft)."""
-
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        draft = yield from super().propose(context, plan, n_drafted)
-        if not len(draft) or draft.distributions[0] is None:
-            return draft
-        top = drawn_from(draft, 0).mode
-        # What was drafted after the token that was really drawn does not follow this one.
-        return replace(draft.first(1), tokens=(top,))
 
 
 class _Picky(WrappedDrafter):
@@ -73,8 +60,8 @@ class _Residual:
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         node = ROOT
         path: list[int] = []
-        while draft.children(node):
-            child = draft.children(node)[0]
+        while draft.children[node]:
+            child = draft.children[node][0]
             token = draft.tokens[child]
             source = drawn_from(draft, child)
             wanted = target(node)
@@ -101,30 +88,6 @@ class _NoResidual(_Residual):
 
     def residual(self, target: Distribution, draft: Distribution) -> Distribution:
         return target
-
-
-class _OneSidedTruncation(_Residual):
-    """Takes the residual after truncating the target alone."""
-
-    def residual(self, target: Distribution, draft: Distribution) -> Distribution:
-        kept = target.probs >= 0.3 * target.probs.max()
-        probs = target.probs[kept]
-        truncated = Distribution(target.token_ids[kept], probs / probs.sum())
-        return truncated.minus(draft) or truncated
-
-
-class _SubtractionByIndex(_Residual):
-    """After truncation the i-th entries of the two belong to different tokens."""
-
-    def residual(self, target: Distribution, draft: Distribution) -> Distribution:
-        n = min(len(target.probs), len(draft.probs))
-        probs = target.probs.copy()
-        probs[:n] -= draft.probs[:n]
-        probs = np.maximum(probs, 0.0)
-        if not probs.any():
-            return target
-        kept = probs > 0.0
-        return Distribution(target.token_ids[kept], probs[kept] / probs.sum())
 
 
 class _StaleBonus(_Residual):
@@ -159,10 +122,7 @@ class _WrongRow(MatchVerifier):
 #: By name.
 BUGS: Mapping[str, Bug] = MappingProxyType(
     {
-        "argmax-as-drawn": Bug(verifier=_Residual, drafter=_TopToken),
         "picky-policy": Bug(drafter=_Picky),
-        "one-sided-truncation": Bug(verifier=_OneSidedTruncation),
-        "subtraction-by-index": Bug(verifier=_SubtractionByIndex),
         "no-residual": Bug(verifier=_NoResidual),
         "stale-bonus": Bug(needs_draws=False, verifier=_StaleBonus),
         "wrong-row": Bug(needs_draws=False, verifier=_WrongRow),
@@ -182,18 +142,6 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         return made
 
     monkeypatch.setattr(DrafterFactory, "sequence", sequence)
-
-
-def lose_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the cells of a sliding window to llama.cpp, which gives those outside the window to another text,
-    though a rollback needs them. It shows if several answers are made at once."""
-    begin = Engine.__init__
-
-    def without_guards(engine: Engine, *arguments: Any, **more: Any) -> None:
-        begin(engine, *arguments, **more)
-        engine.target._cache._guards = {}  # noqa: SLF001 - what is broken on purpose has no interface
-
-    monkeypatch.setattr(Engine, "__init__", without_guards)
 
 
 def lose_bonus(monkeypatch: pytest.MonkeyPatch) -> None:

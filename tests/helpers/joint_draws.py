@@ -18,10 +18,8 @@ from specgen.measure.verify import tokens_of
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.method.policy import Offer, Policy, RoundPlan
-from specgen.method.tables import CostTable
 from specgen.method.verify import TargetAt, Verdict, Verifier, drawn_from
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
@@ -48,17 +46,12 @@ def _rows(text: Sequence[int], start: int, end: int, n_wanted: int = 0) -> Batch
 class MemoBackend:
     """Wraps a backend whose sequence 0 decodes each text once, plainly; its rows are remembered.
 
-    The caller's sequences are texts and nothing else: any can be cut, copied and gone back to. By `costs` a
-    batch takes its time though all of it is remembered, so that policies decide as without a memory. Hidden states are
+    The caller's sequences are texts and nothing else: any can be cut, copied and gone back to. Hidden states are
     remembered with `has_states`.
     """
 
-    def __init__(
-        self, inner: Backend, costs: CostTable | None = None, *, has_states: bool = False
-    ) -> None:
-        self._inner, self._costs, self._has_states = inner, costs, has_states
-        #: The seconds that remembered batches would have taken.
-        self.saved_s = 0.0
+    def __init__(self, inner: Backend, *, has_states: bool = False) -> None:
+        self._inner, self._has_states = inner, has_states
         self.vocabulary = inner.vocabulary
         self.n_vocab, self.n_ctx = inner.n_vocab, inner.n_ctx
         self.n_batch, self.n_outputs = inner.n_batch, inner.n_outputs
@@ -73,7 +66,7 @@ class MemoBackend:
 
     @property
     def decode_s(self) -> float:
-        return self._inner.decode_s + self.saved_s
+        return self._inner.decode_s
 
     def decode(self, batch: Batch) -> Logits:
         return self.decode_hidden(batch)[0]
@@ -81,7 +74,6 @@ class MemoBackend:
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
         assert not all_rows, "such drafts are drawn through the engine"
         wanted: list[tuple[Logits, Hidden]] = []
-        n_known, inner_s = len(self._rows), self._inner.decode_s
         for token, position, sequences, wants in zip(
             batch.tokens, batch.positions, batch.sequences, batch.wants_logits, strict=True
         ):
@@ -94,8 +86,6 @@ class MemoBackend:
             if wants:
                 wanted.append(self.row(text))
         self.n_decoded_rows += len(batch)
-        if self._costs and (len(self._rows), self._inner.decode_s) == (n_known, inner_s):
-            self.saved_s += self._costs.seconds(len(batch))
         if not wanted:
             return np.empty((0, self.n_vocab), np.float32), np.empty((0, 0), np.float32)
         return np.array([row for row, _ in wanted]), np.array([state for _, state in wanted])
@@ -161,7 +151,7 @@ class _Scout:
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         self.chance = -1.0
-        if children := draft.children(ROOT):
+        if children := draft.children[ROOT]:
             wanted, first = target(ROOT), children[0]
             source = drawn_from(draft, first)
             refused = wanted.excess(source)
@@ -234,22 +224,14 @@ def draw_with_models(
     visible; None if nothing is drafted. Drafts have one token, two, and so on in turn, so that the bonus token behind
     a whole draft is among the tested ones. Not for drafts from the target's states, which read its context."""
     assert session.draft is None or session.draft.reads in ("text", "last states")
-    calibrate(session)
     n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED + depth)
     with session.contexts(n_ctx) as (cache, draft_caches):
-        n_past = len(prompt.tokens)
         has_states = session.draft is not None and session.draft.reads == "last states"
-        target = MemoBackend(cache, session.costs.table(None, n_past), has_states=has_states)
-        drafts = [
-            MemoBackend(each, session.costs.table(each.model.path, n_past)) for each in draft_caches
-        ]
-
-        def clock() -> float:
-            return session.clock() + sum(each.saved_s for each in (target, *drafts))
-
+        target = MemoBackend(cache, has_states=has_states)
+        drafts = [MemoBackend(each) for each in draft_caches]
         with patch("specgen.session.drafter_factory.Shaper", RememberingShaper):
             sequence = DrafterFactory(session).sequence(prompt, n_ctx, drafts, seed)
-        loop = AnswerLoop(target, clock)
+        loop = AnswerLoop(target, session.clock)
         place = _find_place(sequence, loop)
         return None if place is None else _draw(sequence, loop, place, depth, n_draws)
 

@@ -119,14 +119,14 @@ def _drafted(world: World, plan: RoundPlan, place: int) -> Draft:
     """What a model drafts; each of its looks took a decode."""
     tokens: list[int] = []
     looks: list[float] = []
-    while True:
+    whole, goes_on = 1.0, True
+    while goes_on:
         at = place + len(tokens)
         looks.append(float(world.confidences[at]))
-        if not plan.wants_token(looks):
+        takes, goes_on, whole = plan.after_look(len(tokens), whole, looks[-1])
+        if not takes:
             break
         tokens.append(at if world.rights[at] else WRONG)
-        if len(tokens) == plan.n_max or not plan.wants_decode(looks):
-            break
     return Draft.chain(tokens, "model", looks[: len(tokens)], looks=looks)
 
 

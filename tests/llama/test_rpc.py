@@ -6,7 +6,6 @@ import contextlib
 import json
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,29 +187,20 @@ class TestLoss:
         assert (end["event"], end["finish_reason"]) == ("finished", "interrupted")
         assert end["n_tokens"] > 0
 
-    def batch(
-        self, folder: Path, models: Path, *arguments: str, n_last: int = 4000
-    ) -> tuple[subprocess.Popen[str], Path]:
-        """A batch of four lines, two at once, of which the last two have `n_last` tokens; the file of its
-        results."""
-        source, results = folder / "in.jsonl", folder / "out.jsonl"
-        lines = [
-            {"custom_id": str(n), "prompt": "a" * (n + 1), "max_tokens": 20 if n < 2 else n_last}
-            for n in range(4)
-        ]
-        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        process = specgen(
-            *("batch", source, results, "-m", models / "target.gguf", "-md", "none", "-t", "1"),
-            *("--ignore-eos", "-np", "2", "-c", "4096", *arguments),
-        )
-        return process, results
-
     def test_a_batch_keeps_what_is_done_and_writes_no_errors(
         self, tmp_path: Path, tiny_models: Path
     ) -> None:
+        """Of four lines, two at once, the last two are long."""
+        source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        lines = [
+            {"custom_id": str(n), "prompt": "a" * (n + 1), "max_tokens": 20 if n < 2 else 4000}
+            for n in range(4)
+        ]
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
         with running_worker() as worker:
-            wanted = ("--rpc", worker.endpoint)
-            process, results = self.batch(tmp_path, tiny_models, *wanted, n_last=1500)
+            model = ("-m", tiny_models / "target.gguf", "-md", "none", "-t", "1", "--ignore-eos")
+            own = ("-np", "2", "-c", "4096", "--rpc", worker.endpoint)
+            process = specgen("batch", source, results, *model, *own)
             wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
             worker.process.kill()
             code, _, err = finished(process, 60.0)
@@ -218,12 +208,6 @@ class TestLoss:
         written = [json.loads(line) for line in results.read_text().splitlines()]
         assert {line["custom_id"] for line in written} == {"0", "1"}
         assert all(line["error"] is None for line in written)
-        with running_worker() as worker:  # the next run does the others
-            process, _ = self.batch(tmp_path, tiny_models, "--rpc", worker.endpoint, n_last=1500)
-            code, _, err = finished(process, 60.0)
-        assert code == 0, err
-        written = [json.loads(line) for line in results.read_text().splitlines()]
-        assert sorted(line["custom_id"] for line in written) == ["0", "1", "2", "3"]
 
     def test_ctrl_c_ends_a_worker_with_a_line(self) -> None:
         with running_worker() as worker:

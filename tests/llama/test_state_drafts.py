@@ -23,7 +23,7 @@ from specgen.llama.draft_contexts import (
     StatesContext,
 )
 from specgen.method.backend import Batch
-from specgen.options import Grammar, SamplerOptions, parse_tree
+from specgen.options import SamplerOptions, parse_tree
 from specgen.session.engine import Engine
 from specgen.session.session import Session
 from tests.helpers import sessions
@@ -175,18 +175,6 @@ def test_no_row_is_decoded_twice_and_no_logits_go_unread(
     n_drafted = sum(len(draft) - 1 for _, draft in found)
     assert sum(len(batch) for batch in batches) == n_read + n_drafted
     assert all(sum(batch.wants_logits) == 1 for batch in batches)
-
-
-@pytest.mark.parametrize("architecture", ["glm4moe", "mimo2"])
-def test_a_grammar_holds(folder: Path, architecture: str) -> None:
-    grammar = Grammar("gbnf", 'root ::= ("ab" [c-h] "---" [a-h]){12}')
-    case = Case(f"mtp {architecture}", "mtp")
-    with case.loaded(folder, grammar=grammar, ignore_eos=False) as opened:
-        _, fast = answered(opened)
-        assert fast.n_forced > 0
-        assert fast.n_drafted > 0
-        opened.change_draft("none")
-        assert fast.token_ids == answered(opened)[1].token_ids
 
 
 @pytest.mark.parametrize("n_left_out", [0, 2])

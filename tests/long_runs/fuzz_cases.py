@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 import gguf
-import jsonschema
 from typer.core import TyperOption as Option
 
 from specgen.cli.app import command_line
-from specgen.llama.vocabulary import LONGEST_RUN
 from tests.helpers.sessions import write_models
 from tests.long_runs.forked import run_forked
 from tests.long_runs.mutated_json import mutated
-from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.tiny import CHATML_TEMPLATE, TinyConfig
 from tests.tiny.config import INFILL_TOKENS
 
 PROMPT = "the cat is in the house of the cat"
@@ -44,8 +42,6 @@ class Case:
     #: What standard output has to be if the exit code is 0, or a command that says it.
     text: bytes | None = None
     same_as: tuple[str, ...] | None = None
-    #: Says what is wrong with standard output and the folder, whatever the exit code; None if nothing.
-    check: Callable[[int, bytes], str | None] = lambda _code, _out: None
     limit_s: float = 60.0
     #: Whether several things are asked, each of which may be refused.
     asks_several: bool = False
@@ -114,9 +110,6 @@ def make_base(folder: Path) -> Base:
     write_models(folder / "models", configs)
     base.environment = variables(base.home)
     base.home.mkdir()
-    registry = base.home / "config" / "specgen" / "models.toml"
-    registry.parent.mkdir(parents=True)
-    registry.write_text(_REGISTRY, encoding="utf-8")
     for draft_and_more in base.drafts:
         command = base.run(base.model("target"), *draft_and_more)
         done = run_forked(command, base.home, base.environment)
@@ -125,31 +118,6 @@ def make_base(folder: Path) -> Base:
         base.text = done.out
     return base
 
-
-_REGISTRY = """\
-default_pair = "tiny"
-general_draft = "tiny-draft"
-
-[[models]]
-name = "tiny-draft"
-file = "tiny-draft.gguf"
-size_bytes = 1_000
-sha256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
-licence = "MIT"
-parameters = "1M"
-quantisation = "F32"
-description = "A draft"
-
-[models.hub]
-repo = "nobody/tiny"
-file = "tiny-draft.gguf"
-
-[[pairs]]
-name = "tiny"
-target = "tiny-draft"
-draft = "tiny-draft"
-description = "A pair"
-"""
 
 Maker: TypeAlias = Callable[[Base, Path, random.Random], Case]
 MAKERS: dict[str, Maker] = {}
@@ -193,14 +161,14 @@ _ODD_NUMBERS = (
 )
 
 
-def _changed_text(text: str, chance: random.Random, more: Iterable[str] = _ODD_TEXTS) -> str:
+def _changed_text(text: str, chance: random.Random) -> str:
     """A text of which words or signs are others, gone, or there twice."""
     parts = re.findall(r"\w+|\s+|.", text, re.DOTALL)
     for _ in range(chance.choice([1, 1, 2, 4])):
         place = chance.randrange(len(parts) or 1)
         kind = chance.random()
         if kind < 0.3:
-            parts[place : place + 1] = [chance.choice([*more])]
+            parts[place : place + 1] = [chance.choice(_ODD_TEXTS)]
         elif kind < 0.6:
             del parts[place : place + chance.choice([1, 1, 5])]
         elif kind < 0.8:
@@ -275,50 +243,6 @@ def draft_file(base: Base, folder: Path, chance: random.Random) -> Case:
     return Case(base.run(base.model("target"), damaged), text=base.text)
 
 
-_TEMPLATES = (
-    "{{ 1 / 0 }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% for i in range(10**9) %}x{% endfor %}",
-    "{% for i in range(9999) %}{% for j in range(9999) %}x{% endfor %}{% endfor %}",
-    "{{ 'x' * 10**10 }}",
-    "{{ messages[9].content }}",
-    "{{ ''.__class__.__mro__ }}",
-    "{{ raise_exception('no') }}",
-    "{{ strftime_now('%Y' * 100) }}",
-    "{% set ns = namespace(a=1) %}{% for m in messages %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
-    "{{ messages | tojson }}",
-    "{% if",
-    "",
-    CHATML_TEMPLATE,
-)
-
-
-@_kind
-def template(base: Base, folder: Path, chance: random.Random) -> Case:
-    """A chat template that fails, or never ends."""
-    text = chance.choice(_TEMPLATES)
-    if chance.random() < 0.6:
-        text = _changed_text(text + chance.choice(_TEMPLATES), chance, _TEMPLATES)
-    model = folder / "model.gguf"
-    write_tiny_model(model, TinyConfig(logit_scale=6.0, chat_template=text, n_ctx_train=512))
-    return Case(base.run(model, "ngram"), same_as=base.run(model, "none"), limit_s=30.0)
-
-
-@_kind
-def registry(base: Base, folder: Path, chance: random.Random) -> Case:
-    """A models.toml of the user's that is wrong."""
-    shutil.copytree(base.home, folder, dirs_exist_ok=True)
-    file = folder / "config" / "specgen" / "models.toml"
-    odd = ["[" * 3000, "true", "[[models]]", "[models]", "=", '"', "1979-05-27", "1e400", "''"]
-    if chance.random() < 0.6:
-        text = _changed_text(_REGISTRY, chance, [*_ODD_TEXTS, *odd]).encode()
-    else:
-        text = _flipped(_REGISTRY.encode(), chance)
-    file.write_bytes(text)
-    command = chance.choice([("models", "list"), ("models", "show", "tiny"), ("run", PROMPT)])
-    return Case(command, codes=_ANY_CODE)
-
-
 @_kind
 def learnt(base: Base, folder: Path, chance: random.Random) -> Case:
     """What was learnt on this machine is nonsense: the text is the same."""
@@ -336,7 +260,7 @@ def learnt(base: Base, folder: Path, chance: random.Random) -> Case:
 def cached(base: Base, folder: Path, chance: random.Random) -> Case:
     """A copy of a draft or a store of texts is damaged: the text is the same."""
     shutil.copytree(base.home, folder, dirs_exist_ok=True)
-    kept = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".toml"]
+    kept = [path for path in folder.rglob("*") if path.is_file()]
     file = chance.choice(kept)
     data = file.read_bytes()
     file.write_bytes(_flipped(data, chance) if chance.random() < 0.7 else _cut(data, chance))
@@ -362,113 +286,6 @@ def prompt(base: Base, folder: Path, chance: random.Random) -> Case:
         for draft in (base.model("draft"), "none")
     )
     return Case(fast, stdin=stdin, same_as=plain)
-
-
-#: Ways to cut a text into words that llama.cpp has as regular expressions (jais-2 and superbpe take minutes).
-_PRE_TOKENIZERS = """
-    deepseek-llm deepseek-coder deepseek-v3 falcon mpt starcoder jais tekken gpt-2 llama-bpe
-    command-r qwen2 qwen35 stablelm2 poro-chat viking bloom smollm exaone gpt-4o llama4 trillion
-    bailingmoe llada-moe seed-coder hunyuan-dense kimi-k2 grok-2 minimax-m2 joyai-llm afmoe
-    chatglm-bpe
-"""
-_RUNS = [*"Zz7- \n\té一😀\u00a0\u0301\ufffd", "'s", "aB", "a1", "-\n", "a-", " a", " \n"]
-
-
-@_kind
-def run_of_characters(base: Base, folder: Path, chance: random.Random) -> Case:
-    """The same characters up to the longest text that is accepted, and longer: llama.cpp's regex recurses."""
-    length, unit = chance.choice([300, 30_000, LONGEST_RUN, LONGEST_RUN + 9]), chance.choice(_RUNS)
-    with (folder / "prompt.txt").open("w", encoding="utf-8", newline="") as file:
-        file.write("Once " + unit * (length // len(unit)))
-    config = TinyConfig(pre_tokenizer=chance.choice(_PRE_TOKENIZERS.split()), n_ctx_train=512)
-    model = write_tiny_model(folder / "model.gguf", config)
-    return Case((*base.run(model, "none")[:-1], "-f", "prompt.txt"), limit_s=300.0)
-
-
-_GRAMMARS = (
-    'root ::= "a" | "b" root',
-    'root ::= [a-z]+ ("," [0-9]{1,3})*\n',
-    'root ::= item{2,5}\nitem ::= "x" | ws "y"\nws ::= [ \\t\\n]?',
-    'root ::= "\\u00e9" [^"\\\\] . root?',
-)
-
-
-@_kind
-def grammar(base: Base, folder: Path, chance: random.Random) -> Case:
-    """Grammars with mistakes."""
-    odd = ["::=", "|", "(", ")", "*", "+", "?", "{2000}", "{3,1}", "[z-a]", "[", '"', "root", "\\x"]
-    text = _changed_text(chance.choice(_GRAMMARS), chance, [*odd, *_ODD_TEXTS])
-    (folder / "g.gbnf").write_bytes(text.encode())
-    fast, plain = (
-        base.run(base.model("target"), draft, "--grammar-file", "g.gbnf")
-        for draft in (chance.choice(["ngram", str(base.model("draft"))]), "none")
-    )
-    return Case(fast, same_as=plain, codes=frozenset({2, 3, 9}), limit_s=90.0)
-
-
-_NAME = {"type": "string", "maxLength": 5}
-_NUMBER = {"type": "integer", "minimum": 3, "maximum": 40}
-_PERSON: dict[str, Any] = {"type": "object", "properties": {"name": _NAME, "n": _NUMBER}}
-_SCHEMAS: tuple[dict[str, Any], ...] = (
-    {**_PERSON, "required": ["name", "n"], "additionalProperties": False},
-    {"type": "array", "items": {"enum": ["a", 'b"', 3, None]}, "minItems": 1, "maxItems": 3},
-    {"anyOf": [{"const": {"x": [1, 2]}}, {"type": "boolean"}, {"type": "null"}]},
-    {"type": "string", "pattern": "^[a-c]{2,4}(x|y)?$"},
-    {"$defs": {"t": _NUMBER}, "type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2},
-)
-
-
-@_kind
-def schema(base: Base, folder: Path, chance: random.Random) -> Case:
-    """Schemas that are changed: they are refused, or the answer conforms."""
-    data = mutated(chance.choice(_SCHEMAS), chance)
-    (folder / "s.json").write_bytes(data)
-
-    def check(code: int, out: bytes) -> str | None:
-        if code:
-            return None
-        try:
-            value = json.loads(out)
-        except ValueError:
-            return None  # it was cut at the limit of tokens
-        try:
-            jsonschema.Draft202012Validator(json.loads(data)).validate(value)
-        except jsonschema.ValidationError as error:
-            return f"{value!r} does not conform: {error.message[:200]}"
-        except Exception:  # noqa: BLE001 - the schema is none
-            return None
-        return None
-
-    more = ("-n", "200", "--json-schema-file", "s.json", "--temp", "1", "--seed", "3")
-    arguments = base.run(base.model("target"), "ngram", *more)
-    return Case(arguments, check=check, codes=frozenset({2, 3}), limit_s=90.0)
-
-
-@_kind
-def batch(base: Base, folder: Path, chance: random.Random) -> Case:
-    """Files of requests with mistakes: each line has a result."""
-    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
-    bodies: list[dict[str, Any]] = [
-        {"prompt": "the cat", "max_tokens": 4},
-        *(
-            {"custom_id": path, "method": "POST", "url": f"/v1/{path}", "body": body}
-            for path, body in (("completions", {"prompt": "a"}), ("chat/completions", chat))
-        ),
-    ]
-    lines = [mutated(chance.choice(bodies), chance).replace(b"\n", b"") for _ in range(4)]
-    (folder / "in.jsonl").write_bytes(b"\n".join(lines))
-    if chance.random() < 0.2:
-        (folder / "out.jsonl").write_bytes(mutated({"custom_id": "a", "response": {}}, chance))
-    arguments = ("batch", "in.jsonl", "out.jsonl", "-m", str(base.model("target")), "-md", "ngram")
-
-    def check(code: int, _out: bytes) -> str | None:
-        if code not in (0, 12):
-            return None
-        n_records = len((folder / "out.jsonl").read_bytes().splitlines())
-        n_asked = sum(bool(line.strip()) for line in lines)
-        return f"{n_records} results to {n_asked} lines" if n_records < n_asked else None
-
-    return Case((*arguments, *_EXACT), check=check)
 
 
 #: Commands whose options are tried: how often, what they need at least, and their arguments.

@@ -2,8 +2,8 @@
 
     python -m tests.long_runs.server_soak --minutes 60 -- -m target.gguf -md draft.gguf
 
-starts `specgen serve` with the options behind ``--``, also with ``--models`` (the first model gets most requests,
-embedding models get theirs), and looks for
+starts `specgen serve` with the options behind ``--``, also with ``--models`` (the first model gets most requests), and
+looks for
 
 - texts that differ from what the server said to the same request before, with or without drafts, alone
   or beside others. Rows have to be exact: use the kernels, or CPU caches in F32 without flash attention,
@@ -52,8 +52,6 @@ _SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-#: How agents' requests are asked so that the same one has the same answer.
-_GREEDY = {"temperature": 0, "top_k": 1}
 #: How much more often the first model is asked than each other one.
 _N_FIRST = 12
 _OK = 200
@@ -94,8 +92,6 @@ class Soak:
         chance = random.Random(1000 * self._seed + number)
         acts: list[tuple[float, Callable[[httpx.Client, random.Random], str]]] = [
             (20, self._ask),
-            (4, self._ask_as_agent),
-            (3 if self._embeddings else 0, self._embed),
             (10, self._ask_wrongly),
             (2, self._look),
         ]
@@ -192,49 +188,6 @@ class Soak:
             return "too many"
         self._find(f"{what}: {response.status_code} {said[:300]}")
         return "refused"
-
-    def _ask_as_agent(self, client: httpx.Client, chance: random.Random) -> str:
-        """Ask as agents do, whole or in a stream, which may be cut in the middle."""
-        path = chance.choice(["/v1/messages", "/v1/responses"])
-        body = {**(MESSAGES if path == "/v1/messages" else RESPONSES), **_GREEDY}
-        body |= {"model": self._model(chance), "stream": chance.random() < 0.6}
-        turn = "messages" if path == "/v1/messages" else "input"
-        body["max_tokens" if turn == "messages" else "max_output_tokens"] = chance.choice([4, 24])
-        if chance.random() < 0.5:  # some templates take no tools
-            body = _without_tools(body)
-            body[turn] = [{"role": "user", "content": chance.choice(_PROMPTS)}]
-        n_lines = chance.choice([None, None, chance.randrange(20)])
-        text = ""
-        with client.stream("POST", path, json=body) as response:
-            if response.status_code != _OK:
-                if "template" in response.read().decode():  # it takes no tools
-                    return "refused"
-                return self._refused(f"{path} {json.dumps(body)}", response)
-            if not body["stream"]:
-                found = json.loads(response.read())
-                text = _without_ids(found["content" if turn == "messages" else "output"])
-            else:
-                for number, line in enumerate(response.iter_lines()):
-                    if n_lines is not None and number >= n_lines:
-                        return "gone"
-                    if line.startswith("data: "):
-                        event = json.loads(line[6:])
-                        if "error" in event["type"] or "failed" in event["type"]:
-                            self._find(f"{path} {json.dumps(body)}: {line}")
-                        text += _delta_of(event)
-        self._compare(path, body, 0, text)
-        return "answered"
-
-    def _embed(self, client: httpx.Client, chance: random.Random) -> str:
-        texts = [chance.choice([*_PROMPTS, _LONG[:1500]]) for _ in range(chance.choice([1, 1, 8]))]
-        body = {"model": chance.choice(self._embeddings), "input": texts}
-        response = client.post("/v1/embeddings", json=body)
-        if response.status_code != _OK:
-            return self._refused(f"embeddings of {texts}", response)
-        for text, each in zip(texts, response.json()["data"], strict=True):
-            asked = {"model": body["model"], "text": text}
-            self._compare("embedding", asked, 0, str(each["embedding"]))
-        return "answered"
 
     def _any_request(self, chance: random.Random) -> tuple[str, dict[str, Any]]:
         """A path, and a right body, of all that there are."""
@@ -344,27 +297,6 @@ class Soak:
 
 def _without_tools(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in ("tools", "tool_choice")}
-
-
-def _delta_of(event: dict[str, Any]) -> str:
-    """What an event of an agent's stream adds to the answer."""
-    delta = event.get("delta") if "delta" in event["type"] else None
-    if isinstance(delta, dict):
-        return "".join(str(delta.get(name, "")) for name in ("text", "thinking", "partial_json"))
-    return delta or ""
-
-
-def _without_ids(value: Any) -> str:
-    """An answer as JSON, without what is random in it."""
-
-    def cleared(each: Any) -> Any:
-        if isinstance(each, list):
-            return [cleared(item) for item in each]
-        if not isinstance(each, dict):
-            return each
-        return {name: cleared(item) for name, item in each.items() if name not in ("id", "call_id")}
-
-    return json.dumps(cleared(value))
 
 
 def main() -> int:

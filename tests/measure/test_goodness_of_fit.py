@@ -16,22 +16,6 @@ from specgen.measure.verify import MIN_EXPECTED, chi_square_tail, g_test
 from specgen.system.arrays import ProbArray
 from tests.helpers.goodness_of_fit import detectable_deviation, fits_of
 
-
-def zipf(n_cells: int, exponent: float) -> ProbArray:
-    probs: ProbArray = np.arange(1, n_cells + 1, dtype=np.float64) ** -exponent
-    probs /= probs.sum()
-    return probs
-
-
-#: Distributions of a language model's next tokens are like the skewed ones.
-SHAPES: dict[str, ProbArray] = {
-    "uniform": np.full(90, 1 / 90),
-    "zipf": zipf(300, 1.3),
-    "geometric": 0.5 ** np.minimum(np.arange(1, 16), 14.0),
-    "one rare": np.array([0.011, 0.989]),
-}
-N_DRAWS = 2000
-
 probabilities = (
     st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=30)
     .map(np.array)
@@ -95,21 +79,6 @@ def test_every_cell_tested_is_expected_often(probs: ProbArray, n: int, seed: int
 def test_one_cell_after_pooling_says_nothing() -> None:
     tested = g_test(np.array([10, 5]), np.array([0.5, 0.5]))
     assert (tested.p_value, tested.n_cells, tested.n_pooled) == (1.0, 1, 2)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_false_alarm_rate_is_the_nominal_one(shape: str) -> None:
-    """At most 1.35 times the level, the worst that two cells may have by their discreteness
-    (see `g_test`); five standard errors more for the simulation's own noise."""
-    probs = SHAPES[shape] / SHAPES[shape].sum()
-    n_simulations = 20_000
-    samples = np.random.default_rng(0).multinomial(N_DRAWS, probs, size=n_simulations)
-    p_values = np.array([g_test(counts, probs).p_value for counts in samples])
-    for level in (1e-2, 1e-3):
-        bound = 1.35 * level
-        assert (p_values <= level).mean() <= bound + 5 * math.sqrt(bound / n_simulations)
-    # Nor is it asleep: large levels, where counts are not too discrete, are used up.
-    assert (p_values <= 0.1).mean() >= 0.08
 
 
 # --- what a test can see --------------------------------------------------------------------

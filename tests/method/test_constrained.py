@@ -1,4 +1,4 @@
-"""Texts that follow a grammar, and texts against repetition: the same with and without drafts."""
+"""Texts that follow a grammar, against repetition too: the same with and without drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
-from specgen.system.arrays import Logits
 from specgen.text.answer_state import AnswerState
 from specgen.text.text_state import Cascade, TextState
 from tests.helpers.common import EXACT, UNFILTERED
@@ -419,50 +418,6 @@ def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(verifier: VerifierN
             done = run(rules, drafter, sampler, language=loves(-60.0), verifier=own)
             assert 8 not in done.generation.answer
             assert done.summary.n_drafted > 20
-
-
-# --- against repetition
-
-
-def babbling(text: tuple[int, ...]) -> Logits:
-    """Says the same few words over and over, unless it is penalised for it."""
-    row = np.linspace(2.0, 0.0, N_VOCAB, dtype=np.float32)
-    row[(text[-1] + 1) % 4] += 1.5
-    row[list(ENDS)] = -50.0
-    return row
-
-
-PENALISED: dict[str, dict[str, Any]] = {
-    "repeat": {"repeat_penalty": 3.0},
-    "frequency": {"frequency_penalty": 0.35},
-    "presence in a window": {"presence_penalty": 2.5, "repeat_last_n": 5},
-    "dry": {"dry_multiplier": 0.8, "dry_allowed_length": 2, "dry_last_n": -1},
-    "all": AGAINST_REPETITION,
-}
-CHATTERERS: dict[str, DrafterOf] = {
-    "same samplers": model(babbling),
-    "samplers that do not look back": model(babbling, SamplerOptions()),
-    "ngram": DRAFTERS["ngram"],
-    "tree": DRAFTERS["tree"],
-}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", CHATTERERS)
-@pytest.mark.parametrize("name", PENALISED)
-@pytest.mark.parametrize("constrained", [False, True])
-def test_penalties_hold_within_drafts(
-    name: str, kind: str, temperature: float, constrained: bool
-) -> None:
-    free = replace(UNFILTERED, temperature=temperature)
-    sampler = replace(free, **PENALISED[name])
-    rules = grammar({**words(0, 4), 4: {9: 0}}) if constrained else None
-    for seed in range(3):
-        said: dict[str, Any] = {"language": babbling, "seed": seed}
-        plain = run(rules, None, sampler, **said)
-        assert told(plain) != told(run(rules, None, free, **said))
-        fast = run(rules, CHATTERERS[kind], sampler, n_draft=8, verifier=MatchVerifier(), **said)
-        assert told(fast) == told(plain)
 
 
 # --- on tiny models of every kind of cache

@@ -75,8 +75,8 @@ class Models:
 class UpToTwo(Stop):
     """A draft of at most two tokens of a model: it has looked for a third one before it stops."""
 
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        return len(confidences) <= 2
+    def after_look(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
+        return n < 2, True, whole
 
 
 class EitherDraft(FixedPolicy):

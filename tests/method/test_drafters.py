@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,17 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
-from specgen.method.draft import ROOT, Distribution, Draft
-from specgen.method.drafter import Drafting, TargetStates, draft_alone, propose_together, ready
+from specgen.method.draft import Distribution, Draft
+from specgen.method.drafter import Drafting, draft_alone, propose_together
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
-from specgen.method.tables import FREE, Price, Stop
+from specgen.method.tables import Stop
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
-from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import N_VOCAB, Clock, draft_request, model_drafter
+from tests.helpers.fake_generations import N_VOCAB, Clock, NoDrafter, draft_request, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -61,20 +60,6 @@ def test_a_greedy_draft_is_what_the_model_would_say() -> None:
     assert backend.length(0) == len(context) + 3  # the last drafted token waits
 
 
-def test_a_drawn_draft_carries_the_distributions_it_was_drawn_from() -> None:
-    options = SamplerOptions(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01)
-    drafter, _ = model_drafter(LANGUAGE, LETTERS, options)
-    draft = propose(drafter, [1, 2, 3], 4)
-    assert draft.is_drawn
-    for node, source in enumerate(draft.distributions):
-        assert source is not None
-        text = (1, 2, 3, *draft.tokens[:node])
-        expected = distribution(LANGUAGE(text), options)
-        assert source.token_ids.tolist() == expected.token_ids.tolist()
-        assert source.probs == pytest.approx(expected.probs)
-        assert draft.probabilities[node] == source.probability(draft.tokens[node]) > 0
-
-
 def test_drafting_stops_where_the_model_is_unsure() -> None:
     for p_min in (0.2, 0.4, 0.6, 0.9):
         drafter, _ = model_drafter(LANGUAGE, LETTERS)
@@ -110,18 +95,6 @@ def test_the_cache_follows_a_text_that_went_another_way() -> None:
         fresh, _ = model_drafter(LANGUAGE, LETTERS)
         assert propose(drafter, context, 1) == propose(fresh, context, 1)
         assert backend.text(0) == tuple(context)
-
-
-@pytest.mark.parametrize("n_kept", range(6))
-def test_a_rewound_drafter_goes_on_as_a_fresh_one(n_kept: int) -> None:
-    drafter, backend = model_drafter(LANGUAGE, LETTERS)
-    propose(drafter, [1, 2, 3, 4], 4)
-    propose(drafter, [1, 2, 3, 4, 5, 6], 4)
-    drafter.rewind(n_kept)
-    text = [*[1, 2, 3, 4, 5, 6][:n_kept], 9, 8]
-    fresh, _ = model_drafter(LANGUAGE, LETTERS)
-    assert propose(drafter, text, 3) == propose(fresh, text, 3)
-    assert backend.text(0)[: len(text)] == tuple(text)
 
 
 # --- a text that outgrows the draft model's context
@@ -215,54 +188,25 @@ def test_of_a_long_text_a_window_is_read() -> None:
         assert backend.n_decoded_rows - n_decoded <= n_read + 2
 
 
-# --- trees
-
-
-def test_a_draft_is_a_tree_and_nothing_else() -> None:
-    tree = Draft((1, 2, 3, 4), (ROOT, 0, ROOT, 1), ("t",) * 4, (None,) * 4, (None,) * 4)
-    assert tree.children(ROOT) == [0, 2]
-    assert tree.path(3) == [0, 1, 3]
-    assert tree.leaves() == [2, 3]
-    assert tree.depths() == [0, 1, 0, 2]
-    assert not tree.is_chain
-    assert tree.first(2) == Draft.chain([1, 2], "t")
-    assert tree.first(9) is tree
-    with pytest.raises(ValueError, match="parents come first"):
-        Draft((1, 2), (ROOT, 1), ("t",) * 2, (None,) * 2, (None,) * 2)
-    with pytest.raises(ValueError, match="each of its fields"):
-        Draft((1, 2), (ROOT, 0), ("t",), (None,) * 2, (None,) * 2)
-
-
 # --- n-grams and a model
 
 TEXT = [1, 2, 3]
 
 
-@dataclass
-class Scripted:
+class Scripted(NoDrafter):
     """Proposes what it is told to, and notes what it is asked and told."""
 
-    name: str
-    drafts: list[Sequence[int]]
-    told: list[object] = field(default_factory=list)
-    trail: TargetStates | None = None
+    name = "model"
 
-    def price(self, n_context: int) -> Price:
-        return FREE
+    def __init__(self, *drafts: Sequence[int]) -> None:
+        self.drafts, self.told = [*drafts], list[object]()
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        self.told.append((list(context), plan.n_max))
-        wanted = self.drafts.pop(0)
-        n = 0
-        while n < min(plan.n_max, len(wanted)) and plan.wants_token([0.9] * (n + 1)):
-            n += 1
-        return ready(Draft.chain(wanted[:n], self.name))
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+        self.told.append((list(context), n_max))
+        return Draft.chain(self.drafts.pop(0)[:n_max], self.name)
 
     def observe(self, result: RoundResult) -> None:
         self.told.append("observe")
-
-    def rewind(self, n_tokens: int) -> None:
-        self.told.append(f"rewind {n_tokens}")
 
 
 # --- what stands before a draft
@@ -293,18 +237,6 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool)
     assert shaper.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
 
 
-def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
-    class Noted(Scripted):
-        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-            self.told.append(n_drafted)
-            return super().propose(context, plan)
-
-    drafter = Noted("model", [[4]] * 2)
-    guesses = Guesses(Cascade(model=drafter), Noting())
-    after(guesses, [*TEXT, 7, 7], [9, 8], 5, 2)
-    assert drafter.told[0] == 4
-
-
 # --- a draft for the draft model
 
 
@@ -330,6 +262,17 @@ class Noting(FixedPolicy):
         self.results.append(result)
 
 
+def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
+    class Noted(Scripted):
+        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+            self.told.append(n_drafted)
+            return super().propose(context, plan)
+
+    drafter = Noted([4])
+    after(Guesses(Cascade(model=drafter), Noting()), [*TEXT, 7, 7], [9, 8], 5, 2)
+    assert drafter.told[0] == 4
+
+
 @pytest.mark.parametrize(
     ("said", "n_right", "told"),
     [
@@ -342,7 +285,7 @@ class Noting(FixedPolicy):
 def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
     said: list[int], n_right: int, told: tuple[int, ...]
 ) -> None:
-    drafter, policy = Scripted("model", [[4, 5, 6, 7]]), Noting()
+    drafter, policy = Scripted([4, 5, 6, 7]), Noting()
     guesses = Guesses(Cascade(model=drafter), policy)
     assert list(after(guesses, TEXT, [9], 5)) == [4, 5, 6]
     assert drafter.told == [([*TEXT, 9], 3)]

@@ -6,10 +6,8 @@ import contextlib
 import ctypes
 import gc
 import json
-import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,14 +17,10 @@ import numpy as np
 import pytest
 
 from specgen.errors import BackendError, UsageError
-from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel, LlamaVocabulary
-from specgen.options import GenerationOptions, Grammar, SamplerOptions
-from specgen.session.engine import generate
-from specgen.session.session import Session
+from specgen.options import Grammar
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
-from tests.helpers.sessions import options_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 PERSON: dict[str, Any] = {
@@ -440,38 +434,12 @@ def test_what_can_be_followed_no_further_is_an_error(
     broken.get_error.return_value = "too complex\nand more"
     broken.is_error.side_effect = lambda: broken.unsafe_compute_mask_ptr.call_count > n_good
     broken.unsafe_compute_mask_ptr.side_effect = lambda at, n: ctypes.memset(at, 255, n)
-    grammar = schema_grammar("{}")
+    own, other = (schema_grammar(f'{{"minimum": {n}}}') for n in (17, 18))  # not compiled before
     monkeypatch.setattr("llguidance.LLMatcher", MagicMock(return_value=broken))
-    state = LlguidanceGrammar(vocabulary, grammar).start.after(1)
+    state = LlguidanceGrammar(vocabulary, own).start.after(1)
     with pytest.raises(BackendError, match="too complex$"):
         state.allows(np.array([1]))
     # At the start of a text, the grammar is refused.
     n_good = 0
     with pytest.raises(UsageError, match="too complex$"):
-        LlguidanceGrammar(vocabulary, grammar)
-
-
-# --- answers ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_change_nothing(model: Path, tmp_path: Path, temperature: float) -> None:
-    config = TinyConfig(logit_scale=1.0, control_scale=1.0, n_ctx_train=2048)
-    draft = write_tiny_model(tmp_path / "draft.gguf", config.draft(0.05))
-    grammar = schema_grammar(json.dumps(SCHEMAS["person"]))
-    options = options_of(
-        model,
-        sampler=SamplerOptions(temperature=temperature, seed=3),
-        drafting={"ngram_min": 1, "verifier": "match", "p_min": None},
-        generation=GenerationOptions(max_tokens=300, grammar=grammar),
-    )
-    answers: list[FinishedEvent] = []
-    for source in ("none", "ngram", draft):
-        with Session(replace(options, draft=source), time.perf_counter) as loaded:
-            *_, last = generate(loaded, loaded.prompts.of_text("the cat"))
-        assert isinstance(last, FinishedEvent)
-        answers.append(last)
-    assert len({answer.token_ids for answer in answers}) == 1
-    assert answers[-1].n_accepted + answers[-1].n_forced > 0
-    assert answers[0].finish_reason == "stop"
-    jsonschema.validate(json.loads(answers[0].text), SCHEMAS["person"])
+        LlguidanceGrammar(vocabulary, other)

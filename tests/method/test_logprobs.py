@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from specgen.events import CommittedEvent, Event, Piece, to_json_object
-from specgen.method.backend import Batch
+from specgen.events import CommittedEvent, Event, Piece
 from specgen.method.verify import Verifier
-from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions
-from specgen.session.engine import generate
-from specgen.session.session import Session
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
 from tests.helpers.common import UNFILTERED
@@ -32,8 +26,6 @@ from tests.helpers.fake_generations import (
     ngram_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
-from tests.helpers.sessions import folder_with, options_of
-from tests.tiny import TinyConfig
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -61,8 +53,6 @@ def log_softmax(row: Logits) -> npt.NDArray[np.float64]:
 def pieces_of(events: Sequence[Event]) -> list[Piece]:
     return [p for event in events if isinstance(event, CommittedEvent) for p in event.pieces]
 
-
-# --- on the fake backend
 
 DRAFTERS: dict[str, Callable[[TextState, SamplerOptions], object]] = {
     "perfect": lambda state, own: model_drafter(LANGUAGE, LETTERS, own, state=state)[0],
@@ -140,79 +130,3 @@ def test_how_many_are_told_is_as_asked() -> None:
             assert len(others) == min(n, N_VOCAB) or others.index(piece.token_id) == n
     for piece in run("good", UNFILTERED, logprobs=None):
         assert (piece.logprob, piece.top_logprobs) == (None, ())
-
-
-# --- on tiny models
-
-TARGET = TinyConfig(logit_scale=3.0)
-TEXT = "def add(a, b): return a + b # and the sum is the sum is"
-
-
-models = folder_with(target=TARGET, draft=TARGET.draft(0.03))
-
-
-def answer(
-    models: Path, draft: str, sampler: SamplerOptions, **generation: object
-) -> tuple[list[Piece], list[npt.NDArray[np.float64]]]:
-    """The pieces of an answer, and the target's log-probabilities before each, decoded anew."""
-    source = {"model": "draft"}.get(draft, draft)
-    options = options_of(
-        models / "target.gguf",
-        source,
-        sampler=sampler,
-        drafting={"ngram_min": 1, "verifier": "match"},
-        generation=GenerationOptions(**{"max_tokens": 30, "logprobs": 5, **generation}),  # type: ignore[arg-type]
-    )
-    with Session(options, time.perf_counter) as loaded:
-        events = list(generate(loaded, loaded.prompts.of_text(TEXT, chat=False)))
-        pieces = pieces_of(events)
-        prompt = loaded.prompts.of_text(TEXT, chat=False).tokens
-        rows = []
-        with loaded.contexts(256, drafts=False) as (target, _):
-            batch = Batch()
-            for position, token in enumerate(prompt):
-                batch.add(token, position, (0,), position == len(prompt) - 1)
-            for piece in pieces:
-                rows.append(log_softmax(target.decode(batch)[-1]))
-                batch = Batch()
-                batch.add(piece.token_id, target.length(0), (0,), True)
-    for event in events:  # no NaN, no infinity
-        json.dumps(to_json_object(event), allow_nan=False)
-    return pieces, rows
-
-
-@pytest.mark.parametrize(
-    ("sampler", "generation"),
-    [
-        (SamplerOptions(), {}),
-        (replace(UNFILTERED, seed=3), {}),
-        (replace(SHAPED, seed=3), {"ignore_eos": True}),
-        (
-            replace(SHAPED, seed=3),
-            {"grammar": Grammar("gbnf", 'root ::= ([a-f] "--" [a-f ] | "zz")+')},
-        ),
-    ],
-    ids=["greedy", "random", "shaped", "grammar"],
-)
-@pytest.mark.parametrize("draft", ["none", "model", "ngram"])
-def test_a_tiny_models_values_are_its_own(
-    models: Path, draft: str, sampler: SamplerOptions, generation: dict[str, object]
-) -> None:
-    pieces, rows = answer(models, draft, sampler, **generation)
-    n_checked = 0
-    for piece, row in zip(pieces, rows, strict=True):
-        if piece.kind == "forced":
-            assert (piece.logprob, piece.top_logprobs) == (None, ())
-            continue
-        n_checked += 1
-        assert piece.logprob == pytest.approx(row[piece.token_id], abs=2e-5)
-        told = [other.logprob for other in piece.top_logprobs]
-        assert (piece.token_id, piece.logprob) in [
-            (other.token_id, other.logprob) for other in piece.top_logprobs
-        ]
-        if len(told) > 5:
-            assert piece.top_logprobs[5].token_id == piece.token_id
-        told = told[:5]
-        assert told == pytest.approx(np.sort(row)[::-1][:5].tolist(), abs=2e-5)
-        assert told == sorted(told, reverse=True)
-    assert n_checked > 5

@@ -22,14 +22,12 @@ from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.session.answer_loop import AnswerLoop
 from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     GREEDY,
     N_VOCAB,
     PROMPT,
-    Clock,
     DeafDrafter,
     FailingDrafter,
     NonsenseDrafter,
@@ -153,15 +151,6 @@ def test_the_context_ends_where_it_does_without_a_draft(kind: str, n_ctx: int) -
     assert len(plain.tokens) == n_ctx + 1
     assert fast.tokens == plain.tokens
     assert finished(events).finish_reason == "context"
-
-
-def test_a_draft_with_a_smaller_context_drafts_until_it_is_full() -> None:
-    plain, _ = Setup().run()
-    small, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=20)
-    fast, events = Setup(drafter=small).run()
-    assert fast.tokens == plain.tokens
-    assert backend.n_decoded_rows > 10
-    assert not any(isinstance(event, NoticeEvent) for event in events)
 
 
 @pytest.mark.parametrize("n_batch", [1, 2, 3, 5, 64])
@@ -295,26 +284,3 @@ def test_events_tell_the_answer_and_account_for_every_token() -> None:
             assert lost | set(verdict.accepted) == set(range(len(draft_event.nodes)))
             assert not lost & set(verdict.accepted)
         assert summary.wall_s == pytest.approx(summary.draft_s + summary.target_s + summary.loop_s)
-
-
-def test_several_generations_share_a_batch_and_keep_their_texts() -> None:
-    prompts = [(3, 1, 4), (1, 5, 9, 2, 6), (5,)]
-    plains = [Setup(prompt=prompt).run()[0].tokens for prompt in prompts]
-    setups = [
-        Setup(prompt=prompts[0], drafter=drafter("good")),
-        Setup(prompt=prompts[1], drafter=drafter("wide random tree")),
-        Setup(prompt=prompts[2], options=GenerationOptions(max_tokens=9)),
-    ]
-    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
-    generations = [setup.generation(index) for index, setup in enumerate(setups)]
-    for generation in generations:
-        loop.start(generation)
-    n_decodes = setups[0].target.n_decodes
-    n_rounds = 0
-    while any(generation.finish_reason is None for generation in generations):
-        loop.round(generations)
-        n_rounds += 1
-    assert setups[0].target.n_decodes - n_decodes == n_rounds
-    assert generations[0].tokens == plains[0]
-    assert generations[1].tokens == plains[1]
-    assert generations[2].tokens == plains[2][: 1 + 9]

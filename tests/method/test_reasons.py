@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from specgen.events import REASONS, CommittedEvent, FinishedEvent, ReasonName
@@ -22,9 +21,8 @@ from specgen.method.policy import (
 )
 from specgen.method.tables import AcceptanceRates, CostTable, Price
 from specgen.options import DraftOptions, GenerationOptions
-from specgen.system.arrays import BoolArray, TokenArray
-from specgen.text.grammar.base import GrammarState
 from tests.helpers.fake_generations import FailingDrafter, NoDrafter, Setup
+from tests.helpers.fake_grammar import FakeGrammar
 
 FLAT = dict.fromkeys(range(1, 18), 1.0)
 CHEAP = Price(0.05, 0.05)
@@ -134,21 +132,8 @@ class Forbidden(NoDrafter):
         return ready(Draft.chain([7], "forbidden"))
 
 
-class OnlyOnes(GrammarState):
-    """A grammar of nothing but the tokens 1 and 2."""
-
-    is_free = False
-
-    def allows(self, token_ids: TokenArray) -> BoolArray:
-        return np.isin(token_ids, (1, 2))
-
-    def after(self, token_id: int) -> OnlyOnes:
-        if token_id not in (1, 2):
-            raise ValueError(token_id)
-        return self
-
-    def forced(self) -> int | None:
-        return None
+#: A grammar of nothing but the tokens 1 and 2.
+ONLY_ONES = FakeGrammar({0: {1: 0, 2: 0}})
 
 
 def reasons(setup: Setup) -> list[str | None]:
@@ -161,7 +146,7 @@ ROUNDS: dict[ReasonName, Callable[[], Setup]] = {
     "off": lambda: replace(BASE),
     "unsure": lambda: replace(BASE, drafter=Unsure()),
     "not ready": lambda: replace(BASE, drafter=NoDrafter()),
-    "grammar": lambda: replace(BASE, drafter=Forbidden(), grammar=OnlyOnes()),
+    "grammar": lambda: replace(BASE, drafter=Forbidden(), grammar=ONLY_ONES.start),
     "failed": lambda: replace(BASE, drafter=FailingDrafter(Unsure(), 2, RuntimeError("broken"))),
 }
 

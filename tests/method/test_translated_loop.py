@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
-from specgen.events import CommittedEvent, Event, NoticeEvent
+from specgen.events import Event, NoticeEvent
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.options import DraftOptions, GenerationOptions
@@ -224,24 +224,6 @@ def test_drafts_in_another_vocabulary_are_accepted() -> None:
     assert counts["decoded"] < counts["text"] + counts["drafted"] - counts["accepted"]
 
 
-def test_text_with_ends_in_drafts_is_exact() -> None:
-    """The draft says when the text ends, and the target agrees often enough."""
-    n_ended = n_in_draft = 0
-    for seed in range(24):
-        pair = Pair(cut(seed), cut(100 + seed), seed, seed)
-        pair.check()
-        generation, events, _ = pair.run()
-        if generation.finish_reason == "stop":
-            n_ended += 1
-            last = [event for event in events if isinstance(event, CommittedEvent)][-1]
-            n_in_draft += last.pieces[-1].kind == "accepted"
-        ignoring = replace(pair, options=replace(pair.options, ignore_eos=True))
-        ignoring.check()
-        assert ignoring.run()[0].finish_reason == "length"
-    assert n_ended >= 8
-    assert n_in_draft >= 3
-
-
 @pytest.mark.parametrize("n_ctx", [10, 16, 30])
 def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(n_ctx: int) -> None:
     options = GenerationOptions(max_tokens=60, ignore_eos=True)
@@ -254,15 +236,6 @@ def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(n_ctx: int) 
     whole = replace(pair, n_ctx=256).check()
     n_said = len(watched.translated.text.tokens)
     assert watched.backend.n_decoded_rows < whole.backend.n_decoded_rows + 1.5 * n_said
-
-
-def test_a_draft_that_can_say_little_of_the_text_does_no_harm() -> None:
-    some = vocabulary([b"a", b"b", b"ab"], ["</s>"])
-    watched = Pair(cut(1), some, 2, 2).check()
-    assert watched.tally.n_drafted > 0
-    nothing = vocabulary([b"z", b"y"], ["</s>"])
-    prompt = replace(Pair(cut(1), nothing, 2, 2), prompt="z中y")
-    assert prompt.check().tally.n_accepted == 0
 
 
 def test_half_characters_are_finished_by_the_draft() -> None:

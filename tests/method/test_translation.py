@@ -137,9 +137,6 @@ def test_a_token_for_the_unknown_is_never_text() -> None:
     assert spelled(unknown, "a中b\nab".encode()) == [2, 3, 2, 3]
 
 
-# --- the vocabulary turned around
-
-
 @pytest.mark.parametrize("adds_space", [False, True])
 def test_of_a_byte_and_a_character_the_tokenizers_choice_is_found(adds_space: bool) -> None:
     # Byte tokens come first, as SentencePiece has them; the tokenizer takes the characters.
@@ -261,15 +258,6 @@ def test_a_translated_prompt_begins_as_the_draft_begins_texts() -> None:
     text = Translation(target, without).text([2, 0, 1], None)
     text.follow([2, 0, 1])
     assert text.tokens == [0]
-
-
-def test_a_prompt_of_the_drafts_own_takes_the_place_of_the_targets() -> None:
-    target = vocabulary([b"a", b"b"], ["<s>", "</s>"])
-    draft = vocabulary([b"ab", b"a", b"b", b"bb"], ["</s>"])
-    text = Translation(target, draft).text([2, 0, 1], [3, 2])
-    text.follow([2, 0, 1, 1])
-    assert text.tokens == [3, 2, 2]  # nothing merges with the prompt
-    assert text.last_bytes(9) == b"b"
 
 
 def chain(tokens: Sequence[int], probabilities: Sequence[float | None] = ()) -> Draft:

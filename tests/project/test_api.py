@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,22 +74,11 @@ def test_options_of_an_answer(files: Path, model: specgen.Model) -> None:
     assert model.generate(PROMPT, json_schema=schema).text.strip() in ("true", "false")
 
 
-def test_many_at_once_and_in_threads_are_each_as_alone(files: Path, model: specgen.Model) -> None:
+def test_many_at_once_are_each_as_alone(files: Path, model: specgen.Model) -> None:
     prompts = [PROMPT, "else", "a b c d", "zzz", "the", "in"]
     expected = {prompt: plain(files, prompt) for prompt in prompts}
     answers = [answer.text for answer in model.generate_all(prompts, max_tokens=N)]
     assert answers == list(expected.values())
-    found: dict[str, str] = {}
-
-    def ask(prompt: str) -> None:
-        found[prompt] = model.generate(prompt, max_tokens=N).text
-
-    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == expected
 
 
 def test_who_stops_listening_cancels(model: specgen.Model) -> None:

@@ -1,4 +1,4 @@
-"""Short parts of the searches that otherwise take minutes or hours (`make fuzz`, `make soak`, `tests/long_runs/kills.py`)."""
+"""Short parts of the searches that otherwise take minutes or hours (`make fuzz`, `make soak`)."""
 
 from __future__ import annotations
 
@@ -80,11 +80,3 @@ def test_real_schemas_are_counted_by_how_they_are_taken(tmp_path: Path) -> None:
     table = done.stdout.split()
     for name in ("in part", "refused", "invalid accepted (in part)", "valid rejected (in part)"):
         assert f"1 {name}" in " ".join(table)
-
-
-def test_what_was_killed_while_it_wrote_breaks_nothing() -> None:
-    commands = [each for name in ("run", "lookup store", "batch") for each in ("--command", name)]
-    done = run("kills", "--rounds", "6", *commands)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = json.loads(done.stdout)["counts"]
-    assert sum(counts.values()) == 6

@@ -58,13 +58,17 @@ def merged(cmake_args_variable: str | None = None, **environment: str) -> list[s
 def test_gcc_gets_the_flag_beside_the_users_own(
     tmp_path: Path, given: str | None, expected: list[str]
 ) -> None:
-    assert merged(given, CXX=compiler(tmp_path, "__GNUC__")) == expected
+    *flags, images, included = merged(given, CXX=compiler(tmp_path, "__GNUC__"))
+    assert flags == expected
+    assert images == "-DLLAVA_BUILD=OFF"
+    assert Path(included.partition("=")[2]) == ROOT / "scripts/only_llama.cmake"
 
 
 @posix
 def test_other_compilers_do_not_get_the_flag_and_a_missing_one_is_named(tmp_path: Path) -> None:
     clang = compiler(tmp_path, "__GNUC__", "__clang__")
-    assert merged("-DGGML_METAL=on", CXX=clang) == ["-DGGML_METAL=on"]
+    own = "-DLLAVA_BUILD=on -DGGML_METAL=on"  # all is built for who asks for it
+    assert merged(own, CXX=clang) == own.split()
     with pytest.raises(subprocess.CalledProcessError) as caught:
         merged(CXX=str(tmp_path / "nothing"))
     assert "no C++ compiler" in caught.value.stderr

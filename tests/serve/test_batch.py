@@ -1,21 +1,36 @@
-"""The parts of a batch: its lines, the order of its prompts, and results that survive any end."""
+"""The parts of a batch: its lines, results that survive any end, and actors of Ray that die; most of it needs no Ray."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specgen.errors import OutputError
+from specgen.errors import BackendError, ModelFileError, OutputError, SpecgenError
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.tables import batch_summary
 from specgen.serve.batch.lines import OWN, Line, LineError, continued, read_results
-from specgen.serve.batch.runner import Tally
+from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch, connected, place
+from specgen.serve.batch.runner import Batch, Tally
 from specgen.serve.formats.request import Request
 from specgen.system.files import to_line
-from tests.helpers.batch import lines_of
+from tests.helpers.batch import (
+    PATIENCE_S,
+    PROMPTING,
+    SETTINGS,
+    Collected,
+    actor_job,
+    lines_of,
+    open_tiny,
+)
+from tests.helpers.cli import Specgen
 
 DEFAULTS = SamplerOptions(), GenerationOptions(max_tokens=5)
 
@@ -52,9 +67,6 @@ class TestLines:
         assert bad.request.code == code
         assert word in bad.request.message
         assert "\n" not in bad.request.message
-
-
-SETTINGS = {"target": "a.gguf", "temperature": 0.5}
 
 
 def record(custom_id: str, digest: str = "d", *, fails: bool = False, **own: Any) -> dict[str, Any]:
@@ -123,3 +135,220 @@ def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
     tally.n_drafted, tally.n_accepted, tally.n_cached_tokens = 50, 20, 10
     told += ", 40% of the draft accepted, 25% of the prompts from the cache"
     assert batch_summary(tally, 5.0, "4 at once") == told
+
+
+# --- Ray
+
+# --- where actors go
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "found"),
+    [
+        ([(8, 0), (8, 0)], (None, None), (2, 8, 0)),
+        ([(0, 0), (8, 0)], (None, None), (1, 8, 0)),
+        ([(8, 0), (16, 0)], (4, None), (6, 4, 0)),
+        ([(32, 4), (64, 0)], (None, None), (1, 32, 4)),
+        ([(32, 4), (32, 4)], (None, 1), (8, 8, 1)),
+        ([(32, 4)], (2, 0.5), (8, 2, 0.5)),
+    ],
+)
+def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
+    nodes: Any, asked: Any, found: tuple[int, float, float]
+) -> None:
+    assert place(nodes, *asked) == found
+
+
+def test_what_no_node_has_is_told() -> None:
+    for nodes, asked, said in (
+        ([], (None, None), "has 1 CPUs and 0 GPUs for an actor: the largest has 0 CPUs"),
+        ([(8, 1)], (9, 2), "has 9 CPUs and 2 GPUs for an actor: the largest has 8 CPUs, 1 GPUs"),
+    ):
+        with pytest.raises(BackendError, match=said):
+            place(nodes, *asked)
+
+
+# --- the driver, with a Ray whose actors are in this process
+
+
+class FakeRayError(Exception):
+    """As Ray's: `cause` is the exception of a task."""
+
+    def __init__(self, cause: Exception | None = None) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class FakeRay:
+    """The functions of Ray that the driver calls. A line that says "die" ends its actor."""
+
+    def __init__(self) -> None:
+        self.exceptions = type("exceptions", (), {"RayError": FakeRayError})
+        self.n_cpus = {"head": 0.0, "a": 1.0, "b": 1.0}
+        self.is_up = True
+        self.portions: list[list[str]] = []
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": n}} for n in self.n_cpus.values()]
+
+    def remote(self, actor: type) -> Any:
+        factory = type(
+            "Factory", (), {"remote": lambda _self, *given: FakeActor(self, actor, *given)}
+        )
+        return type("Options", (), {"options": lambda _self, **_options: factory()})()
+
+    def wait(self, refs: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        assert timeout < 1.0
+        return list(refs[-1:]), list(refs[:-1])
+
+    def get(self, ref: Any) -> Any:
+        try:
+            return ref() if callable(ref) else ref
+        except SpecgenError as error:
+            raise FakeRayError(error) from None
+
+    def shutdown(self) -> None:
+        self.is_up = False
+
+
+class FakeActor:
+    """A handle of an actor; what a method's `remote` returns is a ref, or a stream of refs."""
+
+    def __init__(self, ray: FakeRay, kind: type, *given: Any) -> None:
+        self._actor = kind(*given)
+        self._ray = ray
+        self.ready = self.answer = self
+
+    def options(self, **options: Any) -> FakeActor:
+        assert options == {"num_returns": "streaming"}
+        return self
+
+    def remote(self, lines: Sequence[Line] | None = None) -> Any:
+        return partial(self._actor.ready) if lines is None else self._stream(lines)
+
+    def _stream(self, lines: Sequence[Line]) -> Iterator[Any]:
+        self._ray.portions.append([line.custom_id for line in lines])
+        for said in self._actor.answer(pickle.loads(pickle.dumps(lines))):
+            sys.stdout.write("chatter\n")
+            yield pickle.loads(pickle.dumps(said))
+            if any("die" in str(line.request) for line in lines):
+                yield lambda: (_ for _ in ()).throw(FakeRayError())
+                return
+
+
+def run(
+    ray: FakeRay,
+    job: ActorJob,
+    lines: Sequence[Line],
+    interrupted: Callable[[Collected], bool] = lambda _results: False,
+    *,
+    patience_s: float = PATIENCE_S,
+    verbose: bool = False,
+    results: Collected | None = None,
+) -> tuple[RayBatch, Collected]:
+    results, cluster = results or Collected(), Cluster("local", patience_s=patience_s)
+    ray.is_up = True
+    with connected(cluster, verbose=verbose, ray=ray):
+        batch = RayBatch(ray, cluster, job, results.write)
+        for _ in batch.run(lines, lambda: interrupted(results)):
+            pass
+    assert not ray.is_up
+    return batch, results
+
+
+def test_actors_answer_as_a_batch_does(target: Path) -> None:
+    """Lines of all sizes, those that cannot be read or answered among them."""
+    rows: list[dict[str, Any]] = [
+        *({"prompt": f"the cat {n}", "seed": n, "temperature": 0.8} for n in range(50)),
+        *({"prompt": "long", "max_tokens": n, "ignore_eos": True} for n in (150, 700)),
+        *({"prompt": prompt} for prompt in (7, "x " * 2000)),
+    ]
+    lines, plain, ray = lines_of(*rows), Collected(), FakeRay()
+    with open_tiny(target) as session:
+        here = Batch(session, PROMPTING, plain.write, SETTINGS, parallel=2, wall_clock=lambda: 0.0)
+        for _ in here.run(lines):
+            pass
+    batch, results = run(ray, actor_job(target), lines)
+    assert results.records.keys() == plain.records.keys()
+    for name, record in plain.records.items():
+        assert results.records[name]["error"] == record["error"]
+        assert results.records[name]["specgen"] == record["specgen"]
+        if record["error"] is None:
+            assert results.text(name) == plain.text(name)
+    for name in ("n_lines", "n_answers", "n_errors", "n_tokens", "n_prompt_tokens"):
+        assert getattr(batch.tally, name) == getattr(here.tally, name)
+    assert batch.tally.n_drafted > 0
+    assert (batch.n_actors, batch.where) == (2, "2 Ray actors")
+    assert len(ray.portions) > 4  # so that a fast actor gets more
+    assert {name for portion in ray.portions for name in portion} == results.records.keys()
+
+
+def test_lines_of_an_actor_that_ended_are_for_the_next_run(target: Path) -> None:
+    lines = lines_of(*(f"line {n}" if n != 3 else "die" for n in range(40)))
+    results = Collected()
+    with pytest.raises(BackendError, match="of 40 lines have no answer, since their actors ended"):
+        run(FakeRay(), actor_job(target), lines, results=results)
+    # The other actor goes on.
+    left = {line.custom_id: line for line in lines if line.custom_id not in results.records}
+    assert 0 < len(left) <= 10
+    del left["4"]  # it would end another actor
+    run(FakeRay(), actor_job(target), list(left.values()), results=results)
+    assert len(results.records) == 39
+
+
+def test_an_actor_that_cannot_start_ends_the_batch_with_its_error(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ActorJob(partial(open_tiny, target), PROMPTING, SETTINGS, 2, {"m.gguf": 7})
+    with pytest.raises(ModelFileError, match=r"the Ray node .*: there is no file m\.gguf"):
+        run(FakeRay(), job, lines_of("a"))
+    ray = FakeRay()
+
+    def get(_ref: Any) -> Any:
+        raise FakeRayError(ImportError("No module named 'specgen'"))
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(BackendError, match="specgen is not installed"):
+        run(ray, actor_job(target), lines_of("a"))
+    assert not ray.is_up
+
+
+def test_a_batch_ends_without_free_cpus_and_after_an_interruption(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, ray = lines_of(*map(str, range(40))), FakeRay()
+    _, results = run(ray, actor_job(target), lines, lambda results: len(results.records) >= 3)
+    assert 3 <= len(results.records) < 40
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
+    with pytest.raises(BackendError, match="no actor has started within"):
+        run(ray, actor_job(target), lines, patience_s=0.01)
+
+
+# --- the command line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ray", "ray://h:1"), "--ray ray://h:1: not the address"),
+        (("--ray", "somewhere"), "not the address"),
+        (("--ray", "local", "--rpc", "h:1"), "--ray and --rpc exclude each other"),
+        (("--gpus-per-worker", "1"), "go with --ray"),
+        (("--ray", "local"), "hint: pip install 'specgen-gguf[ray]'\n"),
+    ],
+)
+def test_what_cannot_be_a_cluster_is_refused(
+    specgen: Specgen,
+    tmp_path: Path,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    said: str,
+) -> None:
+    found = None if "pip install" in said else object()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: found)
+    (tmp_path / "in").write_text("a\n")
+    result = specgen("batch", tmp_path / "in", tmp_path / "out", "-m", target, *options)
+    assert (result.code, result.out) == (2, "")
+    assert said in result.err
+    assert not (tmp_path / "out").exists()

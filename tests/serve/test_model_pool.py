@@ -19,12 +19,9 @@ from specgen.serve.server.jobs import OpenedModel, ServedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import Limits
 from specgen.session.engine import Engine, generate
-from tests.helpers.browser import browser
 from tests.helpers.server import FIXED, N_CTX, PATIENCE_S, Pooled, pooled, session_of, wait_until
 from tests.helpers.sessions import folder_with
 from tests.tiny import CHATML_TEMPLATE, TinyConfig
-
-__all__ = ["browser"]
 
 NAMES = ("a", "b", "c")
 PROMPTS = ("the cat is in the", "one two three one two three one two", "a")

@@ -89,6 +89,19 @@ def test_a_full_queue(server: Running) -> None:
     assert server.post("/v1/completions", prompt="x", max_tokens=4).status_code == 200
 
 
+def test_a_client_that_goes_away_leaves_the_queue_at_once(server: Running) -> None:
+    with server.standing_still(), _connected(server) as stays:
+        _ask(stays, prompt="x", max_tokens=4)
+        wait_until(lambda: server.metric("requests_processing") == 1, "the first request")
+        for streams in (True, False):
+            with _connected(server) as gone:
+                _ask(gone, prompt="x", max_tokens=4, stream=streams)
+                wait_until(lambda: server.metric("requests_deferred") == 1, "the second")
+            wait_until(lambda: server.metric("requests_deferred") == 0, "its end")
+        assert server.metric('answers_total{finish_reason="interrupted"}') == 2
+    wait_until(lambda: server.engine.is_idle, "the first answer")
+
+
 def test_a_body_that_does_not_come(server: Running) -> None:
     with _connected(server) as slow:
         slow.sendall(
@@ -101,11 +114,8 @@ def test_a_body_that_does_not_come(server: Running) -> None:
 def test_a_time_limit_ends_an_answer(model: Path) -> None:
     options = ServerOptions(port=0, limits=Limits(request_s=0.3))
     with running(session_of(model, max_tokens=-1), options) as server:
-        with ThreadPoolExecutor() as pool:
-            with server.standing_still():
-                late = pool.submit(server.post, "/v1/completions", prompt="x", ignore_eos=True)
-                wait_until(lambda: server.metric("requests_processing") == 1, "the request")
-                time.sleep(0.4)
+        with ThreadPoolExecutor() as pool, server.standing_still():
+            late = pool.submit(server.post, "/v1/completions", prompt="x", ignore_eos=True)
             found = late.result()
         # An empty answer would look like a whole one.
         assert found.status_code == 503

@@ -160,22 +160,6 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     assert client.messages.count_tokens(model="any", messages=many).input_tokens >= 20_000
 
 
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        ({"messages": TURNS, "stop_sequences": [1]}, "stop_sequences"),
-        ({"messages": []}, "messages"),
-    ],
-)
-def test_refusals_have_the_form_of_the_api(
-    client: anthropic.Anthropic, body: Any, named: str
-) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=named) as error:
-        client.messages.create(model="any", max_tokens=4, **body)
-    assert error.value.body["type"] == "error"  # type: ignore[index]
-    assert error.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
-
-
 def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_know(
     client: anthropic.Anthropic,
 ) -> None:

@@ -297,20 +297,23 @@ def test_the_wish_for_drafts_is_honoured_and_echoed(server: Running) -> None:
             assert len(found["drafted_by_position"]) <= 1
 
 
-def test_pieces_tell_where_tokens_come_from(server: Running) -> None:
-    kinds, text = set(), ""
+def test_events_tell_where_tokens_come_from(server: Running) -> None:
+    kinds, text, names = set(), "", []
     with server.http.stream(
         "POST",
         "/v1/chat/completions",
-        json={"messages": MESSAGES, "stream": True, "speculative": {"pieces": True}},
+        json={"messages": MESSAGES, "stream": True, "speculative": {"events": True}},
     ) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
             if line.startswith("data: {"):
-                for piece in json.loads(line[6:]).get("pieces", []):
-                    kinds.add(piece["kind"])
-                    text += piece["text"]
+                for event in json.loads(line[6:]).get("events", []):
+                    names.append(event["event"])
+                    for piece in event.get("pieces", ()):
+                        kinds.add(piece["kind"])
+                        text += piece["text"]
     whole = server.post("/v1/chat/completions", messages=MESSAGES).json()
     assert text == whole["choices"][0]["message"]["content"]
     assert kinds <= {"accepted", "corrected", "bonus", "plain", "forced"}
-    assert kinds
+    assert (names[0], names[-1]) == ("prompt", "finished")
+    assert 0 < names.count("drafted") == names.count("verified") < names.count("committed")

@@ -37,34 +37,17 @@ endless = serves(**CHATTING, n_ctx_train=32768, n_ctx=32768, max_tokens=-1)
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, url: str, *, colours: bool = True) -> Iterator[Page]:
-    """The page in a window of its own, which shows tokens (`colours`) or Markdown."""
+def opened(browser: Browser, url: str) -> Iterator[Page]:
+    """The page in a window of its own."""
     with browser.new_context() as context:
         page = context.new_page()
         page.goto(url)
-        box = page.locator("#colours")
-        expect(box).not_to_be_checked()
-        if colours:
-            box.evaluate("box => box.click()")  # a user cannot, where a dialog asks for the key
         yield page
 
 
 @pytest.fixture
 def page(browser: Browser, server: Running) -> Iterator[Page]:
-    """The page that shows tokens. At the end it has asked nobody else, and its console shows no error."""
-    with watched(browser, server, colours=True) as page:
-        yield page
-
-
-@pytest.fixture
-def markdown(browser: Browser, server: Running) -> Iterator[Page]:
-    """The same, showing Markdown."""
-    with watched(browser, server, colours=False) as page:
-        yield page
-
-
-@contextlib.contextmanager
-def watched(browser: Browser, server: Running, *, colours: bool) -> Iterator[Page]:
+    """The page. At the end it has asked nobody else, and its console shows no error."""
     faults: list[str] = []
     addresses: list[str] = []
 
@@ -73,7 +56,7 @@ def watched(browser: Browser, server: Running, *, colours: bool) -> Iterator[Pag
         if message.type == "error" and "Failed to load resource" not in message.text:
             faults.append(message.text)
 
-    with opened(browser, server.url, colours=colours) as page:
+    with opened(browser, server.url) as page:
         page.on("console", note)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("request", lambda request: addresses.append(request.url))
@@ -102,9 +85,9 @@ def turn(page: Page, number: int = -1) -> Locator:
 
 
 def answer(page: Page) -> str:
-    """The text of the last answer, when it is whole."""
+    """The text of the last answer, when it is whole, without the space around it."""
     expect(page.get_by_role("button", name="Send")).to_be_visible()
-    return turn(page).locator(".answer").text_content() or ""
+    return (turn(page).locator(".answer").text_content() or "").strip()
 
 
 def reply(route: Route, *chunks: dict[str, Any], end: str = "data: [DONE]\n\n") -> None:
@@ -124,7 +107,7 @@ def reply_with(page: Page, text: str, **last: Any) -> None:
 def with_pieces(*pieces: dict[str, Any]) -> dict[str, Any]:
     text = "".join(piece["text"] for piece in pieces)
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
-    return {"choices": [choice], "pieces": pieces}
+    return {"choices": [choice], "events": [{"event": "committed", "pieces": pieces}]}
 
 
 def test_the_page_says_what_the_server_says(server: Running, page: Page) -> None:
@@ -132,7 +115,7 @@ def test_the_page_says_what_the_server_says(server: Running, page: Page) -> None
     shown = answer(page)
     assert body["messages"] == [{"role": "user", "content": QUESTION}]
     found = server.post("/v1/chat/completions", messages=body["messages"]).json()
-    assert shown == found["choices"][0]["message"]["content"]
+    assert shown.split() == found["choices"][0]["message"]["content"].split()
     expect(turn(page).locator(".question")).to_have_text(QUESTION)
     figures = turn(page).locator(".figures")
     drafts = found["speculative"]
@@ -142,37 +125,62 @@ def test_the_page_says_what_the_server_says(server: Running, page: Page) -> None
 
 
 def test_marks_differ_as_the_legend_explains(page: Page) -> None:
-    page.route(
-        API,
-        lambda route: reply(
-            route,
-            with_pieces(*({"text": f"{kind} ", "kind": kind, "origin": None} for kind in KINDS)),
-        ),
-    )
+    chunk = with_pieces(*({"text": f"{kind} ", "kind": kind, "origin": None} for kind in KINDS))
+    chunk["events"].insert(0, {"event": "verified", "rejected": [{"text": "nothing"}]})
+    page.route(API, lambda route: reply(route, chunk))
     send(page)
-    answer(page)
+    text = answer(page)
     look = """elements => elements.map(element => {
         const style = getComputedStyle(element);
         return [style.color, style.fontWeight, style.textDecorationLine].join(" ");
     })"""
-    marks = turn(page).locator(".answer span").evaluate_all(look)
-    assert len(set(marks)) == len(KINDS)
+    marks = turn(page).locator(".answer span")
     legend = page.locator(".legend summary span")
-    assert legend.all_text_contents() == list(KINDS)
-    assert legend.evaluate_all(look) == marks
+    expect(marks.locator("visible=true")).to_have_count(len(KINDS))
+    page.get_by_role("checkbox", name="Rejected tokens").check()
+    assert legend.all_text_contents() == ["accepted", "rejected", "corrected", "bonus", "plain"]
+    assert marks.evaluate_all(look) == legend.evaluate_all(look)
+    assert len(set(marks.evaluate_all(look))) == len(KINDS) + 1
+    assert marks.nth(1).get_attribute("data-text") == "nothing"
+    assert answer(page) == text  # nobody copies it
+    assert send(page)["logprobs"] is True
+    answer(page)
     page.get_by_role("checkbox", name="Colours").uncheck()
-    assert turn(page).locator(".answer span").count() == 0
-    page.get_by_role("checkbox", name="Colours").check()
-    assert turn(page).locator(".answer span").evaluate_all(look) == marks
+    assert len(set(marks.locator("visible=true").evaluate_all(look))) == 1
 
 
-def test_what_a_model_says_is_no_markup(page: Page) -> None:
-    said = "<img src=/health onerror=alert(1)><script>alert(1)</script>&amp;\n  <b>"
-    page.route(API, lambda route: reply(route, with_pieces({"text": said, "kind": "<i>"})))
-    send(page, said)
-    assert answer(page) == said
-    assert turn(page).locator(".question").text_content() == said
+def test_a_question_and_the_kind_of_a_token_are_no_markup(page: Page) -> None:
+    asked = "<img src=/health onerror=alert(1)><script>alert(1)</script>&amp;\n  <b>"
+    page.route(API, lambda route: reply(route, with_pieces({"text": "so", "kind": "<i>"})))
+    send(page, asked)
+    assert answer(page) == "so"
+    assert turn(page).locator(".question").text_content() == asked
     assert turn(page).locator("img, script, b, i").count() == 0
+
+
+def test_a_replay_is_a_file_that_needs_no_server(page: Page, tmp_path: Path) -> None:
+    send(page)
+    shown = answer(page)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save replay").click()
+    download.value.save_as(tmp_path / "replay.html")
+    with page.context.new_page() as replay:
+        replay.goto((tmp_path / "replay.html").as_uri())
+        text = replay.locator("#answer span:not(.rejected)").all_text_contents()
+        assert "".join(text) == "".join(shown.split())
+        assert "prompt tokens" in (replay.locator("#about").text_content() or "")
+    page.reload()
+    expect(page.get_by_role("button", name="Save replay")).to_be_hidden()
+
+
+def test_an_empty_page_has_examples(page: Page) -> None:
+    expect(page.get_by_role("heading", level=2)).to_be_visible()
+    examples = page.locator(".example")
+    text = " ".join((examples.last.text_content() or "").split())
+    examples.last.click()
+    assert answer(page)
+    expect(turn(page).locator(".question")).to_have_text(text)
+    expect(examples.last).to_be_hidden()
 
 
 @pytest.mark.parametrize("way", ["Stop", "Escape", "New conversation"])
@@ -200,7 +208,8 @@ def test_a_stopped_answer_is_cancelled(browser: Browser, endless: Running, way: 
             assert page.locator(".turn").count() == 0
         body = send(page, "go on")
         if shown:
-            assert body["messages"][1] == {"role": "assistant", "content": shown}
+            assert [each["role"] for each in body["messages"]] == ["user", "assistant", "user"]
+            assert body["messages"][1]["content"]
         # The server has the question before the page is closed: the next test counts from there.
         expect(turn(page).locator(".answer span").first).to_be_attached()
     wait_until(lambda: n_stopped() == n_before + 2, "the end: the page is closed")
@@ -229,8 +238,7 @@ def test_how_far_a_prompt_is_read_is_shown(page: Page) -> None:
     assert shown == "reading the prompt: 63% of 4000 tokens, 3.00 s left"
 
 
-def test_thoughts_are_faint_and_no_part_of_the_conversation(markdown: Page) -> None:
-    page = markdown
+def test_thoughts_are_faint_and_no_part_of_the_conversation(page: Page) -> None:
     deltas = [{"reasoning_content": "Two and two."}, {"content": "four"}]
     chunks = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
@@ -310,11 +318,11 @@ See [there](https://example.org/page).
 """
 
 
-def test_markdown_is_shown_while_it_comes_and_at_the_end(markdown: Page) -> None:
-    reply_with(markdown, TEXT)
-    send(markdown)
-    answer(markdown)
-    shown = turn(markdown).locator(".answer")
+def test_markdown_is_shown_while_it_comes_and_at_the_end(page: Page) -> None:
+    reply_with(page, TEXT)
+    send(page)
+    answer(page)
+    shown = turn(page).locator(".answer")
     expect(shown.get_by_role("heading")).to_have_text("Title")
     assert shown.get_by_role("listitem").all_text_contents() == ["one", "two_of_them with code"]
     assert shown.get_by_role("cell").all_text_contents() == ["1", "2"]
@@ -327,8 +335,10 @@ def test_markdown_is_shown_while_it_comes_and_at_the_end(markdown: Page) -> None
         "_blank",
         "noopener noreferrer",
     ]
-    markdown.get_by_role("checkbox", name="Colours").check()
-    assert shown.text_content() == TEXT
+    text = (shown.text_content() or "").replace("Copy code", "")
+    assert "".join("".join(shown.locator("span").all_text_contents()).split()) == "".join(
+        text.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,35 +364,36 @@ def test_markdown_is_shown_while_it_comes_and_at_the_end(markdown: Page) -> None
         "<meta http-equiv=refresh content='0;url=https://example.org'>",
     ],
 )
-def test_what_a_model_says_neither_runs_nor_loads(markdown: Page, said: str) -> None:
+def test_what_a_model_says_neither_runs_nor_loads(page: Page, said: str) -> None:
     """The fixture checks at its end that nothing was requested elsewhere; nothing new is asked here either."""
     requested: list[str] = []
-    markdown.on("request", lambda request: requested.append(request.url))
-    reply_with(markdown, said)
-    send(markdown)
-    answer(markdown)
-    shown = turn(markdown).locator(".answer")
+    page.on("request", lambda request: requested.append(request.url))
+    reply_with(page, said)
+    send(page)
+    answer(page)
+    shown = turn(page).locator(".answer")
     attributes = shown.locator("*").evaluate_all(
         "all => all.flatMap(each => [...each.attributes].map(one => one.name))"
     )
-    assert set(attributes) <= {"href", "target", "rel", "type", "class"}
+    assert set(attributes) <= {"href", "target", "rel", "type", "class", "title"}
     tags = shown.locator("*").evaluate_all("all => all.map(each => each.tagName)")
-    assert set(tags) <= {"P", "A", "BR", "DIV", "PRE", "CODE", "BUTTON"}
+    assert set(tags) <= {"P", "A", "BR", "DIV", "PRE", "CODE", "BUTTON", "SPAN"}
     for link in shown.locator("a[href]").all():
         assert (link.get_attribute("href") or "").startswith("https://example.org")
         link.hover()
     for link in shown.locator("a:not([href])").all():
         link.click()
-    assert markdown.evaluate("window.attacked") is None
+    assert page.evaluate("window.attacked") is None
     assert [url for url in requested if not url.endswith("/completions")] == []
 
 
 @pytest.mark.parametrize("text", ["> " * 20_000 + "deep", "*" * 20_000, "[" * 5_000])
-def test_markdown_that_cannot_be_read_is_shown_as_text(markdown: Page, text: str) -> None:
-    markdown.route(API, lambda route: reply(route, with_pieces({"text": text, "kind": "plain"})))
-    send(markdown)
-    assert answer(markdown)
-    expect(turn(markdown).get_by_role("alert")).to_be_hidden()
+def test_markdown_that_cannot_be_read_is_shown_as_text(page: Page, text: str) -> None:
+    page.route(API, lambda route: reply(route, with_pieces({"text": text, "kind": "plain"})))
+    send(page)
+    answer(page)
+    assert turn(page).locator(".answer > *").count()
+    expect(turn(page).get_by_role("alert")).to_be_hidden()
 
 
 # --- what the browser keeps ------------------------------------------------------------------
@@ -409,12 +420,8 @@ def test_a_reload_keeps_the_conversation_and_the_settings(page: Page) -> None:
     assert spans.evaluate_all("all => all.map(each => each.title)") == kinds
     expect(page.get_by_label("Drafts")).not_to_be_checked()
     body = send(page, "a dog")
-    assert [message["content"] for message in body["messages"]] == [
-        "Be brief.",
-        QUESTION,
-        first,
-        "a dog",
-    ]
+    contents = [message["content"].split() for message in body["messages"]]
+    assert contents == [each.split() for each in ("Be brief.", QUESTION, first, "a dog")]
     assert (body["temperature"], body["max_tokens"]) == (0, 9)
     assert body["speculative"]["draft"] is False
     answer(page)

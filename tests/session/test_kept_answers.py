@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from specgen.errors import OutputError
 from specgen.events import NoticeEvent
 from specgen.session.engine import generate
 from specgen.session.kept_answers import (
@@ -90,24 +88,6 @@ def test_half_a_line_and_a_damaged_one_lose_no_other(tmp_path: Path) -> None:
     assert [answer.number for answer in read_answers(tmp_path)] == [1]
     KeptAnswers(tmp_path).add(ANSWER)
     assert [answer.number for answer in read_answers(tmp_path)] == [1, 2]
-
-
-def test_an_answer_for_which_the_disk_has_no_room_is_kept_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = KeptAnswers(tmp_path)
-    kept.add(ANSWER)
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("specgen.system.files.os.write", full)
-        with pytest.raises(OutputError, match="No space"):
-            kept.add(ANSWER)
-    assert last_number(tmp_path) == 1
-    kept.add(ANSWER)
-    assert [answer.number for answer in read_answers(tmp_path)] == [1, 2, 3]
 
 
 _ADD = """

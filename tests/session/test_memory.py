@@ -288,18 +288,3 @@ def test_chances_that_make_no_sense_are_not_known_and_spoil_no_others(
     assert set(found) == {"model", "lookup"}
     assert found["model"].counts.n_judged.sum() == pytest.approx(4, abs=0.1)
     assert np.all(np.isfinite(found["lookup"].curve()))
-
-
-def test_what_others_wrote_into_the_file_stays_out_of_the_way(file: Path) -> None:
-    memory = opened(file)
-    learn(memory)
-    memory.save()
-    content: dict[str, Any] = {**document(file), "version": 7}
-    content["costs"]["some key"] = {"1": 3.0}
-    file.write_text(json.dumps(content), encoding="utf-8")
-    again = opened(file)
-    assert known(again) == {1: 1.0, 2: 1.5}
-    learn(again, DRAFT)
-    again.save()
-    assert "some key" in document(file)["costs"]
-    assert known(opened(file), DRAFT) == {1: 1.0, 2: 1.5}

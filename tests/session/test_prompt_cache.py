@@ -15,7 +15,6 @@ from specgen.session.engine import Engine
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
-from tests.helpers.mtp import write_mtp_model
 from tests.helpers.sessions import finished, opened, write_pairs
 from tests.registry import CACHES
 
@@ -26,9 +25,7 @@ OTHER = "made with another model or other settings: it is made anew"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_pairs(tmp_path_factory.mktemp("prompts"), n_ctx_train=1024)
-    write_mtp_model(folder / "mtp.gguf", "glm4moe")
-    return folder
+    return write_pairs(tmp_path_factory.mktemp("prompts"), n_ctx_train=1024)
 
 
 def session_on(target: Path, cache: Path | None, draft: str = "none", **more: Any) -> Session:
@@ -68,26 +65,6 @@ def test_the_same_text_comes_of_a_prompt_that_is_not_read_again(
     else:
         assert first.n_cached_tokens == 0
         assert second.n_cached_tokens == second.n_prompt_tokens - 1
-
-
-def test_a_prompt_that_goes_on_reads_only_the_rest(folder: Path, tmp_path: Path) -> None:
-    target, file = folder / "attention.gguf", tmp_path / "kept"
-    n_first = answered(target, file)[0].n_prompt_tokens
-    longer = PROMPT + "and more"
-    second = answered(target, file, longer)[0]
-    assert n_first - 2 <= second.n_cached_tokens < second.n_prompt_tokens - 1
-    assert second.token_ids == answered(target, None, longer)[0].token_ids
-
-
-def test_mtp_layers_draft_behind_a_prompt_that_is_not_read_again(
-    folder: Path, tmp_path: Path
-) -> None:
-    target, file = folder / "mtp.gguf", tmp_path / "kept"
-    first = answered(target, file, draft="mtp")[0]
-    second = answered(target, file, draft="mtp")[0]
-    assert second.n_cached_tokens > second.n_prompt_tokens - 4
-    assert second.n_accepted > 0
-    assert second.token_ids == first.token_ids
 
 
 @pytest.mark.parametrize("change", ["model", "settings", "damage", "cut"])

@@ -1,20 +1,23 @@
-"""What a template puts before every prompt by itself, which draft models need not read."""
+"""What draft models are told of a prompt: not what a template puts before every one by itself, and a conversation in
+their own template where they have another vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specgen.errors import PairError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.session.engine import generate
 from specgen.session.prompts import Prompts
 from tests.helpers.common import NOW
-from tests.helpers.sessions import finished, opened, write_models
-from tests.tiny import TinyConfig, write_tiny_model
+from tests.helpers.sessions import answered, finished, folder_with, opened, write_models
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 #: ChatML with a system message of the template's own, where there is none.
 TEMPLATE = (
@@ -83,3 +86,77 @@ def test_a_draft_does_not_read_it_and_the_text_is_the_same(tmp_path: Path) -> No
             found.append(finished(list(generate(session, prompt))))
     assert found[0].text == found[1].text
     assert found[1].n_accepted > 10
+
+
+# --- drafts with another vocabulary
+
+#: A template that takes no system message, and writes turns in a way of its own.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ raise_exception('no system messages') }}{% endif %}"
+    "{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+)
+PLAIN = TinyConfig(logit_scale=6.0, unprintable_scale=0.3)
+OTHER = replace(PLAIN, tokenizer="spm", seed=3)
+models = folder_with(
+    target=replace(PLAIN, chat_template=CHATML_TEMPLATE),
+    draft=OTHER,
+    **{
+        "bpe draft": PLAIN.draft(0.02),
+        "chat draft": replace(OTHER, chat_template=PLAIN_TEMPLATE),
+        "broken template": replace(OTHER, chat_template="{{ raise_exception('never') }}"),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("draft", "system", "expected"),
+    [
+        ("chat draft", None, "<s> user: Hi\n"),
+        # The template takes no system message: it is at the head of the first turn.
+        ("chat draft", "Be brief.", "<s> user: Be brief.\n\nHi\n"),
+        # Without a template that works there are paragraphs.
+        ("draft", None, "<s> Hi\n\n"),
+        ("broken template", "Be brief.", "<s> Be brief.\n\nHi\n\n"),
+    ],
+)
+def test_a_conversation_is_told_in_the_drafts_own_template(
+    models: Path, draft: str, system: str | None, expected: str
+) -> None:
+    with opened(models / "target.gguf", draft) as session:
+        prompt = session.prompts.of_text("Hi", now=NOW, system=system)
+        assert prompt.draft_tokens is not None
+        assert session.own_vocabulary is not None
+        vocabulary = session.own_vocabulary.vocabulary
+        said = [
+            vocabulary.token_bytes(token) or vocabulary.control_text(token).encode()
+            for token in prompt.draft_tokens
+        ]
+        # Text that is continued is translated.
+        assert session.prompts.of_text("Hi", chat=False).draft_tokens is None
+    assert b"".join(said).decode() == expected
+    assert prompt.text.endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_draft_with_the_targets_vocabulary_reads_the_targets_prompt(models: Path) -> None:
+    with opened(models / "target.gguf", "bpe draft", drafting={"translate": "off"}) as session:
+        assert session.prompts.of_text("Hi", now=NOW).draft_tokens is None
+    with pytest.raises(PairError):
+        opened(models / "target.gguf", "draft", drafting={"translate": "off"})
+
+
+@pytest.mark.parametrize(("target", "draft"), [("target", "draft"), ("draft", "target")])
+def test_a_text_of_any_script_is_as_without_a_draft(models: Path, target: str, draft: str) -> None:
+    """Byte-level BPE and SentencePiece, through llama.cpp."""
+    for text in (
+        "你好,世界。你好,世界。\n",
+        "مرحبا بالعالم، 😀🎉😀 é",
+        "\tif x:\n\t\treturn\n\n    a<|im_end|>\nb",
+    ):
+        found = []
+        for name in ("none", draft):
+            with opened(models / f"{target}.gguf", name) as session:
+                found.append(answered(session, text))
+        plain, fast = found
+        assert (fast.token_ids, fast.text) == (plain.token_ids, plain.text)
+        assert fast.n_drafted > 0

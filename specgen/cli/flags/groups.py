@@ -44,7 +44,6 @@ class Group:
     groups: Mapping[str, Group] = dataclasses.field(default_factory=dict)
 
     def __call__(self, **values: Any) -> Any:
-        """Make the value. Raise `UsageError`."""
         for name, inner in self.groups.items():
             names = {f"{name}_{each.name}": each.name for each in inner.parameters}
             given = {names[each]: values.pop(each) for each in names.keys() & values.keys()}
@@ -85,15 +84,13 @@ class Group:
 
 
 def panel(heading: str, **options: Any) -> Table:
-    """Return the options, which the help shows below this heading."""
     for option in options.values():
         option.rich_help_panel = heading
     return options
 
 
 def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]], Group]:
-    """Make a group of a dataclass whose fields are options, and of a function, which receives them as keywords. The
-    tables have further options, and groups. A field that is a tuple is an option that may be given several times."""
+    """Make a group of the fields of a dataclass and of `tables`, whose function gets them as keywords."""
     fields = dataclasses.fields(fields_of)
     hints = typing.get_type_hints(fields_of)
     declared = {each.name: _option(each.metadata) for each in fields if each.metadata}

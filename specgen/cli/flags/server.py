@@ -107,8 +107,7 @@ def later(options: Group) -> Group:
 
 
 def options_in(table: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options of a model in a table of a file, by the long names of options, as keywords for `model_setup`.
-    Raise `UsageError`."""
+    """Return a model's options in a table of a file as keywords for `model_setup`. Raise `UsageError`."""
     given: dict[str, Any] = {}
 
     def take(**values: Any) -> None:

@@ -49,8 +49,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class KernelCounts(NamedTuple):
-    """How much the kernels have computed since the process began, the size of the weights that are in their layout now,
-    and how many attentions were left to llama.cpp."""
+    """What the kernels computed so far, the bytes in their layout now, and the attentions left to llama.cpp."""
 
     n_products: int
     n_attentions: int
@@ -85,8 +84,7 @@ class Kernels:
         self.computes_products, self.computes_attention = products, attention
 
     def serve(self) -> None:
-        """Pack, from now on, the quantised weights that other machines send to this process's CPU through
-        llama.cpp's RPC."""
+        """Pack the weights that other machines send to this process's CPU through llama.cpp's RPC."""
         self.native.serve()
 
     def counts(self) -> KernelCounts:
@@ -100,8 +98,8 @@ _problem_of: Callable[[Path], str] | None = None
 
 
 def attach(path: Path) -> Kernels:
-    """Attach the library at `path` to GGML, once for the process, and switch its kernels on. Raise `BackendError` if the
-    file is not such a library, GGML has another version (the hint installs the right one), the CPU lacks the
+    """Attach the library at `path` to GGML, once for the process, and switch its kernels on. Raise `BackendError` if
+    the file is not such a library, GGML has another version (the hint installs the right one), the CPU lacks the
     instructions, or another library is attached."""
     global _attached  # noqa: PLW0603 - GGML's own list, which it changes, is global too
     if _attached is not None:
@@ -123,10 +121,8 @@ def attach(path: Path) -> Kernels:
     problem = _text(native.problem())
     if problem or not loaded:
         fits = _text(native.built_for()) == ggml_version()
-        raise BackendError(
-            problem or f"GGML did not take the library: {last_error()}",
-            hint=None if fits else f"install the llama.cpp that they are for: {REBUILD}",
-        )
+        hint = None if fits else f"install the llama.cpp that they are for: {REBUILD}"
+        raise BackendError(problem or f"GGML did not take the library: {last_error()}", hint)
     _attached = Kernels(path, native)
     with contextlib.suppress(AttributeError):  # libraries of earlier builds lack it
         native.likeliest = library.specgen_kernels_likeliest
@@ -141,8 +137,7 @@ def attached() -> Kernels | None:
 
 
 def computing() -> str:
-    """Return which kernels compute on the CPU for models that are loaded now: ``specgen`` and the instruction set, or
-    ``llama.cpp``."""
+    """Return what computes models that are loaded now on the CPU: ``specgen avx2``, say, or ``llama.cpp``."""
     if _attached is None or not _attached.computes_products:
         return LLAMA_CPP
     return f"specgen {_attached.instructions}"
@@ -155,8 +150,7 @@ def ask_before_loading(problem_of: Callable[[Path], str] | None) -> None:
 
 
 def kernel_problem(file: Path) -> str:
-    """Return why the kernels in use cannot compute a model, as the rest of a sentence ("they died of SIGSEGV
-    ..."); empty if they can, or none are in use."""
+    """Return why the kernels in use cannot compute a model ("they died of SIGSEGV"); empty if they can."""
     if _attached is None or not _attached.computes_products or _problem_of is None:
         return ""
     return _problem_of(file)
@@ -164,7 +158,8 @@ def kernel_problem(file: Path) -> str:
 
 @contextlib.contextmanager
 def loading_with(problem: str) -> Iterator[None]:
-    """Load a model within this context. If the kernels have a problem with it they are off; their attention stays off."""
+    """Load a model within this context. If the kernels have a problem with it they are off; their attention stays
+    off."""
     kernels = _attached
     if kernels is None or not problem:
         yield

@@ -62,7 +62,6 @@ class PackedWeights:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Load the model in this context, in one thread."""
         self._native.load_packed(self._handle)
         try:
             yield
@@ -124,6 +123,14 @@ def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
     }
     digest = hashlib.sha256(json.dumps(identity).encode("utf-8", "surrogateescape")).hexdigest()
     return PackedWeights(_folder / f"{file.stem[:60]}-{digest[:16]}{_SUFFIX}", kernels)
+
+
+def is_packed_first(file: Path) -> bool:
+    """Return whether the weights of a model file will be packed while they are loaded, since no file has them."""
+    kernels = attached()
+    is_packing = _folder is not None and kernels is not None and kernels.computes_products
+    names = [path.name for path in _files(_folder)] if _folder is not None else []
+    return is_packing and not any(name.startswith(f"{file.stem[:60]}-") for name in names)
 
 
 def _files(folder: Path) -> list[Path]:

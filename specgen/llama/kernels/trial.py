@@ -1,11 +1,11 @@
 """The child process that tests the kernels: `python -m specgen.llama.kernels.trial LIBRARY`, or a trial on a model:
-`... LIBRARY KERNELS SIZE FILE STEPS`.
+`... LIBRARY SIZE FILE STEPS`.
 
 The self-test attaches the library and compares a few operators of every kind with GGML's own: matrix products of
 every type of weights that the kernels take, a product with the matrices of experts, and attentions. A row must also
 be bit-identical alone and in a batch.
 
-A trial loads the file with the kernels `on` or `off`, and decodes batches of every kind. The file STEPS gets a line
+A trial loads the file, and decodes batches of every kind. The file STEPS gets a line
 before each step. SIZE is `whole`, or `skeleton`: a file of the same make that loads quickly. It has the metadata of
 its model, and tensors of the same names, types and shapes, but fewer layers, fewer tokens without a text, and zeros
 for weights: holes of a sparse file, which take no room on a disk.
@@ -48,8 +48,7 @@ TYPES = (
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
     *("iq4_nl", "iq4_xs", "mxfp4", "f16", "bf16", "f32"),
 )
-#: The largest allowed deviation: the root mean square of the differences divided by that of the values.
-#: Both sides round activations to 8 bits in different ways, which causes 0.01.
+#: The largest root mean square of differences to that of values; rounding to 8 bits causes 0.01.
 TOLERANCE = 0.02
 #: The sizes of the products: several superblocks of 256 columns, several groups of rows, and tokens that do not fill the
 #: tiles of the kernels; the larger number is enough for AMX.
@@ -138,8 +137,7 @@ def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
 
 
 def _compare(what: str, compute: Callable[[slice, int], FloatArray], expected: FloatArray) -> None:
-    """Raise `FailedTestError` if all rows differ from GGML's by `TOLERANCE` or more, or a row in a smaller batch. `compute`
-    gets the rows and the number of threads."""
+    """Raise `FailedTestError` if the rows differ from GGML's, or a row from itself in a smaller batch."""
     computed = compute(slice(None), 2)
     if not np.isfinite(computed).all():
         raise FailedTestError(f"{what} are not all numbers")
@@ -155,8 +153,7 @@ def _compare(what: str, compute: Callable[[slice, int], FloatArray], expected: F
 # --- trials of models -----------------------------------------------------------------------------
 
 _USUAL = ContextOptions(n_threads=2)
-#: The contexts and the numbers of their sequences: the usual one, one whose cache the kernels read in another way,
-#: one without their attention, and one for several sequences.
+#: The contexts and their sequences: as usual, with a cache read otherwise, without attention, for several.
 _CONTEXTS = (
     (_USUAL, 1),
     (replace(_USUAL, cache_type_k="q8_0", cache_type_v="q8_0"), 1),
@@ -175,8 +172,7 @@ class _AnyModel(LlamaModel):
 
 
 def try_kernels(file: Path, clock: Callable[[], float]) -> Iterator[str]:
-    """Load a model file, and decode in several contexts. Yield the name of each step before it starts.
-    Raise `SpecgenError` if the file cannot be loaded; llama.cpp may refuse a context."""
+    """Load a model and decode in several contexts; yield each step's name before it. Raise `SpecgenError`."""
     yield "loading it"
     with contextlib.closing(_AnyModel(file, n_gpu_layers=0)) as model:
         for options, n_sequences in _CONTEXTS:
@@ -203,8 +199,7 @@ def _try_context(
 
 # --- skeletons of model files ---------------------------------------------------------------------
 
-#: A skeleton has this many layers, if they weigh no more than these bytes. Layers with tensors of the same kinds
-#: may attend to different cells; such patterns repeat after at most 8 layers.
+#: A skeleton has this many layers within these bytes: patterns of layers repeat after at most 8.
 _N_LAYERS, _MOST_BYTES = 8, 2**27
 #: It has no more tokens than this.
 _MOST_TOKENS = 4096
@@ -303,7 +298,8 @@ def _place(tensor: GgufTensor) -> tuple[int | None, str]:
 
 
 def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> list[int]:
-    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and the last `n_last` (MTP)."""
+    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and the last `n_last`
+    (MTP)."""
     of_layers: list[list[GgufTensor]] = [[] for _ in range(n_layers - n_last)]
     for tensor in tensors:
         layer = _place(tensor)[0]
@@ -327,15 +323,15 @@ def main(library: str, *trial: str) -> None:
     if not trial:
         sys.stdout.write(json.dumps(asdict(self_test(Path(library)))) + "\n")
         return
-    kernels, size, name, steps = trial
+    size, name, steps = trial
     with contextlib.suppress(ImportError, OSError, ValueError):  # no core dumps
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     problem = ""
     try:
-        is_on, file = kernels == "on", Path(name)
-        attach(Path(library)).enable(products=is_on, attention=is_on)
+        file = Path(name)
+        attach(Path(library)).enable(products=True, attention=True)
         if size == "skeleton":
             file = Path(steps).with_name("skeleton.gguf")
             write_skeleton(Path(name), file)

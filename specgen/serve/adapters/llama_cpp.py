@@ -52,13 +52,9 @@ _UNLIMITED = 2**31
 
 
 class SpecgenDraft(LlamaDraftModel):
-    """Drafts for one `Llama`. Open it before the `Llama`, since its `kernels` compute the `Llama`'s target too, and
-    close it, or use it as a context manager. `docs/adapters.md` says more.
-
-    `target` is the model of the `Llama`; only its vocabulary is loaded. `draft` is a file or a name, or ``ngram``;
-    of several, each drafts for the one before it. A draft model sees the last `n_ctx` tokens. `note` gets a sentence
-    if drafting fails; the text then continues without drafts. Raise what `specgen.load` raises.
-    """
+    """Drafts for one `Llama` (docs/adapters.md). Open it before the `Llama`, whose target its `kernels` compute, too.
+    `draft` is a file, a name or ``ngram``; of several, each drafts for the one before it. A draft model sees the last
+    `n_ctx` tokens. `note` gets a sentence if drafting fails; the text goes on. Raise what `specgen.load` raises."""
 
     def __init__(
         self,
@@ -96,8 +92,7 @@ class SpecgenDraft(LlamaDraftModel):
             Contexts(context, context, KernelOptions(kernels)),
         )
         self._note = note
-        #: What was drafted and accepted so far, without the last round of each text: `Llama` does not say where
-        #: it ends.
+        #: What was drafted and accepted so far, without the last round of each text, whose end is unknown.
         self.tally = Tally()
         #: The present text, its last round as far as it is known, and when that was handed out.
         self._sequence: AnswerState | None = None
@@ -136,8 +131,7 @@ class SpecgenDraft(LlamaDraftModel):
         self._resources.close()
 
     def __call__(self, input_ids: npt.NDArray[np.intc], /, **_kwargs: Any) -> npt.NDArray[np.intc]:
-        """Return the draft, int32[n_drafted], after the text `input_ids`, int32[n_tokens]. What was accepted is learnt
-        from if the text extends the one before as a round does: by a prefix of the last draft, and one more token."""
+        """Return the draft after a text, and learn from the last one if the text extends it as a round does."""
         if self._is_closed:
             raise BackendError("the draft is closed")
         text, sequence, known = input_ids.tolist(), self._sequence, self._round
@@ -161,7 +155,6 @@ class SpecgenDraft(LlamaDraftModel):
         self._sequence = self._round = None
 
     def _observe(self, sequence: AnswerState, known: RoundResult, committed: list[int]) -> None:
-        """Let policy and drafter learn from the last draft."""
         for token in committed:
             sequence.state.commit(token)
         sequence.n_answer += len(committed)
@@ -194,8 +187,7 @@ class SpecgenDraft(LlamaDraftModel):
         return draft
 
     def check(self, llama: Llama) -> None:
-        """Raise `UsageError` if `llama` would fail with this draft, or not use it: llama-cpp-python then stores
-        the logits of every token, and has room for those of a batch only without ``logits_all=True``."""
+        """Raise `UsageError` if `llama` would fail with this draft, or not use it: it needs room for all logits."""
         n_ctx, n_own = llama.n_ctx(), self.session.target.vocabulary.n_tokens
         n_room = min(len(llama.input_ids), len(llama.scores))
         problem = hint = ""

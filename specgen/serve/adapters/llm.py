@@ -63,13 +63,11 @@ AnswerOptions: Any = pydantic.create_model("AnswerOptions", __base__=llm.Options
 
 
 class AnswerError(llm.ModelError, click.ClickException):
-    """An answer is not possible; the message says why. `llm chat` ends in a traceback after a `ModelError`,
-    but prints an exception of click's in one line; so this is both."""
+    """`llm chat` ends in a traceback after a `ModelError`, and shows click's in a line; so this is both."""
 
 
 class Specgen(llm.Model):
-    """A target with a name, and its draft; the options may name others. Without any target the default pair
-    answers, without a draft one is chosen as in `specgen run`."""
+    """A target with a name, and its draft; the options may name others. Without any, `specgen run`'s answer."""
 
     can_stream = True
     supports_schema = True
@@ -103,8 +101,7 @@ class Specgen(llm.Model):
 
 @llm.hookimpl
 def register_models(register: Callable[[llm.Model], None]) -> None:
-    """Register a model for any file, one for each pair (fetched at its first use), and one for each named
-    model on this disk."""
+    """Register a model for any file, one for each pair, and one for each named model on this disk."""
     register(Specgen("specgen", None))
     try:
         registry = load_registry()
@@ -144,7 +141,6 @@ def _loaded(target: str, draft: str | None, n_ctx: int | None) -> specgen.Model:
 def _answer(
     model: specgen.Model, prompt: llm.Prompt, given: dict[str, Any], response: llm.Response
 ) -> Iterator[str]:
-    """Yield the text of an answer. Its other figures go to the response."""
     options: dict[str, Any] = {name: given[name] for name in _ENDS if name in given}
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     options["sampling"] = SamplerOptions(**sampling)
@@ -167,8 +163,7 @@ def _answer(
 
 
 def _asked(prompt: llm.Prompt) -> str | list[specgen.Message]:
-    """Return the prompt: messages, or a text if there is only a question, so that a model without a chat
-    template can continue it."""
+    """Return messages, or a lone question as text, which a model without a chat template continues."""
     messages = []
     for message in prompt.messages:
         parts = [part for part in message.parts if not isinstance(part, ReasoningPart)]

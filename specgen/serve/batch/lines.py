@@ -63,8 +63,7 @@ class Line:
 def read_lines(
     data: bytes, name: str, sampling: SamplerOptions, generation: GenerationOptions
 ) -> list[Line]:
-    """Return the lines of a file that are not empty; a line that cannot be read has an error in place of its request.
-    Raise `PromptError` if there is no line, or if two have the same custom_id."""
+    """Return the lines that are not empty; an error stands for a request that cannot be read. Raise `PromptError`."""
     lines: list[Line] = []
     numbers: dict[str, int] = {}
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -227,8 +226,7 @@ class Earlier:
 
 
 def read_results(path: Path) -> Earlier:
-    """Read the results in a file. A last line that was torn when a process was killed is left out; a file
-    that does not exist has none. Raise `OutputError` if it cannot be read, or has a line that is no result."""
+    """Return a file's results; a torn last line is left out. Raise `OutputError` for a line that is none."""
     found = Earlier()
     try:
         data = path.read_bytes()
@@ -247,9 +245,8 @@ def read_results(path: Path) -> Earlier:
 
 @contextlib.contextmanager
 def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earlier, Write]]:
-    """Yield the results that a file has, and what appends to them; no other process can write to it meanwhile. A torn
-    result is cut off; with `retry_errors`, errors are dropped. A result is on the disk when `Write` returns; one
-    that does not fit is removed again. Raise `OutputError`."""
+    """Yield a file's results, and what appends to them while no other process can; a torn result is cut off, and with
+    `retry_errors` errors are dropped. A result is on the disk when `Write` returns. Raise `OutputError`."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     held = OutputError(
         f"{path}: another specgen batch is writing to it",

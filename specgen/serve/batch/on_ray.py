@@ -23,8 +23,7 @@ from specgen.serve.batch.lines import Line, Write
 from specgen.serve.batch.runner import Batch, Prompting, Tally
 from specgen.session.session import Session
 
-#: An actor gets its lines in at least this many portions, unless they are shorter than this times the number of
-#: answers at once: at the end of a portion, not all places of the engine are in use.
+#: An actor gets its lines in at least this many portions: at the end of one, not all places are in use.
 _N_PORTIONS = 4
 #: Assumed for the length of portions if the number of answers at once is measured by the actors.
 _N_AT_ONCE = 16
@@ -36,8 +35,7 @@ _STORE_BYTES = 200_000_000
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A Ray cluster at ``local``, ``auto`` or HOST:PORT, and the CPUs and GPUs of an actor there; None takes those
-    of the largest node. A batch ends after `patience_s` seconds without a started actor."""
+    """A cluster at ``local``, ``auto`` or HOST:PORT, and an actor's CPUs and GPUs; None: the largest node's."""
 
     address: str
     cpus_per_worker: float | None = None
@@ -47,8 +45,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class ActorJob:
-    """What an actor does, which can be pickled if `open_session` can: `parallel` answers at once, None for the
-    fastest number. Each node must have `files`, paths with their sizes in bytes."""
+    """What an actor does, which can be pickled. Each node must have `files`, paths with their sizes in bytes."""
 
     open_session: Callable[[], Session]
     prompting: Prompting
@@ -60,9 +57,8 @@ class ActorJob:
 def place(
     nodes: Sequence[tuple[float, float]], cpus: float | None, gpus: float | None
 ) -> tuple[int, float, float]:
-    """Return how many actors nodes with these numbers of CPUs and GPUs have room for, and the CPUs and GPUs of
-    each. None takes all of the largest node, so that it has one actor; if `gpus` is given, it divides the CPUs among
-    that node's actors. Raise `BackendError` if no node has room."""
+    """Return how many actors nodes with these CPUs and GPUs have room for, and the CPUs and GPUs of each. None takes
+    all of the largest node; `gpus` divide its CPUs. Raise `BackendError` if no node has room."""
     most = max(nodes, default=(0.0, 0.0))
     if gpus is None:
         gpus = max((node_gpus for _, node_gpus in nodes), default=0.0)
@@ -136,8 +132,7 @@ class RayBatch:
     def run(
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
     ) -> Generator[Tally, None, None]:
-        """Get the lines answered, and yield the counts now and then. Unfinished answers are dropped. Raise
-        `BackendError`, also if actors ended before their lines had answers, `ModelFileError` and `OutputError`."""
+        """Get the lines answered; yield the counts now and then. Raise `BackendError` if actors ended early."""
         self.n_actors = min(self.n_actors, len(lines))
         self.tally.n_lines = len(lines)
         portions = deque(self._portions(lines))

@@ -25,15 +25,13 @@ from specgen.text.prefix import n_common
 
 #: What a batch's counts add up of its answers' summaries.
 _SUMMED = ("n_prompt_tokens", "n_cached_tokens", "n_drafted", "n_accepted")
-#: Prompts are neighbours if they share this many tokens more than all prompts do: decoding these tokens only
-#: once is worth more than the order of the lines.
+#: Prompts are neighbours if they share this many tokens more than all do: worth more than their order.
 _N_SHARED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """How texts of a batch become prompts: `chat` and `system` as in `Session.prompt`, for lines that are a
-    prompt; `now` is the date that templates write."""
+    """How texts become prompts: `chat` and `system` for lines that are one; `now` is for templates."""
 
     chat: bool | None
     system: str | None
@@ -55,8 +53,7 @@ class _Task:
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of a batch so far. The tokens of answers include unfinished ones; of a prompt's tokens, some were
-    in the cache already."""
+    """The counts of a batch so far, unfinished answers' tokens included; some prompt tokens were cached."""
 
     n_lines: int = 0
     n_answers: int = 0
@@ -73,11 +70,8 @@ class Tally:
 
 
 class Batch:
-    """Makes the answers of a batch and writes each when it is finished.
-
-    `settings` is written with each result. `parallel` answers are generated at once; None takes the fastest
-    number by measurement. `wall_clock` gives seconds since 1970, and `note` gets sentences for the user.
-    """
+    """Makes the answers of a batch, `parallel` at once (None: the fastest number), and writes each, with `settings`,
+    when it is finished. `wall_clock` gives seconds since 1970, and `note` gets sentences for the user."""
 
     def __init__(
         self,
@@ -103,8 +97,7 @@ class Batch:
     def run(
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
     ) -> Generator[Tally, None, None]:
-        """Answer the lines. Yield the counts when the prompts are ready, and after each round. Unfinished answers are
-        not written. Raise `BackendError`, `OutputError`, and what opening an engine raises."""
+        """Answer the lines; yield the counts after each round. Unfinished answers are not written."""
         tasks, session = self._prepare(lines, interrupted), self._session
         yield self.tally
         if not tasks or interrupted():
@@ -221,8 +214,7 @@ def _line_error(error: SpecgenError) -> LineError:
 
 
 def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return the numbers of the prompts in the order to answer them in: those with a long common beginning stand
-    together, where the first of them stood; otherwise the given order stays."""
+    """Return the prompts' numbers so that those with a long common beginning stand together."""
     by_tokens = sorted(range(len(prompts)), key=prompts.__getitem__)
     if len(by_tokens) < 2:
         return by_tokens
@@ -238,14 +230,12 @@ def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
     return [number for group in sorted(groups, key=min) for number in group]
 
 
-#: The numbers of answers at once that are considered. A larger number must give at least so many times the
-#: tokens per second, since each answer needs memory.
+#: The numbers of answers at once; a larger one must be faster by this factor, since it needs memory.
 _AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
 
 
 def _fastest_parallel(session: Session, n_answers: int, interrupted: Callable[[], bool]) -> int:
-    """Return the number of answers at once that gives most tokens per second, by the costs of the
-    target's batches. Raise what `target_costs` raises."""
+    """Return the number of answers at once that gives most tokens per second, by the target's costs."""
     if n_answers < 2:
         return 1
     table = target_costs(session, interrupted)

@@ -45,10 +45,8 @@ _CODES: tuple[tuple[type[SpecgenError], int, str | None], ...] = (
 
 @dataclass(eq=False)
 class RequestError(Exception):
-    """A refused or failed request: the `status` of the response, and the content of its body.
-
-    `param` is the wrong field, if there is one; `code` names the kind of error for programs. Clients that shorten a prompt
-    read the `figures` of llama.cpp's server."""
+    """A refused or failed request: the `status` and the content of its body. `param` is the wrong field, `code` the
+    kind of error; clients that shorten a prompt read the `figures` of llama.cpp's server."""
 
     status: int
     message: str
@@ -59,8 +57,7 @@ class RequestError(Exception):
 
     @staticmethod
     def of(error: SpecgenError) -> RequestError:
-        """Return the error for a client: 400 if the request is wrong, 500 if the model failed. Hints are left
-        out, since they name options of the command line."""
+        """Return the error for a client, 400 or 500, without the hint, which names options of the command line."""
         status, code = next(each[1:] for each in _CODES if isinstance(error, each[0]))
         found = RequestError(status, error.message, code, getattr(error, "field", None))
         if isinstance(error, PromptLengthError):
@@ -188,14 +185,10 @@ class Answer:
 
 
 class AnswerWriter(ABC):
-    """Writes answers in the form of an API, in chunks and whole: those to the first of the `requests` with the
-    first of the rendered `prompts`, then those to the next.
+    """Writes answers in the form of an API, in chunks and whole: those to the first of the `requests` with the first of
+    the `prompts`, then those to the next. `identity` makes the id; `created` is in seconds since 1970."""
 
-    `identity` makes the id; `created` is in seconds since 1970.
-    """
-
-    #: How chunks are streamed: as events, as events whose name is their `type`, or as lines; and the event that keeps a
-    #: stream open, if there is one.
+    #: How chunks are streamed: events, events named by `type`, or lines; and what keeps a stream open.
     form: ClassVar[Literal["events", "named", "lines"]] = "events"
     alive: ClassVar[Json | None] = None
 
@@ -237,7 +230,6 @@ class AnswerWriter(ABC):
         return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
 
     def _read(self, _number: int, _event: ReadingEvent) -> list[Json]:
-        """Return the chunks for a piece of a prompt that was read."""
         return []
 
     def fail(self, error: Json) -> list[Json]:
@@ -257,7 +249,8 @@ class AnswerWriter(ABC):
         """Return the chunks at the end of an answer."""
 
     def _figures(self, number: int | None = None) -> Json:
-        """Return `usage`, and specgen's own figures, with the request's wishes about drafts: of all answers, or of one."""
+        """Return `usage`, and specgen's own figures, with the request's wishes about drafts: of all answers, or of
+        one."""
         answers = self._answers if number is None else [self._answers[number]]
         finished = [each.finished for each in answers if each.finished is not None]
         n_reasoning = sum(each.n_reasoning_tokens for each in answers)
@@ -278,11 +271,9 @@ class AnswerWriter(ABC):
 def figures(
     answers: Sequence[FinishedEvent], n_reasoning: int = 0, n_for_each_prompt: int = 1
 ) -> Json:
-    """Return the figures of answers, which are ordered by prompt. The tokens of a prompt count once; times
-    and counts of drafts are sums.
-
-    In `speculative`, the gain is known of a single answer on a machine that is not busy, and `undrafted` says why rounds
-    drafted nothing. The names in `timings` are llama.cpp's, and all are numbers; `_ms` are milliseconds."""
+    """Return the figures of answers, ordered by prompt. A prompt's tokens count once; others are sums. The gain is
+    known of a single answer on a machine that is not busy. The names in `timings` are llama.cpp's, and all are
+    numbers."""
     prompts, first = answers[::n_for_each_prompt], answers[0]
     n_prompt = sum(each.n_prompt_tokens for each in prompts)
     n_cached = sum(each.n_cached_tokens for each in prompts)

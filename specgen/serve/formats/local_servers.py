@@ -50,8 +50,7 @@ def read_llama_cpp_completion(
     *,
     or_openai: bool = False,
 ) -> tuple[Request, ...]:
-    """Read a body of llama.cpp's own path for the continuation of texts. On the path that OpenAI's clients use as well
-    (`or_openai`), what only these ask for is answered in their form. Raise `BodyError`."""
+    """Read a body of llama.cpp's path; what only OpenAI's clients ask for gets their form (`or_openai`)."""
     found = read_completion(body, sampling, generation)
     if or_openai and (len(found) > 1 or found[0].n > 1 or found[0].has_usage_alone):
         return found
@@ -62,8 +61,7 @@ def read_llama_cpp_completion(
 def read_infill(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
-    """Read a body in the form of llama.cpp's server, for a text with a gap. Editors also send one without any text,
-    to warm the server up. Raise `BodyError`."""
+    """Read a body for a text with a gap. Editors send one without a text, to warm the server up."""
     asked = parse(_InfillBody, body)
     if asked.n > 1:
         raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
@@ -90,8 +88,7 @@ def _as_llama_cpp(asked: TextBody, request: Request) -> Request:
 
 
 class LlamaCppWriter(ChatWriter):
-    """Writes text completions with llama.cpp's fields beside the others; several are a list. A whole one has only those
-    of `fields`, each by its path (``timings/prompt_n``), if there are any, and its tokens if it `has_tokens`."""
+    """Writes text completions with llama.cpp's fields beside the others; of a whole one only `fields`, if any."""
 
     def __init__(
         self,
@@ -210,7 +207,6 @@ class _Body(Fields):
 def read_ollama_chat(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
-    """Read a body for the next turn of a conversation. Raise `BodyError`."""
     asked = parse(_Body, body)
     if not asked.messages:
         return _loading(asked, sampling, generation, "message")
@@ -221,8 +217,7 @@ def read_ollama_chat(
 def read_ollama_generate(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
-    """Read a body for the answer to a text, for what follows it as it is, or for what comes before a suffix. Raise
-    `BodyError`."""
+    """Read a body for the answer to a text, what follows it, or what comes before a suffix."""
     asked = parse(_Body, body)
     if not asked.prompt:
         return _loading(asked, sampling, generation, "response")

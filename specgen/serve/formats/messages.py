@@ -27,8 +27,7 @@ from specgen.serve.formats.request import (
 from specgen.serve.formats.tool_calls import Delta
 from specgen.session.prompts.template import Message
 
-#: The start of a part that Claude Code puts first. It differs from request to request, so that no prefix of
-#: the prompt would be in the cache.
+#: Claude Code's first part, which differs from request to request: no prefix would be in the cache.
 _BILLING = "x-anthropic-billing-header"
 
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}

@@ -16,7 +16,14 @@ from pydantic import AliasChoices, AliasPath, Field
 
 from specgen import __version__
 from specgen.errors import PromptError
-from specgen.events import CommittedEvent, Piece, ReadingEvent, TokenLogprob
+from specgen.events import (
+    CommittedEvent,
+    Event,
+    Piece,
+    ReadingEvent,
+    TokenLogprob,
+    to_json_object,
+)
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
 from specgen.serve.formats.call_values import arguments_of
@@ -96,7 +103,6 @@ class _Body(AnswerBody):
     return_progress: bool = False
 
     def common(self, generation: GenerationOptions) -> dict[str, Any]:
-        """Return what all requests of this API have."""
         n_top = generation.logprobs
         if self.logprobs is not None and self.logprobs is not False:
             n_top = self.top_logprobs if self.logprobs is True else self.logprobs
@@ -167,8 +173,7 @@ class _CompletionBody(TextBody):
 def read_request(
     kind: Kind, body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> Request:
-    """Read a body that asks for one answer to one prompt; `sampling` and `generation` give the defaults of
-    its fields. Raise `BodyError`."""
+    """Read a body that asks for one answer; `sampling` and `generation` are defaults. Raise `BodyError`."""
     if kind == "chat":
         request, *others = read_chat(body, sampling, generation)
     else:
@@ -185,7 +190,6 @@ def read_request(
 def read_chat(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
-    """Read a body for the next turn of a conversation. Raise `BodyError`."""
     asked, warnings = parse(_ChatBody, body), list[str]()
     messages = _messages(asked.messages)
     return asked.chat(
@@ -232,8 +236,7 @@ def read_completion(
     *,
     kind: Kind = "completion",
 ) -> tuple[Request, ...]:
-    """Read a body for the continuation of texts, or with `suffix` for the middle between two: a request for
-    each prompt. Raise `BodyError`."""
+    """Read a body for the continuation of texts, or with `suffix` for the middle: a request for each prompt."""
     asked = parse(_CompletionBody, body)
     empty = asked.request(
         kind, sampling, splits_reasoning=kind == "prompt", **asked.common(generation)
@@ -253,8 +256,7 @@ def read_completion(
 
 
 def _inputs(field: str, value: Any) -> dict[str, str | list[int | str]]:
-    """Return the inputs in a field, each by its place: texts, or lists of tokens with texts among them. Like llama.cpp's
-    server, take an object for its text. Raise `BodyError`."""
+    """Return the inputs in a field by their places: texts, or tokens with texts among them. Raise `BodyError`."""
     is_several = isinstance(value, list) and value and all(type(each) is not int for each in value)
     found: dict[str, str | list[int | str]] = {}
     for number, each in enumerate(value if is_several else [value]):
@@ -290,6 +292,8 @@ class ChatWriter(AnswerWriter):
         self._logprobs: list[dict[str, list[Any]]] = [{} for _ in self._answers]
         self._n_characters = [0] * len(self._answers)
         self._echoed = [""] * len(self._answers)
+        #: By answer: the events since its last chunk, if they are wanted.
+        self._events: list[list[Json]] = [[] for _ in self._answers]
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
         """Return the first chunk of each answer: the role in a chat, the prompt if it is wanted."""
@@ -299,6 +303,14 @@ class ChatWriter(AnswerWriter):
         if not self._first.echoes or self._first.generation.prompt_logprobs:
             return []
         return [self._echo(each, self._prompts[each]) for each in numbers]
+
+    def feed(self, number: int, event: Event) -> list[Json]:
+        chunks = super().feed(number, event)
+        if self._first.streams and self._first.speculative.events:
+            self._events[number].append(to_json_object(event))
+            if chunks:
+                chunks[0]["events"], self._events[number] = self._events[number], []
+        return chunks
 
     def _read(self, number: int, event: ReadingEvent) -> list[Json]:
         chunks = []
@@ -344,17 +356,10 @@ class ChatWriter(AnswerWriter):
     def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
         told = (delta for delta in deltas if delta.text or delta.kind == "call")
         chunks = [self._chunk(number, _message(delta)) for delta in told]
-        has_pieces = self._first.speculative.pieces
-        if event is None or not (self._has_logprobs or has_pieces):
+        if event is None or not self._has_logprobs:
             return chunks
         chunks = chunks or [self._chunk(number, {})]
-        if self._has_logprobs:
-            self._add_logprobs(number, chunks[0], event.pieces)
-        if has_pieces:
-            chunks[0]["pieces"] = [
-                {"text": piece.text, "kind": piece.kind, "origin": piece.origin}
-                for piece in event.pieces
-            ]
+        self._add_logprobs(number, chunks[0], event.pieces)
         self._n_characters[number] += len(event.text)
         return chunks
 
@@ -418,8 +423,7 @@ def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
 
 
 def _text_logprobs(pieces: Sequence[Piece], start: int) -> dict[str, list[Any]]:
-    """Return the same as lists, with the offset of each token in the text, of which `start` characters come before
-    these tokens. Nothing is known of a prompt's first token."""
+    """Return the same as lists, with each token's offset in the text, `start` characters in."""
     offsets = itertools.accumulate((len(piece.text) for piece in pieces), initial=start)
     found = [
         (piece, own.text, offset)
@@ -460,8 +464,7 @@ class _EmbeddingBody(Fields):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """The tokens of the inputs of a request, the form of its vectors, and how many of their values are wanted
-    (None: all)."""
+    """The tokens of the inputs, the form of the vectors, and how many values are wanted (None: all)."""
 
     tokens: tuple[list[int], ...]
     is_base64: bool = False

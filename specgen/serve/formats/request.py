@@ -143,8 +143,7 @@ Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
 def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
-    """Return the texts of a content, as lines, like vLLM and llama.cpp. An image, or what else no local model reads, is
-    named in its place: a refusal would end an agent's session for good."""
+    """Return a content's texts as lines. What no local model reads is named: a refusal would end an agent."""
     return separator.join(filter(None, map(_text_of_part, parts)))
 
 
@@ -157,13 +156,12 @@ def _text_of_part(part: Part) -> str:
 
 
 class Speculative(Fields):
-    """A request's wishes about drafts: `max` is the most tokens drafted in a round, and with `pieces` a stream
-    says of each token where it comes from. None keeps the server's setting."""
+    """A request's wishes about drafts; None keeps the server's setting. `events`: a stream has those of each round."""
 
     draft: bool = True
     max: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     verifier: VerifierName | None = None
-    pieces: bool = False
+    events: bool = False
 
 
 class AnswerFormat(Fields):
@@ -186,8 +184,7 @@ class AnswerFormat(Fields):
 
 
 def _flat(value: Any) -> Any:
-    """Return a tool or a choice without the object that a chat has in it: {"type": "function", "function": {...}}. A
-    text is a choice's type."""
+    """Return a tool or a choice without the inner object of a chat's: {"type": "function", "function": {...}}."""
     if not isinstance(value, dict):
         return {"type": value} if isinstance(value, str) else value
     kind = str(value.get("type", "function"))
@@ -290,7 +287,8 @@ class AnswerBody(_Samplers):
         warnings: Sequence[str] = (),
         **more: Any,
     ) -> Request:
-        """Return the request with these defaults, and `more` of its fields; `form` is the answer's. Raise `BodyError`."""
+        """Return the request with these defaults, and `more` of its fields; `form` is the answer's. Raise
+        `BodyError`."""
         samplers = self.model_dump(include={*_Samplers.model_fields}, exclude_none=True)
         biases = samplers.pop("logit_bias", None)
         ends, told = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set, [*warnings]
@@ -309,8 +307,7 @@ class AnswerBody(_Samplers):
         )
 
     def _grammar(self, form: AnswerFormat | None, warnings: list[str]) -> Grammar | None:
-        """Return what the answer has to follow. Of the schema in a format that is not strict, what no grammar can
-        enforce is left out, with a warning, as at OpenAI. Raise `BodyError`."""
+        """Return what the answer must follow; if not strict, without what no grammar enforces. Raise `BodyError`."""
         schema = None if form is None else form.schema_of(self.format_field)
         asked = {"grammar": self.grammar or None, "json_schema": self.json_schema}
         asked[self.format_field] = schema
@@ -351,8 +348,7 @@ class ChatBody(AnswerBody):
         thinks: bool | None = None,
         **more: Any,
     ) -> tuple[Request]:
-        """Return the request for the turn after these messages, with `more` of its fields; `effort` and `thinks` are
-        for the chat template. Raise `BodyError`."""
+        """Return the request for the turn after these messages, with `more` of its fields. Raise `BodyError`."""
         told = [*warnings]
         variables: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks}
         if effort is not None:
@@ -369,8 +365,7 @@ class ChatBody(AnswerBody):
         return (self.request("chat", sampling, generation, warnings=told, **more),)
 
     def _tools(self, warnings: list[str]) -> Tools | None:
-        """Return the functions that run at the client, and which of them the choice allows; None if the model may
-        call none. Raise `BodyError`."""
+        """Return the functions that run at the client, and those that the choice allows. Raise `BodyError`."""
         found: dict[str, Function] = {}
         for number, tool in enumerate(self.tools):
             where, name = f"tools[{number}]", tool.name
@@ -424,8 +419,7 @@ class ChatBody(AnswerBody):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The functions that the model knows, and those that it may call: only one if the request names it. An answer
-    may have to be a call (`must_call`), and may have several (`is_parallel`)."""
+    """The functions that the model knows, and may call: it must (`must_call`), or several (`is_parallel`)."""
 
     functions: tuple[Function, ...]
     callable: tuple[Function, ...]
@@ -435,10 +429,8 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request: the prompt of an answer, how its tokens are sampled, and when it ends.
-
-    A ``chat`` has `messages`; the others have a `text`, the `tokens` of one, or a `gap` in one.
-    """
+    """The prompt of an answer, how its tokens are sampled, and when it ends. A ``chat`` has `messages`; the others have
+    a `text`, the `tokens` of one, or a `gap` in one."""
 
     kind: Kind
     sampling: SamplerOptions
@@ -472,8 +464,7 @@ class Request:
         chat: bool | None = None,
         system: str | None = None,
     ) -> Prompt:
-        """Return the prompt of a request without a gap; `chat` and `system` are for the kind ``prompt``. Raise
-        `UsageError`, `PromptError`."""
+        """Return the prompt of a request without a gap. Raise `UsageError`, `PromptError`."""
         if self.kind == "chat":
             tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
             # A text that follows a grammar is whole.
@@ -495,11 +486,9 @@ class Request:
 def with_call_form(
     request: Request, template: str | None, has_token: Callable[[str], bool] = lambda _name: False
 ) -> Request:
-    """Return the request for a model with this chat template: with the form of its calls, a grammar if one
-    is needed, and the variables that the template reads. `has_token` says whether the model has a control token.
-
-    Where specgen cannot read the template's calls, they stay text, with a warning. Raise `BodyError` if the answer has
-    to be a call there, or the request excludes calls otherwise."""
+    """Return the request for a model with this chat template: with the form of its calls, a grammar if one is needed,
+    and the variables it reads. Calls that cannot be read stay text, with a warning, or raise `BodyError` if they are a
+    must."""
     request = _with_read_variables(request, template or "")
     tools, generation = request.tools, request.generation
     if request.splits_reasoning:
@@ -559,8 +548,7 @@ class Conversation:
         self.messages: list[Message] = []
 
     def add_result(self, identity: str | None, text: str, name: str | None = None) -> None:
-        """Add the result of a call, by its id or by the `name` of its tool. Agents shorten conversations: a result whose
-        call is gone becomes text of the user's turn, since many templates take none without a call."""
+        """Add the result of a call. If the call is gone (agents shorten conversations), it is the user's text."""
         calls = (call for message in self.messages for call in message.tool_calls)
         found = (call.name for call in calls if call.identity == (identity or ""))
         if names := [each for each in found if name in (None, each)]:
@@ -569,8 +557,7 @@ class Conversation:
             self.join_text("user", f"[result of an earlier call]\n{text}")
 
     def join_text(self, role: Role, text: str) -> None:
-        """Add a text to the turn of a role: many templates want roles to alternate. They take a system message at the
-        beginning only: further back it is a user's."""
+        """Add a text to a role's turn; a system message behind the beginning is the user's, as templates want it."""
         if role == "system" and any(message.role != "system" for message in self.messages):
             role = "user"
         last = self._turn(role)

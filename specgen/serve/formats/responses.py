@@ -36,8 +36,7 @@ from specgen.session.prompts.template import Message, Role
 _ELSEWHERE = ("item_reference", "compaction", "compaction_summary", "context_compaction")
 #: Fields of which the same holds.
 _REFUSED = ("conversation", "previous_response_id", "prompt")
-#: What requests may ask to include: thoughts in a form that clients send back, but do not show. Those of a local
-#: model are no secret; a mark tells them from another server's.
+#: What requests may ask to include: thoughts that clients send back unseen; a mark says that they are ours.
 _ENCRYPTED = "reasoning.encrypted_content"
 _HIDDEN = "specgen:"
 #: The fields of a response that repeat the request.
@@ -119,8 +118,7 @@ def read_response_request(
 
 
 def _messages(asked: _Body, warnings: list[str]) -> tuple[Message, ...]:
-    """Join items into the turns that templates know. An assistant's turn is one message, with its thoughts,
-    its text and its calls."""
+    """Join items into turns: an assistant's is one message, with its thoughts, its text and its calls."""
     found = Conversation()
     if asked.instructions:
         found.join_text("system", text_of(asked.instructions))
@@ -172,11 +170,8 @@ def _drop_lone_thoughts(found: Conversation) -> None:
 
 
 class ResponseWriter(AnswerWriter):
-    """Writes one response, whole or as events.
-
-    `echo` are the fields that repeat the request. `custom` are the names of tools that take a free text. With
-    `hides`, thoughts are also in the form that clients send back.
-    """
+    """Writes one response, whole or as events. `echo` repeats the request; `custom` tools take a free text. With
+    `hides`, thoughts are also in the form that clients send back."""
 
     form = "named"
 
@@ -200,8 +195,7 @@ class ResponseWriter(AnswerWriter):
         }
         self._n_events = 0
         self._output: list[Json] = []
-        #: The open item, to which deltas are added: its kind (``message``, ``reasoning`` or one of `_CALLS`), id and
-        #: text; the beginning of an open call, and its arguments.
+        #: The open item: its kind (``message``, ``reasoning`` or one of `_CALLS`), id and text; the open call.
         self._kind: str | None = None
         self._item_id = ""
         self._text = ""

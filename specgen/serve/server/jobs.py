@@ -197,10 +197,12 @@ class ServedModel:
             raise BackendError(_BROKEN if self.failure is not None else _CLOSING)
 
     def cancel(self, job: Job) -> None:
-        """End the answers of a job as they are, within a round."""
-        for answer in job.answers:
-            if not answer.is_done:
-                self.engine.cancel(answer)
+        """End the answers of a job as they are: those that wait at once, others within a round."""
+        unfinished = [answer for answer in job.answers if not answer.is_done]
+        if ended := [*filter(None, map(self.engine.cancel, unfinished))]:
+            self._metrics.count_events(ended)
+            self._pass_on([job])
+            self._idle()
 
     def cancel_all(self) -> None:
         with self._changed:
@@ -271,12 +273,13 @@ class ServedModel:
         for event in events:
             number = event.sequence
             if isinstance(event, ReadingEvent) and number not in since_s:
-                n_cached, expected_s = event.n_cached_tokens, event.spent_s + event.left_s
-                n_new = event.n_prompt_tokens - n_cached
+                n_cached, n_loaded = event.n_cached_tokens, event.n_loaded_tokens
+                n_new, expected_s = event.n_prompt_tokens - n_cached, event.spent_s + event.left_s
                 if n_new > _MANY_TOKENS and event.spent_s:  # of the first piece
                     since_s[number] = event.time_s - event.spent_s
-                    about = f"about {seconds_text(expected_s)} ({n_cached} were cached)"
-                    self._note(f"{self.name}: reading {n_new} tokens of a prompt, {about}")
+                    known = f"{n_cached - n_loaded} in memory, {n_loaded} from disk"
+                    about = f"about {seconds_text(expected_s)}"
+                    self._note(f"{self.name}: reading {n_new} tokens ({known}), {about}")
             elif isinstance(event, (CommittedEvent, FinishedEvent)) and number in since_s:
                 seconds = seconds_text(event.time_s - since_s.pop(number))
                 what = "the answer begins" if isinstance(event, CommittedEvent) else "cancelled"
@@ -286,15 +289,15 @@ class ServedModel:
         """Give requests their news. Answers count as done before: a client that has the last one may ask again."""
         now = time.monotonic()
         for job in jobs:
-            n_open, news = job.n_open, job.take()
-            self._metrics.count_times(news, now - job.submitted_s)
-            if n_done := n_open - job.n_open:
-                with self._changed:
+            with self._changed:  # another thread may cancel it
+                n_open, news = job.n_open, job.take()
+                self._metrics.count_times(news, now - job.submitted_s)
+                if n_done := n_open - job.n_open:
                     self.n_open -= n_done
                     if not job.n_open:
                         self._jobs.remove(job)
                     self._metrics.show_load(self.n_open, self.n_parallel)
-            job.send(news)
+                job.send(news)
 
 
 # --- embeddings -----------------------------------------------------------------------------------

@@ -125,8 +125,9 @@ class Metrics:
             elif isinstance(event, FinishedEvent):
                 self._of("answers", event.finish_reason).inc()
                 self._of("prefix_cache_hits").inc(event.n_cached_tokens > 0)
-                self._count_prompt(event.sequence, event.n_prompt_tokens)
-                del self._n_counted[event.sequence]
+                if event.n_tokens or event.finish_reason != "interrupted":
+                    self._count_prompt(event.sequence, event.n_prompt_tokens)
+                self._n_counted.pop(event.sequence, None)
                 for name, field, _ in _SUMS:
                     self._of(name).inc(getattr(event, field))
 

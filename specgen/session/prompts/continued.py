@@ -29,8 +29,7 @@ def followed_by(prompts: Prompts, prompt: Prompt, answer: Sequence[int]) -> Prom
 
 
 def continued(prompts: Prompts, prompt: Prompt, begun: Message) -> Prompt:
-    """Return a conversation's prompt with the beginning of the model's turn behind it. Where the template opens a
-    thinking block, the turn's reasoning is in it. Raise `PromptLengthError`."""
+    """Return a prompt with the beginning of the model's turn behind it, its reasoning in an open thought."""
     inside, marks = prompts.target.vocabulary.tokenize_inside, begun_in(prompt.text)
     check_length(prompts.target.vocabulary, begun.content, prompts.n_ctx)
     if marks is None:

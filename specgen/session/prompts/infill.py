@@ -26,15 +26,12 @@ from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.prompt import Prompt
 
-#: Control tokens that llama.cpp does not recognise: Codestral's for prefix and suffix, and StarCoder2's for a
-#: repository and its files.
+#: Tokens that llama.cpp does not recognise: Codestral's prefix and suffix, StarCoder2's repository and file.
 _CODESTRAL = ("[PREFIX]", "[SUFFIX]")
 _STARCODER2 = ("<repo_name>", "<file_sep>")
-#: Tokens that end a middle, but that llama.cpp does not take for an end of text: those of StarCoder2,
-#: CodeGemma and CodeLlama (in files that do not name it).
+#: Tokens that end a middle, and no text for llama.cpp: of StarCoder2, CodeGemma and CodeLlama.
 _ENDS = ("<file_sep>", "<|file_separator|>", "▁<EOT>")
-#: The share of the room that the prefix gets if both are too long: the text before a gap says more about it than that
-#: after it. (llama.cpp's server has the same share.)
+#: The prefix's share of the room if both are too long, as in llama.cpp's server: it says more.
 _PREFIX_SHARE = 0.75
 
 
@@ -48,8 +45,7 @@ class ContextFile:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A gap between `prefix` and `suffix` in the file `name`. `context` holds other files of the
-    repository."""
+    """A gap between `prefix` and `suffix` in the file `name`; `context` are other files of the repository."""
 
     prefix: str
     suffix: str
@@ -67,11 +63,9 @@ class InfillTokens:
     middle: int = -1
     repository: int = -1
     separator: int = -1
-    #: Whether files are marked as for StarCoder2: the name of the file with the gap comes after the mark
-    #: of the prefix, and no line break follows the name of the repository.
+    #: Whether the file's name comes after the prefix's mark, and no line break after the repository's.
     as_starcoder2: bool = False
-    #: The tokens that end a middle. No mark can be a part of a middle, and Qwen2.5-Coder's own examples
-    #: stop at all marks; llama.cpp ends a text at some of them.
+    #: The tokens that end a middle: no mark can be a part of it.
     ends: frozenset[int] = frozenset()
 
     @staticmethod
@@ -102,23 +96,17 @@ def check_infill(model: LlamaModel) -> InfillTokens:
     """Return the tokens of a model for texts with a gap. Raise `UsageError` if it was not trained for gaps."""
     tokens = InfillTokens.of(model.vocabulary)
     if tokens is None:
-        raise UsageError(
-            f"{model.name} has no tokens for fill-in-the-middle",
-            hint="use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2",
-        )
+        hint = "use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2"
+        raise UsageError(f"{model.name} has no tokens for fill-in-the-middle", hint)
     return tokens
 
 
 def infill_prompt(
     model: LlamaModel, own_draft: LlamaModel | None, gap: Gap, n_room: int
 ) -> tuple[Prompt, list[str]]:
-    """Return the prompt for a gap, of at most `n_room` tokens, and descriptions of what did not fit into it.
-
-    Names of control tokens in the texts are plain text. If the texts are too long, the first ones of the other files are
-    left out, then the far ends of prefix and suffix. A draft model with another vocabulary, `own_draft`, gets the same
-    in its own tokens; if it was not trained for gaps, the suffix and after it the prefix, which it continues. Raise
-    `UsageError` if the target was not trained.
-    """
+    """Return the prompt for a gap, of at most `n_room` tokens, and what did not fit: the first other files go first,
+    then the far ends of prefix and suffix. `own_draft`, a model with another vocabulary, gets the same, or if it was
+    not trained for gaps the suffix, then the prefix. Raise `UsageError` if the target was not trained."""
     tokens = check_infill(model)
     written, left_out = _Writer(model.vocabulary, tokens, n_room).write(gap)
     draft_tokens = None
@@ -196,8 +184,7 @@ class _Writer:
 def around_gap(
     prefix: list[int], suffix: list[int], n_room: int
 ) -> tuple[list[int], list[int], list[str]]:
-    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out. Room that
-    one of them does not need goes to the other."""
+    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out."""
     most = max(n_room - len(prefix), n_room - int(_PREFIX_SHARE * n_room))
     n_suffix = min(len(suffix), most)
     n_prefix = min(len(prefix), n_room - n_suffix)

@@ -26,9 +26,8 @@ _SPACE = r"[ \t\n\v\f\r]*"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The text before an answer: `text` as the target sees it, and its `tokens`, at least one.
-    `draft_tokens` is the prompt of a draft model with another vocabulary, in that model's own template. The
-    tokens `ends` end the answer, besides those that end any answer of the target."""
+    """The text before an answer as the target sees it, and its tokens. `draft_tokens` are those of a draft with another
+    vocabulary, in its own template. `ends` end the answer, besides the target's own."""
 
     text: str
     tokens: tuple[int, ...]
@@ -44,11 +43,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Makes the prompts of a target and of `own_draft`, a draft model with another vocabulary. In a conversation, only
-    the template's own text names control tokens. In a text that is continued as it is, their names become these tokens,
-    as in llama.cpp. `now` is the date that some templates write, by default the present one; `variables` are for the
-    templates of all conversations. All methods raise `PromptError` for an empty prompt. A prompt that certainly has
-    more than `n_ctx` tokens is not even tokenized."""
+    """Makes the prompts of a target and of `own_draft`, a draft with another vocabulary. In a conversation, only the
+    template names control tokens; a text that is continued names them, too, as in llama.cpp. `variables` are for all
+    templates. Raise `PromptError` for an empty prompt; one of certainly more than `n_ctx` tokens is not even
+    tokenized."""
 
     target: LlamaModel
     own_draft: LlamaModel | None = None
@@ -63,9 +61,8 @@ class Prompts:
         system: str | None = None,
         now: datetime.datetime | None = None,
     ) -> Prompt:
-        """Return the prompt of the user's `text`: with `chat` a user's turn in a template, without it a text
-        to be continued; None uses the template if there is one. Raise `UsageError` if `chat` or `system`
-        needs a template and there is none."""
+        """Return the prompt of a text: with `chat` a user's turn in a template, without it a text to continue; None: if
+        there is a template. Raise `UsageError` if one is needed and there is none."""
         if chat is not False and self.target.chat_template() is not None:
             before = [] if system is None else [Message("system", system)]
             return self.of_messages([*before, Message("user", text)], now=now)
@@ -90,8 +87,7 @@ class Prompts:
         tools: _Tools = (),
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Return the prompt of a conversation's next turn, in the models' own templates: see `template.render`. Raise
-        `UsageError` if the target has none, `PromptError` if it does not accept the messages, and `PromptLengthError`."""
+        """Return the prompt of the next turn, in the models' own templates. Raise `UsageError`, `PromptError`."""
         now = now or datetime.datetime.now().astimezone()
         chat = _Conversation(messages, now, tools, {**self.variables, **(variables or {})})
         found = chat.tokens(self.target, self.n_ctx)
@@ -123,9 +119,8 @@ def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> 
 def tokenize_marked(
     vocabulary: LlamaVocabulary, marked_text: str, *, add_special: bool
 ) -> list[int]:
-    """Return the tokens of a rendered conversation, whose contents are marked. Like llama.cpp, it cuts the text at
-    the names of control tokens, the longest first, and tokenizes what is between them, but only where nothing of
-    the name is marked. `add_special` adds the beginning-of-text token if the model wants one."""
+    """Return the tokens of a rendered conversation with marked contents. Like llama.cpp, it cuts the text at names of
+    control tokens, the longest first, but only where nothing of the name is marked."""
     marked_text = str.__str__(marked_text)  # a `MarkedText` would find names in contents too
     controls = [
         special
@@ -158,8 +153,7 @@ class _Conversation:
     variables: Mapping[str, Any] | None
 
     def tokens(self, model: LlamaModel, n_ctx: int | None = None) -> tuple[str, list[int]] | None:
-        """Return the conversation in the model's own template, and its tokens; None if it has no template.
-        Names of control tokens become these tokens only where the template writes all of the name."""
+        """Return the conversation in the model's template, and its tokens; None if it has no template."""
         has_tools = bool(self.tools) or any(message.role == "tool" for message in self.messages)
         template = template_of(model, has_tools=has_tools)
         if template is None:
@@ -195,10 +189,9 @@ class _Conversation:
         return unmarked(marked_text), tokens
 
     def head(self, vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int]) -> range:
-        """Return the positions, among the tokens of the rendered `text`, of the turns that the template itself adds
-        before the first message, such as a default system message. With tools there are none, since templates may
-        describe them there, and none before a system message, which is the user's. The beginning-of-text token stays,
-        since attention rests on it."""
+        """Return the positions of the turns that the template itself adds before the first message: none with tools,
+        which may be described there, or before the user's system message. The first token stays: attention rests on
+        it."""
         first = self.messages[0].content.strip()
         if self.tools or self.messages[0].role == "system" or not first or first not in text:
             return range(0)
@@ -212,9 +205,8 @@ class _Conversation:
         return range(int(head[0] == vocabulary.special_tokens()["bos"]), stop)
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
-        """Return the conversation for a draft model with another vocabulary, without its template's `head`. If
-        that accepts no system message, it goes to the start of the first turn. A model without a template that
-        works gets the turns as paragraphs."""
+        """Return the conversation for a draft with another vocabulary, without its template's `head`. A system message
+        that is not accepted begins the first turn; without a working template, the turns are paragraphs."""
         attempts = [self]
         system, *others = self.messages
         if system.role == "system" and others:

@@ -42,8 +42,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. An assistant's turn may have `tool_calls`, and the `reasoning` before the
-    answer. A tool's turn is the result of the call `tool_call_id` of the tool `name`."""
+    """A turn; an assistant's may have calls and `reasoning`, a tool's is the result of `tool_call_id`."""
 
     role: Role
     content: str
@@ -64,13 +63,10 @@ def render(
     variables: Mapping[str, Any] | None = None,
     marks_contents: bool = False,
 ) -> str:
-    """Return the conversation as the model expects it, up to where its answer begins.
-
-    `template` is Jinja as Hugging Face's chat templates use it, from a model file, which is not trusted. `tools` are as
-    OpenAI's API describes them. `variables` are more variables, such as ``enable_thinking``; `OWN_VARIABLES` keep
-    their values. `marks_contents` marks all that is not the template's own text. Raise `PromptError` if the template
-    does not accept the messages (some accept no system message), fails in any way, or exceeds the sandbox's limits.
-    """
+    """Return the conversation as the model expects it, up to where its answer begins. `template` is Jinja from a model
+    file, which is not trusted. `tools` are as OpenAI's API describes them. `OWN_VARIABLES` keep their values.
+    `marks_contents` marks all that is not the template's own text. Raise `PromptError` if the template does not accept
+    the messages, fails in any way, or exceeds the sandbox's limits."""
     mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
     # As llama.cpp: templates ask whether they are defined, and some have a date of long ago.
     given = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
@@ -95,10 +91,8 @@ def render(
         except Exception as error:  # noqa: BLE001 - a template's expressions can raise anything
             failure = failure or error
     reason = " ".join(str(failure).split()) or type(failure).__name__
-    raise PromptError(
-        f"the model's chat template failed: {reason}",
-        hint="leave out --system if the template takes none; `specgen run --raw` uses no template",
-    ) from failure
+    hint = "leave out --system if the template takes none; `specgen run --raw` uses no template"
+    raise PromptError(f"the model's chat template failed: {reason}", hint) from failure
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
@@ -120,7 +114,6 @@ def _compiled(template: str) -> types.CodeType:
 
 
 def check_syntax(template: str) -> str:
-    """Return what is wrong with the syntax of a template; empty if nothing is."""
     try:
         _compiled(template)
     except jinja2.TemplateSyntaxError as error:
@@ -210,7 +203,6 @@ def marked(value: Any) -> Any:
 
 
 def unmarked(text: str) -> str:
-    """Return a text, of the same length, without marks."""
     return text.translate(_CHARACTERS)
 
 
@@ -230,9 +222,8 @@ def _plain(text: Any) -> Any:
 
 
 class MarkedText(str):
-    """A text with marks, which compares, splits and replaces like the text without marks, since templates
-    compare contents with texts of their own (``'</think>' in content``). Operations that only copy
-    characters are those of `str`."""
+    """A text with marks, which compares, splits and replaces like the text without marks, since templates compare
+    contents with texts of their own (``'</think>' in content``)."""
 
     __slots__ = ()
 
@@ -330,8 +321,7 @@ class TemplateLimitError(Exception):
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Accepts ``{% generation %}``, with which templates made for training mark the assistant's
-    text. The mark does not change the output."""
+    """Accepts ``{% generation %}``, with which templates for training mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
@@ -380,7 +370,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         )
 
     def count_step(self) -> None:
-        """Count a step; compiled templates call this."""
         self._n_steps += 1
         if self._n_steps > _MOST_STEPS:
             raise TemplateLimitError(f"it takes more than {_MOST_STEPS} steps")
@@ -390,11 +379,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return str(_kept("".join(parts)))
 
     def joined(self, parts: Sequence[Any]) -> str:
-        """Return values as one text; compiled templates call this."""
         return self.concat(map(str, parts))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Check the size of the result, and compute a binary operation."""
         if operator == "*" and (isinstance(left, Sized) or isinstance(right, Sized)):
             n_left, n_right = (len(n) if isinstance(n, Sized) else n for n in (left, right))
             _check_size(n_left * n_right)
@@ -434,8 +421,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_growth(name: str, values: Sequence[Any]) -> None:
-    """Raise `TemplateLimitError` if the method or filter `name` could make a very long result of these values,
-    of which the first text or list is its subject."""
+    """Raise `TemplateLimitError` if the method or filter `name` could make a very long result."""
     sized = [value for value in values if isinstance(value, Sized)]
     if name not in _GROWING or not sized:
         return

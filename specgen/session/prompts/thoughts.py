@@ -79,9 +79,8 @@ _FIRST = tuple(mark for family in FAMILIES for mark in family.first)
 
 
 class ThoughtReader:
-    """Separates the thinking block at the beginning of an answer to a prompt from the rest, in text that comes in
-    pieces. `is_open` says that the block is open, as some templates leave it, `is_past` that it is over or there is
-    none: a mark further back is part of the answer."""
+    """Separates the thinking block at an answer's beginning from the rest, in pieces. `is_open`: it began, perhaps in
+    the prompt; `is_past`: it is over, or there is none, and later marks are the answer's."""
 
     def __init__(self, prompt: str = "") -> None:
         self._marks = begun_in(prompt)
@@ -89,8 +88,7 @@ class ThoughtReader:
         self._held, self._is_beginning = "", True
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the new parts of the thinking block and of the answer; empty lines between the two belong to
-        neither. The beginning of a mark is held back."""
+        """Return the new parts of the thought and of the answer. The beginning of a mark is held back."""
         text, self._held = self._held + text, ""
         if not self.is_open and not self.is_past:
             begun = text.lstrip()
@@ -133,8 +131,7 @@ class ThoughtReader:
 
 
 class ThoughtMarker:
-    """Writes an answer to a prompt, in pieces, with its thoughts between ``<think>`` and ``</think>``, whatever the marks
-    of their family. Programs read an answer that follows a `grammar`: it has no thoughts, unless they are part of it."""
+    """Writes an answer with its thoughts between ``<think>`` and ``</think>``; one with a grammar has none."""
 
     def __init__(self, prompt: str = "", grammar: str | None = None) -> None:
         self._reader = ThoughtReader(prompt)

@@ -80,6 +80,7 @@ def schema_grammar(schema: str) -> Grammar:
     return grammar
 
 
+@functools.lru_cache(maxsize=256)
 def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
     """Return a grammar of texts that conform to what can be enforced of a schema, and the names of what it
     leaves out: keywords, or the whole schema, in whose place any object conforms. Raise `UsageError` if the text is no

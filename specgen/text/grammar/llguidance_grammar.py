@@ -12,7 +12,7 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,6 +43,8 @@ _MOST_ITEMS = 500_000
 #: fits into 64 bits, and each number of 64 bits can be written with 17 digits.
 _MOST_DIGITS = 18
 _DIGITS, _BEHIND_NUMBERS = b"0123456789", [*b",]}"]
+#: Grammars that are kept compiled, for each vocabulary.
+_N_KEPT = 16
 #: Of this many tokens or more, all are found out about at once.
 _VERY_MANY = 512
 #: A pattern is tried with a part of the work that llguidance may do for a token, since a token may have many bytes.
@@ -84,6 +86,10 @@ class LlguidanceGrammar:
             limits = LLParserLimits()
         with _panics(UsageError, "the grammar cannot be followed: "):
             self.tokenizer = _tokenizer(vocabulary)
+            kept = self.tokenizer.kept
+            if (known := kept.get(grammar)) is not None:
+                self._matcher, self._first = known
+                return
             matcher = LLMatcher(self.tokenizer.own, _compiled(grammar), log_level=0, limits=limits)
         if matcher.is_error():
             raise UsageError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
@@ -94,6 +100,9 @@ class LlguidanceGrammar:
             raise UsageError(error.message) from error
         if not self._first.any():
             raise UsageError("no text follows the grammar")
+        kept[grammar] = matcher, self._first
+        for oldest in [*kept][:-_N_KEPT]:
+            kept.pop(oldest, None)
 
     @property
     def start(self) -> GrammarState:
@@ -302,6 +311,8 @@ class _Tokenizer:
     letters: TokenArray
     heads: np.ndarray[tuple[int], np.dtype[np.uint8]]
     n_digits: TokenArray
+    #: The latest grammars, compiled, and the tokens that may begin: each request of an agent has the same tools.
+    kept: dict[Grammar, tuple[LLMatcher, BoolArray]] = field(default_factory=dict)
 
 
 _tokenizers: weakref.WeakKeyDictionary[Vocabulary, _Tokenizer] = weakref.WeakKeyDictionary()

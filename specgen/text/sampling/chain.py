@@ -30,11 +30,7 @@ NO_HISTORY.flags.writeable = False
 
 
 class Sampler:
-    """A chain of samplers, made once for its options.
-
-    It has no state: the same arguments give the same distribution. The text so far is an argument,
-    so one sampler judges a tree of drafts, with one history a node.
-    """
+    """A chain of samplers, made once for its options, without a state: one sampler judges a tree of drafts."""
 
     def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
         steps = steps_for(options, breakers or DryBreakers())
@@ -68,29 +64,16 @@ class Sampler:
 
     @property
     def is_random(self) -> bool:
-        """Whether a distribution may have more than one token: if the chain is not greedy, or if XTC
-        forks it."""
         return not self.greedy or any(isinstance(step, Fork) for step in self._steps)
 
     def distribution(
         self, logits: Logits, history: TokenArray = NO_HISTORY, allows: Allows | None = None
     ) -> Distribution:
-        """Return the chain's distribution for a row of logits, float32[n_vocab].
-
-        `history` holds the last tokens of the text, including the prompt, oldest first: int64[n],
-        where n is at least `n_history` if the text is that long. `logits` is written to and
-        restored. `allows` is a grammar that masks the logits before the chain; it is asked about
-        as few tokens as the chain permits.
-
-        Raise `BackendError` if the row has no finite maximum, and `NoTokenAllowedError` if the grammar
-        leaves nothing.
-
-        XTC removes tokens at random, with a given probability. A token after it is therefore drawn from a
-        mixture: with that probability from the rest of the chain without these tokens, and otherwise from
-        the rest of the chain with all candidates. The mixture is returned, so it is exact for speculative
-        sampling, and no random number is used here. (At temperature 0 it is a mixture of two certain
-        tokens.)
-        """
+        """Return the chain's distribution for a row of logits, float32[n_vocab], which is written to and restored.
+        `history` are the last tokens of the text, int64[n], at least `n_history` if there are so many. `allows` is a
+        grammar, asked about as few tokens as possible. Raise `BackendError` without a finite maximum,
+        `NoTokenAllowedError`. XTC removes tokens with a given probability: the result is the mixture of both cases, so
+        it is exact for speculative sampling, and no random number is used here."""
         if not self._edits:
             return self._of_row(logits, history, allows)
         edited: list[tuple[TokenArray, Logits]] = []
@@ -189,8 +172,7 @@ def _edited(candidates: Candidates, edit: Edit, history: TokenArray) -> Candidat
 def _within(
     token_ids: TokenArray, amounts: ProbArray, n_vocab: int
 ) -> tuple[TokenArray, ProbArray]:
-    """Drop the ids that the row does not have, with their amounts: two models may share only some tokens of
-    their vocabularies."""
+    """Drop the ids that the row does not have: two models may share only some tokens."""
     if not len(token_ids) or 0 <= token_ids[0] <= token_ids[-1] < n_vocab:
         return token_ids, amounts
     start, end = token_ids.searchsorted((0, n_vocab))
@@ -324,9 +306,8 @@ _Tokens, _Scores = ctypes.c_int32 * _MOST, ctypes.c_float * _MOST
 
 def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     """Return the n likeliest tokens of a row, float32[n_vocab], the lowest ids first among equals, and their
-    probabilities at temperature 1. The row is written to and restored.
-
-    Raise `BackendError` if the largest logit is not finite."""
+    probabilities at temperature 1. The row is written to and restored. Raise `BackendError` if the largest is not
+    finite."""
     found, values, total = list[int](), list[float](), 0.0
     if native_likeliest is not None and n <= _MOST and logits.flags.c_contiguous:
         address, tokens, scores = logits.__array_interface__["data"][0], _Tokens(), _Scores()
@@ -349,8 +330,7 @@ def _not_finite(logit: float) -> BackendError:
 
 
 def log_probabilities(logits: Logits, token_ids: Sequence[int]) -> list[float]:
-    """Return the natural logarithms of these tokens' probabilities, from a row of logits, float32[n_vocab];
-    -inf for an impossible token."""
+    """Return the natural logarithms of these tokens' probabilities, from float32[n_vocab] logits."""
     top = float(logits.max())
     normalizer = top + float(np.log(np.exp(logits - np.float32(top)).sum(dtype=np.float64)))
     return [float(logits[token_id]) - normalizer for token_id in token_ids]

@@ -29,26 +29,16 @@ _FEW = 16
 
 @dataclass(frozen=True, slots=True)
 class DryBreakers:
-    """Sequence breakers as tokens, computed once for a vocabulary.
-
-    `tails[token]` are the token sequences that complete a breaker after `token`; an empty sequence
-    means that the token contains a whole breaker.
-    """
+    """Sequence breakers as tokens of a vocabulary: `tails[token]` complete a breaker after it; an empty one is a whole
+    one."""
 
     tails: Mapping[int, frozenset[tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, breakers: Sequence[str]) -> DryBreakers:
-        """Find the breakers of a vocabulary: tokens that contain a breaker; and tokens that end with the
-        start of one, with the tokens of the rest of it. Empty breakers are skipped.
-
-        This passes once over the vocabulary (half a second for 152 thousand tokens).
-
-        llama.cpp reads a token as the text that its decoder writes for this one token. As there,
-        the space that some tokenizers put before a text is removed. The clean-up of spaces before
-        punctuation, which some vocabularies ask for, is not done here; it could matter only to a
-        breaker with such a space in it.
-        """
+        """Find tokens that contain a breaker, or end with the start of one, and the tokens of its rest; empty ones are
+        skipped. This passes once over the vocabulary (half a second for 152 thousand tokens). As in llama.cpp, a
+        token's text is what its decoder writes for it alone, without the space that some tokenizers put first."""
         cut = [text.encode()[:_MAX_BREAKER_BYTES] for text in breakers if text]
         tails: dict[int, set[tuple[int, ...]]] = {}
         if not cut:
@@ -97,12 +87,8 @@ def dry_penalties(
     allowed_length: int,
     last_n: int,
 ) -> tuple[TokenArray, ProbArray]:
-    """Return the penalties to subtract from tokens' scores after a text of int64[n_history] tokens.
-
-    Returns increasing ids int64[m] and penalties float64[m]. Only the last `last_n` tokens of the
-    history count (negative: all; 0: DRY is off). Nothing is penalised if `multiplier` is 0 or
-    `base` is below 1.
-    """
+    """Return the penalties of tokens after int64[n_history]: increasing ids int64[m], float64[m]. Only the last
+    `last_n` count (negative: all); there are none if `multiplier` is 0 or `base` below 1."""
     nothing = np.zeros(0, np.int64), np.zeros(0)
     text = last(history, last_n)
     if multiplier == 0.0 or base < 1.0 or len(text) <= max(allowed_length, 1):
@@ -136,13 +122,8 @@ def dry_penalties(
 
 
 def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
-    """Return the length of the repetition that each token of a text would continue: int64[n - 1] for
-    int64[n] tokens, the last one first.
-
-    Entry i counts how many tokens before `backwards[i]` are also the last ones of the text. Counts of
-    `enough` and more need not be exact. All positions where the last token occurs are compared with the end
-    of the text together, one token at a time; a position is dropped once it differs.
-    """
+    """Return how many tokens before each one are also the text's last ones: int64[n - 1], the last one first; `enough`
+    and more need not be exact. All places of the last token are compared at once, a token at a time."""
     lengths = np.zeros(len(backwards) - 1, np.int64)
     places = np.flatnonzero(backwards[1:] == backwards[0])
     length = 0
@@ -161,12 +142,8 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
 def _measured(
     backwards: TokenArray, places: TokenArray, lengths: TokenArray, enough: int
 ) -> TokenArray:
-    """Finish the lengths of some positions, one by one; return the positions still to be compared.
-
-    If there are few, all are finished. If there are many, only the first is: a periodic text has very many
-    equal positions with the same token after them. Once one of these has a repetition of `enough` tokens,
-    the others add nothing.
-    """
+    """Finish the lengths of some positions, one by one; return the others. If there are few, all are; of many, only the
+    first: once one of a periodic text's many has `enough`, those with the same token after them add nothing."""
     n_measured = len(places) if len(places) <= _FEW else 1
     for place in places[:n_measured].tolist():
         earlier = backwards[place + 1 : place + 1 + enough]

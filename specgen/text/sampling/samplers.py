@@ -23,25 +23,18 @@ Allows: TypeAlias = Callable[[TokenArray], BoolArray]
 
 #: The number of tokens of a whole vocabulary to sort at first, if a sampler needs a share of its mass.
 _NUCLEUS_START = 512
-#: The least tokens that a grammar is asked about: finding them costs more than asking about them. If these do not
-#: suffice, so many times as many are asked about, then all.
+#: The least tokens that a grammar is asked about, and how many times as many then, before all are.
 _FIRST, _MORE = 16, 8
 
 
 class Candidates(NamedTuple):
-    """Tokens and their scores.
+    """Tokens and scores, ranked (among equals by ascending id) or by ascending id; minus infinity cannot be drawn."""
 
-    They are either ranked, by descending score and among equals by ascending id, or sorted by
-    ascending id. A score may be minus infinity: such a token cannot be drawn.
-    """
-
-    #: float[m]. For the whole vocabulary this is the row of logits itself, as long as no sampler has
-    #: changed it, so it is never written to.
+    #: float[m]. For the whole vocabulary this is the row of logits itself: it is never written to.
     scores: Scores
     #: int64[m]; None is the whole vocabulary: the ids are 0 to m - 1.
     token_ids: TokenArray | None
-    #: The number of candidates that llama.cpp would count here. It keeps tokens with a score of minus
-    #: infinity in its list, and dynamic temperature depends on the number.
+    #: The number that llama.cpp would count, with minus infinity, on which dynamic temperature depends.
     size: int
     is_ranked: bool
 
@@ -80,10 +73,8 @@ class Candidates(NamedTuple):
 
 
 def allowed(scores: Scores, allows: Allows) -> Candidates:
-    """Return all tokens that `allows` permits and whose scores, float[n_vocab], are above minus infinity.
-
-    Raise `NoTokenAllowedError` if nothing is allowed.
-    """
+    """Return all tokens that `allows` permits and whose scores are above minus infinity. Raise
+    `NoTokenAllowedError`."""
     possible = np.flatnonzero(scores > -np.inf)
     kept = possible[allows(possible)]
     if not len(kept):
@@ -93,8 +84,7 @@ def allowed(scores: Scores, allows: Allows) -> Candidates:
 
 
 def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
-    """Return the k best tokens of float[n_vocab] that `allows` permits. It is asked about the best ones, and about all
-    only if too few of these are allowed. Raise `NoTokenAllowedError` if nothing is allowed."""
+    """Return the k best tokens that `allows` permits, asked about the best first. Raise `NoTokenAllowedError`."""
     for n in (max(k, _FIRST), _MORE * max(k, _FIRST)):
         kept = best(scores, n)
         kept = kept[allows(kept)][:k]
@@ -107,8 +97,7 @@ def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
 
 
 # --- biases and penalties ---------------------------------------------------------------------------
-# They take and return the scores of the affected tokens only. The arithmetic is done in the precision of the scores,
-# which for logits is llama.cpp's.
+# They take and return the scores of the affected tokens only, in the precision of these.
 
 
 def logit_bias(scores: Scores, bias: ProbArray) -> Scores:
@@ -119,19 +108,14 @@ def logit_bias(scores: Scores, bias: ProbArray) -> Scores:
 def penalties(
     scores: Scores, counts: ProbArray, repeat: float, frequency: float, presence: float
 ) -> Scores:
-    """Lower the scores of tokens that occurred `counts` (float64[n], all positive) times.
-
-    `repeat` divides positive scores and multiplies the others (CTRL, Keskar et al.,
-    arXiv:1909.05858, which only divides: that would favour a token whose score is negative);
-    1 changes nothing. `frequency` is subtracted for every occurrence, `presence` once.
-    """
+    """Lower the scores of tokens that occurred `counts` times, float64[n]. `repeat` divides positive scores and
+    multiplies others (CTRL, Keskar et al., arXiv:1909.05858, only divides, which favours negative ones)."""
     scores = np.where(scores <= 0.0, scores * repeat, scores / repeat)
     return scores - (counts.astype(scores.dtype) * frequency + presence)
 
 
 def occurrences(history: TokenArray, last_n: int) -> tuple[TokenArray, ProbArray]:
-    """Return the tokens among the last n of int64[n_history] (n < 0: all) and how often each occurs:
-    increasing ids int64[m], counts float64[m]."""
+    """Return the tokens among the last n, and how often each occurs: increasing ids int64[m], float64[m]."""
     token_ids, counts = np.unique(last(history, last_n), return_counts=True)
     return token_ids, counts.astype(np.float64)
 
@@ -144,11 +128,8 @@ def last(history: TokenArray, n: int) -> TokenArray:
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """Divide scores by t; t <= 0 keeps only the most likely token, the lowest id among equals.
-
-    For a whole vocabulary the result is a new float64[n_vocab], which is exact enough that different
-    scores stay different. So it does not matter whether top-k comes before or after.
-    """
+    """Divide scores by t; t <= 0 keeps only the likeliest, the lowest id among equals. The result is float64, so that
+    different scores stay different, and top-k may come before or after."""
     if t <= 0.0:
         position = 0 if candidates.is_ranked else int(candidates.scores.argmax())
         return candidates.take(np.array([position]), candidates.size, is_ranked=True)
@@ -160,13 +141,8 @@ def temperature(candidates: Candidates, t: float) -> Candidates:
 def dynamic_temperature(
     candidates: Candidates, t: float, spread: float, exponent: float
 ) -> Candidates:
-    """Choose a temperature between t - spread (at least 0) and t + spread: high where the model is unsure,
-    low where it is sure. It follows the entropy, divided by the largest entropy of this number of
-    candidates, to the power `exponent`.
-
-    (llama.cpp's temp_ext, "entropy" dynamic temperature by kalomaze; Zhu et al.,
-    arXiv:2309.02772, for the idea.)
-    """
+    """Choose a temperature between t - spread and t + spread, high where the model is unsure: by the entropy relative
+    to its largest, to the power `exponent` (llama.cpp's temp_ext; Zhu et al., arXiv:2309.02772, for the idea)."""
     if candidates.size <= 1:
         return candidates
     low, high = max(0.0, t - spread), t + spread
@@ -179,10 +155,7 @@ def dynamic_temperature(
 
 
 def softmax(candidates: Candidates, t: float) -> Distribution:
-    """Return the distribution over the candidates at temperature t > 0.
-
-    Tokens whose probability is too small for a float64 are left out.
-    """
+    """Return the distribution at temperature t > 0, without probabilities too small for a float64."""
     # In place: for a whole vocabulary new arrays cost as much as the arithmetic.
     probs: ProbArray = candidates.scores.astype(np.float64)
     probs -= candidates.top()
@@ -214,11 +187,8 @@ def top_k(candidates: Candidates, k: int) -> Candidates:
 
 
 def top_p(candidates: Candidates, p: float) -> Candidates:
-    """Keep the shortest run of most likely tokens whose mass reaches p: nucleus sampling (Holtzman et al.,
-    arXiv:1904.09751), for p < 1.
-
-    llama.cpp adds in float32, so a token at the very edge may be on the other side there.
-    """
+    """Keep the shortest run of likeliest tokens whose mass reaches p < 1 (Holtzman et al., arXiv:1904.09751). llama.cpp
+    adds in float32, so a token at the very edge may be on the other side there."""
     if candidates.is_ranked:
         cumulative = np.exp(candidates.scores - candidates.scores[0]).cumsum()
         return candidates.first(int(cumulative.searchsorted(p * cumulative[-1])) + 1)
@@ -228,20 +198,14 @@ def top_p(candidates: Candidates, p: float) -> Candidates:
 
 
 def min_p(candidates: Candidates, p: float) -> Candidates:
-    """Keep the tokens at least p times as likely as the most likely one (Nguyen et al., arXiv:2407.01082),
-    for p > 0."""
+    """Keep tokens at least p > 0 times as likely as the likeliest (Nguyen et al., arXiv:2407.01082)."""
     top = candidates.top()
     return _at_least(candidates, min(top + math.log(p), top))
 
 
 def typical(candidates: Candidates, p: float) -> Candidates:
-    """Keep the shortest run of most typical tokens whose mass exceeds p. The most typical tokens are those
-    whose surprise, -log probability, is nearest to its mean, the entropy (Meister et al.,
-    arXiv:2202.00666), for p < 1.
-
-    Tokens with probability 0 are left out. In llama.cpp one such token makes the entropy NaN, and
-    the kept tokens are then arbitrary.
-    """
+    """Keep the shortest run of tokens whose surprise is nearest to the entropy and whose mass exceeds p < 1 (Meister et
+    al., arXiv:2202.00666), without probability 0, which makes llama.cpp's entropy NaN and its result arbitrary."""
     masses, total = _masses(candidates.scores)
     possible = np.flatnonzero(masses)
     probs = masses[possible].astype(np.float64) / total
@@ -253,12 +217,8 @@ def typical(candidates: Candidates, p: float) -> Candidates:
 
 
 def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
-    """Keep the tokens whose score is at most n standard deviations below the largest one (Tang et al.,
-    arXiv:2411.07641), for n > 0.
-
-    The standard deviation is that of all finite scores. llama.cpp keeps the others in its
-    list, with a score of minus infinity.
-    """
+    """Keep tokens at most n > 0 standard deviations, of all finite scores, below the largest (Tang et al.,
+    arXiv:2411.07641). llama.cpp keeps the others with minus infinity."""
     if candidates.size <= 1:
         return candidates
     scores = candidates.scores
@@ -268,13 +228,8 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 
 
 def xtc(candidates: Candidates, threshold: float) -> Candidates:
-    """Remove the most likely candidates: of those with a probability of at least `threshold` only the least
-    likely one is kept ("exclude top choices", by p-e-w,
-    github.com/oobabooga/text-generation-webui/pull/6335). The threshold is 1/2 at most.
-
-    XTC removes tokens only with a given probability, which the chain takes into account. Return
-    `candidates` itself if there is nothing to remove.
-    """
+    """Of the candidates of at least `threshold` (1/2 at most) keep only the least likely ("exclude top choices", p-e-w,
+    github.com/oobabooga/text-generation-webui/pull/6335). The chain knows the chance of it. Unchanged: `candidates`."""
     masses, total = _masses(candidates.scores)
     # The token that is kept is never one that cannot be drawn, not even at threshold 0.
     above = np.flatnonzero(masses >= max(threshold * total, float(np.finfo(masses.dtype).tiny)))
@@ -308,8 +263,7 @@ def _masses(scores: Scores) -> tuple[Scores, float]:
 def _shortest(
     order_by: Scores, masses: Scores, enough: float, side: Literal["left", "right"]
 ) -> TokenArray:
-    """Return positions of the shortest run, by descending `order_by`, whose mass reaches `enough` (side
-    "left") or exceeds it ("right"); all if it never does. Sort as few as possible."""
+    """Return the shortest run, by descending `order_by`, whose mass reaches `enough` or exceeds it."""
     n = _NUCLEUS_START
     while True:
         positions = best(order_by, n)

@@ -8,6 +8,7 @@ export class Figures {
   #nAccepted = 0;
   #progress = null; // how far the prompt is read
   #last = {}; // the chunk that has the server's own figures
+  #finished = null; // the event
 
   constructor(now) {
     this.#started = this.#now = now;
@@ -15,6 +16,8 @@ export class Figures {
 
   count(chunk, pieces, now) {
     this.#now = now;
+    pieces = pieces.filter(({ kind }) => kind !== "rejected");
+    this.#finished = chunk.events?.find(({ event }) => event === "finished") ?? this.#finished;
     this.#nTokens += pieces.length;
     this.#nAccepted += pieces.filter((piece) => piece.kind === "accepted").length;
     if (pieces.length && this.#first === null) {
@@ -30,6 +33,11 @@ export class Figures {
   get nTotal() {
     const { timings } = this.#last;
     return timings ? timings.cache_n + timings.prompt_n + timings.predicted_n : 0;
+  }
+
+  // How many passes of the target added one token, two, and so on.
+  get rounds() {
+    return this.#finished?.n_drafted ? this.#finished.rounds_by_tokens : [];
   }
 
   // While the answer comes: what the page counted itself.
@@ -60,6 +68,8 @@ export class Figures {
     }
     if (speculative?.estimated_speedup_range) {
       parts.push(gain(speculative.estimated_speedup_range));
+    } else if (this.#finished?.estimated_speedup) {
+      parts.push("what drafts saved is not known, since the machine was busy");
     }
     if (speculative?.n_drafted) {
       parts.push(`${speculative.mean_accepted_length.toFixed(1)} tokens per pass of the target`);

@@ -25,10 +25,13 @@ marked.use({
   },
 });
 
-// Show a text in an element. Blocks that it shows already stay, and with them a selection in these.
-export function showMarkdown(element, text) {
+// Show a text in an element; `mark` changes what was rendered before. Blocks that it shows already stay,
+// and with them a selection in these.
+export function showMarkdown(element, text, mark) {
   const old = [...element.childNodes];
-  const blocks = [...rendered(text).childNodes];
+  const fragment = rendered(text);
+  mark(fragment);
+  const blocks = [...fragment.childNodes];
   const firstNew = blocks.findIndex((block, number) => !old[number]?.isEqualNode(block));
   const nKept = firstNew < 0 ? blocks.length : firstNew;
   old.slice(nKept).forEach((block) => block.remove());

@@ -14,7 +14,8 @@ const LONGEST_MS = 20; // without a pause
 const TOO_SMALL =
   "shorten the question, begin a new conversation, or start the server with a larger context (-c)";
 const COPIED_MS = 1500;
-const SETTINGS = ["model", "draft", "colours", "temperature", "max-tokens", "system"];
+const SETTINGS = ["model", "draft", "colours", "rejected", "temperature", "max-tokens", "system"];
+const N_LIKELIEST = 5; // tokens of the target whose probabilities a replay has
 
 let turns = [];
 let isUnknown = false; // whether the model is not loaded yet
@@ -47,10 +48,18 @@ part("new").addEventListener("click", () => {
   running?.abort();
   turns = [];
   keepTurns();
-  conversation.replaceChildren();
+  conversation.querySelectorAll(".turn").forEach((element) => element.remove());
   question.focus();
 });
-part("colours").addEventListener("change", () => following(showColours));
+for (const name of ["colours", "rejected"]) {
+  part(name).addEventListener("change", () => following(showColours));
+}
+for (const example of document.querySelectorAll(".example")) {
+  example.addEventListener("click", () => {
+    question.value = example.textContent.replace(/\s+/g, " ").trim();
+    part("composer").requestSubmit();
+  });
+}
 part("composer").addEventListener("change", keepSettings);
 conversation.addEventListener("click", (event) => {
   const button = event.target.closest(".copy");
@@ -100,10 +109,18 @@ function valueOf(name) {
   return part(name).type === "checkbox" ? "checked" : "value";
 }
 
-// Tokens with their colours, or Markdown.
+// Whether tokens have colours, and whether rejected ones are shown.
 function showColours() {
   document.body.classList.toggle("colours", part("colours").checked);
-  turns.forEach((turn) => turn.draw());
+  document.body.classList.toggle("shows-rejected", part("colours").checked && part("rejected").checked);
+  part("rejected").disabled = !part("colours").checked;
+}
+
+// Save a file on the user's disk.
+function save(blob, name) {
+  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
 // Copy a block of code or a whole answer, whatever the button stands at.
@@ -170,6 +187,7 @@ function append(turn) {
     question.value = [turn.question, question.value].filter(Boolean).join("\n\n");
     question.focus();
   };
+  turn.onreplay = async () => save(await turn.replay(), "specgen-replay.html");
   turns.push(turn);
   conversation.append(turn.element);
 }
@@ -230,7 +248,7 @@ function takeBack(turn) {
 }
 
 function settings() {
-  const given = { model: part("model").value, speculative: { draft: part("draft").checked, pieces: true } };
+  const given = { model: part("model").value, speculative: { draft: part("draft").checked, events: true } };
   const temperature = part("temperature").valueAsNumber;
   const maxTokens = part("max-tokens").valueAsNumber;
   if (!Number.isNaN(temperature)) {
@@ -238,6 +256,9 @@ function settings() {
   }
   if (!Number.isNaN(maxTokens)) {
     given.max_tokens = maxTokens;
+  }
+  if (document.body.classList.contains("shows-rejected")) {
+    Object.assign(given, { logprobs: true, top_logprobs: N_LIKELIEST });
   }
   return given;
 }

@@ -2,7 +2,7 @@
 
 import { Figures } from "./figures.js";
 import { showMarkdown } from "./markdown.js";
-import { tokenElement } from "./marks.js";
+import { markTokens, piecesOf } from "./marks.js";
 
 const MOST_TOKENS = "cut off at the most tokens allowed";
 const STOPPED = "stopped";
@@ -19,6 +19,7 @@ export class Turn {
   #answer;
   #figures = new Figures(performance.now());
   #pieces = [];
+  #events = []; // all of them, as long as the page is open
   #isCut = false; // whether the answer ended before its end
   #isRunning = true;
   #following;
@@ -41,8 +42,8 @@ export class Turn {
     const turn = new Turn(question, following);
     turn.#isRunning = false;
     turn.#pieces = pieces.map(([text, kind, origin]) => ({ text, kind, origin }));
-    turn.text = text ?? pieces.map(([text]) => text).join("");
-    turn.thought = thought ?? "";
+    turn.text = text;
+    turn.thought = thought;
     turn.draw();
     turn.#show(figures);
     turn.#showError(error);
@@ -69,6 +70,10 @@ export class Turn {
     this.#part("edit").addEventListener("click", listener);
   }
 
+  set onreplay(listener) {
+    this.#part("replay").addEventListener("click", listener);
+  }
+
   // The messages of a conversation for the server. A question without an answer is none of them:
   // templates want user and assistant in turn.
   messages() {
@@ -82,34 +87,32 @@ export class Turn {
     const choice = chunk.choices?.[0];
     const content = choice?.delta?.content ?? "";
     const thought = choice?.delta?.reasoning_content ?? "";
-    const plain = [content, thought].filter((text) => text).map((text) => ({ text, kind: "plain" }));
-    const pieces = chunk.pieces ?? plain;
+    const pieces = piecesOf(chunk.events ?? []);
     this.#figures.count(chunk, pieces, performance.now());
+    this.#events.push(...(chunk.events ?? []));
     this.#pieces.push(...pieces);
     this.text += content;
     this.thought += thought;
-    if (showsTokens()) {
-      this.#answer.append(...elements(pieces));
-    } else {
-      const pause = Math.max(PAUSE_MS, PAUSES_PER_DRAWING * this.#drawMs);
-      this.#timer ??= setTimeout(() => this.#following(() => this.draw()), pause);
-    }
+    const pause = Math.max(PAUSE_MS, PAUSES_PER_DRAWING * this.#drawMs);
+    this.#timer ??= setTimeout(() => this.#following(() => this.draw()), pause);
     this.#isCut ||= choice?.finish_reason === "length";
     this.#show(this.#figures.running());
   }
 
-  // Show the answer: its tokens or its Markdown.
   draw() {
     clearTimeout(this.#timer);
     this.#timer = null;
     const started = performance.now();
-    this.#part("thought").textContent = showsTokens() ? "" : this.thought.trim();
-    if (showsTokens()) {
-      this.#answer.replaceChildren(...elements(this.#pieces));
-    } else {
-      showMarkdown(this.#answer, this.text);
-    }
+    this.#part("thought").textContent = this.thought.trim();
+    showMarkdown(this.#answer, this.text, (root) => markTokens(root, this.text, this.#pieces));
     this.#drawMs = performance.now() - started;
+  }
+
+  // A page of one file in which the answer grows as it did.
+  async replay() {
+    const page = await (await fetch("page/replay.html")).text();
+    const events = JSON.stringify(this.#events).replaceAll("<", "\\u003c");
+    return new Blob([page.replace("DATA_HERE", () => events)], { type: "text/html" });
   }
 
   // `nContext` is the most tokens of a prompt and its answer, null if it is not known.
@@ -131,6 +134,8 @@ export class Turn {
   #end(how) {
     this.#isRunning = false;
     this.draw();
+    this.#part("rounds").replaceChildren(...bars(this.#figures.rounds));
+    this.#part("replay").hidden = !this.#events.some(({ event }) => event === "committed");
     this.#show(this.#figures.final(), how);
   }
 
@@ -153,14 +158,17 @@ function contextFull(nContext) {
     `the server with a larger context (-c ${2 * nContext})`;
 }
 
-function elements(pieces) {
-  return pieces.filter((piece) => piece.text).map(tokenElement);
+// A bar for each number of tokens, as high as the share of the passes that added so many.
+function bars(nRounds) {
+  return nRounds.map((n, index) => {
+    const bar = document.createElement("span");
+    bar.textContent = index + 1;
+    bar.title = `${n} of the passes added ${index + 1}`;
+    bar.style.setProperty("--share", n / Math.max(...nRounds));
+    return bar;
+  });
 }
 
 function joined(...parts) {
   return parts.filter((part) => part).join(" · ");
-}
-
-function showsTokens() {
-  return document.body.classList.contains("colours");
 }

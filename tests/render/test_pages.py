@@ -6,7 +6,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser
 
-from specgen.render.replay import write_replay
+from specgen.render.pages import write_replay
 from tests.helpers.browser import browser
 from tests.helpers.events import Script
 
