@@ -18,7 +18,7 @@ from specgen.method.backend import Backend
 from specgen.method.draft import Branches
 from specgen.method.tables import CostTable
 from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
-from specgen.text.prefix import n_common
+from specgen.text.text_state import n_common
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from specgen.errors import OutputError, UsageError
 from specgen.method.backend import Vocabulary
 from specgen.system.files import locked, replace_bytes
-from specgen.text.prefix import n_common
+from specgen.text.text_state import n_common
 
 #: int32[n]: token ids, or positions.
 IntArray: TypeAlias = npt.NDArray[np.int32]

@@ -15,8 +15,7 @@ from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
 from specgen.method.tables import FREE, Price
 from specgen.system.arrays import Logits
-from specgen.text.prefix import n_common
-from specgen.text.text_state import Cascade
+from specgen.text.text_state import Cascade, n_common
 
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
 #: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).

@@ -24,9 +24,8 @@ from specgen.method.policy import RoundPlan
 from specgen.method.tables import Price
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
-from specgen.text.prefix import n_common
 from specgen.text.sampling import Sampler, likeliest
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Shaper, TextState, n_common
 
 #: Bytes of the text that are spelled again with what follows them, and those that the target's tokenizer is shown
 #: before a draft: tokenizers look back.
