@@ -1,7 +1,5 @@
-"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add.
-
-A draft model looks by a decode, decoder heads look at the target's hidden states. Drafts grow in the same way for all.
-"""
+"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add. A draft model
+looks by a decode, decoder heads look at the target's hidden states."""
 
 from __future__ import annotations
 
@@ -272,10 +270,8 @@ class Levels(Tree):
 
 @dataclass(eq=False)
 class Walks(Tree):
-    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is drawn.
-
-    If there is no room for all, there are fewer or shorter chains; this is decided before anything is drawn.
-    """
+    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is drawn. If there is
+    no room for all, there are fewer or shorter ones; this is decided before anything is drawn."""
 
     def __post_init__(self) -> None:
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]

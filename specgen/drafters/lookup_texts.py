@@ -83,8 +83,7 @@ class Matches(ABC):
         return Match(match.length + 1, tuple(places))
 
     def followers(self, match: Match) -> dict[int, tuple[int, int]]:
-        """Return the tokens that follow a match, each with its number of occurrences and the position of
-        the last one."""
+        """Return the tokens that follow a match, each with its number of occurrences and the place of the last one."""
         followers: dict[int, tuple[int, int]] = {}
         for place in match.places:
             token = self._token_at[place]
@@ -169,19 +168,16 @@ def _backwards(tokens: IntArray) -> bytes:
 
 
 def joined(texts: Iterable[Sequence[int] | IntArray]) -> IntArray:
-    """Return the tokens of texts, without empty ones, with a separator behind each: int32[n]."""
     parts = [np.array([*text, SEPARATOR], np.int32) for text in texts if len(text)]
     return np.concatenate(parts) if parts else _NOTHING
 
 
 def split(tokens: IntArray) -> list[IntArray]:
-    """Return the texts that `joined` joined."""
     ends = np.flatnonzero(tokens == SEPARATOR)
     return [text[:-1] for text in np.split(tokens, ends + 1)[:-1]]
 
 
 def _save(path: Path, **arrays: IntArray) -> None:
-    """Write arrays to a file, replacing it whole. Raise `OSError`."""
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     replace_bytes(path, file.getvalue())
@@ -201,12 +197,10 @@ def load_corpus(
 ) -> SuffixArray:
     """Load the texts of files and folders as tokens of `vocabulary`.
 
-    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden files,
-    links, and files in hidden folders. A file whose name ends in .jsonl or .ndjson has records, one
-    JSON object a line, with texts, or lists and objects with texts, in any of the `FIELDS`.
-    The array is kept in the folder `cache` until the files change; `fingerprint` identifies the vocabulary.
-    Raise `UsageError` if there is no text or too much, or if a file that is named is not text.
-    """
+    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden ones and links. A .jsonl or
+    .ndjson file has records, one JSON object a line, with texts, or lists and objects with texts, in the `FIELDS`. The
+    array is kept in the folder `cache` until the files change; `fingerprint` identifies the vocabulary. Raise
+    `UsageError` if there is no text or too much, or if a file that is named is not text."""
     files = [file for path in paths for file in _files(path)]
     named = f"--lookup-file {', '.join(map(str, paths))}"
     n_bytes = sum(about.st_size for _, about, _ in files)

@@ -33,10 +33,8 @@ class Guesses:
     """A cheaper drafter that guesses the tokens of a draft model (Spector & Re, arXiv:2308.04623, section 3.2).
 
     The draft model decodes the guessed tokens in one batch, draws each token from its own distribution, and goes on in
-    the same batch while the drawn token is the guessed one (the rule of `MatchVerifier`). So its tokens and their
-    distributions are those that it would have without guesses. A policy decides how much to guess, by the costs of the
-    draft model's decodes.
-    """
+    the same batch while the drawn token is the guessed one, as `MatchVerifier` does: so it drafts what it would without
+    guesses. A policy decides how much to guess, by the costs of the draft model's decodes."""
 
     def __init__(self, drafters: Cascade, policy: Policy) -> None:
         self._drafters = drafters

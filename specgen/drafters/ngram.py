@@ -1,9 +1,6 @@
-"""Prompt lookup: draft what followed an earlier occurrence of the text's ending, in the text itself,
-in files or in earlier answers.
-
-(Saxena, "Prompt Lookup Decoding", 2023; LLMA, Yang et al., arXiv:2304.04487; counts of what followed:
-Hu et al., "SAM Decoding", arXiv:2411.10666.)
-"""
+"""Prompt lookup: draft what followed an earlier occurrence of the text's ending, in the text itself, in files or in
+earlier answers (Saxena, "Prompt Lookup Decoding", 2023; LLMA, Yang et al., arXiv:2304.04487; counts of what followed:
+Hu et al., "SAM Decoding", arXiv:2411.10666)."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ TEXT_ORIGIN, LOOKUP_ORIGIN = "ngram", "lookup"
 _CLEARLY_LONGER = 2
 #: The token that followed last is drafted, unless another one followed this many times as often.
 _CLEARLY_OFTENER = 3
-#: A token's odds for each token of the match and each occurrence that it followed, and how much each
-#: other occurrence takes from them.
+#: A token's odds for each token of the match and occurrence that it followed, and what each other one takes from them.
 _ODDS_A_TOKEN, _DISSENT = 0.35, 2.0
 #: The most occurrences of an n-gram among which the longest match is looked for, the latest.
 _MOST_SEARCHED = 1024
@@ -103,16 +99,13 @@ class _Guess(NamedTuple):
 
 
 class SuffixDrafter(Drafter):
-    """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the
-    text's ending. That ending includes the draft so far.
+    """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the text's ending and the
+    draft so far.
 
-    Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match`
-    tokens counts as one of `max_match`. `corpora` are followed where their match is clearly longer
-    than the text's own; of equally long matches that in the last corpus. It does not ask the plan: a
-    draft costs microseconds, and its probabilities show where to cut it.
-
-    With `n_children` above 1 the draft is a tree of at most `n_deepest` levels: where occurrences went
-    on in different ways, the likeliest few become branches. It has the nodes with the likeliest paths.
+    Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match` tokens counts as one of
+    `max_match`. `corpora` are followed where their match is clearly longer than the text's own; of equally long matches
+    that in the last corpus. It does not ask the plan: a draft costs microseconds, and its probabilities show where to
+    cut it. With `n_children` above 1 the draft is a tree of at most `n_deepest` levels, of the likeliest paths.
     """
 
     name = TEXT_ORIGIN
@@ -128,10 +121,8 @@ class SuffixDrafter(Drafter):
     ) -> None:
         if not 1 <= min_match <= max_match:
             raise ValueError(f"matches of {min_match} to {max_match} tokens")
-        self._min_match = min_match
-        self._max_match = max_match
-        self._n_children = n_children
-        self._n_deepest = n_deepest
+        self._min_match, self._max_match = min_match, max_match
+        self._n_children, self._n_deepest = n_children, n_deepest
         self._text = TextIndex(min_match)
         #: Where matches are looked for: the text itself first.
         self._sources: tuple[Matches, ...] = (self._text, *corpora)

@@ -34,14 +34,10 @@ _PARD = re.compile(r"(?<![a-z])pard-?2?(?![a-z0-9])", re.IGNORECASE)
 class ParallelDrafter(ModelDrafter):
     """Drafts with a model that was trained to predict K tokens in one decode (PARD, arXiv:2504.18583).
 
-    The decode has the tokens that the model has not read yet and K - 1 times the token `mask`. The row of the last
-    token of the text predicts the next token, as in any model, and the row of mask i predicts token i + 1. The plan
-    says how many rows that are: as many as it would look at if all were as sure as those before. Then it decides by
-    their confidence how many tokens are drafted.
-
-    A row does not depend on the tokens drafted before, so each drawn token is from a distribution that is known
-    before, which suits every verifier. In a tree all nodes of one depth have children from one row. The masks leave
-    the cache right after the decode, and the drafted tokens that become text are read with the next one.
+    The decode has the tokens that the model has not read yet and K - 1 times the token `mask`, whose rows predict the
+    further tokens. There are as many rows as the plan would look at if all were as sure as those before. A row does not
+    depend on the tokens drafted before, so each token is drawn from a distribution that is known before, which suits
+    every verifier. In a tree all nodes of one depth have children from one row.
     """
 
     def __init__(

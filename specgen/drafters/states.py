@@ -100,7 +100,6 @@ class StatesCache:
         return row
 
     def state(self) -> Hidden:
-        """Return the hidden state of the last row, float32[n_embd]."""
         return self._backend.state(self._sequence)
 
     def drop_drafted(self) -> None:
@@ -179,10 +178,8 @@ class StatesDrafter(Drafter):
 class LayerDrafter(StatesDrafter):
     """Drafts with a layer that has a cache: a chain or a tree.
 
-    Its row of a token reads the hidden state before the token: the target's or, behind what the target has read, the
-    layer's own. The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its
-    last row begins the draft. Rows of drafted tokens are dropped afterwards, since the target's states of the accepted
-    ones are better.
+    The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its last row
+    begins the draft. Rows of drafted tokens are dropped afterwards: the target's states of the accepted ones are better.
     """
 
     name = "mtp"

@@ -154,7 +154,6 @@ class Draft:
         return nodes[::-1]
 
     def text(self, node: int) -> tuple[int, ...]:
-        """Return the tokens of the path to `node`."""
         if self.is_chain:
             return self.tokens[: node + 1]
         return tuple([self.tokens[i] for i in self.path(node)])
@@ -163,7 +162,6 @@ class Draft:
         return [node for node in range(len(self.tokens)) if not self.children[node]]
 
     def first(self, n: int) -> Draft:
-        """Return the first n nodes, which are a tree too; see `only`."""
         return self.only(range(min(n, len(self.tokens))))
 
     def only(self, nodes: Sequence[int]) -> Draft:
