@@ -72,7 +72,6 @@ class Expansion(ABC):
         return self.grow(rows[0], rows_beyond)
 
     def child(self, node: int, token: int) -> int | None:
-        """Return the child of a node, or of `ROOT`, with this token."""
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
@@ -81,7 +80,6 @@ class Expansion(ABC):
     def _add(
         self, parent: int, token: int, probability: float | None, source: Distribution | None = None
     ) -> None:
-        """Add a node behind its siblings."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)

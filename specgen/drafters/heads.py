@@ -23,9 +23,10 @@ from specgen.text.hidden_trail import LastHidden
 
 #: The most tokens behind those that the target has read: its own, and those that a grammar or another drafter added.
 _MOST_UNREAD = 16
-#: The numbers of states whose looks are timed, and how often each is.
-_LOOKS = (1, 2, 4, 8)
-_N_REPEATS = 5
+_LOOKS, _N_REPEATS = (
+    (1, 2, 4, 8),
+    5,
+)  # the numbers of states whose looks are timed, and how often each is
 
 
 class HeadsDrafter(Drafter):

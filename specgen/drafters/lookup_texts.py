@@ -34,28 +34,23 @@ _DAMAGE: Final = (
 )
 #: The longest match that is looked for, in tokens, and the most occurrences of it that are looked at.
 MAX_MATCH, MAX_PLACES = 32, 100
-#: Stands behind each text of a corpus; no token.
-SEPARATOR = -1
+SEPARATOR = -1  # behind each text of a corpus; no token
 #: Larger files in folders are left out: people hardly write such files. More in all is refused: sorting takes a
 #: hundred and fifty bytes of memory a token.
 MAX_FILE_BYTES, MAX_CORPUS_BYTES = 4 << 20, 16 << 20
 #: The fields of a record that may hold text, in the order in which they are taken.
 FIELDS = ("prompt", "turns", "content", "text", "answer")
 _RECORD_ENDINGS = (".jsonl", ".ndjson")
-#: The version of the arrays in the cache: to be raised if the same files give another array.
-_VERSION = 2
-#: The most bytes that a store holds; if it grows beyond that, its older half is removed.
-MAX_STORE_BYTES = 8 << 20
+_VERSION = 2  # of the arrays in the cache: to be raised if the same files give another array
+MAX_STORE_BYTES = 8 << 20  # of a store; if it grows beyond that, its older half is removed
 #: Texts that are not in the saved array get an array of their own, until they have more tokens than
 #: this, and more than this share of the saved tokens.
 MAX_NEW, _NEW_PART = 16384, 0.25
-#: The longest wait for another process that adds a text, in seconds.
-_WAIT_S = 2.0
+_WAIT_S = 2.0  # the longest wait for another process that adds a text
 
 
 class Match(NamedTuple):
-    """An ending of `length` tokens that occurs in a text. `places` are the indices of the tokens that
-    follow it, one for each occurrence, in no particular order; there is at least one."""
+    """An ending of `length` tokens that occurs in a text, and the indices of the tokens that follow it, at least one."""
 
     length: int
     places: tuple[int, ...]
@@ -109,8 +104,7 @@ class SuffixArray(Matches):
 
     @classmethod
     def build(cls, texts: Iterable[Sequence[int] | IntArray]) -> SuffixArray:
-        """Sort these texts of token ids. Among equally frequent followers the last one wins, so put the best text
-        last."""
+        """Sort these texts. Among equally frequent followers the last one wins, so put the best text last."""
         tokens = joined(texts)
         # As bytes, the highest first, slices compare as the tokens do.
         rows = np.ndarray(len(tokens), f"S{4 * MAX_MATCH}", _backwards(tokens), strides=(4,))
@@ -234,8 +228,7 @@ def _digest(*parts: object) -> bytes:
 
 
 def _files(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
-    """Yield files, and whether each is what the user named: it has to be text then. The files of a folder come in
-    the order of their paths."""
+    """Yield files in the order of their paths, and whether each is what the user named: it has to be text then."""
     try:
         path = path.expanduser().resolve(strict=True)
         about = path.stat()
@@ -333,8 +326,7 @@ class EarlierTexts:
             _save(self.folder / "tokens.npz", tokens=joined(texts))
 
     def arrays(self) -> tuple[SuffixArray, ...]:
-        """Return all texts in arrays that can be searched, the newest texts in the last one. Most texts are
-        in a saved array, which is rebuilt only when many texts are not in it."""
+        """Return all texts, the newest in the last array. Most are in a saved one, rebuilt when many are not in it."""
         tokens, place = joined(texts_in(self.folder)), self.folder / "texts.npz"
         saved = SuffixArray.load(place)
         n_saved = len(saved) if saved is not None else 0

@@ -25,8 +25,7 @@ _N_SINK = 4
 _N_WINDOW = 256
 #: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
 N_USUAL = 2
-#: How fast the seconds of a drafted token follow the latest ones.
-_RATE = 0.1
+_RATE = 0.1  # how fast the seconds of a drafted token follow the latest ones
 
 
 class Guesses:
@@ -62,8 +61,7 @@ class Guesses:
     def after(
         self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int
     ) -> Generator[Ask, Logits, Sequence[int]]:
-        """Guess at most `n_room` tokens that follow the draft. The last `n_before` tokens of the context
-        are drafted too, by another drafter."""
+        """Guess at most `n_room` tokens. The last `n_before` of the context are drafted too, by another drafter."""
         drafters, text, n_drafted = self._drafters, [*context, *drafted], n_before + len(drafted)
         n_same = n_common(self._shown, text[self._n_text :])
         if n_same < len(self._shown):  # some of what the drafter was shown did not become text
@@ -119,7 +117,6 @@ class Guesses:
         return f"the second draft guessed nothing: {self._plan.why}"
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`."""
         self._drafters.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
         self._shown, self._is_open = (), False
 
@@ -342,8 +339,7 @@ class ModelDrafter(Drafter):
         return rows_beyond
 
     def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; return the logits after the last `n_wanted` tokens,
-        float32[n_wanted, n_vocab], or fewer if the last batch has fewer."""
+        """Decode tokens in batches; return the logits after the last `n_wanted`, or fewer if the last batch has fewer."""
         backend, logits = self._backend, None
         first = backend.length(self._sequence)
         for start in range(0, len(tokens), backend.n_batch):

@@ -27,16 +27,18 @@ from specgen.method.tables import FREE, Price
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN, LOOKUP_ORIGIN = "ngram", "lookup"
-#: A corpus is followed if its match is longer than the text's own by at least this many tokens.
-_CLEARLY_LONGER = 2
-#: The token that followed last is drafted, unless another one followed this many times as often.
-_CLEARLY_OFTENER = 3
+_CLEARLY_LONGER = (
+    2  # a corpus is followed if its match is longer than the text's own by so many tokens
+)
+_CLEARLY_OFTENER = (
+    3  # the token that followed last is drafted, unless another followed so many times as often
+)
 #: A token's odds for each token of the match and occurrence that it followed, and what each other one takes from them.
 _ODDS_A_TOKEN, _DISSENT = 0.35, 2.0
-#: The most occurrences of an n-gram among which the longest match is looked for, the latest.
-_MOST_SEARCHED = 1024
-#: The most continuations that are drafted at one position of a tree without a fixed shape.
-_N_BRANCHES = 3
+_MOST_SEARCHED = (
+    1024  # occurrences of an n-gram, the latest, among which the longest match is looked for
+)
+_N_BRANCHES = 3  # the most continuations at one position of a tree without a fixed shape
 
 
 class TextIndex(Matches):
@@ -51,7 +53,6 @@ class TextIndex(Matches):
         self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def follow(self, text: Sequence[int]) -> None:
-        """Add the tokens of a text that are new."""
         tokens, n = self._tokens, self._min_match
         for token in text[len(tokens) :]:
             if len(tokens) >= n:
@@ -59,7 +60,6 @@ class TextIndex(Matches):
             tokens.append(token)
 
     def rewind(self, n_tokens: int) -> None:
-        """Take back all of the text's tokens but the first `n_tokens`."""
         tokens, n = self._tokens, self._min_match
         while len(tokens) > max(0, n_tokens):
             tokens.pop()
@@ -85,8 +85,7 @@ class TextIndex(Matches):
 
 
 def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
-    """Estimate the probability, in (0, 1), that a token follows if it followed `n_agreeing` of the
-    `n_occurrences` occurrences of the last `length` tokens."""
+    """Estimate how likely a token follows that followed `n_agreeing` of the occurrences of the last `length` tokens."""
     dissent = 1.0 + _DISSENT * (n_occurrences - n_agreeing)
     odds = _ODDS_A_TOKEN * length * n_agreeing / dissent
     return odds / (1.0 + odds)

@@ -21,12 +21,10 @@ from specgen.system.arrays import Logits
 if TYPE_CHECKING:
     from specgen.llama import LlamaModel
 
-#: The key of a mask token. Ordinary models have one too (Gemma's <mask>), so that it says nothing by itself.
-_MASK_KEY = "tokenizer.ggml.mask_token_id"
+_MASK_KEY = "tokenizer.ggml.mask_token_id"  # ordinary models have one too: Gemma's <mask>
 #: Where a file has the names of its model. Converters copy them from the model's page.
 _NAME_KEYS = ("general.name", "general.basename", "general.finetune", "general.base_model.0.name")
-#: How fast the usual confidence follows the latest ones.
-_RATE = 0.1
+_RATE = 0.1  # how fast the usual confidence follows the latest ones
 #: The method's name, which all published parallel drafts have in theirs: PARD-Qwen2.5-0.5B, PARD2-Qwen3-8B.
 _PARD = re.compile(r"(?<![a-z])pard-?2?(?![a-z0-9])", re.IGNORECASE)
 
@@ -106,11 +104,8 @@ class ParallelDrafter(ModelDrafter):
 
 
 def mask_token(model: LlamaModel, wanted: str) -> int | None:
-    """Return the mask token with which a model predicts several tokens at once; None if it predicts one.
-
-    `wanted` is ``auto`` (what the file says), ``off``, a token's number, or its text in the vocabulary. Raise
-    `UsageError` if the model has no such token.
-    """
+    """Return the mask token with which a model predicts several tokens at once; None if it predicts one. `wanted` is
+    ``auto`` (what the file says), ``off``, a token's number, or its text in the vocabulary. Raise `UsageError`."""
     if wanted == "off":
         return None
     vocabulary, found = model.vocabulary, None

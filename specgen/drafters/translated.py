@@ -30,13 +30,10 @@ _BEFORE, _SHOWN = 48, 32
 #: The most tokens that a new spelling may replace. If the spellings differ further back, the text was
 #: cut in the middle of something, and the old spelling stays.
 _MAX_REPLACED = 4
-#: The most tokens to take back at the end of the text.
-_MAX_HELD_BACK = 4
-#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with
-#: a letter or a space.
+_MAX_HELD_BACK = 4  # tokens to take back at the end of the text
+#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with a letter or a space.
 _ANCHOR = "\n"
-#: Longer than any run of this byte in a vocabulary.
-_BEHIND_ALL = b"\xff" * 64
+_BEHIND_ALL = b"\xff" * 64  # longer than any run of this byte in a vocabulary
 #: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
 _STRAY = re.compile("([\udc80-\udcff]+)")
 #: Tokens, and the end of each in bytes from the start of the text. Bytes that the vocabulary cannot represent belong
