@@ -1,166 +1,181 @@
-"""Draw a recorded run as an SVG picture.
+"""Draw recorded answers as a moving SVG picture: each token appears when it came.
 
-    specgen run --json "..." > run.jsonl
-    python scripts/make_picture.py run.jsonl --output docs/images/run.svg
+    specgen run --json --draft none "..." > plain.jsonl
+    specgen run --json "..." > drafted.jsonl
+    python scripts/make_picture.py plain.jsonl drafted.jsonl --output docs/images/run.svg
 
-Reads the events that `--json` prints, from a file or from stdin, and shows them as
-`--show all` does on a terminal: rejected tokens struck through in
-their place, then the summary and the legend.
+Reads the events that `--json` prints. All answers begin at the same time; rejected tokens are struck
+through in their place. A viewer that moves no pictures, or whose user wants none to move, shows the end.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import io
+import itertools
 import json
-import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
-from rich._export_format import CONSOLE_SVG_FORMAT
-from rich.console import Console
-from rich.text import Text
-
-from specgen.events import (
-    EVENT_TYPES,
-    DraftNode,
-    Event,
-    FinishedEvent,
-    Piece,
-    PromptEvent,
-    ReasonCount,
-    RejectedBranch,
-)
-from specgen.render.rows import STYLES, Flow, RoundReader, Row
-from specgen.render.summary import print_summary
-
-#: Rich's picture asks a server for its font; without, the reader's own monospace is taken.
-SVG_FORMAT = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-_TYPES = {kind.event: kind for kind in EVENT_TYPES}
-#: Fields that are lists of nested values.
-_PARTS: dict[str, type[Any]] = {
-    "nodes": DraftNode,
-    "pieces": Piece,
-    "rejected": RejectedBranch,
-    "undrafted": ReasonCount,
+#: Sizes in pixels; a character is as wide as in most fonts of this size.
+FONT, CHARACTER, LINE, MARGIN = 14, 8.43, 20, 16
+#: How long the end stays, in seconds of the picture.
+REST_S = 4.0
+STYLE = """
+text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #e6e6e3; white-space: pre }
+.faint { fill: #a3a29b }
+.accepted { fill: #5fce86; text-decoration: underline }
+.rejected { fill: #ff9b91; text-decoration: line-through }
+.corrected { fill: #f58be3; font-weight: 700 }
+.bonus { fill: #5bd2e6; font-weight: 700 }
+@media (prefers-reduced-motion) { * { animation: none !important } }
+"""
+LEGEND = {
+    "accepted": "drafted and kept",
+    "rejected": "drafted, refused",
+    "corrected": "the target's own instead",
+    "bonus": "its own after a whole draft",
 }
+Events = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token as it is shown, and when, in seconds from the beginning."""
+
+    text: str
+    kind: str
+    time_s: float
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
-        if options.events == "-":
-            events = list(read_events(sys.stdin))
-        else:
-            with Path(options.events).open(encoding="utf-8") as lines:
-                events = list(read_events(lines))
-        svg = draw(events, columns=options.columns, title=options.title)
+        answers = [read_events(path) for path in options.events]
+        svg = draw(answers, columns=options.columns, slower=options.slower)
     except (OSError, ValueError) as error:
-        print(f"error: {options.events}: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(svg, encoding="utf-8", newline="\n")
     return 0
 
 
-def draw(events: Iterable[Event], *, columns: int, title: str | None = None) -> str:
-    """The picture of a finished run. Raises `ValueError` if the events hold none."""
-    console = Console(
-        file=io.StringIO(),
-        record=True,
-        force_terminal=True,
-        color_system="truecolor",
-        no_color=False,
-        width=columns,
-        legacy_windows=False,
-        _environ={},
-    )
-    rounds, flow = RoundReader(), Flow(columns)
-    prompt: PromptEvent | None = None
-    finished: FinishedEvent | None = None
+def read_events(path: Path) -> Events:
+    """Return the events of a finished answer. Raise `OSError`; `ValueError` if there is none."""
+    found: Events = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
+    if not found or {found[0].get("event"), found[-1].get("event")} != {"prompt", "finished"}:
+        raise ValueError(f"{path}: the run did not finish")
+    return found
+
+
+def tokens_of(events: Events) -> Iterator[Token]:
+    rejected: list[str] = []
     for event in events:
-        completed = rounds.read(event)
-        if completed is not None:
-            flow.feed(completed.runs(shows_all=True))
-        elif isinstance(event, PromptEvent):
-            prompt = event
-        elif isinstance(event, FinishedEvent):
-            finished = event
-    if finished is None:
-        raise ValueError("the run did not finish")
-    for row in flow.finish():
-        console.print(row_text(row), no_wrap=True, crop=False, overflow="ignore")
-    draft = prompt.draft if prompt else None
-    kernels = prompt.kernels if prompt else None
-    print_summary(console, finished, draft=draft, kernels=kernels, show_legend=True)
-    if title is None:
-        title = f"{prompt.target} with {prompt.draft}" if prompt else "specgen run"
-    svg = console.export_svg(title=title, code_format=SVG_FORMAT, unique_id="specgen")
-    return svg.rstrip("\n") + "\n"
+        if event["event"] == "verified":
+            rejected = [branch["text"] for branch in event["rejected"]]
+        elif event["event"] == "committed":
+            pieces = [
+                Token(each["text"], each["kind"], event["time_s"]) for each in event["pieces"]
+            ]
+            n_kept = sum(each.kind == "accepted" for each in pieces)
+            wrong = [
+                Token(text.replace("\n", "↵"), "rejected", event["time_s"]) for text in rejected
+            ]
+            yield from (*pieces[:n_kept], *wrong, *pieces[n_kept:])
+            rejected = []
 
 
-def row_text(row: Row) -> Text:
-    """Return a row for Rich to print."""
-    text = Text(no_wrap=True, end="")
-    for part, mark in row.runs():
-        text.append(part, STYLES.get(mark))
-    return text
+def rows_of(tokens: Sequence[Token], columns: int) -> list[list[Token]]:
+    """Break the tokens into rows, between words where it can be."""
+    rows: list[list[Token]] = [[]]
+    width = 0
+    characters = [Token(each, token.kind, token.time_s) for token in tokens for each in token.text]
+    for is_space, group in itertools.groupby(characters, lambda each: each.text in " \n"):
+        word = list(group)
+        if not is_space and width and width + len(word) > columns:
+            rows.append([])
+            width = 0
+        for each in word:
+            if each.text == "\n" or width == columns:
+                rows.append([])
+                width = 0
+            if each.text != "\n" and (width or not is_space or len(word) > 1):
+                rows[-1].append(each)
+                width += 1
+    return rows
 
 
-def from_json_object(value: object) -> Event:
-    """Return the event of an object that `to_json_object` made.
+def draw(answers: Sequence[Events], *, columns: int, slower: float) -> str:
+    """Return the picture: the answers below one another, then what the colours mean."""
+    last_s = max(answer[-1]["time_s"] for answer in answers)
+    whole_s = slower * last_s + REST_S
+    times: dict[float, str] = {}
+    drawn: list[str] = []
+    y = MARGIN
 
-    Unknown fields are ignored. Raises `ValueError` if the value is no event, or lacks a field.
-    """
-    kind = _TYPES.get(str(value.get("event"))) if isinstance(value, dict) else None
-    if kind is None or not isinstance(value, dict):
-        raise ValueError(f"not an event: {str(value)[:80]}")
-    try:
-        # `nodes` is a list of values in an event, but a list of numbers in such a value.
-        parts = {
-            name: tuple(_build(_PARTS[name], part) for part in value[name])
-            for name in _names(kind)
-            if name in _PARTS and name in value
-        }
-        event: Event = _build(kind, value | parts)
-    except TypeError as error:  # it names the fields that are missing
-        raise ValueError(f"an incomplete {kind.event} event: {error}") from error
-    return event
+    def write(text: str, kind: str, column: int, time_s: float = 0.0) -> None:
+        shown = times.setdefault(time_s, f"t{len(times)}") if time_s else ""
+        names = " ".join(filter(None, (kind, shown)))
+        x, length = MARGIN + column * CHARACTER, len(text) * CHARACTER
+        drawn.append(
+            f'<text class="{names}" x="{x:.1f}" y="{y}" textLength="{length:.1f}">{escape(text)}</text>'
+        )
 
-
-def read_events(lines: Iterable[str]) -> Iterator[Event]:
-    """Yield the events in JSON Lines; empty lines are skipped. Raises a `ValueError` with the line's number
-    if a line is no event."""
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                event = from_json_object(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-            yield event
-
-
-def _build(kind: type[Any], value: dict[str, Any]) -> Any:
-    return kind(**{name: _tuple(value[name]) for name in _names(kind) if name in value})
-
-
-def _names(kind: type[Any]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
-
-
-def _tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
+    for answer in answers:
+        prompt, finished = answer[0], answer[-1]
+        y += LINE
+        drafts = "" if prompt["draft"] == "none" else f", drafts from {prompt['draft']}"
+        write(f"{prompt['target']}{drafts or ', without drafts'}", "faint", 0)
+        for row in rows_of(list(tokens_of(answer)), columns):
+            y += LINE
+            column = 0
+            for (kind, time_s), group in itertools.groupby(
+                row, lambda each: (each.kind, each.time_s)
+            ):
+                text = "".join(each.text for each in group)
+                if text.strip():
+                    indent = len(text) - len(text.lstrip())
+                    write(text.strip(), kind, column + indent, time_s)
+                column += len(text)
+        y += LINE + LINE // 4
+        said = f"{finished['n_tokens']} tokens in {finished['wall_s']:.1f} s"
+        if answer is not answers[0]:
+            said += f": {answers[0][-1]['wall_s'] / finished['wall_s']:.1f} times as fast"
+        write(said, "faint", 0, finished["time_s"])
+        y += LINE // 2
+    y += LINE
+    column = 0
+    for kind, meaning in LEGEND.items():
+        write(meaning, kind, column)
+        column += len(meaning) + 3
+    width, height = round(2 * MARGIN + columns * CHARACTER), y + MARGIN
+    frames = []
+    for time_s, name in times.items():
+        at = 100 * slower * time_s / whole_s
+        frames.append(
+            f"@keyframes {name}{{0%,{at:.2f}%{{opacity:0}}{at + 0.01:.2f}%,to{{opacity:1}}}}"
+            f".{name}{{animation:{name} {whole_s:.1f}s infinite}}"
+        )
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',
+        f"<style>{STYLE}{''.join(frames)}</style>",
+        f'<rect width="{width}" height="{height}" rx="8" fill="#1a1a19"/>',
+        *drawn,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("events", nargs="?", default="-", help="JSON Lines; - is stdin")
+    parser.add_argument("events", nargs="+", type=Path, help="files of JSON Lines, one an answer")
     parser.add_argument("--output", type=Path, default=Path("docs/images/run.svg"))
-    parser.add_argument("--columns", type=int, default=88, help="width of the window")
-    parser.add_argument("--title", help="of the window; by default the names of the models")
+    parser.add_argument("--columns", type=int, default=92, help="width of the picture")
+    parser.add_argument("--slower", type=float, default=2.0, help="how much slower than it was")
     return parser.parse_args(arguments)
 
 

@@ -223,7 +223,6 @@ class ReasonCount:
 
 
 def undrafted_text(reasons: Sequence[ReasonCount], n_rounds: int) -> str:
-    """Say why rounds drafted nothing, of `n_rounds` in all."""
     n_undrafted = sum(each.n_rounds for each in reasons)
     rounds = "1 round" if n_rounds == 1 else f"{n_rounds} rounds"
     why = "; ".join(f"{each.text} ({each.n_rounds})" for each in reasons)
@@ -326,5 +325,4 @@ EVENT_TYPES: tuple[type[Event], ...] = get_args(Event)
 
 
 def to_json_object(event: Event) -> dict[str, Any]:
-    """Return the event as a JSON-ready dict, ``event`` first."""
     return {"event": event.event, **dataclasses.asdict(event)}

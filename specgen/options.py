@@ -209,7 +209,6 @@ class DraftOptions:
 
     @property
     def n_max(self) -> int:
-        """The most tokens drafted a round: the nodes of a tree."""
         usual = FIXED_LENGTH if self.policy == "fixed" else LONGEST_DRAFT
         length = usual if self.max_tokens is None else max(0, self.max_tokens)
         return self.tree.n_nodes if self.tree.is_fixed else length
@@ -328,10 +327,10 @@ class KernelOptions:
 
 def parse_size(text: str) -> int:
     """Parse a number of bytes with a unit, such as 500M or 20G. Raise `ValueError`, with the message to show."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if found is None:
         raise ValueError(f"{text!r} is not a size: give one like 500M or 20G")
-    return int(float(found[1]) * 1000 ** " kmgt".index(found[2] or " "))
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
 
 
 @dataclass(frozen=True, slots=True)

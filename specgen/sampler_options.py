@@ -52,7 +52,6 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
 
 def _parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
-    """Parse TOKEN_ID(+|-)BIAS, llama.cpp's form."""
     found = []
     for text in texts:
         match = re.fullmatch(r"(\d+)([+-].+)", text)

@@ -172,10 +172,8 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
     if n_room < n_ctx // 4:
         left = f"{max(0, n_room)} of {n_ctx} tokens for the text around the gap"
-        raise UsageError(
-            f"--max-tokens {max_tokens} leaves {left}",
-            hint=f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens",
-        )
+        hint = f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens"
+        raise UsageError(f"--max-tokens {max_tokens} leaves {left}", hint)
     prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_room)
     why, n_all = f"the context has room for {n_room} tokens of text (raise -c)", len(prompt.tokens)
     if session.options.target_context.n_ctx is None and n_all > _LEAST_READ:

@@ -46,10 +46,8 @@ def read_prompt(
     if STDIO not in sources and not is_terminal():
         sources.insert(len(files), STDIO)
     if not sources:
-        raise UsageError(
-            "no prompt is given",
-            hint='give one, as in `specgen run "Why is the sky blue?"`, or pipe it in',
-        )
+        hint = 'give one, as in `specgen run "Why is the sky blue?"`, or pipe it in'
+        raise UsageError("no prompt is given", hint)
     given = [(name, text) for name, text in (_read(source, note) for source in sources) if text]
     if not given:
         raise PromptError("the prompt is empty", hint="give some text")

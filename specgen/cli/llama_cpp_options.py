@@ -143,7 +143,5 @@ def _with_file(words: list[str], file: str | None) -> list[str]:
 def _check_draft(name: str, value: str) -> None:
     """Raise `UsageError` for a number of tokens, which llama.cpp's --draft takes."""
     if name == "--draft" and value.isdigit() and not Path(value).exists():
-        raise UsageError(
-            f"--draft {value}: that is no model",
-            hint=f"--draft-max {value} drafts {value} tokens at most",
-        )
+        hint = f"--draft-max {value} drafts {value} tokens at most"
+        raise UsageError(f"--draft {value}: that is no model", hint)

@@ -299,7 +299,6 @@ class Removal:
         return sum(map(size_of, self.files)) + in_cache
 
     def execute(self) -> None:
-        """Remove the files. Raise `FetchError` if some are left."""
         for path in self.files:
             with suppress(OSError):
                 path.unlink()

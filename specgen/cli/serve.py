@@ -16,6 +16,7 @@ from specgen.cli.flags.server import ModelSetup, later, limits, model_setup, ser
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Interrupt, Output
 from specgen.errors import UsageError
+from specgen.options import parse_size
 from specgen.serve.server.options import Limits, ServerOptions, bound_socket, url_of
 from specgen.system.machine import look_at_machine
 
@@ -25,13 +26,10 @@ _MEMORY_SHARE = 0.8
 
 def _memory_size(text: str) -> int:
     """Parse a size, in bytes: 24GB, 24GiB, or a number of MiB."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
     try:
-        return TypeAdapter(ByteSize).validate_python(f"{text}MiB" if text.isdigit() else text)
-    except ValidationError:
-        what = f"{text!r} is no size like 24GB, 24GiB or 24000 (MiB)"
-        raise typer.BadParameter(what) from None
+        return parse_size(f"{text}MiB" if text.isdigit() else text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @flags.takes_options(
@@ -85,10 +83,8 @@ def serve(
         from specgen.serve.server.model_pool import ModelPool
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        raise UsageError(
-            f"specgen serve needs {name}, which is not installed",
-            hint="pip install 'specgen-gguf[server]'",
-        ) from error
+        hint = "pip install 'specgen-gguf[server]'"
+        raise UsageError(f"specgen serve needs {name}, which is not installed", hint) from error
     if memory is not None and models is None:
         raise UsageError("--memory needs --models: a single model stays loaded")
     if server.alias is not None and models is not None:

@@ -57,10 +57,8 @@ class ModelLoader:
         """Return a model of the pool, fetched if missing. It must fit into the memory, if necessary with fewer answers
         at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`."""
         if wanted.setup.learn and not self.learns_across:
-            raise UsageError(
-                "--learn uses one user's texts to draft for the others",
-                hint="if that is acceptable, add --learn-across-requests",
-            )
+            hint = "if that is acceptable, add --learn-across-requests"
+            raise UsageError("--learn uses one user's texts to draft for the others", hint)
         sources, options = wanted.setup.find(self.output)
         name = name or sources.target.name.removesuffix(".gguf")
         if pooling_of(sources.target) is not None:

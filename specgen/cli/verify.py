@@ -130,10 +130,8 @@ def verify(
     if stop():
         return stop.exit_code
     if report.verdict == "defect":
-        raise DefectError(
-            "drafting changed the text: see the report",
-            hint="please report it, with the command and the two models' names",
-        )
+        hint = "please report it, with the command and the two models' names"
+        raise DefectError("drafting changed the text: see the report", hint)
     if report.undrafted:
         raise DefectError(
             f"nothing was drafted, so nothing was checked: {', '.join(report.undrafted)}",

@@ -46,7 +46,7 @@ class HeadsDrafter(Drafter):
         self._vocabulary = vocabulary
         self.trail: LastHidden = LastHidden()
         #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
-        self._row = np.full(heads.n_vocab, -np.inf, np.float32)
+        self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
 
     def price(self, n_context: int) -> Price:
         look_s = self._costs.seconds_each(1)
@@ -78,7 +78,7 @@ class HeadsDrafter(Drafter):
         rows = self._heads.logits(states)
         self._costs.observe(len(rows), self._heads.compute_s - before_s)
         for row in rows:
-            self._row[self._heads.tokens] = row
+            self._row[self._heads.weights.tokens] = row
             yield self._row
 
 
@@ -96,7 +96,7 @@ class LoadedHeads(LoadedDraft):
                 hint="use a draft model, or --draft ngram",
             )
         self._heads = DecoderHeads(path, setup.clock, setup.context.n_threads or default_threads())
-        super().__init__(self._heads.name, path)
+        super().__init__(path.name, path)
         weights, self._vocabulary = self._heads.weights, target.vocabulary
         made_for = (weights.n_vocab, weights.vocabulary, weights.n_embd)
         if made_for != (self._vocabulary.n_tokens, self._vocabulary.digest(), target.n_embd):

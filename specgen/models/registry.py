@@ -106,7 +106,6 @@ class Pair:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The models that the pair needs, the target first."""
         return (self.target,) if self.draft == NGRAM else (self.target, self.draft)
 
 
@@ -147,7 +146,6 @@ class Registry:
         return self._find(name, everything, "model or pair")
 
     def models_of(self, name: str) -> tuple[CatalogueModel, ...]:
-        """Return a model, or the models of a pair, target first."""
         found = self.find(name)
         names = (found.name,) if isinstance(found, CatalogueModel) else found.model_names
         return tuple(self.model(each) for each in names)
@@ -174,7 +172,6 @@ class Registry:
         raise UnknownModelError(f'there is no {kind} "{name}"{question}', _LIST_HINT)
 
     def recognise(self, file: FileIdentity) -> CatalogueModel | None:
-        """Return the model that a file is by its name and size."""
         for model in self.models.values():
             names = {model.file} if model.hub is None else {model.file, Path(model.hub.file).name}
             if file.size_bytes == model.size_bytes and file.name in names:

@@ -42,7 +42,6 @@ class Conversation:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last question has no answer."""
         return bool(self.turns) and self.turns[-1].answer is None
 
     def asking(self, question: str) -> Conversation:
@@ -142,7 +141,6 @@ class Chat:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether another answer to the same question is the same."""
         return self._session.options.sampler.greedy
 
     def keep(self) -> None:
@@ -219,7 +217,6 @@ class Chat:
 
 
 def check_template(session: Session) -> None:
-    """Raise `UsageError` if the target has no chat template."""
     if session.target.chat_template() is None:
         raise UsageError(
             f"a conversation needs a chat template, and {session.target.name} has none",

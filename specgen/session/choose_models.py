@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from specgen.drafters.kinds import WORDS, is_word
-from specgen.errors import ModelFileError, OutputError, UsageError
+from specgen.errors import ModelFileError, UsageError
 from specgen.models.files import FileIdentity, cache_folder, config_folder, heads_file, identify
 from specgen.models.hub_names import PREFIX, is_reference, locate, looks_like_reference
 from specgen.models.registry import load_registry
 from specgen.options import DraftSource
-from specgen.system.files import correct, replace_text
+from specgen.system.files import correct, replace_text, write_errors
 from specgen.system.progress import measured_gain
 
 if TYPE_CHECKING:
@@ -72,10 +72,8 @@ def find_models(
     fetch = fetch or fetching(registry, quiet=quiet)
     target, draft = choice.target, choice.draft
     if target is not None and choice.pair is not None:
-        raise UsageError(
-            f"--target {target} and --pair {choice.pair} exclude each other",
-            hint="use one of them; with --pair, --draft replaces the pair's draft",
-        )
+        hint = "use one of them; with --pair, --draft replaces the pair's draft"
+        raise UsageError(f"--target {target} and --pair {choice.pair} exclude each other", hint)
     pair = registry.pair(choice.pair or registry.default_pair) if target is None else None
     if pair is not None:
         target = pair.target
@@ -113,10 +111,8 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
     identity = identify(target)
     heads = heads_file(cache_folder(), identity) if identity is not None else None
     if heads is None or not _exists(heads):
-        raise UsageError(
-            f"--draft heads: none were made for {target.name}",
-            hint=f"`specgen draft make -m {target}` makes them",
-        )
+        hint = f"`specgen draft make -m {target}` makes them"
+        raise UsageError(f"--draft heads: none were made for {target.name}", hint)
     return heads
 
 
@@ -229,7 +225,6 @@ def _candidates(
 
 
 def name_of(draft: DraftSource) -> str:
-    """Return the name of a draft for a table or a sentence."""
     if isinstance(draft, Path):
         return draft.name
     return {"mtp": "MTP layers", "ngram": "n-grams"}.get(draft, draft)
@@ -285,14 +280,9 @@ def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
     if isinstance(saved.draft, Path):
         values["draft"] = str(saved.draft.absolute())
     document["drafts"][_key(target)] = values
-    try:
+    with write_errors(path, "set SPECGEN_CONFIG to another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        hint = "set SPECGEN_CONFIG to another folder"
-        raise OutputError(
-            f"{path} could not be written: {error.strerror or error}", hint
-        ) from error
 
 
 def _read() -> dict[str, Any]:

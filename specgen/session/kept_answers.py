@@ -173,7 +173,6 @@ def state_file(folder: Path, draft: Path) -> Path:
 
 
 def read_learnt(folder: Path, draft: Path) -> Learnt:
-    """See `read_state`."""
     return read_state(state_file(folder, draft))
 
 

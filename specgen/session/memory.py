@@ -137,7 +137,6 @@ class Memory:
         replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
     def _table(self, key: str) -> CostTable:
-        """Return the table of a key as this process has it, or as the file does."""
         if key in self._tables:
             return self._tables[key]
         known = _valid(_SECONDS, self._known[_COSTS].get(key)) or {}
@@ -201,7 +200,6 @@ class ModelCosts:
         return with_threads(context, self._memory.threads(model, context))
 
     def table(self, draft: Key | None = None, n_past: int = 0) -> CostTable:
-        """Return the cost table of contexts that hold about `n_past` tokens."""
         return self._memory.costs(*self._named(draft), n_past)
 
     def forget(self, draft: Key | None = None) -> None:
@@ -296,6 +294,5 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _move_last(entries: dict[str, Any], key: str, value: object) -> None:
-    """Set an entry, and let it be the latest."""
     entries.pop(key, None)
     entries[key] = value

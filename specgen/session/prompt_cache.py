@@ -1,5 +1,6 @@
 """A prompt cache file: the text that the contexts held when a process ended, with what they had computed of it, so that
-the next process does not read it again (llama.cpp's `--prompt-cache`). It has a text for the target and each draft.
+the next process does not read it again (llama.cpp's `--prompt-cache`). It has a text for the target, and for a draft that
+reads its states.
 """
 
 from __future__ import annotations
@@ -29,10 +30,8 @@ class PromptCache:
         except OSError as error:
             raise UsageError(f"--prompt-cache {path}: {error.strerror}") from error
         if begin not in (b"", MAGIC):
-            raise UsageError(
-                f"--prompt-cache {path}: this file is no prompt cache",
-                hint="name another file; this one is not overwritten",
-            )
+            hint = "name another file; this one is not overwritten"
+            raise UsageError(f"--prompt-cache {path}: this file is no prompt cache", hint)
 
     def restore(self, contexts: Sequence[CachedContext]) -> str:
         """Let the contexts, the target's first, hold the file's text. Return why they cannot; empty if they can."""

@@ -100,7 +100,6 @@ class Session:
 
     @property
     def prompts(self) -> Prompts:
-        """Makes the prompts of the target and of its present draft."""
         variables = self.options.target_context.template_variables
         return Prompts(self.target, self.own_vocabulary, variables=variables)
 
@@ -152,7 +151,6 @@ class Session:
         self.draft, self.draft_source = None, "none"
 
     def change_drafting(self, drafting: DraftOptions) -> None:
-        """Draft with other options from now on, as `change_draft` does."""
         if drafting != self.options.drafting:
             self.options = replace(self.options, drafting=drafting)
             self.settings = replace(self.settings, drafting=drafting)
@@ -181,7 +179,6 @@ class Session:
 
     @property
     def own_vocabulary(self) -> LlamaModel | None:
-        """The draft model if it has another vocabulary than the target; else None."""
         return self.draft.own_vocabulary if self.draft is not None else None
 
     @property

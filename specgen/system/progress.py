@@ -34,7 +34,6 @@ class ProgressView:
         self._text = self._line = self._written = ""
 
     def show(self, text: str, done: int, total: int) -> None:
-        """Show a text, which may have the name of a file, and how much is done."""
         if self._stream is None:
             return
         text = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
@@ -85,7 +84,6 @@ def _line(kind: Kind, text: str, done: int, total: int) -> str:
 
 
 def _bar(stream: TextIO, kind: Kind) -> Bar | None:
-    """Begin a bar with one task; None if the stream cannot show one."""
     if not stream.isatty():
         return None
     from rich import progress

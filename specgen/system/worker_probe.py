@@ -48,10 +48,8 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     host, separator, port = text.strip().rpartition(":")
     is_number = port.isascii() and port.isdigit() and 0 < int(port) < 65536
     if not (separator and host and is_number) or ":" in host:
-        raise UsageError(
-            f"{text!r} is not the address of a worker",
-            hint="give HOST:PORT, for example 127.0.0.1:50052; HOST is a name or an IPv4 address",
-        )
+        hint = "give HOST:PORT, for example 127.0.0.1:50052; HOST is a name or an IPv4 address"
+        raise UsageError(f"{text!r} is not the address of a worker", hint)
     return host, int(port)
 
 

@@ -80,7 +80,6 @@ class Tally:
     _undrafted: dict[str, ReasonCount] = field(default_factory=dict)
 
     def add_prompt(self, target_s: float, wall_s: float, n_tokens: int) -> None:
-        """Add a piece of the prompt; the answer has `n_tokens` tokens then."""
         self.prompt_s += target_s
         self.target_s += target_s
         self.wall_s += wall_s
@@ -109,7 +108,6 @@ class Tally:
         self.accepted_by_rank.update(map(ranks.__getitem__, accepted))
 
     def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
-        """Add rounds that drafted nothing, and why."""
         n_before = self._undrafted[reason].n_rounds if reason in self._undrafted else 0
         self._undrafted[reason] = ReasonCount(reason, text, n_before + n_rounds)
 
@@ -131,7 +129,6 @@ class Tally:
         return self.n_round_tokens / self.n_rounds if self.n_rounds else None
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of `FinishedEvent` that the tally has."""
         names = [each.name for each in fields(FinishedEvent) if hasattr(self, each.name)]
         found = {name: getattr(self, name) for name in names}
         for name, value in found.items():
@@ -259,7 +256,6 @@ class AnswerState:
 
     @property
     def answer(self) -> list[int]:
-        """The answer's tokens, without the one that ended it."""
         return self.tokens[self.n_prompt : self.n_prompt + self.n_answer]
 
     def offer(self, n_most: int) -> Offer:

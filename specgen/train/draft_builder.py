@@ -107,7 +107,6 @@ class DraftBuilder:
         return text_folder(self.cache, self._identity)
 
     def n_lacking(self, kinds: Sequence[Kind]) -> int:
-        """Return how many tokens of text drafts of these kinds lack at least."""
         from specgen.train.target_text import TargetText
 
         answers = TargetText(self.folder, self.text_options.prompts).answers

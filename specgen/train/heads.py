@@ -245,7 +245,6 @@ class _Trainer:
 
 @jax.jit
 def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
-    """Return the states after one more token each, float32[n, n_embd]."""
     p = parameters
     inner = jax.nn.silu(state @ p["Q"] + embedded @ p["P"] + p["b"])
     found: jax.Array = state @ p["M"] + embedded @ p["N"] + p["c"] + inner @ p["C"]

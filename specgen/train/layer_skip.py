@@ -108,7 +108,6 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
 
 
 def check_prunable(model: LlamaModel) -> None:
-    """Raise `ModelFileError` if layers of a model cannot be left out."""
     architecture = model.architecture
     reason = ""
     if model.has_recurrent_state:
@@ -122,10 +121,8 @@ def check_prunable(model: LlamaModel) -> None:
         if value.startswith("[") or (key in _NUMBERS and value not in ("0", "1")):
             reason = reason or f"its layers differ ({architecture}.{key})"
     if reason:
-        raise ModelFileError(
-            f"{model.name}: no layers can be left out: {reason}",
-            hint="make another draft: --kind heads, or --kind distilled",
-        )
+        hint = "make another draft: --kind heads, or --kind distilled"
+        raise ModelFileError(f"{model.name}: no layers can be left out: {reason}", hint)
 
 
 def share_of_a_layer(target: Path, n_layer: int) -> float:

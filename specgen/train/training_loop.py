@@ -21,10 +21,8 @@ def check_library() -> None:
     """Raise `UsageError` if JAX or optax is not installed."""
     for name in ("jax", "optax"):
         if importlib.util.find_spec(name) is None:
-            raise UsageError(
-                f"training a draft needs {name}, which is not installed",
-                hint="pip install 'specgen-gguf[train]'",
-            )
+            hint = "pip install 'specgen-gguf[train]'"
+            raise UsageError(f"training a draft needs {name}, which is not installed", hint)
 
 
 #: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
@@ -104,9 +102,7 @@ class TrainingState:
 class Trainee(Protocol):
     """What is trained: it has a loss on the held-back text, and gives copies of its present parameters."""
 
-    def step(self, batch: NDArray[np.int64], rate: float) -> None:
-        """Take a step on some rows of the data with a learning rate."""
-        ...
+    def step(self, batch: NDArray[np.int64], rate: float) -> None: ...
 
     def loss(self) -> float: ...
 

@@ -142,7 +142,7 @@ def test_a_port_that_is_taken(models: Path, specgen: Specgen) -> None:
         ),
         (("--cors-origin", "example.org"), "--cors-origin example.org: not an origin"),
         (("--memory", "2GB"), "--memory needs --models"),
-        (("--memory", "much"), "'much' is no size"),
+        (("--memory", "much"), "'much' is not a size"),
         (("--models", "."), "--target"),
         (("--models", ".", "--alias", "a"), "--alias"),
     ],

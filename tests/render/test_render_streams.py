@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import io
 import json
-import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.make_picture import main, read_events
-from specgen.events import EVENT_TYPES, Event
+from scripts.make_picture import main
+from specgen.events import EVENT_TYPES, DraftedEvent, Event, to_json_object
 from specgen.render.live import FoldedThought, make_renderer
 from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
 from specgen.system.files import to_line
@@ -157,9 +156,8 @@ def test_every_event_is_a_line_and_comes_back_the_same(terminal: bool) -> None:
     assert {type(event) for event in events} == set(EVENT_TYPES)
     options: dict[str, Any] = {"environ": {"FORCE_COLOR": "1"}, "json": True, "stats": False}
     answer, _ = run(Script(events=events), terminal=terminal, **options)
-    lines = answer.splitlines()
-    assert [json.loads(line)["event"] for line in lines] == [event.event for event in events]
-    assert list(read_events(lines)) == events
+    told = [json.loads(line) for line in answer.splitlines()]
+    assert told == [json.loads(json.dumps(to_json_object(event))) for event in events]
 
 
 @given(TEXTS)
@@ -190,18 +188,23 @@ def recorded(events: list[Event]) -> bytes:
 # --- the picture of a recorded run
 
 
-def test_it_shows_the_run_the_summary_and_the_legend(tmp_path: Path) -> None:
-    script = Script().prompt().plain("The").round([" cat", " <sat>"], 1, " lay").round(["."], 1, "")
-    record, output = tmp_path / "run.jsonl", tmp_path / "images" / "run.svg"
-    record.write_bytes(recorded(script.finish().events))
-    assert main([str(record), "--output", str(output), "--title", "a run"]) == 0
+def test_each_token_appears_when_it_came(tmp_path: Path) -> None:
+    plain = Script(draft="none").prompt().plain("The").plain(" cat").plain(" <sat>").finish()
+    drafted = Script().prompt().plain("The").round([" cat", " <sat>"], 1, " lay").finish()
+    files = [tmp_path / "plain.jsonl", tmp_path / "drafted.jsonl"]
+    for file, made in zip(files, (plain, drafted), strict=True):
+        file.write_bytes(recorded(made.events))
+    output = tmp_path / "images" / "run.svg"
+    assert main([*map(str, files), "--output", str(output), "--slower", "1"]) == 0
     svg = output.read_text(encoding="utf-8")
-    ET.fromstring(svg)
-    shown = html.unescape("".join(re.findall(r">([^<>]+)</text>", svg))).replace("\xa0", " ")
-    for text in ("a run", "The", "cat", " <sat>", "lay", "5 tokens", "acceptance rate", "legend"):
-        assert text in shown
-    assert "line-through" in svg
-    assert "url(" not in re.sub(r"url\(#", "", svg)  # nothing is loaded from elsewhere
+    texts = [(each.get("class"), each.text) for each in ET.fromstring(svg).iter() if each.get("x")]
+    by_text = {text: (name or "").split() for name, text in texts}
+    assert by_text["cat"][0] == "accepted"
+    assert by_text["<sat>"][0] == "rejected"
+    assert by_text["lay"][0] == "corrected"
+    assert by_text["cat"][1] == by_text["lay"][1]
+    assert "3 tokens in 0.7 s: 1.1 times as fast" in by_text
+    assert "url(" not in svg  # nothing is loaded from elsewhere
 
 
 def test_a_record_that_is_none_is_refused(
@@ -233,5 +236,32 @@ def test_rounds_have_a_line_each_in_a_pipe() -> None:
         "                       └ ✗ dog",
         "                         └ ✗ lay",
         "    5   100.0       2  ✓ ↵  + (no text)",
+        "",
+    ]
+
+
+def test_rounds_show_the_bound_the_second_draft_and_drafts_that_agree() -> None:
+    made = Script().prompt().because("threshold", "the whole draft's probability is at least 0.30")
+    made.round([" a"], 1, " b").because(
+        "threshold", "the whole draft's probability is at least 0.27"
+    )
+    made.tree([" c", " d", " e"], (-1, 0, 0), (0,), " f").finish()
+    n_walks = iter((1, 3, 2, 1))
+    events = [
+        replace(
+            event,
+            nodes=tuple(replace(node, n_walks=next(n_walks)) for node in event.nodes),
+            guesses="the second draft guessed 2 of the draft's tokens, 1 of them right",
+        )
+        if isinstance(event, DraftedEvent)
+        else event
+        for event in made.events
+    ]
+    made.events = events
+    assert run(made, show="rounds")[0].split("\n")[4:] == [
+        "    1   100.0       2  ✓ a  + b  the whole draft's probability is at least 0.30  by model",
+        "                       the second draft guessed 2 of the draft's tokens, 1 of them right",
+        "    2   100.0       2  ✓ c (3 drafts)  ✗ d (2 drafts)  → f  ≥ 0.27",
+        "                         └ ✗ e",
         "",
     ]

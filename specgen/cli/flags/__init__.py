@@ -216,10 +216,8 @@ def drafting(**given: Any) -> DraftOptions:
     options = DraftOptions(**given)
     shortest, longest = options.ngram_min, options.ngram_max
     if shortest is not None and longest is not None and shortest > longest:
-        raise UsageError(
-            f"--ngram-min {shortest} is larger than --ngram-max {longest}",
-            hint="give a smaller --ngram-min, or a larger --ngram-max",
-        )
+        hint = "give a smaller --ngram-min, or a larger --ngram-max"
+        raise UsageError(f"--ngram-min {shortest} is larger than --ngram-max {longest}", hint)
     shape, n_most = options.tree, options.max_tokens
     if shape.is_fixed and n_most is not None and n_most < shape.n_nodes:
         raise UsageError(

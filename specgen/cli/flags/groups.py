@@ -44,7 +44,6 @@ class Group:
     groups: Mapping[str, Group] = dataclasses.field(default_factory=dict)
 
     def __call__(self, **values: Any) -> Any:
-        """Make the value. Raise `UsageError`."""
         for name, inner in self.groups.items():
             names = {f"{name}_{each.name}": each.name for each in inner.parameters}
             given = {names[each]: values.pop(each) for each in names.keys() & values.keys()}
@@ -85,7 +84,6 @@ class Group:
 
 
 def panel(heading: str, **options: Any) -> Table:
-    """Return the options, which the help shows below this heading."""
     for option in options.values():
         option.rich_help_panel = heading
     return options

@@ -121,10 +121,8 @@ def attach(path: Path) -> Kernels:
     problem = _text(native.problem())
     if problem or not loaded:
         fits = _text(native.built_for()) == ggml_version()
-        raise BackendError(
-            problem or f"GGML did not take the library: {last_error()}",
-            hint=None if fits else f"install the llama.cpp that they are for: {REBUILD}",
-        )
+        hint = None if fits else f"install the llama.cpp that they are for: {REBUILD}"
+        raise BackendError(problem or f"GGML did not take the library: {last_error()}", hint)
     _attached = Kernels(path, native)
     with contextlib.suppress(AttributeError):  # libraries of earlier builds lack it
         native.likeliest = library.specgen_kernels_likeliest

@@ -62,7 +62,6 @@ class PackedWeights:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Load the model in this context, in one thread."""
         self._native.load_packed(self._handle)
         try:
             yield

@@ -155,7 +155,6 @@ class SpecgenDraft(LlamaDraftModel):
         self._sequence = self._round = None
 
     def _observe(self, sequence: AnswerState, known: RoundResult, committed: list[int]) -> None:
-        """Let policy and drafter learn from the last draft."""
         for token in committed:
             sequence.state.commit(token)
         sequence.n_answer += len(committed)

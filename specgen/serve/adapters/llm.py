@@ -141,7 +141,6 @@ def _loaded(target: str, draft: str | None, n_ctx: int | None) -> specgen.Model:
 def _answer(
     model: specgen.Model, prompt: llm.Prompt, given: dict[str, Any], response: llm.Response
 ) -> Iterator[str]:
-    """Yield the text of an answer. Its other figures go to the response."""
     options: dict[str, Any] = {name: given[name] for name in _ENDS if name in given}
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     options["sampling"] = SamplerOptions(**sampling)

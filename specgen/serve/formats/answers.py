@@ -230,7 +230,6 @@ class AnswerWriter(ABC):
         return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
 
     def _read(self, _number: int, _event: ReadingEvent) -> list[Json]:
-        """Return the chunks for a piece of a prompt that was read."""
         return []
 
     def fail(self, error: Json) -> list[Json]:

@@ -207,7 +207,6 @@ class _Body(Fields):
 def read_ollama_chat(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
-    """Read a body for the next turn of a conversation. Raise `BodyError`."""
     asked = parse(_Body, body)
     if not asked.messages:
         return _loading(asked, sampling, generation, "message")

@@ -103,7 +103,6 @@ class _Body(AnswerBody):
     return_progress: bool = False
 
     def common(self, generation: GenerationOptions) -> dict[str, Any]:
-        """Return what all requests of this API have."""
         n_top = generation.logprobs
         if self.logprobs is not None and self.logprobs is not False:
             n_top = self.top_logprobs if self.logprobs is True else self.logprobs
@@ -191,7 +190,6 @@ def read_request(
 def read_chat(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
-    """Read a body for the next turn of a conversation. Raise `BodyError`."""
     asked, warnings = parse(_ChatBody, body), list[str]()
     messages = _messages(asked.messages)
     return asked.chat(

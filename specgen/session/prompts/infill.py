@@ -96,10 +96,8 @@ def check_infill(model: LlamaModel) -> InfillTokens:
     """Return the tokens of a model for texts with a gap. Raise `UsageError` if it was not trained for gaps."""
     tokens = InfillTokens.of(model.vocabulary)
     if tokens is None:
-        raise UsageError(
-            f"{model.name} has no tokens for fill-in-the-middle",
-            hint="use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2",
-        )
+        hint = "use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2"
+        raise UsageError(f"{model.name} has no tokens for fill-in-the-middle", hint)
     return tokens
 
 

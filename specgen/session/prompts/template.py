@@ -91,10 +91,8 @@ def render(
         except Exception as error:  # noqa: BLE001 - a template's expressions can raise anything
             failure = failure or error
     reason = " ".join(str(failure).split()) or type(failure).__name__
-    raise PromptError(
-        f"the model's chat template failed: {reason}",
-        hint="leave out --system if the template takes none; `specgen run --raw` uses no template",
-    ) from failure
+    hint = "leave out --system if the template takes none; `specgen run --raw` uses no template"
+    raise PromptError(f"the model's chat template failed: {reason}", hint) from failure
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
@@ -116,7 +114,6 @@ def _compiled(template: str) -> types.CodeType:
 
 
 def check_syntax(template: str) -> str:
-    """Return what is wrong with the syntax of a template; empty if nothing is."""
     try:
         _compiled(template)
     except jinja2.TemplateSyntaxError as error:
@@ -206,7 +203,6 @@ def marked(value: Any) -> Any:
 
 
 def unmarked(text: str) -> str:
-    """Return a text, of the same length, without marks."""
     return text.translate(_CHARACTERS)
 
 
@@ -374,7 +370,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         )
 
     def count_step(self) -> None:
-        """Count a step; compiled templates call this."""
         self._n_steps += 1
         if self._n_steps > _MOST_STEPS:
             raise TemplateLimitError(f"it takes more than {_MOST_STEPS} steps")
@@ -384,11 +379,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return str(_kept("".join(parts)))
 
     def joined(self, parts: Sequence[Any]) -> str:
-        """Return values as one text; compiled templates call this."""
         return self.concat(map(str, parts))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Check the size of the result, and compute a binary operation."""
         if operator == "*" and (isinstance(left, Sized) or isinstance(right, Sized)):
             n_left, n_right = (len(n) if isinstance(n, Sized) else n for n in (left, right))
             _check_size(n_left * n_right)

@@ -64,7 +64,6 @@ class Sampler:
 
     @property
     def is_random(self) -> bool:
-        """Whether a distribution may have more than one token."""
         return not self.greedy or any(isinstance(step, Fork) for step in self._steps)
 
     def distribution(
