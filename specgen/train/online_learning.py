@@ -1,12 +1,9 @@
 """Lets a draft learn from kept answers (online speculative decoding, Liu et al., arXiv:2310.07177).
 
-Training continues from the better of two sets of weights: the draft's own and those it learnt before. The latest
-answers judge three drafts, each with its weights as written to a file: the draft as it came, the one in use, and the
-new one, which learnt from the other answers. The draft that agrees most often with the target is used from then on.
-
-As a program (`python -m specgen.train.online_learning`, which `Learner` starts) it reads its task as a line of JSON
-from standard input and prints the result. After that line, `PAUSE` makes it wait before its next step, while an answer
-is generated, and `GO` lets it continue. It has the lowest priority, and ends as soon as its standard input closes.
+Training continues from the better of the draft's own weights and those it learnt before. The latest answers judge
+these and the new ones, each as written to a file; what agrees most often with the target is used from then on. As a
+program, which `Learner` starts, it reads its task as a line of JSON from standard input and prints the result;
+`PAUSE` and `GO` on standard input pause it between steps. It has the lowest priority, and ends with its input.
 """
 
 from __future__ import annotations
