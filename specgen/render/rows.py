@@ -91,7 +91,7 @@ STYLES: Mapping[str, Style] = {
     "corrected": Style(color="magenta"),
     "bonus": Style(color="cyan"),
     "plain": Style.null(),
-    "forced": Style(color="blue"),
+    "forced": Style(color="bright_blue"),  # blue is hardly seen on black
     "rejected": Style(color="red", strike=True),
     "aside": Style(color="red", dim=True),
     "faint": Style(dim=True),
