@@ -23,7 +23,7 @@ SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test
 	method/test_translation.py \
 	method/test_trees.py::test_drawn_trees_fit \
 	session/test_real_models.py \
-	llama/test_build_kernels.py llama/test_kernels.py llama/test_llama_dry.py \
+	llama/test_build_kernels.py llama/test_kernels.py \
 	llama/test_llama_rollback.py llama/test_llama_sampling.py llama/test_rpc.py \
 	measure/test_doctor.py measure/test_verify.py measure/test_goodness_of_fit.py models/test_downloads.py \
 	project/test_architectures.py::test_a_tiny project/test_long_runs.py render/test_render_live.py

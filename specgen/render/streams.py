@@ -178,6 +178,15 @@ def print_notice(
             say(console, Text(f"  {line}"))
 
 
+#: What stands for our signs on a terminal without Unicode.
+_ASCII = str.maketrans("✓✗→·└␣↵≥▁▂▃▄▅▆▇█", "vx>.`_/>########")
+
+
+def in_encoding(console: Console, text: str) -> str:
+    """Return text with signs that the console can show."""
+    return text if console.encoding.startswith("utf") else text.translate(_ASCII)
+
+
 def say(console: Console, what: RenderableType) -> None:
     """Print something that is not the answer, wrapped only on a terminal. Errors of printing are ignored, so
     that they do not end an answer."""

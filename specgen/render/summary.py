@@ -11,7 +11,7 @@ from rich.text import Text
 
 from specgen.events import FinishedEvent, undrafted_text
 from specgen.render.rows import LEGEND, STYLES, clean_line
-from specgen.render.streams import say
+from specgen.render.streams import in_encoding, say
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.progress import counted, gain_text, seconds_text, three_digits
 
@@ -42,7 +42,8 @@ def print_summary(
     say(console, Text(in_short(finished, draft), STYLES["faint"] if not whole else ""))
     if not whole:
         return
-    items = [(label, Text(text)) for label, text in summary_items(finished, draft, kernels)]
+    told = summary_items(finished, draft, kernels)
+    items = [(label, Text(in_encoding(console, text))) for label, text in told]
     if show_legend and finished.n_drafted:
         legend = Text("  ").join(Text(mark, STYLES[mark]) for mark in LEGEND)
         items.append(("legend", legend))

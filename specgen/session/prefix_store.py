@@ -54,7 +54,7 @@ LEAST_TOKENS = 512
 #: Prompts are compared at multiples of so many tokens, and where the first control tokens are.
 _BLOCK, _N_MARKS = 256, 32
 #: Prompts that are remembered, and the bytes of a file of them that is written anew.
-_N_SEEN, _MOST_SEEN_BYTES = 64, 1 << 20
+_N_SEEN, MOST_SEEN_BYTES = 64, 1 << 20
 #: A text is stored if reading it takes so many times as long as loading it.
 _WORTH = 3.0
 #: How quick loading is supposed to be before any was measured.
@@ -225,7 +225,7 @@ class _SeenPrompts:
 
     def add(self, seen: _Seen) -> None:
         """Add a prompt to the file. Raise `OSError`."""
-        if self._end > _MOST_SEEN_BYTES:
+        if self._end > MOST_SEEN_BYTES:
             replace_bytes(self._file, b"".join(map(_line, self._known.values())))
         with self._opened("ab") as file:
             file.write(b"\n" + _line(seen))  # what a killed process wrote of its line stays alone

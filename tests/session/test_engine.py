@@ -20,7 +20,7 @@ from specgen.llama import LlamaBackend
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, TreeShape
-from specgen.session.answer_loop import AnswerLoop
+from specgen.session.answer_loop import AnswerLoop, ReadingCosts
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
 from specgen.session.memory import Memory
@@ -28,7 +28,7 @@ from specgen.session.prompts import Prompt
 from specgen.session.request import Request, Slot
 from specgen.session.session import Session
 from specgen.text.answer_state import AnswerState
-from specgen.text.prefix import n_common
+from specgen.text.text_state import n_common
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB
@@ -522,6 +522,17 @@ def test_pieces_are_short_where_others_may_wait(
         assert [request.text for request in asked] == expected
     step_s = [after - before for before, after in itertools.pairwise(times)][1:-1]
     assert (max(step_s) < 0.36) == has_equal_rows
+
+
+def test_what_reading_costs_grows_with_depth() -> None:
+    """A piece at the beginning says about how long the whole takes, and pieces at several depths say it exactly."""
+    costs = ReadingCosts()
+    assert costs.seconds(0, 100) == 0.0
+    for n_read, tolerance in ((512, 0.35), (8192, 0.01)):
+        for start in range(0, n_read, 512):
+            costs.observe(start, 512, 512 * 2e-3 + 2e-7 * ((start + 512) ** 2 - start**2))
+        expected_s = 10_000 * 2e-3 + 2e-7 * (20_000**2 - 10_000**2)
+        assert costs.seconds(10_000, 20_000) == pytest.approx(expected_s, rel=tolerance)
 
 
 def test_an_answer_may_ask_for_shorter_drafts(models: Path, costs: VirtualTime) -> None:

@@ -152,14 +152,10 @@ def test_a_model_that_cannot_go_back_takes_whole_entries_only(
     models: Path, tmp_path: Path, cache: str
 ) -> None:
     target = models / f"{cache}.gguf"
+    context = replace(CONTEXT, n_ctx=2048)
     for text in (SYSTEM * 2, SYSTEM + "self " * 40, SYSTEM + "cat"):
-        ended = answered(target, tmp_path, text, kept="all", context=replace(CONTEXT, n_ctx=2048))[
-            0
-        ]
-        assert (
-            ended.token_ids
-            == answered(target, None, text, context=replace(CONTEXT, n_ctx=2048))[0].token_ids
-        )
+        ended = answered(target, tmp_path, text, kept="all", context=context)[0]
+        assert ended.token_ids == answered(target, None, text, context=context)[0].token_ids
     again = answered(target, tmp_path, SYSTEM + "cat", kept="all")[0]
     assert again.n_cached_tokens >= LEAST_TOKENS
 
@@ -190,10 +186,8 @@ def test_a_turn_whose_past_is_written_otherwise_reads_only_what_is_new(
 def test_a_conversation_is_not_stored_and_a_prompt_that_came_once_is_nowhere(
     models: Path, tmp_path: Path
 ) -> None:
-    target, letter = (
-        models / "attention chat.gguf",
-        "I am not the else that it be, with self in the for " * 4,
-    )
+    target = models / "attention chat.gguf"
+    letter = "I am not the else that it be, with self in the for " * 4
     with session_on(target, tmp_path) as session, Engine(session) as engine:
         secret = session.prompts.of_text(letter, chat=False).tokens
         for turns in (
@@ -291,29 +285,54 @@ def test_what_does_not_fit_is_not_used(models: Path, tmp_path: Path, change: str
     assert entry.exists() == (change not in damaged)
 
 
-@pytest.mark.parametrize("problem", ["no folder", "full", "gone", "seen"])
+@pytest.mark.parametrize("problem", ["no folder", "full", "read-only", "gone", "evicted", "seen"])
 def test_a_store_that_cannot_be_used_changes_nothing(
     models: Path, tmp_path: Path, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, folder = models / "attention.gguf", tmp_path / "prefixes"
+    restore = prefix_store.SavedText.restore
+
+    def failing(*_: Any) -> bool:
+        raise OSError(errno.ENOSPC if problem == "full" else errno.EROFS, "no room, or no right")
+
+    def evicted(saved: prefix_store.SavedText, *where: Any) -> bool | None:
+        saved.path.unlink()  # by another process, behind the search
+        return restore(saved, *where)
+
     if problem == "no folder":
         folder.write_text("a file")
-    elif problem == "full":
-
-        def write_text(*_: Any) -> bool:
-            raise OSError(errno.ENOSPC, "no space left")
-
-        monkeypatch.setattr(prefix_store, "write_text", write_text)
-    elif problem == "seen":
+    elif problem in ("full", "read-only"):
+        monkeypatch.setattr(prefix_store, "write_text", failing)
+        if problem == "read-only":
+            monkeypatch.setattr(prefix_store, "replace_bytes", failing)
+    elif problem == "evicted":
+        monkeypatch.setattr(prefix_store.SavedText, "restore", evicted)
+    elif problem == "seen":  # damaged, and written anew each time
+        monkeypatch.setattr(prefix_store, "MOST_SEEN_BYTES", 1)
         folder.mkdir()
-        (folder / "seen.json").write_text('{"results": {"a": 1, "b": {"key": 2}}}')
+        (folder / "seen.jsonl").write_bytes(b'{"name": 1}\n\xff\n[]\n{"name": "torn", "ke')
     for question in QUESTIONS[:3]:
         ended = answered(target, tmp_path, asked(question))[0]
         assert ended.token_ids == answered(target, None, asked(question))[0].token_ids
+        assert (ended.n_cached_tokens > 0) == (problem == "seen" and question == QUESTIONS[2])
         if problem == "gone" and folder.exists():
             shutil.rmtree(folder)
-    if problem != "seen":
-        assert stored(folder) == []
+    assert bool(stored(folder)) == (problem == "seen")
+
+
+def test_a_model_that_is_replaced_while_it_is_in_use(models: Path, tmp_path: Path) -> None:
+    """What is stored belongs to the file that was loaded, and not to the one that has its name by then."""
+    target, other = tmp_path / "target.gguf", tmp_path / "other.gguf"
+    shutil.copy(models / "attention.gguf", target)
+    shutil.copy(models / "attention draft.gguf", other)
+    with session_on(target, tmp_path, kept="all") as session:
+        other.replace(target)
+        with Engine(session) as engine:
+            engine.answers([session.prompts.of_text(SYSTEM, chat=False)])
+    assert len(stored(tmp_path / "prefixes")) == 1
+    ended = answered(target, tmp_path, SYSTEM)[0]
+    assert ended.n_cached_tokens == 0
+    assert ended.token_ids == answered(target, None, SYSTEM)[0].token_ids
 
 
 _KILLED = """
