@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,22 @@ def test_the_help_ends_with_examples_that_are_commands(
         context = COMMANDS[path].context_class(COMMANDS[path], info_name=path)
         given = translated(context, words[len(path.split()) :])
         COMMANDS[path].make_parser(context).parse_args(args=given)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
+    specgen: Specgen, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name in ("run", "serve"):
+        lines = specgen(name, "--help").out.splitlines()
+        assert len(lines) <= (45 if columns >= 80 else 60)
+        assert f"`specgen {name} --help-all` shows all " in "".join(lines)
+        assert all(len(line) <= columns for line in lines if not line.startswith("  specgen "))
+        whole = specgen(name, "--help-all").out
+        names = [each for option in COMMANDS[name].params for each in option.opts if "-" in each]
+        assert len(names) > 80
+        assert all(re.search(rf"{re.escape(each)}\b", whole) for each in names)
 
 
 @pytest.mark.parametrize(
