@@ -109,7 +109,7 @@ function tokenElement({ kind: said, origin }, text) {
 // Its text is no content: nobody copies what the answer does not say.
 function rejectedElement({ text }) {
   const element = word("span", "", "rejected");
-  element.dataset.text = text.replace(/\s*\n\s*/g, "↵");
+  element.dataset.text = text.replace(/\s*\n\s*/g, "↵").replace(/\s+/g, " ");
   element.title = `rejected: ${MEANINGS.rejected}`;
   return element;
 }
