@@ -96,7 +96,7 @@ def _bar(stream: TextIO, kind: Kind) -> Bar | None:
     count, left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
     columns: dict[Kind, tuple[progress.ProgressColumn, ...]] = {
         "counts": (text, bar, count, left),
-        "lines": (bar, count, text),
+        "lines": (bar, count, text, left),
         "bytes": (text, bar, progress.DownloadColumn(), progress.TransferSpeedColumn(), left),
     }
     found = progress.Progress(*columns[kind], console=console, transient=True)
