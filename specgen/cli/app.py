@@ -105,7 +105,6 @@ def _imported(name: str) -> Any:
 
 
 def command_line() -> _CommandLine:
-    """Return the command line with all commands imported."""
     group = typer.main.get_command(app)
     assert isinstance(group, _CommandLine)
     group.load(*COMMANDS)

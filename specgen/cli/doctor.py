@@ -6,14 +6,13 @@ import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.command import Command
 from specgen.cli.flags import endpoints_of
-from specgen.errors import ModelFileError, UsageError
+from specgen.errors import ModelFileError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,24 +21,6 @@ if TYPE_CHECKING:
 
     from specgen.llama.kernels.admission import KernelStatus
     from specgen.measure.doctor import DoctorReport
-
-#: What is wrong in the file of the user's defaults, until the report has it.
-_mistakes: list[UsageError] = []
-
-
-class DoctorCommand(Command):
-    """A command that reports a mistake in the file of the user's defaults, and goes on without them."""
-
-    def _defaults(self, ctx: Any, given: dict[str, Any]) -> dict[str, Any]:
-        _mistakes.clear()
-        try:
-            return super()._defaults(ctx, given)
-        except UsageError as error:
-            _mistakes.append(error)
-            return {}
-
-
-COMMAND_CLASS = DoctorCommand
 
 
 @flags.takes_options(
@@ -69,11 +50,6 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
         show = line.update if line is not None else lambda _name: None
         report = diagnose(path, endpoints, on_check=show)
 
-    def read_defaults() -> str:
-        raise _mistakes.pop()
-
-    if _mistakes:
-        report.check("defaults", read_defaults)
     if as_json:
         print(json.dumps(report.to_json_object(), indent=2))
     else:
@@ -122,7 +98,6 @@ def _show(report: DoctorReport, console: Console) -> None:
 
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
-    from specgen.measure.doctor import features_of
     from specgen.models.files import cache_folder, config_folder, data_folder, packed_folder
     from specgen.system.progress import human_bytes
 
@@ -133,8 +108,7 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     software = {"specgen": report.version}
     if build is not None:
         software["llama-cpp-python"] = f"{build.version}, llama.cpp {build.llama_version}"
-        for part, names in features_of(build).items():
-            software[f"built in, {part}"] = " ".join(names)
+        software["built in"] = build.system_info
         software["GPU offload"] = "yes" if build.gpu_offload else "no: this build finds no GPU"
         for device in build.devices:
             memory = f", {human_bytes(device.memory_bytes)}" if device.memory_bytes else ""
@@ -152,7 +126,6 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
             "packed weights": f"{kept}, {packed}; there is room for those of a model of {room}",
             "configuration": str(config_folder()),
             "data": folder_line(data_folder()),
-            **{name: str(path) for name, path in report.models.items()},
         },
     }
 

@@ -304,7 +304,7 @@ def make(
                     f"--minutes {minutes:g} is too short for {' and '.join(kinds)}: {what}", hint
                 )
             output.note(
-                f"{minutes:g} min: {plan.text_s / 60.0:.1f} for the target's text, "
+                f"{minutes:g} min: {plan.text_s / 60.0:.1f} for about {plan.n_tokens} tokens of the target's text, "
                 f"{plan.training_s / 60.0:.1f} for training, and {plan.judging_s / 60.0:.1f} for comparing drafts "
                 f"on {plan.n_judged} prompts"
             )

@@ -1,7 +1,5 @@
-"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add.
-
-A draft model looks by a decode, decoder heads look at the target's hidden states. Drafts grow in the same way for all.
-"""
+"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add. A draft model
+looks by a decode, decoder heads look at the target's hidden states."""
 
 from __future__ import annotations
 
@@ -74,7 +72,6 @@ class Expansion(ABC):
         return self.grow(rows[0], rows_beyond)
 
     def child(self, node: int, token: int) -> int | None:
-        """Return the child of a node, or of `ROOT`, with this token."""
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
@@ -83,7 +80,6 @@ class Expansion(ABC):
     def _add(
         self, parent: int, token: int, probability: float | None, source: Distribution | None = None
     ) -> None:
-        """Add a node behind its siblings."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
@@ -272,10 +268,8 @@ class Levels(Tree):
 
 @dataclass(eq=False)
 class Walks(Tree):
-    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is drawn.
-
-    If there is no room for all, there are fewer or shorter chains; this is decided before anything is drawn.
-    """
+    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is drawn. If there is
+    no room for all, there are fewer or shorter ones; this is decided before anything is drawn."""
 
     def __post_init__(self) -> None:
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]

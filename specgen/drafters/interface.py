@@ -18,7 +18,7 @@ from specgen.method.backend import Backend
 from specgen.method.draft import Branches
 from specgen.method.tables import CostTable
 from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
-from specgen.text.prefix import n_common
+from specgen.text.text_state import n_common
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
@@ -60,12 +60,10 @@ class CacheSlot:
     n_loaded: int = 0
 
     def branches(self, backend: Backend) -> Branches:
-        """Return the slot's sequences in a cache."""
         n_branches = backend.n_sequences // self.n
         return Branches(self.number * n_branches, n_branches)
 
     def n_ctx(self, backend: Backend) -> int:
-        """Return the number of tokens that the slot has room for in a cache."""
         return backend.n_ctx // self.n
 
     def share_prefix(self, backend: Backend, tokens: Sequence[int], *, n_again: int = 0) -> int:
@@ -221,7 +219,6 @@ class LoadedDraft:
         """Store a finished text for later answers, if the options ask for that; nothing by default."""
 
     def notices(self) -> Iterable[str]:
-        """Return what the user should know of it."""
         return ()
 
     def close(self) -> None:

@@ -1,8 +1,5 @@
-"""Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202, Algorithm 2).
-
-The drafter sees the text in its own tokens (`DraftText`). What it drafts is spelled in the target's tokens, as
-the target's tokenizer would after the text so far.
-"""
+"""Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202, Algorithm 2). The drafter sees the
+text in its own tokens (`DraftText`). What it drafts is spelled as the target's tokenizer would after the text so far."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ from specgen.method.policy import RoundPlan
 from specgen.method.tables import Price
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
-from specgen.text.prefix import n_common
 from specgen.text.sampling import Sampler, likeliest
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Shaper, TextState, n_common
 
 #: Bytes of the text that are spelled again with what follows them, and those that the target's tokenizer is shown
 #: before a draft: tokenizers look back.
@@ -34,13 +30,10 @@ _BEFORE, _SHOWN = 48, 32
 #: The most tokens that a new spelling may replace. If the spellings differ further back, the text was
 #: cut in the middle of something, and the old spelling stays.
 _MAX_REPLACED = 4
-#: The most tokens to take back at the end of the text.
-_MAX_HELD_BACK = 4
-#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with
-#: a letter or a space.
+_MAX_HELD_BACK = 4  # tokens to take back at the end of the text
+#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with a letter or a space.
 _ANCHOR = "\n"
-#: Longer than any run of this byte in a vocabulary.
-_BEHIND_ALL = b"\xff" * 64
+_BEHIND_ALL = b"\xff" * 64  # longer than any run of this byte in a vocabulary
 #: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
 _STRAY = re.compile("([\udc80-\udcff]+)")
 #: Tokens, and the end of each in bytes from the start of the text. Bytes that the vocabulary cannot represent belong
@@ -77,11 +70,8 @@ def counterpart(token: int, source: Vocabulary, destination: Vocabulary) -> int 
 
 
 class Lexicon:
-    """The tokens of a vocabulary by their bytes, and texts spelled with them, byte for byte.
-
-    Characters go through the vocabulary's own tokenizer. Bytes that are no character (an incomplete character at the
-    end of the text so far, or bytes that are not UTF-8) are spelled with the longest tokens that there are for them.
-    """
+    """The tokens of a vocabulary by their bytes, and texts spelled with them, byte for byte. Characters go through the
+    vocabulary's own tokenizer, bytes that are no character are spelled with the longest tokens that there are."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -122,13 +112,9 @@ class Lexicon:
         return spelled
 
     def spell_after(self, before: bytes, data: bytes) -> Spelled:
-        """Return the spelling of `data` where `before` precedes it; the ends count from the start of
-        `data`.
-
-        Tokenizers look at the text before, so both are spelled together. A token may reach over the border,
-        if `before` ends where the tokenizer would not end a token. The bytes of that token after the border
-        are then spelled by themselves.
-        """
+        """Return the spelling of `data` where `before` precedes it; the ends count from the start of `data`. Tokenizers
+        look at the text before, so both are spelled together. The bytes of a token that reaches over the border are
+        spelled by themselves behind it."""
         border = len(before)
         joint = self.spell(before + data)
         spelled = [(token, end - border) for token, end in joint if end > border]
@@ -186,12 +172,10 @@ class Lexicon:
 class DraftText:
     """The target's text, spelled with the draft's vocabulary.
 
-    `follow` adds the tokens that were committed; its cost does not depend on the length of the text. Where the text
-    went on as drafted, the tokens that the draft proposed stay, since the draft's cache holds them. The rest is spelled
-    as the draft's tokenizer would spell it, together with the last few tokens before, which may change. No token
-    reaches over a control token. `prompt` is the draft's version of the target's first `n_prompt` tokens, for example
-    in its own chat template.
-    """
+    Where the text went on as drafted, the tokens that the draft proposed stay, since the draft's cache holds them. The
+    rest is spelled as the draft's tokenizer would spell it, together with the last few tokens before, which may change.
+    No token reaches over a control token. `prompt` is the draft's version of the target's first `n_prompt` tokens, for
+    example in its own chat template."""
 
     def __init__(
         self, prompt: Sequence[int], n_prompt: int, target: Vocabulary, draft: Lexicon
@@ -214,7 +198,6 @@ class DraftText:
 
     @property
     def held_back(self) -> bytes:
-        """The end of the text that is in no token yet."""
         return bytes(self._bytes[self._n_told :])
 
     def last_bytes(self, n: int) -> bytes:
@@ -376,9 +359,7 @@ class Translation:
 
 class PrefixShaper(Shaper):
     """The draft's most likely text that starts with given bytes, since the target's text may end in the middle of one
-    of the draft's tokens: a line break with the indentation of the next line, for example. `never` are tokens that are
-    not drafted.
-    """
+    of the draft's tokens: a line break with the indentation of the next line, for example."""
 
     def __init__(self, lexicon: Lexicon, never: Sequence[int] = ()) -> None:
         bias = tuple((token, -math.inf) for token in never)
@@ -404,11 +385,9 @@ class PrefixShaper(Shaper):
 
 
 class TranslatedDrafter(Drafter):
-    """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens.
-
-    `shaper` is the shaper of `inner`. `holds_back` allows tokens at the end of the text to be taken back, which is not
-    worth it for a model whose cache cannot easily drop cells.
-    """
+    """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens. `shaper` is
+    that of `inner`. `holds_back` allows tokens at the end of the text to be taken back, which is not worth it for a
+    model whose cache cannot easily drop cells."""
 
     name = "model"
 

@@ -1,8 +1,8 @@
 """The checks of `specgen doctor`: this machine, this build of llama.cpp, and whether it decodes.
 
-An import of llama.cpp proves nothing: a build for another CPU, or one that the compiler miscompiled, ends the process
-at the first batch. So a child process (`python -m specgen.measure.doctor TASK ...`) decodes and answers with a line of
-JSON; if it dies, its signal or exit code shows what is wrong.
+A build for another CPU, or a miscompiled one, ends the process at the first batch. So a child (`python -m
+specgen.measure.doctor TASK ...`) decodes and answers with a line of JSON; if it dies, its signal or exit code shows
+why.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class DoctorReport:
     kernels: KernelStatus = field(
         default_factory=lambda: KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
     )
-    models: dict[str, Path] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
 
     def check(self, name: str, do: Callable[[], str]) -> None:
@@ -94,25 +93,7 @@ class DoctorReport:
                 raise _error_named(check.error, f"{check.name}: {check.message}", check.hint)
 
     def to_json_object(self) -> dict[str, Any]:
-        values: dict[str, Any] = {**as_json(self), "healthy": self.healthy}
-        if self.build is not None:
-            values["build"]["features"] = as_json(features_of(self.build))
-        return values
-
-
-def features_of(build: Build) -> dict[str, tuple[str, ...]]:
-    """Return the features of each part of llama.cpp: ``{"CPU": ("AVX2", "FMA", ...), "CUDA": ("ARCHS=800,890",)}``."""
-    parts: dict[str, tuple[str, ...]] = {}
-    part = ""
-    for entry in build.system_info.split("|"):
-        before, _, rest = entry.rpartition(" : ")
-        part = before.strip() or part
-        name, separator, value = (word.strip() for word in rest.partition("="))
-        if not separator or value == "0":
-            continue
-        feature = name if value == "1" else f"{name}={value}"
-        parts[part] = (*parts.get(part, ()), feature)
-    return parts
+        return {**as_json(self), "healthy": self.healthy}
 
 
 def diagnose(
@@ -141,7 +122,6 @@ def diagnose(
         run("specgen's kernels", partial(_test_kernels, report))
         if model is not None:
             run(model.name, partial(decode, [*places, "CPU"][0], os.fspath(model)))
-    run("the list of models", partial(_find_models, report))
     for endpoint in endpoints if report.build is not None else ():
         run(f"worker {endpoint}", partial(_ask_worker, endpoint))
     return report
@@ -174,15 +154,6 @@ def _test_kernels(report: DoctorReport) -> str:
     if report.kernels.is_broken:
         raise BackendError(report.kernels.reason or "", report.kernels.hint)
     return report.kernels.tested or f"not used: {report.kernels.reason}"
-
-
-def _find_models(report: DoctorReport) -> str:
-    from specgen.models.hub_names import locate
-    from specgen.models.registry import load_registry
-
-    places = {name: locate(model) for name, model in load_registry().models.items()}
-    report.models = {name: path for name, path in places.items() if path is not None}
-    return f"{len(report.models)} of {len(places)} are on this disk"
 
 
 def _ask_worker(endpoint: str) -> str:

@@ -18,11 +18,9 @@ import numpy as np
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import ProbArray
 
-# A decode that takes d times the expected seconds corrects its size's entry, and the machine's speed, by a power of d:
-_COST_RATE = (
-    0.05  # the exponent: another program's work hardly changes what sizes cost beside others,
-)
-_SPEED_RATE = 0.2  # but the machine's speed
+# A decode that takes d times the expected seconds corrects its size's entry, and the machine's speed, by powers of d:
+# what sizes cost beside others hardly changes with another program's work, but the machine's speed does.
+_COST_RATE, _SPEED_RATE = 0.05, 0.2
 _MAX_DEVIATION = 1.5  # the largest d: a machine that is busy for a moment says nothing of the model
 #: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
 BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)

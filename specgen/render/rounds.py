@@ -18,7 +18,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.render.rows import Round, RoundReader, clean_line, styles_on
-from specgen.render.streams import Renderer
+from specgen.render.streams import Renderer, in_encoding
 
 _MARKS = {
     "accepted": "✓",
@@ -147,4 +147,5 @@ class RoundsRenderer(Renderer):
 
     def _print(self, line: Text) -> None:
         line.rstrip()
+        line.plain = in_encoding(self._console, line.plain)
         self._console.print(line, soft_wrap=True)

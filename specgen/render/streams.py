@@ -159,7 +159,6 @@ class JsonlRenderer(Renderer):
 
 
 def reading(event: ReadingEvent) -> str:
-    """Return how far a prompt has been read, in words."""
     share = event.n_read / event.n_prompt_tokens
     return f"reading the prompt: {share:.0%} of {event.n_prompt_tokens} tokens, {event.left_s:.0f} s left"
 
@@ -176,6 +175,14 @@ def print_notice(
     if verbose:
         for line in clean(event.detail).splitlines():
             say(console, Text(f"  {line}"))
+
+
+#: What stands for our signs on a terminal without Unicode.
+_ASCII = str.maketrans("✓✗→·└␣↵≥▁▂▃▄▅▆▇█", "vx>.`_/>########")
+
+
+def in_encoding(console: Console, text: str) -> str:
+    return text if console.encoding.startswith("utf") else text.translate(_ASCII)
 
 
 def say(console: Console, what: RenderableType) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from specgen.events import FinishedEvent, undrafted_text
 from specgen.render.rows import LEGEND, STYLES, clean_line
-from specgen.render.streams import say
+from specgen.render.streams import in_encoding, say
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.progress import counted, gain_text, seconds_text, three_digits
 
@@ -42,7 +42,8 @@ def print_summary(
     say(console, Text(in_short(finished, draft), STYLES["faint"] if not whole else ""))
     if not whole:
         return
-    items = [(label, Text(text)) for label, text in summary_items(finished, draft, kernels)]
+    told = summary_items(finished, draft, kernels)
+    items = [(label, Text(in_encoding(console, text))) for label, text in told]
     if show_legend and finished.n_drafted:
         legend = Text("  ").join(Text(mark, STYLES[mark]) for mark in LEGEND)
         items.append(("legend", legend))
@@ -83,7 +84,6 @@ def in_short(finished: FinishedEvent, draft: str | None = None) -> str:
 def summary_items(
     finished: FinishedEvent, draft: str | None = None, kernels: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for all known figures."""
     of, prompt = finished, counted(finished.n_prompt_tokens, "prompt token")
     length = f"{of.mean_accepted_length or 0.0:.2f} tokens per pass of the target"
     length = length if of.mean_accepted_length is not None else ""
@@ -131,7 +131,6 @@ def _listed(*texts: str) -> str:
 
 
 def _before(of: FinishedEvent) -> str:
-    """Return what took time before the first answer."""
     parts = {"loading": of.loading_s, "loading and packing": of.packing_s}
     parts |= {"measuring what drafting costs": of.measuring_s}
     found = _listed(*(f"{n} {seconds_text(s)}" for n, s in parts.items() if s > 0))
@@ -148,7 +147,6 @@ def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int]) -> str:
 
 
 def _histogram(n_rounds: Sequence[int]) -> str:
-    """Return how many of the rounds added one token, two, and so on."""
     n_all = sum(n_rounds) or 1
     shares = [(n, of_all / n_all) for n, of_all in enumerate(n_rounds, 1) if of_all]
     parts = [f"{n} {_BARS[min(7, int(share * 8))]} {share:.0%}" for n, share in shares]

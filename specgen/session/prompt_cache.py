@@ -1,5 +1,6 @@
 """A prompt cache file: the text that the contexts held when a process ended, with what they had computed of it, so that
-the next process does not read it again (llama.cpp's `--prompt-cache`). It has a text for the target and each draft.
+the next process does not read it again (llama.cpp's `--prompt-cache`). It has a text for the target, and for a draft that
+reads its states.
 """
 
 from __future__ import annotations

@@ -303,8 +303,9 @@ def terminal(chat_models: Path) -> Iterator[Terminal]:
 
     children: list[pexpect.spawn[str]] = []
 
-    def begin(*arguments: str) -> pexpect.spawn[str]:
-        command = ["-m", "specgen", "chat", "-q", *options(chat_models), *arguments]
+    def begin(*arguments: str, quiet: bool = True) -> pexpect.spawn[str]:
+        command = ["-m", "specgen", "chat", *(["-q"] if quiet else []), *options(chat_models)]
+        command += arguments
         env = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
         like: dict[str, Any] = {"dimensions": (30, 100), "encoding": "utf-8", "timeout": 30}
         child = pexpect.spawn(sys.executable, command, env=env, cwd=str(ROOT), **like)
@@ -360,6 +361,11 @@ def test_typing(terminal: Terminal, chat: Chat) -> None:
     child.expect_exact("\x1b[?2004l", timeout=60)
     child.wait()
     assert child.exitstatus == 0
+    # Whoever goes on sees the last turns, with whom he talks, and where he is.
+    shown = str(terminal("--session", "typed", quiet=False).before)
+    assert [shown.count(f"> {line}") for line in ("the cat", "one", "is on")] == [0, 1, 1]
+    assert "target.gguf; draft.gguf drafts; " in shown
+    assert " tokens of context" in shown
 
 
 @posix

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,6 +187,22 @@ def test_the_help_ends_with_examples_that_are_commands(
         COMMANDS[path].make_parser(context).parse_args(args=given)
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
+    specgen: Specgen, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name in ("run", "serve"):
+        lines = specgen(name, "--help").out.splitlines()
+        assert len(lines) <= (45 if columns >= 80 else 60)
+        assert f"`specgen {name} --help-all` shows all " in "".join(lines)
+        assert all(len(line) <= columns for line in lines if not line.startswith("  specgen "))
+        whole = specgen(name, "--help-all").out
+        names = [each for option in COMMANDS[name].params for each in option.opts if "-" in each]
+        assert len(names) > 80
+        assert all(re.search(rf"{re.escape(each)}\b", whole) for each in names)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -274,21 +290,6 @@ def test_the_output_of_config_can_stand_in_the_file(specgen: Specgen, file: Path
     file.write_text(shown.out)
     assert in_force(specgen("config")) == in_force(shown)
     assert "samplers" in in_force(shown)
-
-
-def test_doctor_reports_a_mistake_in_the_file(
-    specgen: Specgen, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specgen.measure.doctor.places_of", lambda _build: [])
-    file.write_text("temprature = 1\n")
-    result = specgen("doctor", "--json")
-    assert result.code == 2
-    (wrong,) = (each for each in json.loads(result.out)["checks"] if not each["passed"])
-    assert (wrong["name"], wrong["error"]) == ("defaults", "UsageError")
-    assert "temprature: there is no such key" in wrong["message"]
-    file.write_text("temp = 1\n")
-    healthy = specgen("doctor", "--json")
-    assert "defaults" not in healthy.out
 
 
 def test_a_draft_is_for_the_target_beside_it(specgen: Specgen, file: Path) -> None:

@@ -29,14 +29,14 @@ from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b"
 
-#: A child that dies as a table says: by what the kernels do, the number of steps that it begins and the signal that
-#: ends it (0: none). It notes each run in a log.
+#: A child that dies as a table says: by what it tries, the number of steps that it begins and the signal that ends it
+#: (0: none). It notes each run in a log.
 _CHILD = """
 import json, os, pathlib, sys
-log, table, library, kernels, size, file, steps = sys.argv[1:]
+log, table, library, size, file, steps = sys.argv[1:]
 with open(log, "a") as runs:
-    print(kernels, size, file=runs)
-n_steps, end = json.loads(table).get(kernels, [9, 0])
+    print(size, file=runs)
+n_steps, end = json.loads(table).get(size, [9, 0])
 pathlib.Path(steps).write_text("".join(f"step {n}\\n" for n in range(1, n_steps + 1)))
 if end:
     os.kill(os.getpid(), end)
@@ -71,7 +71,6 @@ class Tried:
 
     @property
     def runs(self) -> list[str]:
-        """What was tried: what the kernels did, and with what."""
         return self._log.read_text().splitlines()
 
 
@@ -84,30 +83,22 @@ def tried(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Tried
 
 
 @pytest.mark.parametrize(
-    ("table", "problem", "runs"),
+    ("table", "problem", "n_runs"),
     [
-        ({}, "", ["on"]),
+        ({}, "", 1),
         # The kernels die: llama.cpp's code serves.
-        ({"on": [2, SEGV]}, "they died of SIGSEGV on step 2", ["on", "off"]),
-        # llama.cpp dies later of something else.
-        ({"on": [2, SEGV], "off": [7, SEGV]}, "they died of SIGSEGV on step 2", ["on", "off"]),
-        # llama.cpp dies where the kernels do: they are not the reason.
-        ({"on": [7, SEGV], "off": [7, SEGV]}, "", ["on", "off"]),
+        ({"skeleton": [2, SEGV], "whole": [3, SEGV]}, "they died of SIGSEGV on step 3", 2),
+        # A skeleton that llama.cpp cannot compute proves nothing.
+        ({"skeleton": [2, SEGV]}, "", 2),
     ],
 )
 def test_what_dies_is_left_to_llama_cpp(
-    tried: Tried, table: dict[str, list[int]], problem: str, runs: list[str]
+    tried: Tried, table: dict[str, list[int]], problem: str, n_runs: int
 ) -> None:
     tried.dying(table)
     assert tried.trials.problem_of(tried.model) == problem
-    assert tried.runs == [f"{kernels} skeleton" for kernels in runs]
+    assert tried.runs == ["skeleton", "whole"][:n_runs]
     assert [path.name for path in tried.cache.iterdir()] == [VERDICTS]
-
-
-def test_a_skeleton_that_llama_cpp_cannot_compute_proves_nothing(tried: Tried) -> None:
-    tried.dying({"on": [2, SEGV], "off": [2, SEGV]})
-    assert tried.trials.problem_of(tried.model) == ""
-    assert [line.split()[1] for line in tried.runs] == 2 * ["skeleton"] + 2 * ["whole"]
 
 
 @pytest.mark.parametrize("is_hanging", [True, False], ids=["hanging", "held up once"])
@@ -120,11 +111,11 @@ def test_a_hanging_child_is_asked_again_and_then_a_dead_one(
         nonlocal n_asked
         answer = ask_child(command, timeout_s)
         n_asked += 1
-        if n_asked == 1 or (is_hanging and "on" in command):
+        if n_asked == 1 or is_hanging:
             raise ChildTimeoutError("no answer within 120 s")
         return answer
 
-    tried.dying({"on": [3, 0]})
+    tried.dying({"skeleton": [3, 0], "whole": [3, 0]})
     monkeypatch.setattr(processes, "ask_child", slow)
     problem = "no answer within 120 s on step 3" if is_hanging else ""
     assert tried.trials.problem_of(tried.model) == problem
@@ -132,7 +123,7 @@ def test_a_hanging_child_is_asked_again_and_then_a_dead_one(
 
 def test_a_child_that_something_else_killed_decides_nothing(tried: Tried) -> None:
     """As the system does if memory runs out."""
-    tried.dying({"on": [1, KILL]})
+    tried.dying({"skeleton": [1, KILL], "whole": [1, KILL]})
     trials = tried.trials
     assert trials.problem_of(tried.model) == ""
     n_before = len(tried.runs)
@@ -144,7 +135,7 @@ def test_a_child_that_something_else_killed_decides_nothing(tried: Tried) -> Non
 
 
 def test_a_model_is_tried_once(tried: Tried) -> None:
-    tried.dying({"on": [2, SEGV]})
+    tried.dying({"skeleton": [2, SEGV], "whole": [2, SEGV]})
     for anew, n_runs in ((False, 2), (False, 2), (True, 4)):
         assert tried.trials.problem_of(tried.model, anew=anew)
         assert len(tried.runs) == n_runs
@@ -249,7 +240,7 @@ def test_every_choice_of_kernels_tries_models(
     monkeypatch.setattr(admission, "examine_kernels", lambda *_args, **_options: status)
     monkeypatch.setattr(admission, "attach", lambda _path: SimpleNamespace(instructions="avx2"))
     monkeypatch.setattr(admission, "ask_before_loading", asked.append)
-    tried.dying({"on": [1, SEGV]})
+    tried.dying({"skeleton": [1, SEGV], "whole": [1, SEGV]})
     wanted: list[KernelChoice] = ["auto", "specgen", "llama.cpp"]
     for each in wanted:
         admission.choose_kernels(each, tried.cache)

@@ -1,19 +1,23 @@
-"""Our samplers against llama.cpp's own, called through the low-level API."""
+"""Our samplers against llama.cpp's own, called through the low-level API; DRY on vocabularies with breakers of every kind."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from specgen.llama import LlamaVocabulary
 from specgen.method.draft import Distribution
 from specgen.options import DEFAULT_SAMPLERS, SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
-from specgen.text.sampling import Sampler
+from specgen.text.sampling import DryBreakers, Sampler
 from tests.helpers.common import UNFILTERED
 from tests.helpers.llama_samplers import as_dict, assert_same, native_distribution
+from tests.helpers.tiny import vocabulary_of
 
 
 def options(**changes: object) -> SamplerOptions:
@@ -206,3 +210,113 @@ def test_the_mixture_at_temperature_zero_has_two_certain_tokens() -> None:
     found = Sampler(chosen).distribution(logits)
     assert as_dict(found) == pytest.approx({0: 0.75, 1: 0.25})
     assert isinstance(found, Distribution)
+
+
+# --- DRY
+
+
+@pytest.fixture(scope="module", params=["bpe", "spm"])
+def vocabulary(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LlamaVocabulary]:
+    # Padding, whose tokens have names but no text.
+    folder = tmp_path_factory.mktemp("dry")
+    with vocabulary_of(folder, tokenizer=request.param, n_vocab=600) as found:
+        yield found
+
+
+def check_dry(
+    vocabulary: LlamaVocabulary, history: list[int], seed: int = 0, **changes: Any
+) -> None:
+    chosen = options(**{"dry_multiplier": 0.8, "dry_last_n": -1, **changes})
+    logits = row(600, 3.0, seed)
+    before = logits.copy()
+    ours = Sampler(chosen, DryBreakers.of(vocabulary, chosen.dry_breakers))
+    found = ours.distribution(logits, np.array(history, np.int64))
+    assert (logits == before).all()
+    assert_same(found, native_distribution(logits, chosen, history, vocabulary.handle))
+
+
+#: Breakers of one token and of several, within tokens, across them, within a character, names of
+#: control tokens, and what is longer than llama.cpp reads.
+BREAKERS: list[tuple[str, ...]] = [
+    (),
+    ("\n", ":", '"', "*"),
+    (" the",),
+    ("the",),
+    (" return self",),
+    ("rn self",),
+    ("n s", "urn", "\n\n\n"),
+    ("é😀",),
+    ("😀é",),
+    ("the", "e in"),
+    ("<|im_end|>\n", "_end|> in"),
+    ("im_end",),
+    (" ",),
+    ("", "e t"),
+    ("in the of the in the of the in the of the in the of the in",),
+]
+WORDS = (
+    " the", " return", " self", "tion", " in", " of", "\n", "\n\n", "é", "😀", "a", ":", "th", "e",
+    "<|im_end|>", " def",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("breakers", BREAKERS, ids=lambda breakers: "|".join(breakers) or "none")
+def test_breakers_limit_repetitions_as_in_llama_cpp(
+    vocabulary: LlamaVocabulary, breakers: tuple[str, ...]
+) -> None:
+    rng = random.Random(str(breakers))
+    for seed in range(20):
+        # A passage, something else, and the passage's beginning once more.
+        passage = [rng.choice(WORDS) for _ in range(rng.randint(3, 12))]
+        if rng.random() < 0.5:
+            passage.insert(rng.randrange(len(passage)), "".join(breakers))
+        between = [rng.choice(WORDS) for _ in range(rng.randint(0, 6))]
+        text = passage + between + passage[: rng.randint(1, len(passage))]
+        history = vocabulary.tokenize("".join(text), add_special=False, parse_special=True)
+        allowed = rng.choice((1, 1, 2, 3))
+        check_dry(vocabulary, history, seed, dry_breakers=breakers, dry_allowed_length=allowed)
+
+
+@pytest.mark.parametrize("allowed_length", [-1, 0, 1, 2, 4, 30])
+@pytest.mark.parametrize("last_n", [0, 1, 2, 3, 10, 64, -1])
+def test_windows_and_allowed_lengths(
+    vocabulary: LlamaVocabulary, allowed_length: int, last_n: int
+) -> None:
+    # Other histories in each case.
+    chance = random.Random(f"{allowed_length} {last_n}")
+    for seed in range(4):
+        rng = random.Random(chance.random())
+        history = [rng.randrange(3) + 60 for _ in range(rng.randint(0, 90))]
+        limits = {"dry_allowed_length": allowed_length, "dry_last_n": last_n}
+        check_dry(vocabulary, history, seed, dry_breakers=(), **limits)
+
+
+@pytest.mark.parametrize("base", [0.5, 1.0, 1.0000001, 1.1, 1.75, 4.0, 100.0])
+@pytest.mark.parametrize("multiplier", [0.0, 0.1, 5.0])
+def test_bases_and_the_largest_exponent(
+    vocabulary: LlamaVocabulary, base: float, multiplier: float
+) -> None:
+    """Where base ** length is beyond float32, as for long repetitions of one token."""
+    texts = [[65] * 400, [65, 66] * 200, list(range(65, 90)) * 12, [*range(65, 90), 70] * 12]
+    for seed, history in enumerate(texts):
+        strength = {"dry_base": base, "dry_multiplier": multiplier}
+        check_dry(vocabulary, history, seed, dry_breakers=("\n",), **strength)
+
+
+def test_dry_within_a_chain_after_top_k(vocabulary: LlamaVocabulary) -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        history = [rng.randrange(40) for _ in range(200)]
+        check_dry(
+            vocabulary,
+            history,
+            seed,
+            samplers=("top_k", "dry", "temperature", "min_p"),
+            top_k=50,
+            temperature=0.7,
+            min_p=0.01,
+            dry_allowed_length=1,
+            dry_multiplier=3.0,
+        )

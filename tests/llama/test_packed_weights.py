@@ -157,5 +157,8 @@ def test_the_command_line_chooses(
 ) -> None:
     place = Path(os.environ["SPECGEN_CACHE"]) / "packed"
     options = ("--packed-cache", choice, "--draft", "none", "-n", "4", "--raw")
-    assert cli("run", "-m", str(model_file), *options).code == 0
+    result = cli("run", "-m", str(model_file), *options)
+    assert result.code == 0
     assert bool(files(place)) == (choice == "auto")
+    assert (f"are written to {place}" in result.err) == (choice == "auto")
+    assert "are written to" not in cli("run", "-m", str(model_file), *options).err

@@ -133,7 +133,7 @@ def test_without_llama_cpp_the_hint_says_how_to_install_it(tmp_path: Path, error
     )
     report = doctor.diagnose(child=child)
     assert report.build is None
-    assert [check.passed for check in report.checks] == [False, True]
+    assert [check.passed for check in report.checks] == [False]
     with pytest.raises(BackendError, match="not found") as caught:
         report.raise_first_error()
     assert "pip install" in str(caught.value.hint)
@@ -142,18 +142,13 @@ def test_without_llama_cpp_the_hint_says_how_to_install_it(tmp_path: Path, error
 # --- what is shown --------------------------------------------------------------------------
 
 
-def test_the_command_shows_what_it_found(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model = tmp_path / "here.gguf"
-    monkeypatch.setattr("specgen.models.hub_names.locate", lambda _model: model)
+def test_the_command_shows_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli() == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert "llama-cpp-python" in out
     assert "GPU offload" in out
     assert str(cache_folder()) in out
-    assert str(model) in out
     assert out.count("  ok  ") >= 2
     assert "\x1b" not in out
     assert all(line == line.rstrip() for line in out.splitlines())

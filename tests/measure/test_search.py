@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from specgen.llama import LlamaBackend
 from specgen.measure.prompts import given_prompts
@@ -34,6 +36,7 @@ from specgen.options import (
     GenerationOptions,
     SessionOptions,
 )
+from specgen.render.tables import print_draft_table
 from specgen.session.calibration import is_pair_measured, known_costs, measure_if_new
 from specgen.session.memory import Memory, Threads
 from specgen.session.session import Session
@@ -154,12 +157,35 @@ def test_three_sentences_say_what_was_measured_what_it_means_and_what_to_do() ->
     measured, meaning, action = advice(search(Tried(DRAFT, figures(1.4))))
     assert measured == (
         "measured on 6 answers of target.gguf: 10.0 tokens/s without a draft, 14.0 with small draft.gguf"
-        ": 1.4 times as fast as without drafts; 1.3 to 1.6 in 6 answers"
+        ": 1.4 times as fast as without drafts (1.3 to 1.6 in 6 answers)"
     )
     assert meaning == (
         "a batch of 4 costs 1.5 tokens; drafts pay if 21% are accepted, and 60% were"
     )
     assert action == "use it: --draft '/m/small draft.gguf'"
+
+
+def test_the_table_shows_why_drafts_pay() -> None:
+    kinds = {"code": figures(1.6), "prose": figures(1.2)}
+    best = Tried(DRAFT, dataclasses.replace(figures(1.4), kinds=kinds))
+    stream = io.StringIO()
+    print_draft_table(search(best), (), Console(file=stream, width=80))
+    assert stream.getvalue().split("\n")[:14] == [
+        "draft            speed-up worst tokens/s accepted per-pass   ms start",
+        "small draft.gguf     1.40  1.30    14.00     0.60     2.50 4.12 81.60",
+        "none                 1.00  0.90    10.00        -     2.50    - 81.60",
+        "",
+        "in one decode                  ms in tokens",
+        "1 token of target.gguf      100.0      1.00",
+        "2 tokens of target.gguf     116.7      1.17",
+        "4 tokens of target.gguf     150.0      1.50",
+        "1 token of small draft.gguf   4.1      0.04",
+        "",
+        "with small draft.gguf speed-up accepted",
+        "code                      1.60     0.60",
+        "prose                     1.20     0.60",
+        "",
+    ]
 
 
 def test_where_nothing_gains_other_drafts_are_advised_or_none() -> None:

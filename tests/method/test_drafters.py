@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.method.draft import Distribution, Draft
-from specgen.method.drafter import draft_alone, propose_together
+from specgen.method.drafter import Drafting, draft_alone, propose_together
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
 from specgen.method.tables import Stop
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
@@ -260,6 +260,17 @@ class Noting(FixedPolicy):
 
     def observe(self, result: RoundResult) -> None:
         self.results.append(result)
+
+
+def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
+    class Noted(Scripted):
+        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+            self.told.append(n_drafted)
+            return super().propose(context, plan)
+
+    drafter = Noted([4])
+    after(Guesses(Cascade(model=drafter), Noting()), [*TEXT, 7, 7], [9, 8], 5, 2)
+    assert drafter.told[0] == 4
 
 
 @pytest.mark.parametrize(

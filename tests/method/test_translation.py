@@ -137,6 +137,15 @@ def test_a_token_for_the_unknown_is_never_text() -> None:
     assert spelled(unknown, "a中b\nab".encode()) == [2, 3, 2, 3]
 
 
+@pytest.mark.parametrize("adds_space", [False, True])
+def test_of_a_byte_and_a_character_the_tokenizers_choice_is_found(adds_space: bool) -> None:
+    # Byte tokens come first, as SentencePiece has them; the tokenizer takes the characters.
+    made = vocabulary([*BYTES, b"a", b"b", b" "], adds_space=adds_space)
+    lexicon = Lexicon(made)
+    assert [lexicon.tokens[piece] for piece in (b"a", b"b", b" ")] == [256, 257, 258]
+    assert lexicon.tokens[b"c"] == ord("c")
+
+
 # --- control tokens
 
 
@@ -175,6 +184,18 @@ def test_no_token_reaches_over_a_control_token() -> None:
     assert text.last_bytes(9) == b"b"
     assert (text.ending(1), text.ending(2)) == (b"b", b"")
     assert follow(2, 0, 1) == [7, 7, 0, 1, 4, 2]
+
+
+def test_drafted_tokens_that_the_text_took_stay() -> None:
+    """The draft's own spelling, which is not its tokenizer's: its cache holds it."""
+    target = vocabulary([b"a", b"b"], ["</s>"])
+    draft = vocabulary([b"a", b"b", b"ab"], ["</s>"])
+    text = Translation(target, draft).text([0], [])
+    drafted = Draft.chain([0, 1, 0, 1], "model")
+    text.follow([0, 0, 1, 0], drafted)
+    assert text.tokens == [0, 1, 0]
+    text.follow([0, 0, 1, 0, 0])  # another way
+    assert text.tokens == [0, 1, 0, 0]
 
 
 @given(vocabularies(spells_all=True, merges=False, n_longest=4), st.data())

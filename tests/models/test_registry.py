@@ -297,10 +297,11 @@ def test_what_was_saved_comes_before_the_partner_the_general_draft_and_n_grams(
 ) -> None:
     file = tmp_path / "mine.gguf"
     file.touch()
-    choices = choose("small", "tiny", saved=SavedDraft(file, speedup=1.234))
+    saved = SavedDraft(file, None, 1.234, 1.1, 1.4, 6)
+    choices = choose("small", "tiny", saved=saved)
     assert drafts(choices) == ["mine", "small", "tiny", "ngram"]
     assert "mine.gguf" in choices[0].why
-    assert "x1.23" in choices[0].why
+    assert saved.gain in choices[0].why
     assert "big-small" in choices[1].why
     assert "general" in choices[2].why
     assert "n-grams" in choices[3].why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.make_picture import main
-from specgen.events import EVENT_TYPES, Event, to_json_object
+from specgen.events import EVENT_TYPES, DraftedEvent, Event, to_json_object
 from specgen.render.live import FoldedThought, make_renderer
 from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
 from specgen.system.files import to_line
@@ -235,5 +236,32 @@ def test_rounds_have_a_line_each_in_a_pipe() -> None:
         "                       └ ✗ dog",
         "                         └ ✗ lay",
         "    5   100.0       2  ✓ ↵  + (no text)",
+        "",
+    ]
+
+
+def test_rounds_show_the_bound_the_second_draft_and_drafts_that_agree() -> None:
+    made = Script().prompt().because("threshold", "the whole draft's probability is at least 0.30")
+    made.round([" a"], 1, " b").because(
+        "threshold", "the whole draft's probability is at least 0.27"
+    )
+    made.tree([" c", " d", " e"], (-1, 0, 0), (0,), " f").finish()
+    n_walks = iter((1, 3, 2, 1))
+    events = [
+        replace(
+            event,
+            nodes=tuple(replace(node, n_walks=next(n_walks)) for node in event.nodes),
+            guesses="the second draft guessed 2 of the draft's tokens, 1 of them right",
+        )
+        if isinstance(event, DraftedEvent)
+        else event
+        for event in made.events
+    ]
+    made.events = events
+    assert run(made, show="rounds")[0].split("\n")[4:] == [
+        "    1   100.0       2  ✓ a  + b  the whole draft's probability is at least 0.30  by model",
+        "                       the second draft guessed 2 of the draft's tokens, 1 of them right",
+        "    2   100.0       2  ✓ c (3 drafts)  ✗ d (2 drafts)  → f  ≥ 0.27",
+        "                         └ ✗ e",
         "",
     ]

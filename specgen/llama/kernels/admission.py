@@ -1,9 +1,6 @@
-"""Whether specgen's kernels compute: one self-test for a machine, one trial for a model.
-
-Kernels that are wrong for a processor or for a model may end the process that runs them, so child processes try
-them (`specgen.llama.kernels.trial`). The verdicts are remembered. They depend on the contents of the library,
-llama.cpp and the processor; that of a trial also on the model's file.
-"""
+"""Whether specgen's kernels compute: one self-test for a machine, one trial for a model, in child processes
+(`trial.py`), which they may end. The verdicts are remembered, by the library, llama.cpp, the processor and the model's
+file."""
 
 from __future__ import annotations
 
@@ -14,11 +11,10 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 from specgen import __version__
 from specgen.errors import BackendError, UsageError
@@ -161,8 +157,6 @@ VERDICTS, _N_KEPT = "kernels.json", 512
 SELF_TEST_TIMEOUT_S = 60.0
 #: The longest that a trial may take: so many seconds, and one more for so many bytes.
 _TRIAL_TIMEOUT_S, _BYTES_PER_S = 120.0, 20e6
-#: A trial that gets beyond so many steps has loaded the model and decoded.
-_N_STEPS_ENOUGH = 4
 #: Signals that do not come from the kernels: the system ran out of memory, or a file became shorter.
 _NOT_THE_KERNELS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
 
@@ -239,18 +233,6 @@ def _key(circumstances: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-#: A trial's process ended ``done``, ``died`` (or hung), or ``unknown``: the kernels are not the cause.
-_End: TypeAlias = Literal["done", "died", "unknown"]
-
-
-class _Run(NamedTuple):
-    """How a trial's process ended, the number of steps that it began, and why it died."""
-
-    end: _End
-    n_steps: int
-    problem: str
-
-
 class ModelTrials:
     """Tries kernels on models, and remembers the verdicts. If they are `required`, a failure is an error."""
 
@@ -281,10 +263,14 @@ class ModelTrials:
         return verdict.message
 
     def _tried(self, file: Path) -> Verdict | None:
+        """Try a skeleton of the model and, unless that is computed, the whole: llama.cpp may not take a skeleton."""
+        found: Verdict | None = None
         with contextlib.ExitStack() as resources:
             folder = self._folder(resources)
-            run = partial(self._run, file, folder)
-            return self._verdict(run, "skeleton") or self._verdict(run, "whole")
+            for size in ("skeleton", "whole"):
+                if found is None or found.outcome != "passed":
+                    found = self._verdict(file, folder, size)
+        return found
 
     def _folder(self, resources: contextlib.ExitStack) -> Path:
         """Make a folder for the files of a trial: in the cache, or in memory if the cache cannot be written."""
@@ -294,30 +280,16 @@ class ModelTrials:
             return Path(resources.enter_context(inside))
         return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="specgen-trial-")))
 
-    def _verdict(self, run: Callable[[str, str], _Run], size: str) -> Verdict | None:
-        on = run(size, "on")
-        if on.end != "died":
-            return Verdict("passed") if on.end == "done" else None
-        off = run(size, "off")
-        if off.end == "unknown":
-            return None
-        if off.end == "died" and off.n_steps <= on.n_steps:
-            # llama.cpp dies, too: the kernels can compute what it can.
-            is_enough = off.n_steps > _N_STEPS_ENOUGH or size == "whole"
-            return Verdict("passed") if is_enough else None
-        return Verdict("failed", on.problem)
-
-    def _run(self, file: Path, folder: Path, size: str, kernels: str) -> _Run:
+    def _verdict(self, file: Path, folder: Path, size: str) -> Verdict | None:
+        """Return what a child shows; None if llama.cpp cannot load the file, or something else stopped the child."""
         steps = folder / "steps"
-        command = [*CHILD, str(self._library), kernels, size, str(file), str(steps)]
+        command = [*CHILD, str(self._library), size, str(file), str(steps)]
         timeout_s = _TRIAL_TIMEOUT_S + file.stat().st_size / _BYTES_PER_S
-        end: _End = "unknown"
-        problem = ""
         try:
-            if not ask_child_again(command, timeout_s, lambda: steps.write_text("")).get("problem"):
-                end = "done"
+            answer = ask_child_again(command, timeout_s, lambda: steps.write_text(""))
         except ChildError as error:
-            if not (isinstance(error, ChildDiedError) and error.signal_name in _NOT_THE_KERNELS):
-                end, problem = "died", _why(error)
-        begun = steps.read_text(encoding="utf-8").splitlines()
-        return _Run(end, len(begun), f"{problem} on {begun[-1]}" if begun else problem)
+            if isinstance(error, ChildDiedError) and error.signal_name in _NOT_THE_KERNELS:
+                return None
+            begun = steps.read_text(encoding="utf-8").splitlines()
+            return Verdict("failed", f"{_why(error)} on {begun[-1]}" if begun else _why(error))
+        return None if answer.get("problem") else Verdict("passed")
