@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import psutil
@@ -40,11 +40,16 @@ from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
 
-if TYPE_CHECKING:
-    from specgen.llama.kernels.frequent_rows import FrequentRows
-
 #: GGML's limit of threads.
 MAX_THREADS = 512
+
+
+class ComputedRows(Protocol):
+    """Limits the rows of the output matrix that are computed, in a decode of these tokens."""
+
+    def limit(self, tokens: Sequence[int]) -> contextlib.AbstractContextManager[object]: ...
+
+    def close(self) -> None: ...
 
 
 class LlamaBackend:
@@ -93,7 +98,7 @@ class LlamaBackend:
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
         self.is_unwanted: Callable[[], bool] | None = None
         #: Which rows of the output matrix are computed; None: all.
-        self.computed_rows: FrequentRows | None = None
+        self.computed_rows: ComputedRows | None = None
         self._cache = Cache(model, self.handle, context.guards)
         if not self._cache:
             self.close()
