@@ -1,8 +1,6 @@
 """The chain of samplers: from a row of logits to the distribution that a token is drawn from.
 
-The order is `SamplerOptions.samplers`, by default llama.cpp's: penalties, DRY, top-n-sigma, top-k,
-typical, top-p, min-p, XTC, temperature. Logit biases come before them all. Each sampler gets the
-result of the one before; those that are switched off cost nothing.
+Logit biases come first, then `SamplerOptions.samplers`; those that are switched off cost nothing.
 """
 
 from __future__ import annotations
