@@ -22,7 +22,7 @@ from specgen.text.text_state import Cascade, n_common
 _N_SINK = 4
 #: If more than twice as many tokens are to be read, a draft model reads the text's first few and so many of its last. It
 #: agrees with the target nearly as often, unless the answer copies the text (there n-grams draft), and starts at once.
-_N_WINDOW = 256
+_N_WINDOW = 64
 #: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
 N_USUAL = 2
 _RATE = 0.1  # how fast the seconds of a drafted token follow the latest ones

@@ -115,6 +115,8 @@ class Lexicon:
         """Return the spelling of `data` where `before` precedes it; the ends count from the start of `data`. Tokenizers
         look at the text before, so both are spelled together. The bytes of a token that reaches over the border are
         spelled by themselves behind it."""
+        if not data:
+            return []
         border = len(before)
         joint = self.spell(before + data)
         spelled = [(token, end - border) for token, end in joint if end > border]
@@ -238,15 +240,12 @@ class DraftText:
         """Take the last tokens back, so that the draft may choose longer ones in their place."""
         n_left = len(self.tokens) - n_tokens
         self._n_told = self._begin(n_left)
-        self._cut(n_left)
+        del self.tokens[n_left:], self.ends[n_left:]
+        self.n_unchanged = min(self.n_unchanged, n_left)
 
     def _begin(self, index: int) -> int:
         """Return the offset at which token `index` starts: after bytes that have no token, if there are any."""
         return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
-
-    def _cut(self, n_tokens: int) -> None:
-        del self.tokens[n_tokens:], self.ends[n_tokens:]
-        self.n_unchanged = min(self.n_unchanged, n_tokens)
 
     def _tell(self, drafted: Draft) -> None:
         """Put all bytes into tokens: the draft's own tokens for as long as they say what the text does."""
@@ -278,7 +277,8 @@ class DraftText:
             if place in common:
                 offset = start
                 replaced = self.tokens[n_kept:n_unchanged]
-                self._cut(n_kept)
+                del self.tokens[n_kept:], self.ends[n_kept:]
+                self.n_unchanged = min(n_unchanged, n_kept)
                 break
         else:
             before = bytes(self._bytes[start : self._n_told])
