@@ -53,7 +53,9 @@ help: ## List the targets
 		'Variables: PROMPT, ARGS (options of specgen run), PYTEST_ARGS, SEARCHES, PYTHON, VENV, and' \
 		'CMAKE_ARGS for the build of llama.cpp, for example CMAKE_ARGS=-DGGML_CUDA=on'
 
-run: $(VENV)/.installed ## Answer PROMPT with the default pair of models, fetched on first use
+# Packages and, unless ARGS may name others, models are downloaded beside the compiling.
+run: ## Answer PROMPT with the default pair of models, fetched on first use
+	@$(MAKE) --silent -j 2 $(VENV)/.installed $(if $(ARGS),,$(VENV)/.models) >&2
 	@$(BIN)/specgen run $(ARGS) -- "$$PROMPT"
 
 test: $(VENV)/.installed-dev ## Run the test suite
@@ -182,9 +184,19 @@ $(VENV)/.llama: $(VENV)/.llama-settings
 		CMAKE_ARGS="$$args" $(PIP) install --no-cache-dir --no-deps --force-reinstall '$(LLAMA)' >&2
 	@touch $@
 
+# What specgen needs beside llama.cpp.
+$(VENV)/.packages: pyproject.toml | $(VENV)/.created
+	@sed -n '/^dependencies = \[/,/^\]/s/^ *"\([^"]*\)",$$/\1/p' $< | grep -v '^llama-cpp-python' > $@.txt
+	@$(PIP) install --quiet --requirement $@.txt >&2
+	@touch $@
+
+# If it fails, `specgen run` says why.
+$(VENV)/.models: models.toml | $(VENV)/.packages
+	@$(BIN)/python -m specgen models pull "$$(sed -n 's/^default_pair = "\(.*\)"/\1/p' $<)" > /dev/null && touch $@ || true
+
 # A build counts only when it decodes; `specgen doctor` says what is wrong with one that does not.
 # Installing compiles the kernels too (hatch_build.py), where they changed.
-$(VENV)/.installed: $(VENV)/.llama pyproject.toml $(KERNELS)
+$(VENV)/.installed: $(VENV)/.llama $(VENV)/.packages pyproject.toml $(KERNELS)
 	@echo 'Installing specgen' >&2
 	@$(PIP) install --quiet --editable '.[server]' >&2
 	@report=$$($(BIN)/specgen doctor) || { printf '%s\n' "$$report" >&2; exit 1; }

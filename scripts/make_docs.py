@@ -110,7 +110,7 @@ def cli_page() -> str:
     from specgen.cli.app import command_line
 
     introduction = (
-        "`--help` after a command shows this text on the terminal. `specgen --install-completion` lets your "
+        "`--help-all` after a command shows this text, `--help` the usual options. `specgen --install-completion` lets your "
         "shell complete commands, options and names of models. [Your own defaults](using.md#your-defaults) "
         "can stand in a file."
     )

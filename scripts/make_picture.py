@@ -29,8 +29,8 @@ text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill
 .faint { fill: #a3a29b }
 .accepted { fill: #5fce86; text-decoration: underline }
 .rejected { fill: #ff9b91; text-decoration: line-through }
-.corrected { fill: #f58be3; font-weight: 700 }
-.bonus { fill: #5bd2e6; font-weight: 700 }
+.corrected { fill: #f58be3 }
+.bonus { fill: #5bd2e6 }
 @media (prefers-reduced-motion) { * { animation: none !important } }
 """
 LEGEND = {

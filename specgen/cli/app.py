@@ -1,4 +1,5 @@
-"""The application: the commands by name, and the exit codes of errors. Nothing heavy is imported before a command needs it."""
+"""The application: the commands by name, and the exit codes of errors. Nothing heavy is imported before a command needs
+it."""
 
 from __future__ import annotations
 
@@ -105,7 +106,6 @@ def _imported(name: str) -> Any:
 
 
 def command_line() -> _CommandLine:
-    """Return the command line with all commands imported."""
     group = typer.main.get_command(app)
     assert isinstance(group, _CommandLine)
     group.load(*COMMANDS)

@@ -27,7 +27,7 @@ from specgen.system.progress import ProgressView, counted
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
     from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch
-    from specgen.serve.batch.runner import Batch, Tally
+    from specgen.serve.batch.runner import Batch
     from specgen.session.choose_models import DraftChoice
     from specgen.session.session import Session
 
@@ -208,32 +208,18 @@ def _answer(
         Interrupt() as stop,
         contextlib.closing(ProgressView(stream, kind="lines")) as view,
     ):
-        n_before: int | None = None
         try:
             with contextlib.closing(job.run(lines, stop)) as tallies:
-                for tally in tallies:
-                    if n_before is None:  # the prompts are prepared
-                        started_s, n_before = time.perf_counter(), tally.n_done
-                    pace = _pace(tally, time.perf_counter() - started_s, n_before)
-                    view.show(pace, tally.n_done, tally.n_lines)
+                for number, tally in enumerate(tallies):
+                    if not number:  # the prompts are prepared
+                        started_s = time.perf_counter()
+                    pace = tally.n_tokens / (time.perf_counter() - started_s)
+                    view.show(f"{pace:.1f} tokens/s", tally.n_done, tally.n_lines)
         finally:
             if job.tally.n_answers:
                 seconds = time.perf_counter() - started_s
                 output.note(batch_summary(job.tally, seconds, job.where))
     return stop.exit_code
-
-
-def _pace(tally: Tally, seconds: float, n_before: int) -> str:
-    """Return the speed, and the time that is left at the pace so far, after `n_before` lines that were done at once."""
-    if seconds < 1.0:
-        return "starting"
-    left = ""
-    if n_before < tally.n_done < tally.n_lines:
-        from specgen.render.tables import duration
-
-        left_s = seconds / (tally.n_done - n_before) * (tally.n_lines - tally.n_done)
-        left = f", {duration(left_s)} left"
-    return f"{tally.n_tokens / seconds:.1f} tokens/s{left}"
 
 
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:

@@ -156,7 +156,6 @@ class _Dialogue:
         self._chat, self._stop, self._output, self._about = chat, stop, output, about
 
     def run(self, learner: Learner) -> int:
-        """Answer messages until there are no more; return the exit code."""
         failed, is_typed = 0, is_person()
         if self._chat.conversation.turns:
             self._output.note(_greeting(self._chat.conversation))
@@ -250,7 +249,6 @@ class _Dialogue:
         self._keep(0)
 
     def _keep(self, n: int) -> None:
-        """Keep the first turns."""
         conversation = self._chat.conversation
         self._chat.change(replace(conversation, turns=conversation.turns[:n]))
         say(f"the conversation has {counted(n, 'turn')} now")

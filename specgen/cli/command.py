@@ -211,7 +211,6 @@ def _model_given_first(ctx: Any, given: Mapping[str, Any], behind: Sequence[str]
 
 
 def in_words(message: str) -> str:
-    """Return what is wrong with a value in plain words."""
     for pattern, words in _WORDS:
         message = re.sub(pattern, words, message)
     return message
@@ -221,7 +220,6 @@ def in_words(message: str) -> str:
 
 
 def config_file() -> Path:
-    """Return the path of the user's defaults; the file need not exist."""
     from specgen.models.files import config_folder
 
     return config_folder() / "config.toml"

@@ -114,7 +114,7 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
         elif name in _INSTEAD or name in _EQUAL:
             raise UsageError(
                 f"{name} is an option of llama.cpp that `{context.command_path}` does not have",
-                hint=_INSTEAD.get(name) or f"`{context.command_path} --help` has all options",
+                hint=_INSTEAD.get(name) or f"`{context.command_path} --help-all` has all options",
             )
         else:
             found.append(word)

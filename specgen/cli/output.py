@@ -89,7 +89,6 @@ class Output:
         say(f"note: {self.prefix}{text}")
 
     def status(self, text: str) -> contextlib.AbstractContextManager[object]:
-        """Show on a terminal what is being done, until it is."""
         if self.quiet or self.verbose or not sys.stderr.isatty():
             return contextlib.nullcontext()
         from specgen.render.streams import make_console
@@ -157,7 +156,6 @@ class Output:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[tuple[Progress, Interrupt]]:
-        """Yield what shows the progress of a measurement, and what ends it at a signal."""
         stream = None if self.quiet or self.verbose > 0 else sys.stderr
         with contextlib.closing(ProgressView(stream)) as view, Interrupt() as stop:
             yield view.show, stop
@@ -166,7 +164,6 @@ class Output:
 def show_answer(
     session: Session, prompt: Prompt, output: Output
 ) -> tuple[int, FinishedEvent | None]:
-    """Generate an answer and show it; return the exit code, and the last event."""
     from specgen.session.engine import generate
 
     with Interrupt() as interrupt:

@@ -17,18 +17,13 @@ from specgen.method.tables import CostTable, Price
 class DflashDrafter(StatesDrafter):
     """Drafts a chain with one decode of the last token and masks, a block.
 
-    Before it, the cache gets what the target's layers read for the tokens that were accepted since the
-    last draft: this decodes no token. The block leaves the cache afterwards. The row of a mask predicts
-    that mask's own token; with `predicts_from_last` each row predicts the token behind it, that of the last
-    token, too. A row does not depend on what is drawn from the rows before it, so each drawn token is from
-    a distribution that is known before, which suits every verifier.
-
-    Nothing is drafted behind tokens that the target has not read (those that n-grams found, or a grammar
-    forced, before the last one): a block begins with a single token.
+    Before it, the cache gets what the target's layers read for the tokens that were accepted since the last draft:
+    this decodes no token. The row of a mask predicts that mask's own token; with `predicts_from_last` each row predicts
+    the token behind it. A row does not depend on what is drawn before it, which suits every verifier.
     """
 
     name = "dflash"
-    n_most_unread = 0
+    n_most_unread = 0  # a block begins with a single token
 
     def __init__(self, backend: DflashContext, request: DraftRequest) -> None:
         super().__init__(backend, request)

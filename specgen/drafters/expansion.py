@@ -1,7 +1,5 @@
-"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add.
-
-A draft model looks by a decode, decoder heads look at the target's hidden states. Drafts grow in the same way for all.
-"""
+"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add. A draft model
+looks by a decode, decoder heads look at the target's hidden states."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ class Expansion(ABC):
     request: DraftRequest
     shape: TreeShape
     plan: RoundPlan
-    #: The tokens that another drafter drafted before.
-    before: tuple[int, ...]
+    before: tuple[int, ...]  # the tokens that another drafter drafted before
     is_end: Callable[[int], bool]
     n_max: int
     n_deepest: int
@@ -74,7 +71,6 @@ class Expansion(ABC):
         return self.grow(rows[0], rows_beyond)
 
     def child(self, node: int, token: int) -> int | None:
-        """Return the child of a node, or of `ROOT`, with this token."""
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
@@ -83,7 +79,6 @@ class Expansion(ABC):
     def _add(
         self, parent: int, token: int, probability: float | None, source: Distribution | None = None
     ) -> None:
-        """Add a node behind its siblings."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
@@ -106,8 +101,7 @@ class Expansion(ABC):
 class Chain(Expansion):
     """One branch, token by token as far as the plan wants: tokens drawn at random, or the likeliest."""
 
-    #: What `RoundPlan.after_look` says of the tokens so far.
-    _whole: float = field(default=1.0, init=False)
+    _whole: float = field(default=1.0, init=False)  # see `RoundPlan.after_look`
 
     def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
         goes_on = self._take(first)
@@ -272,10 +266,8 @@ class Levels(Tree):
 
 @dataclass(eq=False)
 class Walks(Tree):
-    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is drawn.
-
-    If there is no room for all, there are fewer or shorter chains; this is decided before anything is drawn.
-    """
+    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is drawn. If there is
+    no room for all, there are fewer or shorter ones; this is decided before anything is drawn."""
 
     def __post_init__(self) -> None:
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]

@@ -21,32 +21,27 @@ from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import LastHidden
 
-#: The most tokens behind those that the target has read: its own next token, and tokens that a
-#: grammar or another drafter added.
+#: The most tokens behind those that the target has read: its own, and those that a grammar or another drafter added.
 _MOST_UNREAD = 16
-#: The numbers of states whose looks are timed, and how often each is.
-_LOOKS = (1, 2, 4, 8)
-_N_REPEATS = 5
+_LOOKS, _N_REPEATS = (
+    (1, 2, 4, 8),
+    5,
+)  # the numbers of states whose looks are timed, and how often each is
 
 
 class HeadsDrafter(Drafter):
     """Drafts with decoder heads: a chain or a tree.
 
-    Heads start from the target's hidden state after its last decoded token (`states`, which the loop
-    updates). Their input is the tokens after that one, usually the one token that the target chose. There
-    is no cache and no decode of a model: a look beyond a node is two products with small matrices.
-
-    Tokens outside the frequent part of the vocabulary have probability 0 and are never drafted; for a verifier this is
-    a distribution like any other.
+    Heads start from the target's hidden state after its last decoded token. Their input is the tokens after that one,
+    usually the one token that the target chose. There is no cache and no decode of a model: a look beyond a node is two
+    products with small matrices. Tokens outside the frequent part of the vocabulary are never drafted.
     """
 
     name = "heads"
 
     def __init__(self, heads: DecoderHeads, request: DraftRequest, vocabulary: Vocabulary) -> None:
-        self._heads = heads
-        self._request = request
-        self._costs = request.costs
-        self._vocabulary = vocabulary
+        self._heads, self._vocabulary = heads, vocabulary
+        self._request, self._costs = request, request.costs
         self.trail: LastHidden = LastHidden()
         #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
         self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)

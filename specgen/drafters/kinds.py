@@ -53,7 +53,6 @@ def kinds() -> Iterator[DraftKind]:
 
 
 def find_kind(source: DraftSource) -> DraftKind | None:
-    """Return the kind of a source; None for a word that is none."""
     return next((kind for kind in kinds() if kind.matches(source)), None)
 
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from specgen.errors import OutputError, UsageError
 from specgen.method.backend import Vocabulary
 from specgen.system.files import locked, replace_bytes
-from specgen.text.prefix import n_common
+from specgen.text.text_state import n_common
 
 #: int32[n]: token ids, or positions.
 IntArray: TypeAlias = npt.NDArray[np.int32]
@@ -34,28 +34,23 @@ _DAMAGE: Final = (
 )
 #: The longest match that is looked for, in tokens, and the most occurrences of it that are looked at.
 MAX_MATCH, MAX_PLACES = 32, 100
-#: Stands behind each text of a corpus; no token.
-SEPARATOR = -1
+SEPARATOR = -1  # behind each text of a corpus; no token
 #: Larger files in folders are left out: people hardly write such files. More in all is refused: sorting takes a
 #: hundred and fifty bytes of memory a token.
 MAX_FILE_BYTES, MAX_CORPUS_BYTES = 4 << 20, 16 << 20
 #: The fields of a record that may hold text, in the order in which they are taken.
 FIELDS = ("prompt", "turns", "content", "text", "answer")
 _RECORD_ENDINGS = (".jsonl", ".ndjson")
-#: The version of the arrays in the cache: to be raised if the same files give another array.
-_VERSION = 2
-#: The most bytes that a store holds; if it grows beyond that, its older half is removed.
-MAX_STORE_BYTES = 8 << 20
+_VERSION = 2  # of the arrays in the cache: to be raised if the same files give another array
+MAX_STORE_BYTES = 8 << 20  # of a store; if it grows beyond that, its older half is removed
 #: Texts that are not in the saved array get an array of their own, until they have more tokens than
 #: this, and more than this share of the saved tokens.
 MAX_NEW, _NEW_PART = 16384, 0.25
-#: The longest wait for another process that adds a text, in seconds.
-_WAIT_S = 2.0
+_WAIT_S = 2.0  # the longest wait for another process that adds a text
 
 
 class Match(NamedTuple):
-    """An ending of `length` tokens that occurs in a text. `places` are the indices of the tokens that
-    follow it, one for each occurrence, in no particular order; there is at least one."""
+    """An ending of `length` tokens that occurs in a text, and the indices of the tokens that follow it, at least one."""
 
     length: int
     places: tuple[int, ...]
@@ -83,8 +78,7 @@ class Matches(ABC):
         return Match(match.length + 1, tuple(places))
 
     def followers(self, match: Match) -> dict[int, tuple[int, int]]:
-        """Return the tokens that follow a match, each with its number of occurrences and the position of
-        the last one."""
+        """Return the tokens that follow a match, each with its number of occurrences and the place of the last one."""
         followers: dict[int, tuple[int, int]] = {}
         for place in match.places:
             token = self._token_at[place]
@@ -110,8 +104,7 @@ class SuffixArray(Matches):
 
     @classmethod
     def build(cls, texts: Iterable[Sequence[int] | IntArray]) -> SuffixArray:
-        """Sort these texts of token ids. Among equally frequent followers the last one wins, so put the best text
-        last."""
+        """Sort these texts. Among equally frequent followers the last one wins, so put the best text last."""
         tokens = joined(texts)
         # As bytes, the highest first, slices compare as the tokens do.
         rows = np.ndarray(len(tokens), f"S{4 * MAX_MATCH}", _backwards(tokens), strides=(4,))
@@ -169,19 +162,16 @@ def _backwards(tokens: IntArray) -> bytes:
 
 
 def joined(texts: Iterable[Sequence[int] | IntArray]) -> IntArray:
-    """Return the tokens of texts, without empty ones, with a separator behind each: int32[n]."""
     parts = [np.array([*text, SEPARATOR], np.int32) for text in texts if len(text)]
     return np.concatenate(parts) if parts else _NOTHING
 
 
 def split(tokens: IntArray) -> list[IntArray]:
-    """Return the texts that `joined` joined."""
     ends = np.flatnonzero(tokens == SEPARATOR)
     return [text[:-1] for text in np.split(tokens, ends + 1)[:-1]]
 
 
 def _save(path: Path, **arrays: IntArray) -> None:
-    """Write arrays to a file, replacing it whole. Raise `OSError`."""
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     replace_bytes(path, file.getvalue())
@@ -201,12 +191,10 @@ def load_corpus(
 ) -> SuffixArray:
     """Load the texts of files and folders as tokens of `vocabulary`.
 
-    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden files,
-    links, and files in hidden folders. A file whose name ends in .jsonl or .ndjson has records, one
-    JSON object a line, with texts, or lists and objects with texts, in any of the `FIELDS`.
-    The array is kept in the folder `cache` until the files change; `fingerprint` identifies the vocabulary.
-    Raise `UsageError` if there is no text or too much, or if a file that is named is not text.
-    """
+    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden ones and links. A .jsonl or
+    .ndjson file has records, one JSON object a line, with texts, or lists and objects with texts, in the `FIELDS`. The
+    array is kept in the folder `cache` until the files change; `fingerprint` identifies the vocabulary. Raise
+    `UsageError` if there is no text or too much, or if a file that is named is not text."""
     files = [file for path in paths for file in _files(path)]
     named = f"--lookup-file {', '.join(map(str, paths))}"
     n_bytes = sum(about.st_size for _, about, _ in files)
@@ -240,8 +228,7 @@ def _digest(*parts: object) -> bytes:
 
 
 def _files(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
-    """Yield files, and whether each is what the user named: it has to be text then. The files of a folder come in
-    the order of their paths."""
+    """Yield files in the order of their paths, and whether each is what the user named: it has to be text then."""
     try:
         path = path.expanduser().resolve(strict=True)
         about = path.stat()
@@ -339,8 +326,7 @@ class EarlierTexts:
             _save(self.folder / "tokens.npz", tokens=joined(texts))
 
     def arrays(self) -> tuple[SuffixArray, ...]:
-        """Return all texts in arrays that can be searched, the newest texts in the last one. Most texts are
-        in a saved array, which is rebuilt only when many texts are not in it."""
+        """Return all texts, the newest in the last array. Most are in a saved one, rebuilt when many are not in it."""
         tokens, place = joined(texts_in(self.folder)), self.folder / "texts.npz"
         saved = SuffixArray.load(place)
         n_saved = len(saved) if saved is not None else 0

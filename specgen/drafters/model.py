@@ -27,12 +27,9 @@ from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
 
-#: The most tokens that one draft model drafts for another.
-LONGEST_GUESS = 8
-#: Context sizes are rounded up to a multiple of this, as llama.cpp does.
-_STEP = 256
-#: A token of a parallel draft counts as its share of a decode that predicts so many.
-_N_PARALLEL = 4
+LONGEST_GUESS = 8  # the most tokens that one draft model drafts for another
+_STEP = 256  # context sizes are rounded up to a multiple of this, as llama.cpp does
+_N_PARALLEL = 4  # a token of a parallel draft counts as its share of a decode that predicts so many
 
 
 class DraftModel(LoadedDraft):
@@ -53,10 +50,9 @@ class DraftModel(LoadedDraft):
             on_error.callback(self.close)
             #: The translation between the vocabularies; None if they are the same.
             self._translation = self._pair(setup)
-            self.mask, wanted = mask_token(self.model, setup.drafting.mask), setup.drafting.mask
-            self._lacks_mask = (
-                self.mask is None and wanted == "auto" and is_parallel_draft(self.model)
-            )
+            self.mask = mask_token(self.model, setup.drafting.mask)
+            lacks_mask = self.mask is None and setup.drafting.mask == "auto"
+            self._lacks_mask = lacks_mask and is_parallel_draft(self.model)
             if self._translation is not None:
                 # What a token may be depends on how the one before it is spelled, so none are made in parallel.
                 self.can_draw, self.own_vocabulary, self.mask = False, self.model, None
@@ -73,14 +69,13 @@ class DraftModel(LoadedDraft):
 
     def _pair(self, setup: DraftSetup) -> Translation | None:
         target = setup.target
+        own = self.model.vocabulary
         try:
-            self._n_shared_tokens = check_pair(
-                target.vocabulary, self.model.vocabulary, target.name, self.name
-            )
+            self._n_shared_tokens = check_pair(target.vocabulary, own, target.name, self.name)
         except PairError:
             if setup.drafting.translate == "off":
                 raise
-            translation = Translation(target.vocabulary, self.model.vocabulary)
+            translation = Translation(target.vocabulary, own)
             translation.draft_lexicon.with_prefix(b"")  # read now, not in the middle of an answer
             return translation
         return None

@@ -15,29 +15,25 @@ from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
 from specgen.method.tables import FREE, Price
 from specgen.system.arrays import Logits
-from specgen.text.prefix import n_common
-from specgen.text.text_state import Cascade
+from specgen.text.text_state import Cascade, n_common
 
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
 #: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).
 _N_SINK = 4
 #: If more than twice as many tokens are to be read, a draft model reads the text's first few and so many of its last. It
 #: agrees with the target nearly as often, unless the answer copies the text (there n-grams draft), and starts at once.
-_N_WINDOW = 256
+_N_WINDOW = 64
 #: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
 N_USUAL = 2
-#: How fast the seconds of a drafted token follow the latest ones.
-_RATE = 0.1
+_RATE = 0.1  # how fast the seconds of a drafted token follow the latest ones
 
 
 class Guesses:
     """A cheaper drafter that guesses the tokens of a draft model (Spector & Re, arXiv:2308.04623, section 3.2).
 
     The draft model decodes the guessed tokens in one batch, draws each token from its own distribution, and goes on in
-    the same batch while the drawn token is the guessed one (the rule of `MatchVerifier`). So its tokens and their
-    distributions are those that it would have without guesses. A policy decides how much to guess, by the costs of the
-    draft model's decodes.
-    """
+    the same batch while the drawn token is the guessed one, as `MatchVerifier` does: so it drafts what it would without
+    guesses. A policy decides how much to guess, by the costs of the draft model's decodes."""
 
     def __init__(self, drafters: Cascade, policy: Policy) -> None:
         self._drafters = drafters
@@ -50,8 +46,9 @@ class Guesses:
         self._is_open = False
         self._plan: RoundPlan = RoundPlan("fixed", 0)
         self._draft_s = self._decode_s = 0.0
-        #: Recent seconds for a drafted token; None before the first.
-        self._token_s: float | None = None
+        self._token_s: float | None = (
+            None  # recent seconds for a drafted token; None before the first
+        )
         #: The drafted tokens behind the text that the drafter was shown, and the text's length then.
         self._shown: tuple[int, ...] = ()
         self._n_text = 0
@@ -65,8 +62,7 @@ class Guesses:
     def after(
         self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int
     ) -> Generator[Ask, Logits, Sequence[int]]:
-        """Guess at most `n_room` tokens that follow the draft. The last `n_before` tokens of the context
-        are drafted too, by another drafter."""
+        """Guess at most `n_room` tokens. The last `n_before` of the context are drafted too, by another drafter."""
         drafters, text, n_drafted = self._drafters, [*context, *drafted], n_before + len(drafted)
         n_same = n_common(self._shown, text[self._n_text :])
         if n_same < len(self._shown):  # some of what the drafter was shown did not become text
@@ -122,7 +118,6 @@ class Guesses:
         return f"the second draft guessed nothing: {self._plan.why}"
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`."""
         self._drafters.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
         self._shown, self._is_open = (), False
 
@@ -164,20 +159,16 @@ class ModelDrafter(Drafter):
         n_shared_tokens: int,
         guesses: Guesses | None = None,
     ) -> None:
-        self._backend = backend
-        self._request = request
+        self._backend, self._request, self._costs = backend, request, request.costs
         self._n_shared_tokens = n_shared_tokens
-        self._costs = request.costs
         self._guesses = guesses if backend.rollback == "cells" else None
         self._slot = request.slot.branches(backend)
         self._sequence = self._slot.first
         self._n_ctx = request.slot.n_ctx(backend)
         self._branches = NodeBranches(backend, self._slot)
         request.reused(backend)
-        #: The number of tokens on which cache and text agree for certain.
-        self._n_agreed = 0
-        #: The number of tokens, behind the text's first few, that are left out of the cache.
-        self.n_skipped = 0
+        self._n_agreed = 0  # the number of tokens on which cache and text agree for certain
+        self.n_skipped = 0  # that of tokens, behind the text's first few, that the cache leaves out
         #: The last tree, whose branches the cache holds, and the text's length before it.
         self._tree: Expansion | None = None
         self._n_text = 0
@@ -345,8 +336,7 @@ class ModelDrafter(Drafter):
         return rows_beyond
 
     def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; return the logits after the last `n_wanted` tokens,
-        float32[n_wanted, n_vocab], or fewer if the last batch has fewer."""
+        """Decode tokens in batches; return the logits after the last `n_wanted`, or fewer if the last batch has fewer."""
         backend, logits = self._backend, None
         first = backend.length(self._sequence)
         for start in range(0, len(tokens), backend.n_batch):

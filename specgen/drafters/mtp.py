@@ -22,10 +22,9 @@ class MtpChainDrafter(StatesDrafter):
     """Drafts chains with several MTP layers: layer k predicts the k-th token behind what the target has
     read (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    Each layer has a cache of its own, whose rows of accepted tokens read the target's states. Behind these,
-    layer k decodes k rows of drafted tokens: the first layer's state after the first token, the second
-    layer's after the second, and so on. So a draft has no more tokens than there are layers, and tokens that
-    the target has not read count among them. A layer reads the text only when it drafts.
+    Each layer has a cache of its own, whose rows of accepted tokens read the target's states. Behind these, layer k
+    decodes k rows of drafted tokens: the first layer's state after the first token, and so on. So a draft has no more
+    tokens than there are layers, and tokens that the target has not read count among them.
     """
 
     name = "mtp"

@@ -1,9 +1,6 @@
-"""Prompt lookup: draft what followed an earlier occurrence of the text's ending, in the text itself,
-in files or in earlier answers.
-
-(Saxena, "Prompt Lookup Decoding", 2023; LLMA, Yang et al., arXiv:2304.04487; counts of what followed:
-Hu et al., "SAM Decoding", arXiv:2411.10666.)
-"""
+"""Prompt lookup: draft what followed an earlier occurrence of the text's ending, in the text itself, in files or in
+earlier answers (Saxena, "Prompt Lookup Decoding", 2023; LLMA, Yang et al., arXiv:2304.04487; counts of what followed:
+Hu et al., "SAM Decoding", arXiv:2411.10666)."""
 
 from __future__ import annotations
 
@@ -30,17 +27,18 @@ from specgen.method.tables import FREE, Price
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN, LOOKUP_ORIGIN = "ngram", "lookup"
-#: A corpus is followed if its match is longer than the text's own by at least this many tokens.
-_CLEARLY_LONGER = 2
-#: The token that followed last is drafted, unless another one followed this many times as often.
-_CLEARLY_OFTENER = 3
-#: A token's odds for each token of the match and each occurrence that it followed, and how much each
-#: other occurrence takes from them.
+_CLEARLY_LONGER = (
+    2  # a corpus is followed if its match is longer than the text's own by so many tokens
+)
+_CLEARLY_OFTENER = (
+    3  # the token that followed last is drafted, unless another followed so many times as often
+)
+#: A token's odds for each token of the match and occurrence that it followed, and what each other one takes from them.
 _ODDS_A_TOKEN, _DISSENT = 0.35, 2.0
-#: The most occurrences of an n-gram among which the longest match is looked for, the latest.
-_MOST_SEARCHED = 1024
-#: The most continuations that are drafted at one position of a tree without a fixed shape.
-_N_BRANCHES = 3
+_MOST_SEARCHED = (
+    1024  # occurrences of an n-gram, the latest, among which the longest match is looked for
+)
+_N_BRANCHES = 3  # the most continuations at one position of a tree without a fixed shape
 
 
 class TextIndex(Matches):
@@ -55,7 +53,6 @@ class TextIndex(Matches):
         self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def follow(self, text: Sequence[int]) -> None:
-        """Add the tokens of a text that are new."""
         tokens, n = self._tokens, self._min_match
         for token in text[len(tokens) :]:
             if len(tokens) >= n:
@@ -63,7 +60,6 @@ class TextIndex(Matches):
             tokens.append(token)
 
     def rewind(self, n_tokens: int) -> None:
-        """Take back all of the text's tokens but the first `n_tokens`."""
         tokens, n = self._tokens, self._min_match
         while len(tokens) > max(0, n_tokens):
             tokens.pop()
@@ -89,8 +85,7 @@ class TextIndex(Matches):
 
 
 def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
-    """Estimate the probability, in (0, 1), that a token follows if it followed `n_agreeing` of the
-    `n_occurrences` occurrences of the last `length` tokens."""
+    """Estimate how likely a token follows that followed `n_agreeing` of the occurrences of the last `length` tokens."""
     dissent = 1.0 + _DISSENT * (n_occurrences - n_agreeing)
     odds = _ODDS_A_TOKEN * length * n_agreeing / dissent
     return odds / (1.0 + odds)
@@ -103,16 +98,13 @@ class _Guess(NamedTuple):
 
 
 class SuffixDrafter(Drafter):
-    """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the
-    text's ending. That ending includes the draft so far.
+    """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the text's ending and the
+    draft so far.
 
-    Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match`
-    tokens counts as one of `max_match`. `corpora` are followed where their match is clearly longer
-    than the text's own; of equally long matches that in the last corpus. It does not ask the plan: a
-    draft costs microseconds, and its probabilities show where to cut it.
-
-    With `n_children` above 1 the draft is a tree of at most `n_deepest` levels: where occurrences went
-    on in different ways, the likeliest few become branches. It has the nodes with the likeliest paths.
+    Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match` tokens counts as one of
+    `max_match`. `corpora` are followed where their match is clearly longer than the text's own; of equally long matches
+    that in the last corpus. It does not ask the plan: a draft costs microseconds, and its probabilities show where to
+    cut it. With `n_children` above 1 the draft is a tree of at most `n_deepest` levels, of the likeliest paths.
     """
 
     name = TEXT_ORIGIN
@@ -128,10 +120,8 @@ class SuffixDrafter(Drafter):
     ) -> None:
         if not 1 <= min_match <= max_match:
             raise ValueError(f"matches of {min_match} to {max_match} tokens")
-        self._min_match = min_match
-        self._max_match = max_match
-        self._n_children = n_children
-        self._n_deepest = n_deepest
+        self._min_match, self._max_match = min_match, max_match
+        self._n_children, self._n_deepest = n_children, n_deepest
         self._text = TextIndex(min_match)
         #: Where matches are looked for: the text itself first.
         self._sources: tuple[Matches, ...] = (self._text, *corpora)

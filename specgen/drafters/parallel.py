@@ -21,12 +21,10 @@ from specgen.system.arrays import Logits
 if TYPE_CHECKING:
     from specgen.llama import LlamaModel
 
-#: The key of a mask token. Ordinary models have one too (Gemma's <mask>), so that it says nothing by itself.
-_MASK_KEY = "tokenizer.ggml.mask_token_id"
+_MASK_KEY = "tokenizer.ggml.mask_token_id"  # ordinary models have one too: Gemma's <mask>
 #: Where a file has the names of its model. Converters copy them from the model's page.
 _NAME_KEYS = ("general.name", "general.basename", "general.finetune", "general.base_model.0.name")
-#: How fast the usual confidence follows the latest ones.
-_RATE = 0.1
+_RATE = 0.1  # how fast the usual confidence follows the latest ones
 #: The method's name, which all published parallel drafts have in theirs: PARD-Qwen2.5-0.5B, PARD2-Qwen3-8B.
 _PARD = re.compile(r"(?<![a-z])pard-?2?(?![a-z0-9])", re.IGNORECASE)
 
@@ -34,14 +32,10 @@ _PARD = re.compile(r"(?<![a-z])pard-?2?(?![a-z0-9])", re.IGNORECASE)
 class ParallelDrafter(ModelDrafter):
     """Drafts with a model that was trained to predict K tokens in one decode (PARD, arXiv:2504.18583).
 
-    The decode has the tokens that the model has not read yet and K - 1 times the token `mask`. The row of the last
-    token of the text predicts the next token, as in any model, and the row of mask i predicts token i + 1. The plan
-    says how many rows that are: as many as it would look at if all were as sure as those before. Then it decides by
-    their confidence how many tokens are drafted.
-
-    A row does not depend on the tokens drafted before, so each drawn token is from a distribution that is known
-    before, which suits every verifier. In a tree all nodes of one depth have children from one row. The masks leave
-    the cache right after the decode, and the drafted tokens that become text are read with the next one.
+    The decode has the tokens that the model has not read yet and K - 1 times the token `mask`, whose rows predict the
+    further tokens. There are as many rows as the plan would look at if all were as sure as those before. A row does not
+    depend on the tokens drafted before, so each token is drawn from a distribution that is known before, which suits
+    every verifier. In a tree all nodes of one depth have children from one row.
     """
 
     def __init__(
@@ -110,11 +104,8 @@ class ParallelDrafter(ModelDrafter):
 
 
 def mask_token(model: LlamaModel, wanted: str) -> int | None:
-    """Return the mask token with which a model predicts several tokens at once; None if it predicts one.
-
-    `wanted` is ``auto`` (what the file says), ``off``, a token's number, or its text in the vocabulary. Raise
-    `UsageError` if the model has no such token.
-    """
+    """Return the mask token with which a model predicts several tokens at once; None if it predicts one. `wanted` is
+    ``auto`` (what the file says), ``off``, a token's number, or its text in the vocabulary. Raise `UsageError`."""
     if wanted == "off":
         return None
     vocabulary, found = model.vocabulary, None

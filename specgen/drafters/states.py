@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
     from specgen.llama.draft_models import TrainedModel
 
-#: The most rows that count as those of the last round, and not as a prefill.
-N_USUAL = 8
-#: Cells behind those of a text, for what is drafted.
-CELLS_BEHIND = 256
+N_USUAL = 8  # the most rows that count as those of the last round, and not as a prefill
+CELLS_BEHIND = 256  # behind those of a text, for what is drafted
 
 
 class StatesCache:
@@ -41,9 +39,7 @@ class StatesCache:
     def __init__(
         self, backend: StatesBackend, request: DraftRequest, trail: HiddenTrail, n_left_out: int = 0
     ) -> None:
-        self._backend = backend
-        self._trail = trail
-        self._costs = request.costs
+        self._backend, self._trail, self._costs = backend, trail, request.costs
         self._sequence = request.slot.branches(backend).first
         #: The number of the text's first tokens that the cache holds, and how many of the first are left out.
         self.n_held = n_left_out + len(request.reused(backend, n_left_out))
@@ -100,7 +96,6 @@ class StatesCache:
         return row
 
     def state(self) -> Hidden:
-        """Return the hidden state of the last row, float32[n_embd]."""
         return self._backend.state(self._sequence)
 
     def drop_drafted(self) -> None:
@@ -119,9 +114,7 @@ class StatesDrafter(Drafter):
     n_most_unread = 16
 
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
-        self._backend = backend
-        self._request = request
-        self._costs = request.costs
+        self._backend, self._request, self._costs = backend, request, request.costs
         self._slot = request.slot.branches(backend)
         #: The target's hidden states along the text.
         self.trail: HiddenTrail = backend.trails[request.slot.number]
@@ -179,10 +172,8 @@ class StatesDrafter(Drafter):
 class LayerDrafter(StatesDrafter):
     """Drafts with a layer that has a cache: a chain or a tree.
 
-    Its row of a token reads the hidden state before the token: the target's or, behind what the target has read, the
-    layer's own. The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its
-    last row begins the draft. Rows of drafted tokens are dropped afterwards, since the target's states of the accepted
-    ones are better.
+    The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its last row
+    begins the draft. Rows of drafted tokens are dropped afterwards: the target's states of the accepted ones are better.
     """
 
     name = "mtp"
@@ -250,11 +241,9 @@ class StatesDraft(LoadedDraft):
     def _n_shared(self, model: LlamaModel) -> int:
         """Take a loaded model as the draft's, and return the number of tokens that it shares with the target. Raise
         `PairError`."""
-        self.models = (model,)
+        self.models, target = (model,), self._target
         try:
-            return check_pair(
-                self._target.vocabulary, model.vocabulary, self._target.name, model.name
-            )
+            return check_pair(target.vocabulary, model.vocabulary, target.name, model.name)
         except PairError:
             self.close()
             raise
@@ -289,11 +278,9 @@ class TrainedDraft(StatesDraft):
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
         if room.target is None:  # it decodes elsewhere
             return ()
-        options, sizes = room.options_of(self._model.path), self._sizes(room)
-        n_shared = self._n_shared_tokens
-        return (
-            self.context_type(self._model, room.target, options, n_shared_tokens=n_shared, **sizes),
-        )
+        sizes = self._sizes(room) | {"n_shared_tokens": self._n_shared_tokens}
+        options = room.options_of(self._model.path)
+        return (self.context_type(self._model, room.target, options, **sizes),)
 
     def drafter(self, request: DraftRequest) -> Drafter:
         made: Drafter = self.drafter_type(request.caches[0], request)

@@ -1,8 +1,5 @@
-"""Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202, Algorithm 2).
-
-The drafter sees the text in its own tokens (`DraftText`). What it drafts is spelled in the target's tokens, as
-the target's tokenizer would after the text so far.
-"""
+"""Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202, Algorithm 2). The drafter sees the
+text in its own tokens (`DraftText`). What it drafts is spelled as the target's tokenizer would after the text so far."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ from specgen.method.policy import RoundPlan
 from specgen.method.tables import Price
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
-from specgen.text.prefix import n_common
 from specgen.text.sampling import Sampler, likeliest
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Shaper, TextState, n_common
 
 #: Bytes of the text that are spelled again with what follows them, and those that the target's tokenizer is shown
 #: before a draft: tokenizers look back.
@@ -34,13 +30,10 @@ _BEFORE, _SHOWN = 48, 32
 #: The most tokens that a new spelling may replace. If the spellings differ further back, the text was
 #: cut in the middle of something, and the old spelling stays.
 _MAX_REPLACED = 4
-#: The most tokens to take back at the end of the text.
-_MAX_HELD_BACK = 4
-#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with
-#: a letter or a space.
+_MAX_HELD_BACK = 4  # tokens to take back at the end of the text
+#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with a letter or a space.
 _ANCHOR = "\n"
-#: Longer than any run of this byte in a vocabulary.
-_BEHIND_ALL = b"\xff" * 64
+_BEHIND_ALL = b"\xff" * 64  # longer than any run of this byte in a vocabulary
 #: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
 _STRAY = re.compile("([\udc80-\udcff]+)")
 #: Tokens, and the end of each in bytes from the start of the text. Bytes that the vocabulary cannot represent belong
@@ -77,11 +70,8 @@ def counterpart(token: int, source: Vocabulary, destination: Vocabulary) -> int 
 
 
 class Lexicon:
-    """The tokens of a vocabulary by their bytes, and texts spelled with them, byte for byte.
-
-    Characters go through the vocabulary's own tokenizer. Bytes that are no character (an incomplete character at the
-    end of the text so far, or bytes that are not UTF-8) are spelled with the longest tokens that there are for them.
-    """
+    """The tokens of a vocabulary by their bytes, and texts spelled with them, byte for byte. Characters go through the
+    vocabulary's own tokenizer, bytes that are no character are spelled with the longest tokens that there are."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -122,13 +112,11 @@ class Lexicon:
         return spelled
 
     def spell_after(self, before: bytes, data: bytes) -> Spelled:
-        """Return the spelling of `data` where `before` precedes it; the ends count from the start of
-        `data`.
-
-        Tokenizers look at the text before, so both are spelled together. A token may reach over the border,
-        if `before` ends where the tokenizer would not end a token. The bytes of that token after the border
-        are then spelled by themselves.
-        """
+        """Return the spelling of `data` where `before` precedes it; the ends count from the start of `data`. Tokenizers
+        look at the text before, so both are spelled together. The bytes of a token that reaches over the border are
+        spelled by themselves behind it."""
+        if not data:
+            return []
         border = len(before)
         joint = self.spell(before + data)
         spelled = [(token, end - border) for token, end in joint if end > border]
@@ -186,12 +174,10 @@ class Lexicon:
 class DraftText:
     """The target's text, spelled with the draft's vocabulary.
 
-    `follow` adds the tokens that were committed; its cost does not depend on the length of the text. Where the text
-    went on as drafted, the tokens that the draft proposed stay, since the draft's cache holds them. The rest is spelled
-    as the draft's tokenizer would spell it, together with the last few tokens before, which may change. No token
-    reaches over a control token. `prompt` is the draft's version of the target's first `n_prompt` tokens, for example
-    in its own chat template.
-    """
+    Where the text went on as drafted, the tokens that the draft proposed stay, since the draft's cache holds them. The
+    rest is spelled as the draft's tokenizer would spell it, together with the last few tokens before, which may change.
+    No token reaches over a control token. `prompt` is the draft's version of the target's first `n_prompt` tokens, for
+    example in its own chat template."""
 
     def __init__(
         self, prompt: Sequence[int], n_prompt: int, target: Vocabulary, draft: Lexicon
@@ -202,19 +188,14 @@ class DraftText:
         self.tokens: list[int] = list(prompt)
         #: How many of `tokens`, from the first on, have not changed since the last call of `follow`.
         self.n_unchanged = len(prompt)
-        #: The number of the target's tokens that the text has followed.
-        self.n_followed = n_prompt
+        self.n_followed = n_prompt  # the target's tokens that the text has followed
         self._bytes = bytearray()
-        #: The end in the bytes of each of `tokens`.
-        self.ends = [0] * len(prompt)
-        #: The number of bytes that are in tokens, or have none.
-        self._n_told = 0
-        #: The number of bytes and of tokens up to the last control token.
-        self._border = (0, len(prompt))
+        self.ends = [0] * len(prompt)  # of `tokens`, in the bytes
+        self._n_told = 0  # the number of bytes that are in tokens, or have none
+        self._border = (0, len(prompt))  # the bytes and the tokens up to the last control token
 
     @property
     def held_back(self) -> bytes:
-        """The end of the text that is in no token yet."""
         return bytes(self._bytes[self._n_told :])
 
     def last_bytes(self, n: int) -> bytes:
@@ -255,15 +236,12 @@ class DraftText:
         """Take the last tokens back, so that the draft may choose longer ones in their place."""
         n_left = len(self.tokens) - n_tokens
         self._n_told = self._begin(n_left)
-        self._cut(n_left)
+        del self.tokens[n_left:], self.ends[n_left:]
+        self.n_unchanged = min(self.n_unchanged, n_left)
 
     def _begin(self, index: int) -> int:
         """Return the offset at which token `index` starts: after bytes that have no token, if there are any."""
         return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
-
-    def _cut(self, n_tokens: int) -> None:
-        del self.tokens[n_tokens:], self.ends[n_tokens:]
-        self.n_unchanged = min(self.n_unchanged, n_tokens)
 
     def _tell(self, drafted: Draft) -> None:
         """Put all bytes into tokens: the draft's own tokens for as long as they say what the text does."""
@@ -295,7 +273,8 @@ class DraftText:
             if place in common:
                 offset = start
                 replaced = self.tokens[n_kept:n_unchanged]
-                self._cut(n_kept)
+                del self.tokens[n_kept:], self.ends[n_kept:]
+                self.n_unchanged = min(n_unchanged, n_kept)
                 break
         else:
             before = bytes(self._bytes[start : self._n_told])
@@ -315,8 +294,7 @@ class Translation:
     verifiers match its tokens."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
-        self.target = target
-        self.draft = draft
+        self.target, self.draft = target, draft
         self._target_lexicon, self.draft_lexicon = Lexicon(target), Lexicon(draft)
 
     def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
@@ -376,9 +354,7 @@ class Translation:
 
 class PrefixShaper(Shaper):
     """The draft's most likely text that starts with given bytes, since the target's text may end in the middle of one
-    of the draft's tokens: a line break with the indentation of the next line, for example. `never` are tokens that are
-    not drafted.
-    """
+    of the draft's tokens: a line break with the indentation of the next line, for example."""
 
     def __init__(self, lexicon: Lexicon, never: Sequence[int] = ()) -> None:
         bias = tuple((token, -math.inf) for token in never)
@@ -404,11 +380,9 @@ class PrefixShaper(Shaper):
 
 
 class TranslatedDrafter(Drafter):
-    """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens.
-
-    `shaper` is the shaper of `inner`. `holds_back` allows tokens at the end of the text to be taken back, which is not
-    worth it for a model whose cache cannot easily drop cells.
-    """
+    """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens. `shaper` is
+    that of `inner`. `holds_back` allows tokens at the end of the text to be taken back, which is not worth it for a
+    model whose cache cannot easily drop cells."""
 
     name = "model"
 
@@ -421,11 +395,8 @@ class TranslatedDrafter(Drafter):
         *,
         holds_back: bool = True,
     ) -> None:
-        self.inner = inner
-        self._translation = translation
-        self.text = text
-        self._shaper = shaper
-        self._holds_back = holds_back
+        self.inner, self.text = inner, text
+        self._translation, self._shaper, self._holds_back = translation, shaper, holds_back
         #: The last draft as the inner drafter made it, and how many tokens of the text it has seen.
         self.drafted = NO_DRAFT
         self._n_seen = 0

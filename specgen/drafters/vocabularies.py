@@ -1,8 +1,5 @@
-"""Whether two vocabularies are the same.
-
-The sizes of vocabularies do not show whether token ids mean the same. Two of the same size may number their tokens
-differently, and models of one family often differ in the padding at the end of their tables, which never matters.
-"""
+"""Whether two vocabularies are the same. Two of one size may number their tokens differently, and models of one family
+often differ in the padding at the end of their tables, which never matters."""
 
 from __future__ import annotations
 

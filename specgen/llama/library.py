@@ -1,7 +1,5 @@
-"""Load the native library, keep its log for error messages, describe its build, and report its end.
-
-The rest of the package imports llama_cpp from here: llama-cpp-python, or the part of it that the wheel carries.
-"""
+"""Load the native library (llama-cpp-python, or what the wheel carries of it), keep its log for error messages,
+describe its build, and report its end. The package imports llama_cpp from here."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Single operators of GGML on the CPU: matrix products, products with the matrices of experts, and attention.
+"""Single operators of GGML on the CPU, which compute decoder heads and test the kernels: matrix products, also with
+experts, and attention.
 
-They compute decoder heads, and test the kernels. The name of a buffer type for the weights selects the implementation:
-``CPU`` is GGML's plain memory and plain code, and `SPECGEN_BUFFER` the layout of specgen's kernels, if they are
-attached. Attention needs no buffer type: the kernels compute it if they are attached and enabled, else GGML does.
-Shapes of an attention that do not fit together end the process.
+The name of a buffer type for the weights selects the code: ``CPU`` is GGML's, `SPECGEN_BUFFER` that of specgen's
+kernels, if they are attached. Shapes of an attention that do not fit together end the process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """llama.cpp's RPC backend: use the devices of other machines for a model (`rpc_server.py` offers devices).
 
-llama.cpp's RPC client has no time limit, and ends the process when a connection ends (`GGML_ABORT`). Every call that
-may use a connection is therefore made in a separate thread (`RemoteCalls`), and the caller waits only for a limited
-time. If a worker is lost, the thread is abandoned together with its native memory, and the caller gets an ordinary
-`WorkerLostError`.
+llama.cpp's RPC client has no time limit, and ends the process when a connection ends. So every call that may use a
+connection is made in a separate thread (`RemoteCalls`). If a worker is lost, the thread is abandoned with its native
+memory, and the caller gets a `WorkerLostError`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The checks of `specgen doctor`: this machine, this build of llama.cpp, and whether it decodes.
 
-An import of llama.cpp proves nothing: a build for another CPU, or one that the compiler miscompiled, ends the process
-at the first batch. So a child process (`python -m specgen.measure.doctor TASK ...`) decodes and answers with a line of
-JSON; if it dies, its signal or exit code shows what is wrong.
+A build for another CPU, or a miscompiled one, ends the process at the first batch. So a child (`python -m
+specgen.measure.doctor TASK ...`) decodes and answers with a line of JSON; if it dies, its signal or exit code shows
+why.
 """
 
 from __future__ import annotations

@@ -47,11 +47,8 @@ class Batch:
         return Batch(*(getattr(self, each.name)[start:end] for each in fields(self)))
 
     def extend(self, other: Batch) -> None:
-        self.tokens += other.tokens
-        self.positions += other.positions
-        self.sequences += other.sequences
-        self.wants_logits += other.wants_logits
-        self.hidden += other.hidden
+        for each in fields(self):
+            getattr(self, each.name).extend(getattr(other, each.name))
 
 
 class Vocabulary(Protocol):

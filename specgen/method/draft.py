@@ -53,8 +53,7 @@ class Distribution:
         return int(self.token_ids[min(index, len(self.token_ids) - 1)])
 
     def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
-        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if nothing is left. Less
-        a certain token, it is what the next sibling is drawn from without replacement."""
+        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if nothing is left."""
         return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
 
     def excess(self, other: Distribution, scale: float = 1.0) -> float:
@@ -74,9 +73,7 @@ class Distribution:
 class Draft:
     """n proposed tokens as a tree; a chain has one branch. Node i's parent, `parents[i] < i`, is `ROOT` behind the last
     committed token; `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if
-    known: policies and the display use it, verifiers do not.
-
-    `distributions[i]` is the one that the token was *drawn from at random*, among siblings given the earlier ones;
+    known: policies and the display use it, verifiers do not. `distributions[i]` is the one that the token was *drawn from at random*, among siblings given the earlier ones;
     None for a token chosen deterministically (an argmax, an n-gram match). To test a token against a distribution
     that it was not drawn from would bias the text, and so would leaving out a drawn token because of what it is.
 
@@ -154,7 +151,6 @@ class Draft:
         return nodes[::-1]
 
     def text(self, node: int) -> tuple[int, ...]:
-        """Return the tokens of the path to `node`."""
         if self.is_chain:
             return self.tokens[: node + 1]
         return tuple([self.tokens[i] for i in self.path(node)])
@@ -163,7 +159,6 @@ class Draft:
         return [node for node in range(len(self.tokens)) if not self.children[node]]
 
     def first(self, n: int) -> Draft:
-        """Return the first n nodes, which are a tree too; see `only`."""
         return self.only(range(min(n, len(self.tokens))))
 
     def only(self, nodes: Sequence[int]) -> Draft:

@@ -172,12 +172,8 @@ class CostAwarePolicy:
 
     A token is worth the time that it would take otherwise: that of a plain decode, or less if recent rounds were
     faster. It costs decodes of the drafter and a row of the target's batch. A draft adds the sum, over its tokens, of
-    their wholes (for a fixed length: Leviathan et al., arXiv:2211.17192, section 3.4).
-
-    Most learning is free: tokens that were not worth verifying are compared with the text that follows. A model that is
-    not expected to pay is tried on its credit, and a drafter with too much debt waits.
-
-    A policy decides for one text, but its `costs`, and the counts of `acceptance`, by origin, may be shared."""
+    their wholes (for a fixed length: Leviathan et al., arXiv:2211.17192, section 3.4). Most learning is free: tokens
+    that were not worth verifying are compared with the text that follows. A policy decides for one text, but its `costs`, and the counts of `acceptance`, by origin, may be shared."""
 
     def __init__(
         self,
@@ -204,7 +200,7 @@ class CostAwarePolicy:
         if min(self.n_max, offer.n_most) < 1:
             return RoundPlan("no room")
         # A sequence pays its part of a batch in which all draft as much as it does.
-        rows_s = self._costs.seconds_to(self.n_max + 1)
+        rows_s = [self._costs.seconds_each(n) for n in range(1, self.n_max + 2)]
         recent_s = (self._round_s or rows_s[0]) / self._round_tokens
         stop = WhilePaying(
             origin=offer.drafter or "",

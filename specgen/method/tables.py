@@ -18,11 +18,9 @@ import numpy as np
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import ProbArray
 
-# A decode that takes d times the expected seconds corrects its size's entry, and the machine's speed, by a power of d:
-_COST_RATE = (
-    0.05  # the exponent: another program's work hardly changes what sizes cost beside others,
-)
-_SPEED_RATE = 0.2  # but the machine's speed
+# A decode that takes d times the expected seconds corrects its size's entry, and the machine's speed, by powers of d:
+# what sizes cost beside others hardly changes with another program's work, but the machine's speed does.
+_COST_RATE, _SPEED_RATE = 0.05, 0.2
 _MAX_DEVIATION = 1.5  # the largest d: a machine that is busy for a moment says nothing of the model
 #: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
 BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
@@ -105,11 +103,6 @@ class CostTable:
     def seconds_each(self, n_rows: int) -> float:
         """Return one sequence's part of a decode in which all have `n_rows` rows; 0 while nothing is known."""
         return self.seconds(n_rows * self.n_sharing) / self.n_sharing if self._seconds else 0.0
-
-    def seconds_to(self, n_rows: int) -> list[float]:
-        """Return `seconds_each` of one, two, ... `n_rows` rows."""
-        sizes = range(self.n_sharing, n_rows * self.n_sharing + 1, self.n_sharing)
-        return [self.seconds(size) / self.n_sharing for size in sizes]
 
     def share_of_batch(self, n_drafted: int, n_rows: int) -> float:
         """Return one sequence's share of a batch: an equal part of plain rows, and the rest by its drafted rows."""

@@ -225,8 +225,6 @@ class LiveRenderer(Renderer):
 
 
 class _Status:
-    """The content of the status line."""
-
     def __init__(self) -> None:
         self._reading = ["reading", ""]
         self._has_draft = True
@@ -290,7 +288,6 @@ class Thought:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last rows of the block are shown in place of the answer."""
         return False
 
     def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:
@@ -327,7 +324,6 @@ class Thought:
             yield Run(answer, "plain")
 
     def rows(self, n_most: int) -> list[Row]:
-        """Return the last rows of the thinking block."""
         self._rows = (self._rows + self.flow.take_settled(1, 1))[-_THOUGHT_ROWS:]
         return (self._rows + self.flow.rows)[-min(n_most, _THOUGHT_ROWS) :]
 

@@ -63,13 +63,11 @@ class Cleaner:
         return text if text.isprintable() else text.replace("\r\n", "\n").translate(_SIGNS)
 
     def finish(self) -> str:
-        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held.translate(_SIGNS)
 
 
 def clean(text: str) -> str:
-    """Return a whole text, cleaned."""
     cleaner = Cleaner()
     return cleaner.feed(text) + cleaner.finish()
 
@@ -93,7 +91,7 @@ STYLES: Mapping[str, Style] = {
     "corrected": Style(color="magenta"),
     "bonus": Style(color="cyan"),
     "plain": Style.null(),
-    "forced": Style(color="blue"),
+    "forced": Style(color="bright_blue"),  # blue is hardly seen on black
     "rejected": Style(color="red", strike=True),
     "aside": Style(color="red", dim=True),
     "faint": Style(dim=True),
@@ -114,7 +112,6 @@ def styles_on(console: Console) -> Mapping[str, Style]:
 
 
 def pens(console: Console) -> Pens:
-    """Return the escape codes for each mark on this console."""
     system = None if console.color_system is None else ColorSystem.STANDARD
     found = {"": ("", "")}
     for mark, style in styles_on(console).items():
@@ -124,7 +121,6 @@ def pens(console: Console) -> Pens:
 
 
 def coded(text: str, pen: tuple[str, str]) -> str:
-    """Return text with its codes; nothing for an empty text."""
     return f"{pen[0]}{text}{pen[1]}" if text else ""
 
 
@@ -147,7 +143,6 @@ class Round:
     guesses: str = ""
 
     def place(self, branch: RejectedBranch) -> int:
-        """Return the index of the piece that took a rejected branch's place."""
         # It begins at the root, or at the accepted node that is its first node's parent.
         return (-1, *self.accepted).index(self.nodes[branch.nodes[0]].parent)
 
@@ -268,12 +263,10 @@ class Row:
     gap: tuple[Cell, ...] = ()
 
     def runs(self) -> Iterator[tuple[str, str]]:
-        """Yield (text, mark) for neighbouring cells that look the same."""
         for mark, cells in groupby(self.cells, attrgetter("mark")):
             yield "".join(cell.text for cell in cells), mark
 
     def codes(self, pens: Pens) -> str:
-        """Return the row with its codes, for a terminal."""
         return "".join([coded(text, pens[mark]) for text, mark in self.runs()])
 
 
@@ -381,7 +374,6 @@ class Flow:
         return settled
 
     def finish(self) -> list[Row]:
-        """End the text and hand out the remaining rows."""
         self.feed([Run(self._cleaner.finish(), "plain")])
         is_line = self.rows != [EMPTY_ROW] or self._columns_before
         settled = self._settled + (self.rows if is_line else [])
@@ -398,7 +390,6 @@ class Flow:
             append_cells(cells, part, mark)
 
     def _lay_out(self, cells: list[Cell]) -> None:
-        """Replace the growing row by these cells."""
         if not self._columns_before:  # it is the line's first
             beginning = "".join(cell.text for cell in cells[:_N_BEGINNING])
             self._is_fence = beginning.lstrip().startswith(("```", "~~~"))

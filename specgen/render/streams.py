@@ -159,7 +159,6 @@ class JsonlRenderer(Renderer):
 
 
 def reading(event: ReadingEvent) -> str:
-    """Return how far a prompt has been read, in words."""
     share = event.n_read / event.n_prompt_tokens
     return f"reading the prompt: {share:.0%} of {event.n_prompt_tokens} tokens, {event.left_s:.0f} s left"
 
@@ -183,7 +182,6 @@ _ASCII = str.maketrans("✓✗→·└␣↵≥▁▂▃▄▅▆▇█", "vx>.`
 
 
 def in_encoding(console: Console, text: str) -> str:
-    """Return text with signs that the console can show."""
     return text if console.encoding.startswith("utf") else text.translate(_ASCII)
 
 

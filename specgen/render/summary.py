@@ -84,7 +84,6 @@ def in_short(finished: FinishedEvent, draft: str | None = None) -> str:
 def summary_items(
     finished: FinishedEvent, draft: str | None = None, kernels: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for all known figures."""
     of, prompt = finished, counted(finished.n_prompt_tokens, "prompt token")
     length = f"{of.mean_accepted_length or 0.0:.2f} tokens per pass of the target"
     length = length if of.mean_accepted_length is not None else ""
@@ -132,7 +131,6 @@ def _listed(*texts: str) -> str:
 
 
 def _before(of: FinishedEvent) -> str:
-    """Return what took time before the first answer."""
     parts = {"loading": of.loading_s, "loading and packing": of.packing_s}
     parts |= {"measuring what drafting costs": of.measuring_s}
     found = _listed(*(f"{n} {seconds_text(s)}" for n, s in parts.items() if s > 0))
@@ -149,7 +147,6 @@ def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int]) -> str:
 
 
 def _histogram(n_rounds: Sequence[int]) -> str:
-    """Return how many of the rounds added one token, two, and so on."""
     n_all = sum(n_rounds) or 1
     shares = [(n, of_all / n_all) for n, of_all in enumerate(n_rounds, 1) if of_all]
     parts = [f"{n} {_BARS[min(7, int(share * 8))]} {share:.0%}" for n, share in shares]

@@ -99,7 +99,6 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
 
 
 def draft_lines(tried: Sequence[Tried]) -> list[str]:
-    """Return the columns' names and a line for each draft, with tabs between."""
     rows = [
         (str(one.draft), *(_cell(figure(one.figures)) for _, _, figure in _DRAFT)) for one in tried
     ]
@@ -157,8 +156,6 @@ def _table(first: str, *headings: str) -> Table:
 
 
 def totals(n_answers: int, answers: Sequence[FinishedEvent | Tally]) -> list[str]:
-    """Return the figures of several answers in words."""
-
     def whole(name: str) -> int:
         return sum(getattr(each, name) for each in answers)
 
@@ -179,14 +176,12 @@ def batch_summary(tally: Tally, seconds: float, where: str) -> str:
 
 
 def notes_on_figures(others_share: float | None) -> list[str]:
-    """Return a note on figures that were measured while the machine was busy."""
     if others_share is None or not is_busy(others_share):
         return []
     return [f"{busy_text(others_share)}: run it again when the machine is idle"]
 
 
 def duration(seconds: float) -> str:
-    """Return a time that people wait, in seconds, minutes or hours."""
     if seconds < 90.0:
         return f"{seconds:.0f} s"
     if seconds < 5400.0:

@@ -25,7 +25,6 @@ _WAYS: Mapping[WayName, str] = {
 
 
 def print_report(report: VerifyReport, console: Console) -> None:
-    """Print the checks, their results, and the verdict."""
     if not console.is_terminal:
         console.width = _WIDTH
     for indent, line in _lines(report):
@@ -34,7 +33,6 @@ def print_report(report: VerifyReport, console: Console) -> None:
 
 
 def _lines(report: VerifyReport) -> Iterator[tuple[int, str | Text]]:
-    """Yield the indents and the lines."""
     yield 0, _verdict(report)
     for line in report.instead:
         yield 2, line

@@ -1,9 +1,5 @@
-"""What decodes cost on this machine, which is measured at first use, and the speed-up that is expected of a draft.
-
-`specgen run` expects a speed-up before a draft model is used that was never tried with its target;
-`specgen.measure.trial` measures one, by the same quotient, `speedup`. `memory.py` keeps the costs, and a `CostTable`
-corrects them while it runs.
-"""
+"""What decodes cost on this machine, measured at first use, and the speed-up that is expected of a draft that was never
+tried with its target. (`specgen.measure.trial` measures one; `memory.py` keeps the costs.)"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Answers that are kept on this disk for drafts to learn from (`--learn`), and the weights that drafts learnt.
 
-A folder for each target holds ``answers.jsonl``, with an answer on each line, the latest last. The texts are
-private: only their user may read the folder. For each draft that learnt, a small JSON file beside the answers
-names the weights to draft from. It is replaced whole, after those weights are on the disk. So even if the
+A folder for each target, which only its user may read, holds ``answers.jsonl``, the latest answer last. For each
+draft that learnt, a small JSON file names its weights. It is replaced whole, after these are on the disk: even if the
 learning process is killed, others find complete weights, or none.
 """
 

@@ -1,7 +1,6 @@
 """What was learnt on this machine: what decodes cost, which drafts are accepted, how many threads are fastest.
 
-It is kept in one JSON file. Each process reads the file once, corrects the entries that it used, and writes these into
-the file as it is by then. If two processes correct the same entry, the later one wins.
+Each process reads the JSON file once, and writes the entries that it corrected into the file as it is by then.
 """
 
 from __future__ import annotations

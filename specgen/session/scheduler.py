@@ -12,7 +12,7 @@ from specgen.session.answer_loop import N_READ_BESIDE
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, RequestSettings, Slot
 from specgen.text.answer_state import AnswerState
-from specgen.text.prefix import n_common
+from specgen.text.text_state import n_common
 
 #: Waiting requests among which one is sought that need not wait for another prompt.
 _N_CONSIDERED = 16

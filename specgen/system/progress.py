@@ -96,7 +96,7 @@ def _bar(stream: TextIO, kind: Kind) -> Bar | None:
     count, left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
     columns: dict[Kind, tuple[progress.ProgressColumn, ...]] = {
         "counts": (text, bar, count, left),
-        "lines": (bar, count, text),
+        "lines": (bar, count, text, left),
         "bytes": (text, bar, progress.DownloadColumn(), progress.TransferSpeedColumn(), left),
     }
     found = progress.Progress(*columns[kind], console=console, transient=True)
@@ -140,20 +140,21 @@ def is_gain(speedup: float) -> bool:
     return round(speedup, 1) > 1.0
 
 
-def gain_text(low: float, high: float) -> str:
+def gain_text(low: float, high: float, spread: str = "") -> str:
     """Say how fast answers with drafts are, between two numbers: a gain that may be none is not called one."""
+    times, told = _between(low, high), [spread] if spread else []
     if is_gain(low):
-        return f"{_between(low, high)} times as fast as without drafts"
-    low, high = round(low, 1), round(high, 1)
-    about = "about as fast as" if high >= 1.0 else "slower than"
-    times = f" ({_between(low, high)} times)" if (low, high) != (1.0, 1.0) else ""
-    return f"{about} without drafts{times}"
+        said = f"{times} times as fast as without drafts"
+    else:
+        said = f"{'about as fast as' if round(high, 1) >= 1.0 else 'slower than'} without drafts"
+        told = [f"{times} times", *told] if times != "1.0" else told
+    return f"{said} ({'; '.join(told)})" if told else said
 
 
 def measured_gain(speedup: float, worst: float, best: float, n_answers: int) -> str:
     """Say what was measured: the mean speed-up over answers, the least and the greatest."""
     spread = f"{_between(worst, best)} in {counted(n_answers, 'answer')}"
-    return f"{gain_text(speedup, speedup)}; {spread}"
+    return gain_text(speedup, speedup, spread)
 
 
 def _between(low: float, high: float) -> str:

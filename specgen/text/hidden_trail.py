@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from specgen.method.backend import Backend
 from specgen.system.arrays import Hidden
-from specgen.text.prefix import n_common
+from specgen.text.text_state import n_common
 
 #: The most states that wait for a draft to read them: of a longer text it reads the end. And the number of those that
 #: are kept after they were read, for a text that goes back to an earlier place.

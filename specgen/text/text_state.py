@@ -1,10 +1,12 @@
-"""The committed text of a sequence, its grammar state, the characters of its tokens, and what drafts for it."""
+"""The committed text of a sequence, its grammar state, the characters of its tokens, what drafts for it, and where two
+texts agree."""
 
 from __future__ import annotations
 
 import codecs
 import re
 from collections.abc import Sequence
+from typing import AnyStr
 
 import numpy as np
 
@@ -14,12 +16,28 @@ from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.system.arrays import Logits, TokenArray, best
 from specgen.text.grammar.base import GrammarState
-from specgen.text.prefix import n_begun
 from specgen.text.sampling import Sampler, likeliest
 
 _Decoder = codecs.getincrementaldecoder("utf-8")
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
 _ROOM = 512
+#: Tokens that are compared at once: prompts may have many thousands.
+_PIECE = 256
+
+
+def n_common(one: Sequence[object], other: Sequence[object]) -> int:
+    n, n_most = 0, min(len(one), len(other))
+    while n < n_most and list(one[n : n + _PIECE]) == list(other[n : n + _PIECE]):
+        n += _PIECE
+    while n < n_most and one[n] == other[n]:
+        n += 1
+    return min(n, n_most)
+
+
+def n_begun(text: AnyStr, mark: AnyStr) -> int:
+    """Return how many characters at the end of a text may begin a mark that is not there as a whole."""
+    most = min(len(text), len(mark) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 class TextState:

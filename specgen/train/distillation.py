@@ -1,14 +1,10 @@
 """Fits a draft model to a target's own text, with JAX, and writes it as a GGUF file.
 
-Training changes the scales of the blocks of its matrices (`specgen.train.gguf_weights`). It fits the tokens that the
-target chose (hard labels) and, where they are known, the tokens that it found likeliest (distillation as in
-DistillSpec, Zhou et al., arXiv:2310.08461). The draft has to agree with the target only on the target's own text, so
-some ten thousand tokens of it suffice for a gain.
-
-The draft is a Llama, Qwen2, Qwen3 or Gemma 3. Qwen2 adds biases to queries, keys and values; Qwen3 and Gemma 3
-normalise each head's queries and keys; Gemma 3 also scales its embeddings, normalises what a layer adds, gates with
-GELU, and limits most layers to a window. The tensors in the file show the biases and norms of queries and keys; the
-rest depends on the architecture.
+Training changes the scales of the blocks of its matrices (`gguf_weights.py`), towards the tokens that the target
+chose or, where they are known, found likeliest (distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). Some
+ten thousand tokens suffice for a gain. The draft is a Llama, Qwen2, Qwen3 or Gemma 3. The tensors in the file show
+biases and norms of queries and keys; Gemma 3 also scales its embeddings, normalises what a layer adds, gates with
+GELU, and limits most layers to a window.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The weights of GGUF files as numbers, and copies of a file with other scales of its blocks of weights.
 
 A GGUF file stores a matrix in blocks with a float16 scale each. Training finds a factor for every scale (PEQA, Kim et
-al., arXiv:2305.14152). The numbers within a block keep their few bits, so the file keeps its size and speed, its
-tokenizer and chat template, and nothing learnt is lost by quantising again. (Low-rank changes to the matrices, LoRA,
-are smaller than the steps of a four-bit type, which rounds them away.)
+al., arXiv:2305.14152): the file keeps its size, speed and tokenizer, and nothing learnt is lost by quantising again.
+(Low-rank changes, LoRA, are smaller than the steps of a four-bit type, which rounds them away.)
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Decoder heads trained on a target's own text, with JAX.
 
-`specgen.llama.decoder_heads` describes what heads compute. Training has two steps. Ridge regression finds a
-linear map to the target's next hidden state; each position gives as many numbers to learn from as a hidden
-state has, so little text suffices. Then gradient descent minimises the cross-entropy with the target's own
-distribution, several tokens ahead. (Distillation as in DistillSpec, Zhou et al., arXiv:2310.08461; unrolled
-as in training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
+Ridge regression finds a linear map to the target's next hidden state: little text suffices. Then gradient descent
+minimises the cross-entropy with the target's own distribution, several tokens ahead. (Distillation as in DistillSpec,
+Zhou et al., arXiv:2310.08461; unrolled as in a recurrent drafter, Cheng et al., arXiv:2403.09919.)
 """
 
 from __future__ import annotations

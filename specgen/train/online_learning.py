@@ -1,12 +1,9 @@
 """Lets a draft learn from kept answers (online speculative decoding, Liu et al., arXiv:2310.07177).
 
-Training continues from the better of two sets of weights: the draft's own and those it learnt before. The latest
-answers judge three drafts, each with its weights as written to a file: the draft as it came, the one in use, and the
-new one, which learnt from the other answers. The draft that agrees most often with the target is used from then on.
-
-As a program (`python -m specgen.train.online_learning`, which `Learner` starts) it reads its task as a line of JSON
-from standard input and prints the result. After that line, `PAUSE` makes it wait before its next step, while an answer
-is generated, and `GO` lets it continue. It has the lowest priority, and ends as soon as its standard input closes.
+Training continues from the better of the draft's own weights and those it learnt before. The latest answers judge
+these and the new ones, each as written to a file; what agrees most often with the target is used from then on. As a
+program, which `Learner` starts, it reads its task as a line of JSON from standard input and prints the result;
+`PAUSE` and `GO` on standard input pause it between steps. It has the lowest priority, and ends with its input.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal, NamedTuple, NoReturn, TypeAlias
@@ -127,7 +124,9 @@ def learn(
         if not rows.n_labels or not judged.n_labels:
             raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
         former = learnt_weights(folder, draft)
-        start = _better_start(draft, former, rows, judged)
+        starts = list(_starts(draft, former, rows, judged))
+        as_it_came, in_use = starts[0].score, starts[1].score if starts[1:] else None
+        start = max(starts, key=lambda each: each.score.agreement)
         trainer = start.trainer
         state = TrainingState(start.score.loss, trainer.copied())
         n_rows, judged_every = rows.n_rows, max(1, rows.n_rows // _JUDGED_PER_PASS)
@@ -141,12 +140,16 @@ def learn(
         with write_errors(folder), new_beside(folder / "weights.gguf") as written:
             write_weights(start.file, state.best, written)
             new = type(trainer)(written, rows, judged).judge()
-            outcome = start.outcome(new)
+            outcome: Outcome = "kept"
+            if new.agreement > start.score.agreement:
+                outcome = "new"
+            elif in_use is not None and in_use.agreement < as_it_came.agreement:
+                outcome = "none"
             if outcome == "none":
                 known = Learnt(last_number=known.last_number)
             elif outcome == "new":
                 digest = hashlib.sha256(written.read_bytes()).hexdigest()[:12]
-                agreements = start.as_it_came.agreement, new.agreement
+                agreements = as_it_came.agreement, new.agreement
                 counts = known.last_number, len(learning)
                 known = Learnt(f"{draft.stem}-{digest}.gguf", *counts, *agreements)
                 written.replace(folder / known.weights)
@@ -158,8 +161,8 @@ def learn(
             len(learning),
             len(judging),
             judged.n_labels,
-            start.as_it_came.agreement,
-            None if start.in_use is None else start.in_use.agreement,
+            as_it_came.agreement,
+            None if in_use is None else in_use.agreement,
             new.agreement,
             outcome,
             state.n_steps,
@@ -168,35 +171,23 @@ def learn(
 
 
 class _Start(NamedTuple):
-    """The weights that training starts from, their score, and those of the draft as it came and in use."""
+    """Weights that training may start from, and their score."""
 
     file: Path
     trainer: Trainer
     score: Score
-    as_it_came: Score
-    in_use: Score | None = None
-
-    def outcome(self, new: Score) -> Outcome:
-        if new.agreement > self.score.agreement:
-            return "new"
-        is_worse = self.in_use is not None and self.in_use.agreement < self.as_it_came.agreement
-        return "none" if is_worse else "kept"
 
 
-def _better_start(base: Path, learnt: Path | None, rows: Rows, judged: Rows) -> _Start:
+def _starts(base: Path, learnt: Path | None, rows: Rows, judged: Rows) -> Iterator[_Start]:
+    """Yield the draft as it came, and the weights in use if it learnt some that are not damaged: no draft uses those."""
     from specgen.train.distillation import Trainer
 
     trainer = Trainer(base, rows, judged)
-    as_it_came = trainer.judge()
-    start = _Start(base, trainer, as_it_came, as_it_came)
+    yield _Start(base, trainer, trainer.judge())
     if learnt is not None:
-        with contextlib.suppress(ModelFileError):  # damaged: no draft uses it
-            other = Trainer(learnt, rows, judged)
-            in_use = other.judge()
-            start = start._replace(in_use=in_use)
-            if in_use.agreement > as_it_came.agreement:
-                start = start._replace(file=learnt, trainer=other, score=in_use)
-    return start
+        with contextlib.suppress(ModelFileError):
+            trainer = Trainer(learnt, rows, judged)
+            yield _Start(learnt, trainer, trainer.judge())
 
 
 def _clear(folder: Path) -> None:

@@ -73,7 +73,7 @@ def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
     # What is measured is said before, with what makes it shorter.
     note, *gains = notes(outcome)
     assert [gain.split(": ")[1] for gain in gains] == ["draft.gguf", "ngram"]
-    assert all(" without drafts" in gain and gain.endswith(" in 3 answers") for gain in gains)
+    assert all(" without drafts" in gain and gain.endswith(" in 3 answers)") for gain in gains)
     assert note.startswith(
         "note: 3 prompts, each answered with up to 20 tokens by: plain, draft.gguf, ngram; fewer prompts (-N 1)"
     )

@@ -81,7 +81,8 @@ def test_json_has_every_figure_the_refused_files_and_the_target(
     by_name = {Path(entry["draft"]).stem: entry for entry in document["drafts"]}
     plain, draft = by_name["none"], by_name["draft"]
     assert plain["tokens_per_s"] == pytest.approx(document["plain_tokens_per_s"])
-    assert draft["speedup"] == pytest.approx(draft["tokens_per_s"] / plain["tokens_per_s"])
+    assert draft["worst_speedup"] <= draft["speedup"] <= draft["best_speedup"]
+    assert draft["n_answers"] == 2
     assert draft["worst_speedup"] <= draft["speedup"]
 
 

@@ -26,9 +26,8 @@ from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.answer_state import AnswerState, Tally
 from specgen.text.hidden_trail import LastHidden
-from specgen.text.prefix import n_common
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Shaper, TextState, n_common
 from tests.helpers.goodness_of_fit import DepthFit, fits_of
 
 #: The number of an answer's first tokens that are searched for the place.

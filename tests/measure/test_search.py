@@ -157,7 +157,7 @@ def test_three_sentences_say_what_was_measured_what_it_means_and_what_to_do() ->
     measured, meaning, action = advice(search(Tried(DRAFT, figures(1.4))))
     assert measured == (
         "measured on 6 answers of target.gguf: 10.0 tokens/s without a draft, 14.0 with small draft.gguf"
-        ": 1.4 times as fast as without drafts; 1.3 to 1.6 in 6 answers"
+        ": 1.4 times as fast as without drafts (1.3 to 1.6 in 6 answers)"
     )
     assert meaning == (
         "a batch of 4 costs 1.5 tokens; drafts pay if 21% are accepted, and 60% were"

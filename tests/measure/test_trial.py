@@ -168,7 +168,7 @@ def test_the_speedup_is_the_mean_over_answers_and_other_figures_are_ratios_of_su
     figures = summarise([a_replay(30, 10, 5.0, 25.0), a_replay(10, 10, 5.0, 20.0)])
     assert figures.speedup == pytest.approx(math.sqrt(2.0 * 0.8))
     assert figures.worst_speedup == pytest.approx(20 / 25)
-    assert figures.gain == "1.3 times as fast as without drafts; 0.8 to 2.0 in 2 answers"
+    assert figures.gain == "1.3 times as fast as without drafts (0.8 to 2.0 in 2 answers)"
     assert figures.tokens_per_s == pytest.approx(40 / 55)
     assert figures.acceptance_rate == pytest.approx(20 / 60)
     assert figures.mean_accepted_length == pytest.approx(2.0)

@@ -185,6 +185,7 @@ def test_a_model_is_loaded_once(
     pieces = iter(llm.get_model("specgen").prompt(PROMPT, **options | {"max_tokens": 1000}))
     next(pieces)
     (loaded,) = plugin.loaded_models.values()
+    assert not loaded.engine.is_idle
     pieces.close()  # type: ignore[attr-defined]
     loaded.engine.step()
     assert loaded.engine.is_idle

@@ -28,7 +28,7 @@ from specgen.session.prompts import Prompt
 from specgen.session.request import Request, Slot
 from specgen.session.session import Session
 from specgen.text.answer_state import AnswerState
-from specgen.text.prefix import n_common
+from specgen.text.text_state import n_common
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB

@@ -1,9 +1,6 @@
-"""Whether specgen's kernels compute: one self-test for a machine, one trial for a model.
-
-Kernels that are wrong for a processor or for a model may end the process that runs them, so child processes try
-them (`specgen.llama.kernels.trial`). The verdicts are remembered. They depend on the contents of the library,
-llama.cpp and the processor; that of a trial also on the model's file.
-"""
+"""Whether specgen's kernels compute: one self-test for a machine, one trial for a model, in child processes
+(`trial.py`), which they may end. The verdicts are remembered, by the library, llama.cpp, the processor and the model's
+file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The library of kernels, attached to GGML: matrix products and attention for some CPUs.
 
-The library offers its own layout of weights to GGML's CPU backend. llama.cpp stores the weights of models that it
-loads afterwards in this layout, and the kernels compute the operators that use them. They serve all models of the
-process, and cannot be detached, but they can be switched off for models that are loaded later.
+It offers its own layout of weights to GGML's CPU backend, in which llama.cpp stores those of models that it loads
+afterwards. It cannot be detached, but switched off for models that are loaded later.
 """
 
 from __future__ import annotations

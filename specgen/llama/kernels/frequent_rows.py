@@ -1,9 +1,8 @@
 """The part of a draft's output matrix that is computed: the rows of frequent tokens.
 
-In a small draft with a large vocabulary, and above all in an MTP layer, reading the output matrix is most of a token's
-cost. A draft need not guess what hardly occurs: the target checks it anyway. (FR-Spec, Zhao et al., arXiv:2502.14856,
-shortens the matrix; here the kernels leave rows out.) The logits of the tokens left out are -infinity, and the draft's
-distribution is that over the others. Which tokens are computed never changes what the target says.
+In a small draft with a large vocabulary, reading this matrix is most of a token's cost, and the target checks the
+draft anyway. (FR-Spec, Zhao et al., arXiv:2502.14856, shortens the matrix; here the kernels leave rows out.) The
+logits of the others are -infinity: the draft's distribution is that over the rows that are computed.
 """
 
 from __future__ import annotations

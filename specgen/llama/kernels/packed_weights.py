@@ -1,10 +1,8 @@
 """Packed weights that are kept in the cache folder, so that the next process maps them instead of packing them.
 
 The kernels read weights in a layout of their own (docs/kernels.md). Packing takes as long as reading the file several
-times, and memory that no other process shares. So they are written to a file when the process ends, if the disk has
-room. The next process that loads the same model maps the file: it starts at once, and processes share the pages.
-
-A file is used only for the model file it was made from, with the same kernels and the same layers on this machine.
+times, and memory that no other process shares. So they are written when the process ends, if the disk has room, for
+the same model file, kernels and layers on this machine.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""The child process that tests the kernels: `python -m specgen.llama.kernels.trial LIBRARY`, or a trial on a model:
-`... LIBRARY SIZE FILE STEPS`.
+"""The child process that tests the kernels: `python -m specgen.llama.kernels.trial LIBRARY`, or tries them on a model:
+`... LIBRARY SIZE FILE STEPS`. It prints a line of JSON; without it, the exit code or signal is the result.
 
-The self-test attaches the library and compares a few operators of every kind with GGML's own: matrix products of
-every type of weights that the kernels take, a product with the matrices of experts, and attentions. A row must also
-be bit-identical alone and in a batch.
-
-A trial loads the file, and decodes batches of every kind. The file STEPS gets a line
-before each step. SIZE is `whole`, or `skeleton`: a file of the same make that loads quickly. It has the metadata of
-its model, and tensors of the same names, types and shapes, but fewer layers, fewer tokens without a text, and zeros
-for weights: holes of a sparse file, which take no room on a disk.
-
-The result is one line of JSON. If the process ends without it, the exit code or signal is the result.
+The self-test compares operators of every kind with GGML's own, and rows alone with those in a batch, bit by bit. A
+trial loads the file and decodes batches of every kind; STEPS gets a line before each step. SIZE is `whole`, or
+`skeleton`: a file of the same make that loads quickly, with its model's metadata and tensors, but fewer layers, fewer
+tokens without a text, and zeros for weights, which are holes of a sparse file.
 """
 
 from __future__ import annotations

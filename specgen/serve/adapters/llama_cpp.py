@@ -1,7 +1,5 @@
-"""specgen's drafters inside llama-cpp-python: ``Llama(draft_model=SpecgenDraft(...))``.
-
-`Llama` decodes the target, and passes only the text so far.
-"""
+"""specgen's drafters inside llama-cpp-python, ``Llama(draft_model=SpecgenDraft(...))``, which passes only the text so
+far."""
 
 from __future__ import annotations
 

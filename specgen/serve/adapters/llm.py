@@ -1,7 +1,5 @@
-"""The plugin of `llm`: ``llm -m specgen/NAME "prompt"``. `docs/adapters.md` says how it is used.
-
-`llm` imports it for each of its commands, so nothing heavy is imported before a model is asked.
-"""
+"""The plugin of `llm`, ``llm -m specgen/NAME "prompt"`` (docs/adapters.md). `llm` imports it for each of its commands:
+nothing heavy is imported before a model is asked."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Lines of a batch answered by actors of a Ray cluster.
-
-Each actor gets some lines at a time, and streams their results, which are written here. If an actor ends before
-it has answered its lines, the next run of the batch answers them. This module alone imports Ray.
-"""
+"""Lines of a batch answered by actors of a Ray cluster, some at a time; the results are written here. If an actor ends,
+the next run of the batch answers its lines. This module alone imports Ray."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.request import Request as EngineRequest
 from specgen.session.session import MAX_SEQUENCES, Session
-from specgen.text.prefix import n_common
+from specgen.text.text_state import n_common
 
 #: What a batch's counts add up of its answers' summaries.
 _SUMMED = ("n_prompt_tokens", "n_cached_tokens", "n_drafted", "n_accepted")

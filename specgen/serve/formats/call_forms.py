@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, get_args
 from specgen.errors import PromptError
 from specgen.serve.formats.call_values import Arguments, ArgumentsReader, Style, typed_json
 from specgen.session.prompts.template import Message, ToolCall, render
-from specgen.text.prefix import n_begun, n_common
+from specgen.text.text_state import n_begun, n_common
 
 #: Stands in a form for what differs from call to call: an id, or the number of the call.
 ANY: Final = "\ufffc"

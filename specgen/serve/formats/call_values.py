@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic_core import from_json
 
-from specgen.text.prefix import n_begun
+from specgen.text.text_state import n_begun
 
 #: The values of arguments by their keys.
 Arguments = dict[str, Any]

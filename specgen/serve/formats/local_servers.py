@@ -1,7 +1,5 @@
-"""The APIs of other local servers: llama.cpp's own paths, for texts and texts with a gap, and ollama's.
-
-Their requests are read as those of OpenAI's API, and their answers have more fields, or another form.
-"""
+"""The APIs of other local servers, llama.cpp's own paths and ollama's: their requests are read as OpenAI's, and their
+answers have more fields, or another form."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""OpenAI's older API: chat and text completions, and embeddings.
-
-Embeddings have their bodies at the end. The command line gives the defaults of fields that are not there.
-"""
+"""OpenAI's older API: chat and text completions, and embeddings, at the end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Requests as the rest of specgen knows them, and what their bodies have in common in all APIs.
-
-Agents send new fields with each of their versions. A field that specgen lacks is ignored with a warning; only
-what cannot be understood is refused, by the name of the field.
-"""
+"""Requests as the rest of specgen knows them, and what their bodies have in common in all APIs. Agents send new fields
+with each version: one that specgen lacks is ignored with a warning, and only what makes no sense is refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""OpenAI's Responses API: reads its requests, and writes answers in its form.
-
-Tools that run at OpenAI, and items about them, are left out with a warning. What stands for a text that this
-server does not have is refused.
-"""
+"""OpenAI's Responses API. Tools that run at OpenAI are left out with a warning; what stands for a text that this server
+does not have is refused."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from specgen.serve.formats.call_forms import (
 from specgen.serve.formats.call_values import ArgumentsReader
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
-from specgen.text.prefix import n_begun, n_common
+from specgen.text.text_state import n_begun, n_common
 
 
 @dataclass(frozen=True, slots=True)

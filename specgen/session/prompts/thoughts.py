@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from specgen.options import GenerationOptions
 from specgen.text.grammar.free_text import ThoughtMarks
-from specgen.text.prefix import n_begun
+from specgen.text.text_state import n_begun
 
 #: By what an answer begins with, or a prompt ends with.
 FAMILIES = (

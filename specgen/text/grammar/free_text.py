@@ -21,7 +21,7 @@ from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState, Vocabulary
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
-from specgen.text.prefix import n_begun
+from specgen.text.text_state import n_begun
 
 #: A call at the beginning of a text, and what follows it.
 _BARE = "start: bare /(?s:.)+/?"

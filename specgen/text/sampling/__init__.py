@@ -1,9 +1,5 @@
-"""From logits to a distribution over tokens: llama.cpp's samplers, in its order and with its
-meaning, as pure functions of NumPy arrays.
-
-`chain` puts the samplers that the options ask for into a `Sampler`; `samplers` and `dry` hold them. The result is a
-`Distribution` of the method.
-"""
+"""From logits to a distribution over tokens: llama.cpp's samplers, in its order and with its meaning, as pure functions
+of arrays. `chain` puts those that the options ask for into a `Sampler`; `samplers` and `dry` hold them."""
 
 from specgen.text.sampling.chain import NO_HISTORY, Sampler, likeliest
 from specgen.text.sampling.dry import DryBreakers

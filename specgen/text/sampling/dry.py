@@ -1,9 +1,8 @@
 """DRY, "don't repeat yourself": a penalty on the token that would continue a repetition.
 
-By p-e-w (github.com/oobabooga/text-generation-webui/pull/5677), with the sequence breakers of
-KoboldCpp and llama.cpp. If the last n tokens of the text also occur earlier in it, the score of the
-token that followed there is reduced by multiplier * base ** (n - allowed_length), for the longest
-such n. A repetition does not reach back over a breaker.
+By p-e-w (github.com/oobabooga/text-generation-webui/pull/5677), with the sequence breakers of KoboldCpp and
+llama.cpp, over which no repetition reaches back. The score of a token that followed the text's last n tokens before
+is reduced by multiplier * base ** (n - allowed_length), for the longest such n.
 """
 
 from __future__ import annotations

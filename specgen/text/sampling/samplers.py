@@ -1,9 +1,8 @@
 """The samplers: pure functions from `Candidates` to `Candidates`; each does the same as the llama.cpp sampler of its
-name. (DRY has a module of its own.) `chain.py` puts them in order: a new sampler needs a case in its `_step`.
+name. `chain.py` puts them in order: a new sampler needs a case in its `_step`.
 
-A vocabulary has 150 thousand tokens, and a chain like the default keeps forty. So a chain begins with the row of logits
-itself, without a copy. The first sampler that drops tokens picks the few that it keeps, without sorting the others. And
-a grammar is asked about as few tokens as possible.
+A vocabulary has 150 thousand tokens, and a usual chain keeps forty: it begins with the row of logits itself, and the
+first sampler that drops tokens picks the few that it keeps, without sorting the others.
 """
 
 from __future__ import annotations
