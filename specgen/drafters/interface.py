@@ -130,8 +130,7 @@ class DraftRequest:
     head: range = range(0)
     #: The prompt of a draft with another vocabulary, in its own template; None translates the target's.
     draft_prompt: Sequence[int] | None = None
-    #: Whether tokens that end a text are never chosen.
-    is_endless: bool = False
+    is_endless: bool = False  # tokens that end a text are never chosen
 
     def reused(self, backend: Backend, start: int = 0) -> Sequence[int]:
         """Let the slot of a cache hold the longest known prefix of the prompt, from `start` on; return it."""
@@ -170,8 +169,7 @@ class Room:
     n_rows: int
     clock: Callable[[], float]
     options_of: Callable[[Key], ContextOptions]
-    #: The target's context; None if it decodes elsewhere.
-    target: LlamaBackend | None = None
+    target: LlamaBackend | None = None  # its context; None if it decodes elsewhere
 
 
 class LoadedDraft:
@@ -179,22 +177,15 @@ class LoadedDraft:
     memory of acceptance."""
 
     reads: Reads = "text"
-    #: Whether it decodes nothing, so that its draft is known before a round is planned.
-    is_free = False
-    #: Whether it can draw tokens at random, and tell their distributions.
-    can_draw = True
-    #: The tokens that one decode predicts, if it is measured by that.
-    n_at_once = 1
-    #: The name of its tokens in events and statistics.
-    origin = "model"
+    is_free = False  # it decodes nothing, so that its draft is known before a round is planned
+    can_draw = True  # tokens at random, and it tells their distributions
+    n_at_once = 1  # the tokens that one decode predicts, if it is measured by that
+    origin = "model"  # the name of its tokens in events and statistics
     #: What names the costs of its decodes in a context of its own; None if it has no context.
     timed: Key | None = None
-    #: Why its drafts cannot branch; None if they can.
-    why_chains: str | None = None
-    #: Its own model, and those of what drafts for it.
-    models: tuple[LlamaModel, ...] = ()
-    #: The model, if it has another vocabulary than the target.
-    own_vocabulary: LlamaModel | None = None
+    why_chains: str | None = None  # why its drafts cannot branch; None if they can
+    models: tuple[LlamaModel, ...] = ()  # its own, and those of what drafts for it
+    own_vocabulary: LlamaModel | None = None  # the model, if its vocabulary is not the target's
     #: The file that can learn from answers; and the weights in use that it learnt.
     learns: Path | None = None
     learnt: Path | None = None
