@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -33,17 +33,6 @@ Key: TypeAlias = Path | str
 Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
 
 
-class PrefixStore(Protocol):
-    """Prefixes of prompts that outlive the caches."""
-
-    def extend(
-        self, backend: Backend, slot: CacheSlot, prompt: Sequence[int], n_held: int, n_again: int
-    ) -> int:
-        """Let a slot, which holds `n_held` tokens of a prompt, hold more of it if that is known. Return how many it then
-        holds."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class CacheSlot:
     """One of `n` equal shares of all caches, counted from 0: the place of one text. All slots of a cache have
@@ -51,13 +40,6 @@ class CacheSlot:
 
     number: int = 0
     n: int = 1
-    #: Holds prefixes that outlive the caches; None: there are none. What the prompt is about tells it conversations apart.
-    store: PrefixStore | None = None
-    subject: str = ""
-    #: Where control tokens are in the prompt: at the ends of messages, among others.
-    marks: Sequence[int] = ()
-    #: The tokens of the prefix that was loaded last; 0 if the caches held as much.
-    n_loaded: int = 0
 
     def branches(self, backend: Backend) -> Branches:
         n_branches = backend.n_sequences // self.n
@@ -74,7 +56,7 @@ class CacheSlot:
         for branch in range(own.first + 1, own.first + own.n_branches):
             if backend.length(branch):
                 backend.remove(branch)
-        prompt, tokens = tokens, tokens[:-1]
+        tokens = tokens[:-1]
         best = n_own = n_common(backend.text(own.first), tokens)
         lender = own.first
         if backend.rollback == "cells":
@@ -95,11 +77,7 @@ class CacheSlot:
         except RollbackError:  # the cells that a sliding window needs are gone
             backend.remove(own.first)
             best = 0
-        store, n_known = self.store, best
-        if store is not None:
-            n_known = store.extend(backend, self, prompt, best, n_again)
-        self.n_loaded = n_known if n_known > best else 0
-        return n_known
+        return best
 
 
 @dataclass(frozen=True, slots=True)
