@@ -89,41 +89,13 @@ def without_flag_types(parameters: Any) -> Any:
 
 
 #: Of the headings that many commands share, the options that the short help shows; it shows all that are a command's own.
-_SHARED = [
-    "Models",
-    "Answer",
-    "Constrained answers",
-    "Prompt",
-    "Drafting",
-    "Repetitions",
-    "Other texts",
-    "Sampling",
-    "Machine",
-    "Learning",
-    "Output",
-    "Server",
-    "Limits of a request",
-]
-_USUAL = [
-    "target",
-    "draft",
-    "max-tokens",
-    "temp",
-    "seed",
-    "ctx-size",
-    "threads",
-    "gpu-layers",
-    "policy",
-    "system",
-    "prompt",
-    "file",
-    "json-schema",
-    "show",
-    "stats",
-    "json",
-    "port",
-    "host",
-]
+_SHARED = re.compile(
+    "Models|Answer|Constrained|Prompt|Drafting|Repetitions|Other texts|Sampling|Machine|Learning|Output|Server|Limits"
+)
+_USUAL = re.compile(
+    "--(target|draft|max-tokens|temp|seed|ctx-size|threads|gpu-layers|policy|system|prompt|file|json-schema|show|stats"
+    "|json|port|host)$"
+)
 #: A command with no more options has no short help.
 _FEW = 20
 
@@ -144,12 +116,10 @@ class Command(typer.core.TyperCommand):
         is_whole = ctx.meta.get("help") == "--help-all" or len(shown) <= _FEW
         panels: dict[str, list[tuple[str, str]]] = {}
         for each in shown:
-            heading, is_argument = (
-                each.rich_help_panel or "Options",
-                each.param_type_name == "argument",
-            )
-            is_shared = not is_argument and heading.partition(":")[0] in _SHARED
-            if is_shared and not is_whole and each.opts[0].removeprefix("--") not in _USUAL:
+            heading = each.rich_help_panel or "Options"
+            is_argument = each.param_type_name == "argument"
+            is_rare = _SHARED.match(heading) and not _USUAL.match(each.opts[0])
+            if is_rare and not is_argument and not is_whole:
                 continue
             names, text = each.get_help_record(ctx)
             if is_argument:
