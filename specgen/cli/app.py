@@ -1,4 +1,5 @@
-"""The application: the commands by name, and the exit codes of errors. Nothing heavy is imported before a command needs it."""
+"""The application: the commands by name, and the exit codes of errors. Nothing heavy is imported before a command needs
+it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from specgen.text.text_state import Cascade, n_common
 _N_SINK = 4
 #: If more than twice as many tokens are to be read, a draft model reads the text's first few and so many of its last. It
 #: agrees with the target nearly as often, unless the answer copies the text (there n-grams draft), and starts at once.
-_N_WINDOW = 256
+_N_WINDOW = 64
 #: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
 N_USUAL = 2
 _RATE = 0.1  # how fast the seconds of a drafted token follow the latest ones
@@ -46,8 +46,9 @@ class Guesses:
         self._is_open = False
         self._plan: RoundPlan = RoundPlan("fixed", 0)
         self._draft_s = self._decode_s = 0.0
-        #: Recent seconds for a drafted token; None before the first.
-        self._token_s: float | None = None
+        self._token_s: float | None = (
+            None  # recent seconds for a drafted token; None before the first
+        )
         #: The drafted tokens behind the text that the drafter was shown, and the text's length then.
         self._shown: tuple[int, ...] = ()
         self._n_text = 0
@@ -158,20 +159,16 @@ class ModelDrafter(Drafter):
         n_shared_tokens: int,
         guesses: Guesses | None = None,
     ) -> None:
-        self._backend = backend
-        self._request = request
+        self._backend, self._request, self._costs = backend, request, request.costs
         self._n_shared_tokens = n_shared_tokens
-        self._costs = request.costs
         self._guesses = guesses if backend.rollback == "cells" else None
         self._slot = request.slot.branches(backend)
         self._sequence = self._slot.first
         self._n_ctx = request.slot.n_ctx(backend)
         self._branches = NodeBranches(backend, self._slot)
         request.reused(backend)
-        #: The number of tokens on which cache and text agree for certain.
-        self._n_agreed = 0
-        #: The number of tokens, behind the text's first few, that are left out of the cache.
-        self.n_skipped = 0
+        self._n_agreed = 0  # the number of tokens on which cache and text agree for certain
+        self.n_skipped = 0  # that of tokens, behind the text's first few, that the cache leaves out
         #: The last tree, whose branches the cache holds, and the text's length before it.
         self._tree: Expansion | None = None
         self._n_text = 0

@@ -115,6 +115,8 @@ class Lexicon:
         """Return the spelling of `data` where `before` precedes it; the ends count from the start of `data`. Tokenizers
         look at the text before, so both are spelled together. The bytes of a token that reaches over the border are
         spelled by themselves behind it."""
+        if not data:
+            return []
         border = len(before)
         joint = self.spell(before + data)
         spelled = [(token, end - border) for token, end in joint if end > border]
@@ -186,15 +188,11 @@ class DraftText:
         self.tokens: list[int] = list(prompt)
         #: How many of `tokens`, from the first on, have not changed since the last call of `follow`.
         self.n_unchanged = len(prompt)
-        #: The number of the target's tokens that the text has followed.
-        self.n_followed = n_prompt
+        self.n_followed = n_prompt  # the target's tokens that the text has followed
         self._bytes = bytearray()
-        #: The end in the bytes of each of `tokens`.
-        self.ends = [0] * len(prompt)
-        #: The number of bytes that are in tokens, or have none.
-        self._n_told = 0
-        #: The number of bytes and of tokens up to the last control token.
-        self._border = (0, len(prompt))
+        self.ends = [0] * len(prompt)  # of `tokens`, in the bytes
+        self._n_told = 0  # the number of bytes that are in tokens, or have none
+        self._border = (0, len(prompt))  # the bytes and the tokens up to the last control token
 
     @property
     def held_back(self) -> bytes:
@@ -238,15 +236,12 @@ class DraftText:
         """Take the last tokens back, so that the draft may choose longer ones in their place."""
         n_left = len(self.tokens) - n_tokens
         self._n_told = self._begin(n_left)
-        self._cut(n_left)
+        del self.tokens[n_left:], self.ends[n_left:]
+        self.n_unchanged = min(self.n_unchanged, n_left)
 
     def _begin(self, index: int) -> int:
         """Return the offset at which token `index` starts: after bytes that have no token, if there are any."""
         return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
-
-    def _cut(self, n_tokens: int) -> None:
-        del self.tokens[n_tokens:], self.ends[n_tokens:]
-        self.n_unchanged = min(self.n_unchanged, n_tokens)
 
     def _tell(self, drafted: Draft) -> None:
         """Put all bytes into tokens: the draft's own tokens for as long as they say what the text does."""
@@ -278,7 +273,8 @@ class DraftText:
             if place in common:
                 offset = start
                 replaced = self.tokens[n_kept:n_unchanged]
-                self._cut(n_kept)
+                del self.tokens[n_kept:], self.ends[n_kept:]
+                self.n_unchanged = min(n_unchanged, n_kept)
                 break
         else:
             before = bytes(self._bytes[start : self._n_told])
@@ -298,8 +294,7 @@ class Translation:
     verifiers match its tokens."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
-        self.target = target
-        self.draft = draft
+        self.target, self.draft = target, draft
         self._target_lexicon, self.draft_lexicon = Lexicon(target), Lexicon(draft)
 
     def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
@@ -400,11 +395,8 @@ class TranslatedDrafter(Drafter):
         *,
         holds_back: bool = True,
     ) -> None:
-        self.inner = inner
-        self._translation = translation
-        self.text = text
-        self._shaper = shaper
-        self._holds_back = holds_back
+        self.inner, self.text = inner, text
+        self._translation, self._shaper, self._holds_back = translation, shaper, holds_back
         #: The last draft as the inner drafter made it, and how many tokens of the text it has seen.
         self.drafted = NO_DRAFT
         self._n_seen = 0

@@ -120,7 +120,15 @@ class LlamaBackend:
 
     def decode(self, batch: Batch) -> Logits:
         if self._rewinder is None:
-            logits = self.decode_rows(batch)
+            try:
+                logits = self.decode_rows(batch)
+            except WorkerLostError:
+                raise
+            except BaseException:  # the cache may hold a part of the batch
+                for sequence in {each for sequences in batch.sequences for each in sequences}:
+                    with contextlib.suppress(RollbackError):
+                        self._cache.remove(sequence, len(self._texts[sequence]))
+                raise
             for token, sequences in zip(batch.tokens, batch.sequences, strict=True):
                 for sequence in sequences:
                     self._texts[sequence].append(token)
@@ -204,12 +212,6 @@ class LlamaBackend:
             with limit, self._ended_if_unwanted():
                 status = self._decode_native(self.handle, self._rows.native)
         self.decode_s += self._clock() - started
-        if status != 0 and self._rewinder is None:  # the cache may hold a part of the batch
-            starts = dict(zip(reversed(batch.sequences), reversed(batch.positions), strict=True))
-            for sequences, start in starts.items():
-                for sequence in sequences:
-                    with contextlib.suppress(RollbackError):
-                        self._cache.remove(sequence, start)
         if status == _ENDED:
             raise DecodeEndedError(f"{self.model.name}: a decode was ended")
         if status != 0:

@@ -1,4 +1,5 @@
-"""Single operators of GGML on the CPU, which compute decoder heads and test the kernels: matrix products, also with experts, and attention.
+"""Single operators of GGML on the CPU, which compute decoder heads and test the kernels: matrix products, also with
+experts, and attention.
 
 The name of a buffer type for the weights selects the code: ``CPU`` is GGML's, `SPECGEN_BUFFER` that of specgen's
 kernels, if they are attached. Shapes of an attention that do not fit together end the process.

@@ -200,7 +200,7 @@ class CostAwarePolicy:
         if min(self.n_max, offer.n_most) < 1:
             return RoundPlan("no room")
         # A sequence pays its part of a batch in which all draft as much as it does.
-        rows_s = self._costs.seconds_to(self.n_max + 1)
+        rows_s = [self._costs.seconds_each(n) for n in range(1, self.n_max + 2)]
         recent_s = (self._round_s or rows_s[0]) / self._round_tokens
         stop = WhilePaying(
             origin=offer.drafter or "",

@@ -104,11 +104,6 @@ class CostTable:
         """Return one sequence's part of a decode in which all have `n_rows` rows; 0 while nothing is known."""
         return self.seconds(n_rows * self.n_sharing) / self.n_sharing if self._seconds else 0.0
 
-    def seconds_to(self, n_rows: int) -> list[float]:
-        """Return `seconds_each` of one, two, ... `n_rows` rows."""
-        sizes = range(self.n_sharing, n_rows * self.n_sharing + 1, self.n_sharing)
-        return [self.seconds(size) / self.n_sharing for size in sizes]
-
     def share_of_batch(self, n_drafted: int, n_rows: int) -> float:
         """Return one sequence's share of a batch: an equal part of plain rows, and the rest by its drafted rows."""
         n = self.n_sharing

@@ -86,7 +86,7 @@ def test_answers_are_those_of_run(models: Path, specgen: Specgen) -> None:
             body = {"prompt": PROMPT, **fields}
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
             assert answer["choices"][0]["text"] == expected
-        ended(process)
+        assert f"a chat for the browser: {url}; OpenAI's API: {url}/v1" in ended(process)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")

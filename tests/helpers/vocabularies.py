@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import math
@@ -164,44 +165,31 @@ class ByteLanguage:
 
     def log_prob(self, before: bytes, data: bytes) -> float:
         """The log-probability of `data` after `before`."""
-        last, partial = self._place(before[-16:])
         total = 0.0
-        for byte in data:
+        for n in range(len(data)):
+            last, partial = self._place(before + data[:n])
             chances = self._after(last)
-            whole = sum(p for c, p in chances.items() if c.startswith(partial))
-            partial += bytes((byte,))
-            there = sum(p for c, p in chances.items() if c.startswith(partial))
-            if there == 0.0:  # nothing of this language
-                total -= 12.0
-                last, partial = b"?", b""
-                continue
-            total += math.log(there / whole)
-            if partial in chances:
-                last, partial = self._last_two((last + partial)[-8:]), b""
+            whole, there = (
+                sum(p for c, p in chances.items() if c.startswith(begun))
+                for begun in (partial, partial + data[n : n + 1])
+            )
+            total += math.log(there / whole) if there else -12.0  # nothing of this language
         return total
 
     def end_score(self, before: bytes) -> float:
         """The score of the end of a text."""
-        key = b"end" + self._place(before[-16:])[0]
+        key = b"end" + self._place(before)[0]
         return float(_normal(1, self._seed, key)[0]) * 3.0 - 2.0
 
     def _characters_after(self, last: bytes) -> dict[bytes, float]:
         scores = np.exp(2.5 * _normal(len(self._characters), self._seed, last))
         return dict(zip(self._characters, (scores / scores.sum()).tolist(), strict=True))
 
-    def _place(self, tail: bytes) -> tuple[bytes, bytes]:
-        """The last two characters, and the bytes of one that has only begun."""
-        for n_open in range(3, 0, -1):
-            partial = tail[len(tail) - n_open :]
-            if len(partial) == n_open and any(
-                c.startswith(partial) and c != partial for c in self._characters
-            ):
-                return self._last_two(tail[: len(tail) - n_open]), partial
-        return self._last_two(tail), b""
-
     @staticmethod
-    def _last_two(data: bytes) -> bytes:
-        return data.decode(errors="replace")[-2:].encode()
+    def _place(text: bytes) -> tuple[bytes, bytes]:
+        """The last two characters, and the bytes of one that has only begun."""
+        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        return decoder.decode(text[-16:])[-2:].encode(), decoder.getstate()[0]
 
 
 def _normal(n: int, *key: object) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -227,7 +227,8 @@ def test_the_text_is_that_of_plain_decoding(
     if case.draft in EAGLES and case.is_biased and temperature == 0.0:
         assert fast.n_accepted > 0
         branched = any(
-            isinstance(event, DraftedEvent) and len({node.parent for node in event.nodes}) < 3
+            isinstance(event, DraftedEvent)
+            and len({node.parent for node in event.nodes}) < len(event.nodes)
             for event in events
         )
         assert branched or tree != "3,2,1"

@@ -173,6 +173,29 @@ def test_a_replay_is_a_file_that_needs_no_server(page: Page, tmp_path: Path) -> 
     expect(page.get_by_role("button", name="Save replay")).to_be_hidden()
 
 
+def test_tokens_stay_marked_where_markdown_changed_a_line(page: Page) -> None:
+    """Escapes and entities are no characters of the text; what is rejected at the end is shown too."""
+    said = [("[a", "accepted"), ("](https://example.org)", "plain"), (" &amp; ", "plain")]
+    said += [
+        ("more", "corrected"),
+        (" \\*", "plain"),
+        ("b", "bonus"),
+        ("\\*\n\n", "plain"),
+        ("end", "bonus"),
+    ]
+    chunk = with_pieces(*({"text": text, "kind": kind} for text, kind in said))
+    last = with_pieces({"text": "", "kind": "plain"})
+    last["events"].insert(0, {"event": "verified", "rejected": [{"text": " not\n  so"}]})
+    page.route(API, lambda route: reply(route, chunk, last))
+    send(page)
+    assert answer(page).split() == ["a", "&", "more", "*b*", "end"]
+    marks = turn(page).locator(".answer span:not(.plain)")
+    found = [(each.get_attribute("class"), each.text_content()) for each in marks.all()]
+    assert found[:2] == [("accepted", "a"), ("corrected", "more")]
+    assert found[-2:] == [("bonus", "end"), ("rejected", "")]
+    assert marks.last.get_attribute("data-text") == " not↵so"
+
+
 def test_an_empty_page_has_examples(page: Page) -> None:
     expect(page.get_by_role("heading", level=2)).to_be_visible()
     examples = page.locator(".example")

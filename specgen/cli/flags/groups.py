@@ -1,4 +1,5 @@
-"""Options of the command line, in groups: those of a dataclass (`specgen.sampler_options.option`), and the function that
+"""Options of the command line, in groups: those of a dataclass (`specgen.sampler_options.option`), and the function
+that
 makes its value. The types and defaults of other options are those of the function's parameters::
 
     @takes_options(

@@ -1,4 +1,5 @@
-"""The child process that tests the kernels: `python -m specgen.llama.kernels.trial LIBRARY`, or tries them on a model: `... LIBRARY SIZE FILE STEPS`. It prints a line of JSON; without it, the exit code or signal is the result.
+"""The child process that tests the kernels: `python -m specgen.llama.kernels.trial LIBRARY`, or tries them on a model:
+`... LIBRARY SIZE FILE STEPS`. It prints a line of JSON; without it, the exit code or signal is the result.
 
 The self-test compares operators of every kind with GGML's own, and rows alone with those in a batch, bit by bit. A
 trial loads the file and decodes batches of every kind; STEPS gets a line before each step. SIZE is `whole`, or

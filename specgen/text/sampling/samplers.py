@@ -1,4 +1,5 @@
-"""The samplers: pure functions from `Candidates` to `Candidates`; each does the same as the llama.cpp sampler of its name. `chain.py` puts them in order: a new sampler needs a case in its `_step`.
+"""The samplers: pure functions from `Candidates` to `Candidates`; each does the same as the llama.cpp sampler of its
+name. `chain.py` puts them in order: a new sampler needs a case in its `_step`.
 
 A vocabulary has 150 thousand tokens, and a usual chain keeps forty: it begins with the row of logits itself, and the
 first sampler that drops tokens picks the few that it keeps, without sorting the others.

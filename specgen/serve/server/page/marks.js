@@ -10,7 +10,9 @@ export const MEANINGS = {
 };
 const LEGEND = ["accepted", "rejected", "corrected", "bonus", "plain"];
 const DRAFTERS = { model: "the draft model", ngram: "n-grams" };
-// How far behind the last word one is looked for where Markdown changed a line, as in `&amp;`.
+// How far a line is looked for: markup such as an address stands between, but a jump to another place
+// would leave all tokens in between without a mark. A word, where Markdown changed a line as in `&amp;`.
+const FAR = 500;
 const NEAR = 40;
 
 // The tokens of a round's events, in the order of the text. What was rejected stands before what the
@@ -52,7 +54,7 @@ export function markTokens(root, text, pieces) {
     end = node.parentNode;
     node.replaceWith(...node.data.split(/(?<=\n)/).flatMap((line) => {
       const place = whole.indexOf(line, pen.at);
-      return place >= 0 ? pen.write(place, line.length) : line.split(/(?<=\s)|(?=\s)/).flatMap((word) => {
+      return place >= 0 && place < pen.at + FAR ? pen.write(place, line.length) : line.split(/(?<=\s)|(?=\s)/).flatMap((word) => {
         const near = whole.slice(pen.at, pen.at + NEAR + word.length).indexOf(word);
         return near >= 0 ? pen.write(pen.at + near, word.length) : [word];
       });
@@ -96,12 +98,15 @@ class Pen {
 }
 
 // A token as it is shown. Its text is a text node: whatever it says, it is no markup.
-function tokenElement({ kind: said, origin }, text) {
+function tokenElement({ kind: said, origin, logprob }, text) {
   const kind = Object.hasOwn(MEANINGS, said) ? said : "plain";
   const element = word("span", text, kind);
   element.title = `${kind}: ${MEANINGS[kind]}`;
   if (kind === "accepted" && origin) {
     element.title += ` (drafted by ${DRAFTERS[origin] ?? origin})`;
+  }
+  if (typeof logprob === "number") {
+    element.title += `; the target gave it ${Math.round(100 * Math.exp(logprob))}%`;
   }
   return element;
 }

@@ -187,7 +187,13 @@ function append(turn) {
     question.value = [turn.question, question.value].filter(Boolean).join("\n\n");
     question.focus();
   };
-  turn.onreplay = async () => save(await turn.replay(), "specgen-replay.html");
+  turn.onreplay = async () => {
+    try {
+      save(turn.replay(await (await client.request("page/replay.html")).text()), "specgen-replay.html");
+    } catch (error) {
+      notice(sentence(error));
+    }
+  };
   turns.push(turn);
   conversation.append(turn.element);
 }

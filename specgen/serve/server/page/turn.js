@@ -108,9 +108,8 @@ export class Turn {
     this.#drawMs = performance.now() - started;
   }
 
-  // A page of one file in which the answer grows as it did.
-  async replay() {
-    const page = await (await fetch("page/replay.html")).text();
+  // A file in which the answer grows as it did. `page` is its template.
+  replay(page) {
     const events = JSON.stringify(this.#events).replaceAll("<", "\\u003c");
     return new Blob([page.replace("DATA_HERE", () => events)], { type: "text/html" });
   }
