@@ -55,7 +55,7 @@ help: ## List the targets
 
 # Packages and, unless ARGS may name others, models are downloaded beside the compiling.
 run: ## Answer PROMPT with the default pair of models, fetched on first use
-	@$(MAKE) --no-print-directory -j 2 $(VENV)/.installed $(if $(ARGS),,$(VENV)/.models)
+	@$(MAKE) --silent -j 2 $(VENV)/.installed $(if $(ARGS),,$(VENV)/.models) >&2
 	@$(BIN)/specgen run $(ARGS) -- "$$PROMPT"
 
 test: $(VENV)/.installed-dev ## Run the test suite

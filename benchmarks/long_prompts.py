@@ -89,7 +89,8 @@ def line_of(result: dict[str, Any], plain: dict[str, Any]) -> str:
     own = result["outcome"]
     sizes = f"{own['n_prompt']} + {own['n_tokens']} tokens\tread in {own['prompt_s']:.1f} s"
     whole, short = (
-        f"{own[key]:.1f} tokens/s ({own[key] / (plain[key] or 1):.2f} x)" for key in _SPEEDS
+        f"{own[key] or 0:.1f} tokens/s ({(own[key] or 0) / (plain[key] or 1):.2f} x)"
+        for key in _SPEEDS
     )
     end = f"{whole}\tat first {short}" + "\tANOTHER TEXT" * (not result["is_equal"])
     return f"{result['category']}\t{result['contender']}\t{sizes}\t{end}"

@@ -40,8 +40,7 @@ class Expansion(ABC):
     request: DraftRequest
     shape: TreeShape
     plan: RoundPlan
-    #: The tokens that another drafter drafted before.
-    before: tuple[int, ...]
+    before: tuple[int, ...]  # the tokens that another drafter drafted before
     is_end: Callable[[int], bool]
     n_max: int
     n_deepest: int
@@ -102,8 +101,7 @@ class Expansion(ABC):
 class Chain(Expansion):
     """One branch, token by token as far as the plan wants: tokens drawn at random, or the likeliest."""
 
-    #: What `RoundPlan.after_look` says of the tokens so far.
-    _whole: float = field(default=1.0, init=False)
+    _whole: float = field(default=1.0, init=False)  # see `RoundPlan.after_look`
 
     def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
         goes_on = self._take(first)

@@ -40,10 +40,8 @@ class HeadsDrafter(Drafter):
     name = "heads"
 
     def __init__(self, heads: DecoderHeads, request: DraftRequest, vocabulary: Vocabulary) -> None:
-        self._heads = heads
-        self._request = request
-        self._costs = request.costs
-        self._vocabulary = vocabulary
+        self._heads, self._vocabulary = heads, vocabulary
+        self._request, self._costs = request, request.costs
         self.trail: LastHidden = LastHidden()
         #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
         self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)

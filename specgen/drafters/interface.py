@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -33,17 +33,6 @@ Key: TypeAlias = Path | str
 Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
 
 
-class PrefixStore(Protocol):
-    """Prefixes of prompts that outlive the caches."""
-
-    def extend(
-        self, backend: Backend, slot: CacheSlot, prompt: Sequence[int], n_held: int, n_again: int
-    ) -> int:
-        """Let a slot, which holds `n_held` tokens of a prompt, hold more of it if that is known. Return how many it then
-        holds."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class CacheSlot:
     """One of `n` equal shares of all caches, counted from 0: the place of one text. All slots of a cache have
@@ -51,13 +40,6 @@ class CacheSlot:
 
     number: int = 0
     n: int = 1
-    #: Holds prefixes that outlive the caches; None: there are none. What the prompt is about tells it conversations apart.
-    store: PrefixStore | None = None
-    subject: str = ""
-    #: Where control tokens are in the prompt: at the ends of messages, among others.
-    marks: Sequence[int] = ()
-    #: The tokens of the prefix that was loaded last; 0 if the caches held as much.
-    n_loaded: int = 0
 
     def branches(self, backend: Backend) -> Branches:
         n_branches = backend.n_sequences // self.n
@@ -74,7 +56,7 @@ class CacheSlot:
         for branch in range(own.first + 1, own.first + own.n_branches):
             if backend.length(branch):
                 backend.remove(branch)
-        prompt, tokens = tokens, tokens[:-1]
+        tokens = tokens[:-1]
         best = n_own = n_common(backend.text(own.first), tokens)
         lender = own.first
         if backend.rollback == "cells":
@@ -95,11 +77,7 @@ class CacheSlot:
         except RollbackError:  # the cells that a sliding window needs are gone
             backend.remove(own.first)
             best = 0
-        store, n_known = self.store, best
-        if store is not None:
-            n_known = store.extend(backend, self, prompt, best, n_again)
-        self.n_loaded = n_known if n_known > best else 0
-        return n_known
+        return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +108,7 @@ class DraftRequest:
     head: range = range(0)
     #: The prompt of a draft with another vocabulary, in its own template; None translates the target's.
     draft_prompt: Sequence[int] | None = None
-    #: Whether tokens that end a text are never chosen.
-    is_endless: bool = False
+    is_endless: bool = False  # tokens that end a text are never chosen
 
     def reused(self, backend: Backend, start: int = 0) -> Sequence[int]:
         """Let the slot of a cache hold the longest known prefix of the prompt, from `start` on; return it."""
@@ -170,8 +147,7 @@ class Room:
     n_rows: int
     clock: Callable[[], float]
     options_of: Callable[[Key], ContextOptions]
-    #: The target's context; None if it decodes elsewhere.
-    target: LlamaBackend | None = None
+    target: LlamaBackend | None = None  # its context; None if it decodes elsewhere
 
 
 class LoadedDraft:
@@ -179,22 +155,15 @@ class LoadedDraft:
     memory of acceptance."""
 
     reads: Reads = "text"
-    #: Whether it decodes nothing, so that its draft is known before a round is planned.
-    is_free = False
-    #: Whether it can draw tokens at random, and tell their distributions.
-    can_draw = True
-    #: The tokens that one decode predicts, if it is measured by that.
-    n_at_once = 1
-    #: The name of its tokens in events and statistics.
-    origin = "model"
+    is_free = False  # it decodes nothing, so that its draft is known before a round is planned
+    can_draw = True  # tokens at random, and it tells their distributions
+    n_at_once = 1  # the tokens that one decode predicts, if it is measured by that
+    origin = "model"  # the name of its tokens in events and statistics
     #: What names the costs of its decodes in a context of its own; None if it has no context.
     timed: Key | None = None
-    #: Why its drafts cannot branch; None if they can.
-    why_chains: str | None = None
-    #: Its own model, and those of what drafts for it.
-    models: tuple[LlamaModel, ...] = ()
-    #: The model, if it has another vocabulary than the target.
-    own_vocabulary: LlamaModel | None = None
+    why_chains: str | None = None  # why its drafts cannot branch; None if they can
+    models: tuple[LlamaModel, ...] = ()  # its own, and those of what drafts for it
+    own_vocabulary: LlamaModel | None = None  # the model, if its vocabulary is not the target's
     #: The file that can learn from answers; and the weights in use that it learnt.
     learns: Path | None = None
     learnt: Path | None = None

@@ -46,8 +46,9 @@ class Guesses:
         self._is_open = False
         self._plan: RoundPlan = RoundPlan("fixed", 0)
         self._draft_s = self._decode_s = 0.0
-        #: Recent seconds for a drafted token; None before the first.
-        self._token_s: float | None = None
+        self._token_s: float | None = (
+            None  # recent seconds for a drafted token; None before the first
+        )
         #: The drafted tokens behind the text that the drafter was shown, and the text's length then.
         self._shown: tuple[int, ...] = ()
         self._n_text = 0
@@ -158,20 +159,16 @@ class ModelDrafter(Drafter):
         n_shared_tokens: int,
         guesses: Guesses | None = None,
     ) -> None:
-        self._backend = backend
-        self._request = request
+        self._backend, self._request, self._costs = backend, request, request.costs
         self._n_shared_tokens = n_shared_tokens
-        self._costs = request.costs
         self._guesses = guesses if backend.rollback == "cells" else None
         self._slot = request.slot.branches(backend)
         self._sequence = self._slot.first
         self._n_ctx = request.slot.n_ctx(backend)
         self._branches = NodeBranches(backend, self._slot)
         request.reused(backend)
-        #: The number of tokens on which cache and text agree for certain.
-        self._n_agreed = 0
-        #: The number of tokens, behind the text's first few, that are left out of the cache.
-        self.n_skipped = 0
+        self._n_agreed = 0  # the number of tokens on which cache and text agree for certain
+        self.n_skipped = 0  # that of tokens, behind the text's first few, that the cache leaves out
         #: The last tree, whose branches the cache holds, and the text's length before it.
         self._tree: Expansion | None = None
         self._n_text = 0

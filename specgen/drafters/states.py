@@ -39,9 +39,7 @@ class StatesCache:
     def __init__(
         self, backend: StatesBackend, request: DraftRequest, trail: HiddenTrail, n_left_out: int = 0
     ) -> None:
-        self._backend = backend
-        self._trail = trail
-        self._costs = request.costs
+        self._backend, self._trail, self._costs = backend, trail, request.costs
         self._sequence = request.slot.branches(backend).first
         #: The number of the text's first tokens that the cache holds, and how many of the first are left out.
         self.n_held = n_left_out + len(request.reused(backend, n_left_out))
@@ -116,9 +114,7 @@ class StatesDrafter(Drafter):
     n_most_unread = 16
 
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
-        self._backend = backend
-        self._request = request
-        self._costs = request.costs
+        self._backend, self._request, self._costs = backend, request, request.costs
         self._slot = request.slot.branches(backend)
         #: The target's hidden states along the text.
         self.trail: HiddenTrail = backend.trails[request.slot.number]

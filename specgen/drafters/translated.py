@@ -188,15 +188,11 @@ class DraftText:
         self.tokens: list[int] = list(prompt)
         #: How many of `tokens`, from the first on, have not changed since the last call of `follow`.
         self.n_unchanged = len(prompt)
-        #: The number of the target's tokens that the text has followed.
-        self.n_followed = n_prompt
+        self.n_followed = n_prompt  # the target's tokens that the text has followed
         self._bytes = bytearray()
-        #: The end in the bytes of each of `tokens`.
-        self.ends = [0] * len(prompt)
-        #: The number of bytes that are in tokens, or have none.
-        self._n_told = 0
-        #: The number of bytes and of tokens up to the last control token.
-        self._border = (0, len(prompt))
+        self.ends = [0] * len(prompt)  # of `tokens`, in the bytes
+        self._n_told = 0  # the number of bytes that are in tokens, or have none
+        self._border = (0, len(prompt))  # the bytes and the tokens up to the last control token
 
     @property
     def held_back(self) -> bytes:
@@ -298,8 +294,7 @@ class Translation:
     verifiers match its tokens."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
-        self.target = target
-        self.draft = draft
+        self.target, self.draft = target, draft
         self._target_lexicon, self.draft_lexicon = Lexicon(target), Lexicon(draft)
 
     def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
@@ -400,11 +395,8 @@ class TranslatedDrafter(Drafter):
         *,
         holds_back: bool = True,
     ) -> None:
-        self.inner = inner
-        self._translation = translation
-        self.text = text
-        self._shaper = shaper
-        self._holds_back = holds_back
+        self.inner, self.text = inner, text
+        self._translation, self._shaper, self._holds_back = translation, shaper, holds_back
         #: The last draft as the inner drafter made it, and how many tokens of the text it has seen.
         self.drafted = NO_DRAFT
         self._n_seen = 0

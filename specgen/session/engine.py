@@ -213,8 +213,6 @@ class Engine:
             self.drafts = ()
             self._session.change_draft(self._session.draft_source)
             self.drafts = self._open_drafts()
-            if self._prefixes is not None:
-                self._prefixes.serve(self._cached_contexts())
             return True
 
     def notify(self, message: str) -> None:
@@ -235,21 +233,12 @@ class Engine:
             self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
             return
         cache = PromptCache(file)
-        if problem := cache.restore(self._cached_contexts()):
+        if problem := cache.restore(self._cached_context()):
             self.notify(problem)
-        # Draft contexts may be opened again until then.
-        self._resources.callback(lambda: cache.save(self._cached_contexts()))
+        self._resources.callback(cache.save, self._cached_context())
 
-    def _cached_contexts(self) -> list[CachedContext]:
-        options = self._session.options
-        found = [CachedContext.of(self.target, options.target_context, "target")]
-        draft = self._session.draft
-        if draft is not None and draft.reads == "all states":  # others read a window of the text
-            found += (
-                CachedContext.of(each, options.draft_context, f"{draft.origin} {found[0].key} {n}")
-                for n, each in enumerate(self.drafts)
-            )
-        return found
+    def _cached_context(self) -> CachedContext:
+        return CachedContext.of(self.target, self._session.options.target_context)
 
     def _open_prefixes(self) -> None:
         """Use the store of prefixes, if the options ask for one."""
@@ -258,30 +247,32 @@ class Engine:
             return
         if options.cache is None or self.target.model.is_remote:
             return
-        store = PrefixStore(prefixes_folder(options.cache), wanted, self._session.clock)
-        self._resources.callback(store.close)
-        store.serve(self._cached_contexts())
-        self._prefixes = store
-        for slot in self.slots:
-            slot.store = store
+        folder, context = prefixes_folder(options.cache), self._cached_context()
+        self._prefixes = PrefixStore(folder, wanted, context, self._session.clock)
+        self._resources.callback(self._prefixes.close)
 
-    def _stops(self, slot: Slot, prompt: Prompt) -> tuple[int, ...]:
-        """Return where reading a prompt stops: where its state is stored and, for a model that cannot go back anywhere,
-        before the answer's turn, behind which the next prompt may go on otherwise than this answer."""
-        stops, n = [0], len(prompt.tokens)
+    def _extend_prefix(
+        self, slot: Slot, prompt: Prompt, n_held: int, n_again: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """Load more of a prompt than the slot's `n_held` tokens from the store. Return how many tokens were loaded, and
+        where reading the prompt stops: where its state is stored and, for a model that cannot go back anywhere, before
+        the answer's turn, behind which the next prompt may go on otherwise than this answer."""
+        stops, n, n_loaded = [0], len(prompt.tokens), 0
+        marks = marks_in(self.target.vocabulary, prompt.tokens)
         if self._prefixes is not None:
-            stops.append(self._prefixes.due(self.target, slot.branches(self.target).first))
+            n_loaded = self._prefixes.extend(slot, prompt, marks, n_held, n_again)
+            stops.append(self._prefixes.due(slot.branches(self.target).first))
         if self.target.rollback != "cells" and n > _LEAST_ANCHORED:
-            stops += slot.marks[-1:]
-        return tuple(stop for stop in stops if 0 < stop < n)
+            stops += marks[-1:]
+        return n_loaded, tuple(stop for stop in stops if 0 < stop < n)
 
     def _store_prefix(self, request: Request) -> None:
         """Store what was read of a prompt, where it is due."""
         slot = request.slot
         if self._prefixes is not None and slot is not None:
             sequence = slot.branches(self.target).first
-            reading_s = self._loop.reading.seconds(0, self._prefixes.due(self.target, sequence))
-            self._prefixes.take(self.target, sequence, reading_s)
+            reading_s = self._loop.reading.seconds(0, self._prefixes.due(sequence))
+            self._prefixes.take(sequence, reading_s)
 
     @property
     def _reads_rows(self) -> bool:
@@ -378,11 +369,11 @@ class Engine:
         with self._failing([request]):
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
             n_again, own = int(self._reads_rows), request.settings.generation
-            tokens = request.prompt.tokens[: None if own.uses_cache else 1]
-            slot.subject = request.prompt.subject
-            slot.marks = marks_in(self.target.vocabulary, request.prompt.tokens)
-            slot.share_prefix(self.target, tokens, n_again=n_again)
-            n_loaded = slot.n_loaded  # of the target, not of a draft's cache
+            prompt, n_loaded, stops = request.prompt, 0, tuple[int, ...]()
+            tokens = prompt.tokens[: None if own.uses_cache else 1]
+            n_held = slot.share_prefix(self.target, tokens, n_again=n_again)
+            if own.uses_cache:
+                n_loaded, stops = self._extend_prefix(slot, prompt, n_held, n_again)
             request.sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,
@@ -393,8 +384,7 @@ class Engine:
                 slot=slot,
                 index=request.index,
             )
-            request.sequence.n_loaded = n_loaded
-            request.sequence.stops = self._stops(slot, request.prompt)
+            request.sequence.n_loaded, request.sequence.stops = n_loaded, stops
             self._prepare(request, request.sequence)
             self._store_prefix(request)
             slot.request = request
@@ -480,9 +470,6 @@ class Engine:
             self._fail(request, sequence.failure)
             return []
         notices = []
-        if self._prefixes is not None and request.slot is not None:
-            for context in self.drafts:
-                self._prefixes.take(context, request.slot.branches(context).first, cuts=True)
         try:
             self._keep(request.prompt, sequence.tokens)
         except OutputError as error:  # the answer itself has not failed

@@ -1,8 +1,8 @@
 """Prefixes of prompts on the disk, with what contexts computed of them, so that the next process need not read them.
 
-An entry is a text in one context, of the target or of a draft, at one place. Stored is what two prompts share before
-they part, such as an agent's system message and tools; what came once is not. Keyed hashes of prompts remember what
-was seen. A state is copied when exactly the place has been read, and written beside the answer.
+An entry is a text in a context of the target. Stored is what two prompts share before they part, such as an agent's
+system message and tools; what came once is not. Keyed hashes of prompts remember what was seen. A state is copied when
+exactly the place has been read, and written beside the answer. (Drafts read the end of a long text only.)
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from specgen.errors import BackendError, RollbackError
 from specgen.llama import LlamaBackend, build
 from specgen.llama.kernels.attached import attached
 from specgen.llama.vocabulary import LlamaVocabulary
-from specgen.method.backend import Backend
 from specgen.models.files import size_of
 from specgen.options import ContextOptions, PrefixOptions
+from specgen.session.prompts import Prompt
 from specgen.system.files import (
     NEW,
     existing_parent,
@@ -74,19 +74,19 @@ _log = logging.getLogger("specgen.session.prefix_store")
 
 @dataclass(frozen=True, slots=True)
 class CachedContext:
-    """A context of the target or of a draft; `key` names all that the state of a text there depends on, but the text."""
+    """A context of the target; `key` names all that the state of a text there depends on, but the text."""
 
     backend: LlamaBackend
     key: str
 
     @classmethod
-    def of(cls, backend: LlamaBackend, options: ContextOptions, name: str) -> CachedContext:
-        """Return a context with these options, whose `name` tells it from others of its model."""
+    def of(cls, backend: LlamaBackend, options: ContextOptions) -> CachedContext:
+        """Return a context with these options."""
         model, kernels = backend.model, attached()
         parts = [model.name, *model.versions]
         types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
         code = [model.kernels, kernels.digest if kernels is not None else "", build().llama_version]
-        data = json.dumps([name, parts, code, options.n_gpu_layers, types])
+        data = json.dumps(["target", parts, code, options.n_gpu_layers, types])
         digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
         return cls(backend, digest[:16])
 
@@ -111,26 +111,22 @@ class SavedText:
     crc32: int
 
     @classmethod
-    def read(cls, path: Path, offset: int = 0) -> SavedText | None:
-        """Return the text whose line begins at `offset`; None if there is none, or it is cut. Raise `OSError`."""
+    def read(cls, path: Path) -> SavedText | None:
+        """Return the text in a file; None if there is none, or it is cut. Raise `OSError`."""
         with (
             path.open("rb") as file,
             contextlib.suppress(ValueError, KeyError, TypeError, AttributeError),
         ):
-            file.seek(offset)
             values = json.loads(file.readline(_LONGEST_HEADER))
             if values.pop("format") != _FORMAT:
                 return None
             start, n_tokens = file.tell(), values.pop("n_tokens")
             tokens = np.frombuffer(file.read(4 * n_tokens), "<i4")
             found = cls(path, **values, tokens=tokens, start=start)
-            is_whole = len(tokens) == n_tokens and found.end <= os.fstat(file.fileno()).st_size
+            n_bytes = os.fstat(file.fileno()).st_size - start
+            is_whole = len(tokens) == n_tokens and found.n_bytes == n_bytes
             return found if is_whole else None
         return None
-
-    @property
-    def end(self) -> int:
-        return self.start + self.n_bytes
 
     def n_shared(self, tokens: NDArray[np.int32]) -> int:
         """Return how many tokens another text shares with this one before they part."""
@@ -241,31 +237,28 @@ def _line(seen: _Seen) -> bytes:
 
 
 class PrefixStore:
-    """The prefixes in a folder, for the contexts of one engine. What cannot be read or written changes no answer."""
+    """The prefixes in a folder, for the context of one engine. What cannot be read or written changes no answer."""
 
-    def __init__(self, folder: Path, options: PrefixOptions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: PrefixOptions,
+        context: CachedContext,
+        clock: Callable[[], float],
+    ) -> None:
         self._folder = folder
         self._options = options
+        self._context = context
         self._clock = clock
-        self._contexts: dict[Backend, CachedContext] = {}
-        self._target: Backend | None = None
-        #: By slot, how many tokens of its prompt are behind the prefix that is worth storing.
-        self._n_behind: dict[int, int] = {}
         #: Texts that are to be stored when a sequence holds them.
-        self._due: dict[tuple[Backend, int], NDArray[np.int32]] = {}
+        self._due: dict[int, NDArray[np.int32]] = {}
         #: Entries that are being written, or that there was no room for.
-        self._tried: set[str] = set()
+        self._tried: set[Path] = set()
         self._seen = _SeenPrompts(folder / "seen.jsonl")
         self._run = secrets.token_hex(4)
         self._bytes_per_s = BYTES_PER_S
         self._writer = ThreadPoolExecutor(1, "prefix store")
         self._is_stopped = False
-
-    def serve(self, contexts: Sequence[CachedContext]) -> None:
-        """Store texts of these contexts, the target's first, from now on, and of no others."""
-        self._contexts = {context.backend: context for context in contexts}
-        self._target = contexts[0].backend
-        self._due.clear()
 
     def close(self) -> None:
         """Write what waits, but nothing while an exception, such as Ctrl-C, ends the process."""
@@ -273,58 +266,43 @@ class PrefixStore:
         self._writer.shutdown(cancel_futures=self._is_stopped)
 
     def extend(
-        self, backend: Backend, slot: CacheSlot, prompt: Sequence[int], n_held: int, n_again: int
+        self, slot: CacheSlot, prompt: Prompt, marks: Sequence[int], n_held: int, n_again: int
     ) -> int:
-        """Load the longest stored prefix of a prompt, if the slot's `n_held` tokens are fewer. Return how many it then
-        holds, at most all but the last and the `n_again` before it. Decide what is stored when it is read."""
-        context, sequence = self._contexts.get(backend), slot.branches(backend).first
-        self._due.pop((backend, sequence), None)
-        if backend is self._target:
-            self._n_behind[slot.number] = len(prompt)
-        if context is None or len(prompt) < LEAST_TOKENS:
-            return n_held
-        backend, tokens = context.backend, np.array(prompt, "<i4")
+        """Load the longest stored prefix of a prompt, if the slot's `n_held` tokens are fewer: at most all tokens but the
+        last, and the `n_again` before it. Return how many were loaded. Decide what is stored when it is read; `marks` are
+        the places of control tokens."""
+        backend, n_loaded = self._context.backend, 0
+        sequence, tokens = slot.branches(backend).first, np.array(prompt.tokens, "<i4")
+        self._due.pop(sequence, None)
+        if len(tokens) < LEAST_TOKENS:
+            return 0
         try:
-            n, saved = self._longest(context, tokens[:-1], slot.n_ctx(backend))
-            n_held = self._load(context, sequence, saved, n - n_again * context.goes_back, n_held)
-            if backend is self._target:
-                self._n_behind[slot.number] -= self._place(context, tokens, slot)
+            n, saved = self._longest(tokens[:-1], slot.n_ctx(backend))
+            n_loaded = self._load(sequence, saved, n - n_again * self._context.goes_back, n_held)
+            place = self._place(tokens, marks, prompt.subject)
         except OSError as error:
             _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
-            return n_held
-        place = len(prompt) - self._n_behind[slot.number]  # a draft may leave out first tokens
-        if place > n and _name(context, tokens[:place]) not in self._tried:
-            if n_held > place:
-                try:
-                    backend.remove(sequence, place)
-                    n_held = place
-                except RollbackError:
-                    backend.remove(sequence)
-                    n_held = 0
-            self._due[backend, sequence] = tokens[:place]
-        return n_held
+            return n_loaded
+        if place > n and self._file(tokens[:place]) not in self._tried:
+            self._due[sequence] = tokens[:place]
+            self._cut(sequence, place)
+        return n_loaded
 
-    def due(self, backend: Backend, sequence: int) -> int:
+    def due(self, sequence: int) -> int:
         """Return where reading has to stop, so that the text is stored; 0 for nowhere."""
-        return len(self._due.get((backend, sequence), ()))
+        return len(self._due.get(sequence, ()))
 
-    def take(
-        self, backend: LlamaBackend, sequence: int, reading_s: float = 0.0, *, cuts: bool = False
-    ) -> None:
-        """Copy the state of a text that is due, if the sequence holds it, for another thread to write. If `cuts`, a
-        longer text is cut first. Reading it takes `reading_s`; 0 if that is not known."""
-        tokens, context = self._due.get((backend, sequence)), self._contexts.get(backend)
-        if tokens is None or context is None or backend.length(sequence) < (n := len(tokens)):
+    def take(self, sequence: int, reading_s: float) -> None:
+        """Copy the state of a text that is due, if the sequence holds it, for another thread to write. Reading it takes
+        `reading_s`; 0 if that is not known."""
+        tokens, backend = self._due.get(sequence), self._context.backend
+        if tokens is None or backend.length(sequence) != (n := len(tokens)):
             return
-        del self._due[backend, sequence]
-        self._tried.add(_name(context, tokens))
-        if not np.array_equal(backend.text(sequence)[:n], tokens):
+        del self._due[sequence]
+        self._tried.add(self._file(tokens))
+        if not np.array_equal(backend.text(sequence), tokens):
             return
         try:
-            if backend.length(sequence) > n:
-                if not cuts:
-                    return
-                backend.remove(sequence, n)
             n_bytes = backend.saved_bytes(sequence)
             if reading_s and reading_s < _WORTH * n_bytes / self._bytes_per_s:
                 return
@@ -332,50 +310,53 @@ class PrefixStore:
                 _log.info("a prefix of %d tokens is not stored: too little room", n)
                 return
             state = backend.saved_text(sequence)
-        except RollbackError:  # the cells that a sliding window needs are gone
-            backend.remove(sequence)
-            return
         except (BackendError, OSError) as error:
             _log.info("a prefix is not stored: %s", error)
             return
-        self._writer.submit(self._write, context, tokens, state, reading_s / n)
+        self._writer.submit(self._write, tokens, state, reading_s / n)
+
+    def _cut(self, sequence: int, n: int) -> None:
+        """Let a sequence hold at most the first `n` tokens of its text."""
+        backend = self._context.backend
+        try:
+            if backend.length(sequence) > n:
+                backend.remove(sequence, n)
+        except RollbackError:  # the cells that a sliding window needs are gone
+            backend.remove(sequence)
 
     # --- reading
 
-    def _longest(
-        self, context: CachedContext, tokens: NDArray[np.int32], n_ctx: int
-    ) -> tuple[int, SavedText | None]:
+    def _longest(self, tokens: NDArray[np.int32], n_ctx: int) -> tuple[int, SavedText | None]:
         """Return the longest prefix of a text that an entry has, and this entry."""
         best: tuple[int, SavedText | None] = (0, None)
-        for saved in self._entries(context):
+        for saved in self._entries():
             n = saved.n_shared(tokens)
-            is_usable = context.goes_back or n == len(saved.tokens)
+            is_usable = self._context.goes_back or n == len(saved.tokens)
             if n > best[0] and is_usable and len(saved.tokens) < n_ctx:
                 best = n, saved
         return best
 
-    def _entries(self, context: CachedContext) -> Iterator[SavedText]:
-        for path in self._folder.glob(f"{context.key}-*{_SUFFIX}"):
+    def _entries(self) -> Iterator[SavedText]:
+        for path in self._folder.glob(f"{self._context.key}-*{_SUFFIX}"):
             with contextlib.suppress(OSError):  # another process deleted it
                 saved = SavedText.read(path)
-                if saved is not None and saved.key == context.key:
+                if saved is not None and saved.key == self._context.key:
                     yield saved
                 else:
                     self._drop(path)
 
-    def _load(
-        self, context: CachedContext, sequence: int, saved: SavedText | None, n: int, n_held: int
-    ) -> int:
-        """Let a sequence hold the first `n` tokens of an entry, if that is quicker than to read what it lacks."""
+    def _load(self, sequence: int, saved: SavedText | None, n: int, n_held: int) -> int:
+        """Let a sequence hold the first `n` tokens of an entry, if that is quicker than to read what it lacks. Return how
+        many were loaded."""
         if saved is None or n <= n_held:
-            return n_held
+            return 0
         if saved.token_s and (n - n_held) * saved.token_s < saved.n_bytes / self._bytes_per_s:
-            return n_held
-        started, backend = self._clock(), context.backend
+            return 0
+        started, backend = self._clock(), self._context.backend
         is_taken = saved.restore(backend, sequence)
         if not is_taken:
             self._drop(saved.path)
-            return n_held if is_taken is None else 0
+            return 0
         if n < len(saved.tokens):
             backend.remove(sequence, n)
         seconds = self._clock() - started
@@ -383,7 +364,7 @@ class PrefixStore:
             self._bytes_per_s = saved.n_bytes / seconds
         with contextlib.suppress(OSError):
             os.utime(saved.path)  # the least recently used goes first
-        _log.info("%s: %d tokens were loaded in %.2f s", context.backend.model.name, n, seconds)
+        _log.info("%s: %d tokens were loaded in %.2f s", backend.model.name, n, seconds)
         return n
 
     def _drop(self, path: Path) -> None:
@@ -393,14 +374,14 @@ class PrefixStore:
 
     # --- what is stored
 
-    def _place(self, context: CachedContext, tokens: NDArray[np.int32], slot: CacheSlot) -> int:
+    def _place(self, tokens: NDArray[np.int32], marks: Sequence[int], subject: str) -> int:
         """Return the length of the prefix that is worth storing, 0 for none, and remember the prompt."""
-        n, marks = len(tokens), slot.marks
+        n = len(tokens)
         shared, blocks = n - 1, range(_BLOCK, n, _BLOCK)
         if self._options.kept == "shared":
             points = {n, *marks[:_N_MARKS], *blocks}
-            shared = self._shared(context.key, tokens, points, slot.subject)
-        if context.goes_back:
+            shared = self._shared(tokens, points, subject)
+        if self._context.goes_back:
             return shared if shared >= LEAST_TOKENS else 0
         # Only a whole entry can be used, so it ends where a message does, which the next prompt may share too.
         for places in (marks, blocks):
@@ -409,9 +390,10 @@ class PrefixStore:
                 return place
         return 0
 
-    def _shared(self, key: str, tokens: NDArray[np.int32], points: set[int], subject: str) -> int:
+    def _shared(self, tokens: NDArray[np.int32], points: set[int], subject: str) -> int:
         """Return how many tokens a prompt shares with an earlier one before they part; 0 if it goes on behind one that is
         as long. The same prompt counts if another process read it."""
+        key = self._context.key
         hashed = functools.partial(hashlib.blake2b, key=self._secret(), digest_size=8)
         n, known = len(tokens), [seen for seen in self._seen.read() if seen.key == key]
         lengths = {seen.n for seen in known if seen.n <= n}
@@ -443,14 +425,8 @@ class PrefixStore:
 
     # --- writing, in a thread of its own
 
-    def _write(
-        self,
-        context: CachedContext,
-        tokens: NDArray[np.int32],
-        state: NDArray[np.uint8],
-        token_s: float,
-    ) -> None:
-        key, path = context.key, self._folder / _name(context, tokens)
+    def _write(self, tokens: NDArray[np.int32], state: NDArray[np.uint8], token_s: float) -> None:
+        key, path = self._context.key, self._file(tokens)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with new_beside(path) as new:
@@ -464,12 +440,19 @@ class PrefixStore:
                 if not write_text(new, key, tokens, state, token_s, lambda: self._is_stopped):
                     return
                 new.replace(path)
-            _log.info("%s: stored a prefix of %d tokens", context.backend.model.name, len(tokens))
-            for saved in self._entries(context) if context.goes_back else ():
+            _log.info(
+                "%s: stored a prefix of %d tokens", self._context.backend.model.name, len(tokens)
+            )
+            for saved in self._entries() if self._context.goes_back else ():
                 if saved.n_shared(tokens) == len(saved.tokens) < len(tokens):
                     saved.path.unlink()  # the new one has all of it
         except OSError as error:
             _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
+
+    def _file(self, tokens: NDArray[np.int32]) -> Path:
+        """Return the file of an entry."""
+        digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+        return self._folder / f"{self._context.key}-{digest[:16]}{_SUFFIX}"
 
     def _most_bytes(self) -> int:
         if self._options.max_bytes is not None:
@@ -477,12 +460,6 @@ class PrefixStore:
         free = shutil.disk_usage(existing_parent(self._folder)).free
         free += sum(map(size_of, stored(self._folder)))
         return min(_MOST_BYTES, int(_SHARE * free))
-
-
-def _name(context: CachedContext, tokens: NDArray[np.int32]) -> str:
-    """Return the name of an entry's file."""
-    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
-    return f"{context.key}-{digest[:16]}{_SUFFIX}"
 
 
 def stored(folder: Path) -> list[Path]:

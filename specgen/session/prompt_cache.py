@@ -1,11 +1,8 @@
 """A prompt cache file: the text that the contexts held when a process ended, with what they had computed of it, so that
-the next process does not read it again (llama.cpp's `--prompt-cache`). It has a text for the target, and for a draft that
-reads its states.
-"""
+the next process does not read it again (llama.cpp's `--prompt-cache`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from specgen.errors import UsageError
@@ -19,7 +16,7 @@ class PromptCache:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._restored: list[list[int]] = []
+        self._restored: list[int] = []
         begin = b""
         try:
             with path.open("rb") as file:
@@ -33,34 +30,29 @@ class PromptCache:
             hint = "name another file; this one is not overwritten"
             raise UsageError(f"--prompt-cache {path}: this file is no prompt cache", hint)
 
-    def restore(self, contexts: Sequence[CachedContext]) -> str:
-        """Let the contexts, the target's first, hold the file's text. Return why they cannot; empty if they can."""
-        damaged, offset, size = f"{self._path} is damaged: it is made anew", 0, size_of(self._path)
-        for context in contexts:
-            if offset == size:
-                break
-            saved = SavedText.read(self._path, offset)
-            if saved is None:
-                return damaged
-            offset, backend = saved.end, context.backend
+    def restore(self, context: CachedContext) -> str:
+        """Let the context hold the file's text. Return why it cannot; empty if it can, or if there is no file yet."""
+        if not size_of(self._path):
+            return ""
+        saved, backend = SavedText.read(self._path), context.backend
+        is_taken = None
+        if saved is not None:
             if saved.key != context.key or len(saved.tokens) > backend.n_ctx:
-                if context is contexts[0]:
-                    return f"{self._path} was made with another model or other settings: it is made anew"
-                continue  # a draft model that changed reads the prompt again
+                return (
+                    f"{self._path} was made with another model or other settings: it is made anew"
+                )
             is_taken = saved.restore(backend, 0)
-            if is_taken is None:
-                return damaged
-            if not is_taken:
-                return f"{self._path}: llama.cpp does not take its state: the prompt is read again"
-        self._restored = [list(context.backend.text(0)) for context in contexts]
+        if is_taken is None:
+            return f"{self._path} is damaged: it is made anew"
+        if not is_taken:
+            return f"{self._path}: llama.cpp does not take its state: the prompt is read again"
+        self._restored = list(backend.text(0))
         return ""
 
-    def save(self, contexts: Sequence[CachedContext]) -> None:
-        """Write the file, if the texts changed. Raise `OutputError`."""
-        texts = [list(context.backend.text(0)) for context in contexts]
-        if not texts[0] or texts == self._restored:
-            return
-        with write_errors(self._path), new_beside(self._path) as new:
-            for context, text in zip(contexts, texts, strict=True):
+    def save(self, context: CachedContext) -> None:
+        """Write the file, if the text changed. Raise `OutputError`."""
+        text = list(context.backend.text(0))
+        if text and text != self._restored:
+            with write_errors(self._path), new_beside(self._path) as new:
                 write_text(new, context.key, text, context.backend.saved_text(0))
-            new.replace(self._path)
+                new.replace(self._path)

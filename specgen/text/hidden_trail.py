@@ -11,7 +11,7 @@ from specgen.text.text_state import n_common
 
 #: The most states that wait for a draft to read them: of a longer text it reads the end. And the number of those that
 #: are kept after they were read, for a text that goes back to an earlier place.
-_N_UNREAD, _N_KEPT = 512, 32
+_N_UNREAD, _N_KEPT = 256, 32
 
 
 class HiddenTrail:

@@ -117,9 +117,7 @@ def test_mtp_layers_draft_behind_a_prefix(models: Path, tmp_path: Path, architec
     plain = [answered(target, None, asked(each), draft="mtp")[0] for each in QUESTIONS]
     assert [each.token_ids for each in ended] == [each.token_ids for each in plain]
     assert ended[-1].n_cached_tokens >= LEAST_TOKENS
-    assert [each.n_accepted for each in ended] == [each.n_accepted for each in plain]
-    keys = {path.name.partition("-")[0] for path in stored(tmp_path / "prefixes")}
-    assert len(keys) == 2  # one of the target, one of the layer
+    assert ended[-1].n_drafted > 0
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -307,9 +307,9 @@ def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     probabilities at temperature 1. The row is written to and restored. Raise `BackendError` if the largest is not
     finite."""
     found, values, total = list[int](), list[float](), 0.0
-    if native_likeliest is not None and n <= _MOST and logits.flags.c_contiguous:
-        address, tokens, scores = logits.__array_interface__["data"][0], _Tokens(), _Scores()
-        total = native_likeliest(address, len(logits), n, tokens, scores)
+    if native_likeliest is not None and n <= _MOST and logits.flags.carray:
+        row, tokens, scores = ctypes.c_float.from_buffer(logits.data), _Tokens(), _Scores()
+        total = native_likeliest(ctypes.addressof(row), len(logits), n, tokens, scores)
         found, values = [token for token in tokens[:n] if token >= 0], scores[:n]
     if not 0.0 < total < math.inf:
         if not math.isfinite(top := float(logits.max())):
