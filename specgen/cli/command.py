@@ -89,28 +89,13 @@ def without_flag_types(parameters: Any) -> Any:
 
 
 #: Of the headings that many commands share, the options that the short help shows; it shows all that are a command's own.
-_SHARED = (
-    "Models",
-    "Answer",
-    "Constrained answers",
-    "Prompt",
-    "Drafting",
-    "Repetitions",
-    "Other texts",
+_SHARED = re.compile(
+    "Models|Answer|Constrained|Prompt|Drafting|Repetitions|Other texts|Sampling|Machine|Learning|Output|Server|Limits"
 )
-_MORE_SHARED = ("Sampling", "Machine", "Learning", "Output", "Server", "Limits of a request")
-_USUAL = (
-    "target",
-    "draft",
-    "max-tokens",
-    "temp",
-    "seed",
-    "ctx-size",
-    "threads",
-    "gpu-layers",
-    "policy",
+_USUAL = re.compile(
+    "--(target|draft|max-tokens|temp|seed|ctx-size|threads|gpu-layers|policy|system|prompt|file|json-schema|show|stats"
+    "|json|port|host)$"
 )
-_MORE_USUAL = ("system", "prompt", "file", "json-schema", "show", "stats", "json", "port", "host")
 #: A command with no more options has no short help.
 _FEW = 20
 
@@ -126,34 +111,30 @@ class Command(typer.core.TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         shown = [
-            each
-            for each in self.get_params(ctx)
-            if each.get_help_record(ctx) is not None and "--help" not in each.opts
+            each for each in self.get_params(ctx) if "--help" not in each.opts and not each.hidden
         ]
         is_whole = ctx.meta.get("help") == "--help-all" or len(shown) <= _FEW
         panels: dict[str, list[tuple[str, str]]] = {}
         for each in shown:
-            heading = getattr(each, "rich_help_panel", None) or "Options"
+            heading = each.rich_help_panel or "Options"
+            is_argument = each.param_type_name == "argument"
+            is_rare = _SHARED.match(heading) and not _USUAL.match(each.opts[0])
+            if is_rare and not is_argument and not is_whole:
+                continue
             names, text = each.get_help_record(ctx)
-            is_shared = heading.partition(":")[0] in (*_SHARED, *_MORE_SHARED)
-            if each.param_type_name == "argument":
+            if is_argument:
                 names = each.metavar or each.name.upper()
             elif not is_whole:
-                heading = "Options"
-                short = [name for name in each.opts if not name.startswith("--")]
-                value = f" {each.metavar}" if each.metavar else ""
-                names = (
-                    ", ".join([*short[:1], "/".join([each.opts[0], *each.secondary_opts])]) + value
-                )
+                short = [name for name in each.opts if not name.startswith("--")][:1]
+                names = ", ".join([*short, "/".join([each.opts[0], *each.secondary_opts])])
+                names = f"{names} {each.metavar or ''}".rstrip()
                 text = re.split(r"[.:] ", each.help or "")[0].removesuffix(".")
-            usual = each.opts[0].removeprefix("--") in (*_USUAL, *_MORE_USUAL)
-            if is_whole or usual or not is_shared or each.param_type_name == "argument":
-                panels.setdefault(heading, []).append((names, text))
+            panels.setdefault(heading if is_whole else "Options", []).append((names, text))
         for heading, rows in panels.items():
             with formatter.section(heading):
                 formatter.write_dl(rows, col_max=26)
-        formatter.write_paragraph()
         if not is_whole:
+            formatter.write_paragraph()
             formatter.write_text(f"`{ctx.command_path} --help-all` shows all {len(shown)} options.")
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:

@@ -13,7 +13,7 @@ from specgen.events import FinishedEvent, undrafted_text
 from specgen.render.rows import LEGEND, STYLES, clean_line
 from specgen.render.streams import in_encoding, say
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.progress import counted, gain_text, seconds_text, three_digits
+from specgen.system.progress import counted, gain_text, seconds_text, three_digits, times_text
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Above this share of rounds that drafted nothing, the summary says why.
@@ -72,12 +72,10 @@ def in_short(finished: FinishedEvent, draft: str | None = None) -> str:
             said += f": {gain_text(*between)}"
         elif not of.n_drafted:
             said += ", nothing was drafted"
-    reading = (
-        f"{seconds_text(of.prompt_s)} of it reading the prompt" if of.prompt_s > _LONG_S else ""
-    )
-    before = _before(of) if of.loading_s + of.packing_s + of.measuring_s > _LONG_S else ""
-    if told := _listed(reading, before):
-        said += f"; {told}"
+    if of.prompt_s > _LONG_S:
+        said += f"; {seconds_text(of.prompt_s)} of it reading the prompt"
+    if of.loading_s + of.packing_s + of.measuring_s > _LONG_S:
+        said += f"; {_before(of)}"
     return said if of.finish_reason == "stop" else f"{said} ({_end(of)})"
 
 
@@ -179,16 +177,13 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
         return of.estimate
     if of.others_share is not None and _was_busy(of):
         return f"not known, since the machine was busy: {busy_text(of.others_share)}"
-    speedup, details = of.estimated_speedup or 0.0, ["", "", ""]
-    after = of.estimated_speedup_range or (speedup, speedup)
-    if between != after:
-        details[0] = f"after the first token {gain_text(*after).partition(' as')[0]}"
-    if of.plain_tokens_per_s is not None:
-        details[1] = f"{three_digits(of.plain_tokens_per_s)} tokens/s without"
-    if of.estimate:
-        details[2] = f"estimated {of.estimate}"
-    about = f" ({_listed(*details)})" if any(details) else ""
-    said = gain_text(*between)
+    after, plain = of.estimated_speedup_range or between, of.plain_tokens_per_s
+    details = _listed(
+        f"after the first token {times_text(*after)} times" if after != between else "",
+        f"{three_digits(plain)} tokens/s without" if plain is not None else "",
+        f"estimated {of.estimate}" if of.estimate else "",
+    )
+    said, about = gain_text(*between), f" ({details})" if details else ""
     if not said.startswith("slower"):
         return f"{said}{about}"
     others = "" if draft == "ngram" else ", `--draft ngram`"

@@ -142,7 +142,7 @@ def is_gain(speedup: float) -> bool:
 
 def gain_text(low: float, high: float, spread: str = "") -> str:
     """Say how fast answers with drafts are, between two numbers: a gain that may be none is not called one."""
-    times, told = _between(low, high), [spread] if spread else []
+    times, told = times_text(low, high), [spread] if spread else []
     if is_gain(low):
         said = f"{times} times as fast as without drafts"
     else:
@@ -153,9 +153,9 @@ def gain_text(low: float, high: float, spread: str = "") -> str:
 
 def measured_gain(speedup: float, worst: float, best: float, n_answers: int) -> str:
     """Say what was measured: the mean speed-up over answers, the least and the greatest."""
-    spread = f"{_between(worst, best)} in {counted(n_answers, 'answer')}"
+    spread = f"{times_text(worst, best)} in {counted(n_answers, 'answer')}"
     return gain_text(speedup, speedup, spread)
 
 
-def _between(low: float, high: float) -> str:
+def times_text(low: float, high: float) -> str:
     return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
