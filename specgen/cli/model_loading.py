@@ -1,4 +1,4 @@
-"""Load models for the commands, and show it."""
+"""Load models for the commands, with the progress and the notes on standard error."""
 
 from __future__ import annotations
 

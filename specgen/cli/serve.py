@@ -1,4 +1,4 @@
-"""``specgen serve``: an HTTP server with OpenAI's API."""
+"""``specgen serve``: an HTTP server with OpenAI's, Anthropic's and llama.cpp's APIs."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 _LITTLE = 0.25
 #: Speed-ups that differ by at most this count as equal.
 _NOISE = 0.03
-#: The fewest tokens of whose speed something is said.
+#: No speed is shown for shorter answers.
 _FEWEST_TIMED = 8
-#: Loading, packing, measuring and reading are told if they took longer.
+#: Loading, packing, measuring and reading are shown only if they took longer.
 _LONG_S = 1.0
 
 
@@ -39,7 +39,7 @@ def print_summary(
     columns; elsewhere a line for each, so that it can be searched. `draft` and `kernels` are those of the prompt's event."""
     if console.is_terminal:
         say(console, Text())
-    say(console, Text(in_short(finished, draft), STYLES["faint"] if not whole else ""))
+    say(console, Text(summary_line(finished, draft), STYLES["faint"] if not whole else ""))
     if not whole:
         return
     told = summary_items(finished, draft, kernels)
@@ -59,78 +59,83 @@ def print_summary(
     say(console, table)
 
 
-def in_short(finished: FinishedEvent, draft: str | None = None) -> str:
+def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
     """Return the answer's tokens, time and gain in one sentence, and whether it was cut."""
-    of, speed = finished, finished.tokens_per_s
-    rate = f"{three_digits(speed)} tokens/s" if speed and of.n_tokens >= _FEWEST_TIMED else ""
-    said = _listed(f"{counted(of.n_tokens, 'token')} in {seconds_text(of.wall_s)}", rate)
-    between, is_busy_now = _speedup_range(of), _was_busy(of)
-    if draft != "none" and of.n_rounds:
+    speed = finished.tokens_per_s
+    rate = f"{three_digits(speed)} tokens/s" if speed and finished.n_tokens >= _FEWEST_TIMED else ""
+    said = _listed(
+        f"{counted(finished.n_tokens, 'token')} in {seconds_text(finished.wall_s)}", rate
+    )
+    between, is_busy_now = _speedup_range(finished), _was_busy(finished)
+    if draft != "none" and finished.n_rounds:
         if between is not None and is_busy_now:
             said += "; what drafts saved is not known, since the machine was busy"
         elif between is not None:
             said += f": {gain_text(*between)}"
-        elif not of.n_drafted:
+        elif not finished.n_drafted:
             said += ", nothing was drafted"
-    if of.prompt_s > _LONG_S:
-        said += f"; {seconds_text(of.prompt_s)} of it reading the prompt"
-    if of.loading_s + of.packing_s + of.measuring_s > _LONG_S:
-        said += f"; {_before(of)}"
-    return said if of.finish_reason == "stop" else f"{said} ({_end(of)})"
+    if finished.prompt_s > _LONG_S:
+        said += f"; {seconds_text(finished.prompt_s)} of it reading the prompt"
+    if finished.loading_s + finished.packing_s + finished.measuring_s > _LONG_S:
+        said += f"; {_startup_times(finished)}"
+    return said if finished.finish_reason == "stop" else f"{said} ({_end(finished)})"
 
 
 def summary_items(
     finished: FinishedEvent, draft: str | None = None, kernels: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    of, prompt = finished, counted(finished.n_prompt_tokens, "prompt token")
-    length = f"{of.mean_accepted_length or 0.0:.2f} tokens per pass of the target"
-    length = length if of.mean_accepted_length is not None else ""
-    forced = f"{of.n_forced} forced by the grammar" if of.n_forced else ""
-    counts = counted(of.n_tokens, "token"), counted(of.n_rounds, "round")
+    prompt = counted(finished.n_prompt_tokens, "prompt token")
+    length = f"{finished.mean_accepted_length or 0.0:.2f} tokens per pass of the target"
+    length = length if finished.mean_accepted_length is not None else ""
+    forced = f"{finished.n_forced} forced by the grammar" if finished.n_forced else ""
+    counts = counted(finished.n_tokens, "token"), counted(finished.n_rounds, "round")
     yield "answer", _listed(*counts, length, forced)
-    speed, first_s = of.tokens_per_s, of.time_to_first_token_s
-    is_timed = of.n_tokens >= _FEWEST_TIMED
+    speed, first_s = finished.tokens_per_s, finished.time_to_first_token_s
+    is_timed = finished.n_tokens >= _FEWEST_TIMED
     if speed is not None or first_s is not None:
         per_s = f"{three_digits(speed)} tokens/s" if speed and is_timed else ""
         first = (
             f"first token after {seconds_text(first_s)} ({prompt})" if first_s is not None else ""
         )
         yield "speed", _listed(per_s, first)
-    if of.n_cached_tokens:
-        n_all = counted(of.n_prompt_tokens, "token")
-        yield "prompt", f"{n_all}, {of.n_cached_tokens} of them not read again"
-    if of.n_drafted:
-        rate = of.acceptance_rate
+    if finished.n_cached_tokens:
+        n_all = counted(finished.n_prompt_tokens, "token")
+        yield "prompt", f"{n_all}, {finished.n_cached_tokens} of them not read again"
+    if finished.n_drafted:
+        rate = finished.acceptance_rate
         share = "" if rate is None else f"acceptance rate {rate:.0%}, "
-        yield "drafts", f"{share}{of.n_accepted} of {counted(of.n_drafted, 'token')} accepted"
-        yield "a round", _histogram(of.rounds_by_tokens)
-        if len(of.drafted_by_rank) > 1:  # second guesses for a position beside the first ones
-            yield "by guess", _shares(of.accepted_by_rank, of.drafted_by_rank)
-    elif of.n_rounds and draft not in (None, "none"):
+        yield (
+            "drafts",
+            f"{share}{finished.n_accepted} of {counted(finished.n_drafted, 'token')} accepted",
+        )
+        yield "a round", _histogram(finished.rounds_by_tokens)
+        if len(finished.drafted_by_rank) > 1:  # second guesses for a position beside the first ones
+            yield "by guess", _shares(finished.accepted_by_rank, finished.drafted_by_rank)
+    elif finished.n_rounds and draft not in (None, "none"):
         yield "drafts", "nothing was drafted"
-    n_undrafted = sum(each.n_rounds for each in of.undrafted)
-    if draft != "none" and n_undrafted > _LITTLE * of.n_rounds:
-        yield "reasons", undrafted_text(of.undrafted, of.n_rounds)
-    if of.wall_s > 0:
-        parts = {"prompt": of.prompt_s, "draft": of.draft_s}
-        parts |= {"target": of.target_s - of.prompt_s, "specgen": of.loop_s}
-        shares = {name: part_s / of.wall_s for name, part_s in parts.items() if part_s > 0}
+    n_undrafted = sum(each.n_rounds for each in finished.undrafted)
+    if draft != "none" and n_undrafted > _LITTLE * finished.n_rounds:
+        yield "reasons", undrafted_text(finished.undrafted, finished.n_rounds)
+    if finished.wall_s > 0:
+        parts = {"prompt": finished.prompt_s, "draft": finished.draft_s}
+        parts |= {"target": finished.target_s - finished.prompt_s, "specgen": finished.loop_s}
+        shares = {name: part_s / finished.wall_s for name, part_s in parts.items() if part_s > 0}
         texts = (f"{n} {s:.0%}" if s >= 0.01 else f"{n} under 1%" for n, s in shares.items())
-        yield "time", _listed(seconds_text(of.wall_s), *texts, _before(of))
+        yield "time", _listed(seconds_text(finished.wall_s), *texts, _startup_times(finished))
     if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
         yield "kernels", str(kernels)
-    if gain := _gain(of, draft):
+    if gain := _gain(finished, draft):
         yield "gain", gain
-    yield "end", _end(of)
+    yield "end", _end(finished)
 
 
 def _listed(*texts: str) -> str:
     return ", ".join(filter(None, texts))
 
 
-def _before(of: FinishedEvent) -> str:
-    parts = {"loading": of.loading_s, "loading and packing": of.packing_s}
-    parts |= {"measuring what drafting costs": of.measuring_s}
+def _startup_times(finished: FinishedEvent) -> str:
+    parts = {"loading": finished.loading_s, "loading and packing": finished.packing_s}
+    parts |= {"measuring what drafting costs": finished.measuring_s}
     found = _listed(*(f"{n} {seconds_text(s)}" for n, s in parts.items() if s > 0))
     return found and f"before it {found}"
 
@@ -172,16 +177,16 @@ def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
 def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
     """Return the gain over plain decoding, how it is known, and advice if it is a loss. A gain that may be none is not
     called one, and on a busy machine nothing is known."""
-    of, between = finished, _speedup_range(finished)
+    between = _speedup_range(finished)
     if between is None:
-        return of.estimate
-    if of.others_share is not None and _was_busy(of):
-        return f"not known, since the machine was busy: {busy_text(of.others_share)}"
-    after, plain = of.estimated_speedup_range or between, of.plain_tokens_per_s
+        return finished.estimate
+    if finished.others_share is not None and _was_busy(finished):
+        return f"not known, since the machine was busy: {busy_text(finished.others_share)}"
+    after, plain = finished.estimated_speedup_range or between, finished.plain_tokens_per_s
     details = _listed(
         f"after the first token {times_text(*after)} times" if after != between else "",
         f"{three_digits(plain)} tokens/s without" if plain is not None else "",
-        f"estimated {of.estimate}" if of.estimate else "",
+        f"estimated {finished.estimate}" if finished.estimate else "",
     )
     said, about = gain_text(*between), f" ({details})" if details else ""
     if not said.startswith("slower"):

@@ -1,5 +1,6 @@
 """A prompt cache file: the text that the contexts held when a process ended, with what they had computed of it, so that
-the next process does not read it again (llama.cpp's `--prompt-cache`)."""
+the next process does not read it again (llama.cpp's `--prompt-cache`): one file that the user names, where
+`prefix_store.py` chooses by itself what is worth keeping."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from specgen.events import FinishedEvent, ReasonCount
-from specgen.render.summary import in_short, print_summary, summary_items
+from specgen.render.summary import print_summary, summary_items, summary_line
 from tests.helpers.events import Script
 
 
@@ -173,4 +173,4 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
 def test_the_first_line_is_plain_words(changes: dict[str, Any], said: str) -> None:
     if between := changes.pop("between", None):
         changes |= {"estimated_speedup": 2.0, "estimated_speedup_range": between}
-    assert in_short(finished(**changes)).endswith(said)
+    assert summary_line(finished(**changes)).endswith(said)

@@ -10,10 +10,10 @@ from typing import Any
 
 from typer import Option
 
-from specgen.cli.flags.groups import group as group
-from specgen.cli.flags.groups import panel as panel
-from specgen.cli.flags.groups import takes_options as takes_options
-from specgen.cli.flags.groups import utf8 as utf8
+from specgen.cli.flags.typer_groups import group as group
+from specgen.cli.flags.typer_groups import panel as panel
+from specgen.cli.flags.typer_groups import takes_options as takes_options
+from specgen.cli.flags.typer_groups import utf8 as utf8
 from specgen.cli.inputs import BUILT_IN, read_template, read_variables
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output

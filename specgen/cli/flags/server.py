@@ -14,7 +14,7 @@ from typer import Option
 
 from specgen.cli.command import checked
 from specgen.cli.flags import setup
-from specgen.cli.flags.groups import Group, group, panel, sign
+from specgen.cli.flags.typer_groups import Group, group, panel, sign
 from specgen.cli.model_loading import Setup
 from specgen.errors import UsageError
 from specgen.serve.server.options import Limits, ServerOptions, is_loopback

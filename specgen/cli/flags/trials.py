@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli import flags
-from specgen.cli.flags.groups import group
+from specgen.cli.flags.typer_groups import group
 from specgen.cli.output import Output
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.sampler_options import option

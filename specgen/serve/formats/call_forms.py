@@ -2,7 +2,7 @@
 
 A template that is given a call writes it as the model was trained to. So a call of a function that nobody has is
 rendered, with arguments of each type; what stands before, between and behind its name and its arguments is the form,
-if a reader gives the call back exactly from it. A family of tomorrow works, or is said to have no known form.
+if a reader gives the call back exactly from it. So a new family of models needs no code if `_forms` can find its form.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Options of the command line, in groups: those of a dataclass (`specgen.sampler_options.option`), and the function
-that
-makes its value. The types and defaults of other options are those of the function's parameters::
+"""How typer gets the options of commands (to add one, see `specgen/options.py`): a group has those of a dataclass
+(`specgen.sampler_options.option`), and the function that makes its value. The types and defaults of other options are
+those of the function's parameters::
 
     @takes_options(
         parallel=Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
