@@ -49,9 +49,9 @@ class KernelsBuildHook(BuildHookInterface[Any]):
 class MetadataHook(MetadataHookInterface):
     """Gives the package its dependencies, its links and its readme.
 
-    The wheels that carry llama.cpp do without llama-cpp-python on the platforms that there are such wheels for;
-    the marker tells those who read one wheel's metadata and resolve for several platforms. The readme's links to files become links to the files
-    of this version, if the repository is known.
+    The wheels that carry llama.cpp do without llama-cpp-python on the platforms that there are such wheels for; the
+    marker tells those who read one wheel's metadata and resolve for several platforms. The readme's links to files
+    become links to the files of this version, if the repository is known.
     """
 
     PLUGIN_NAME = "custom"

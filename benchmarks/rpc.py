@@ -2,11 +2,11 @@
 
     python benchmarks/rpc.py -m 1.5b.gguf -md 135m.gguf --prompts prompts.jsonl --json out.json
 
-Starts workers on this machine and puts a proxy before each, which passes on what it gets after the
-delay, each way, at the loopback's speed or at that of --mbit, each way of each worker. With every delay the costs are measured over the wire, as
-specgen does by itself. Each prompt is answered with every delay, plain and with the draft, by turns, greedy.
-A line for each delay and way: tokens a second after the first one, tokens a round, tokens drafted a
-round, the ratio to plain decoding with the same delay, and texts that are plain decoding's without delay.
+Starts workers on this machine and puts a proxy before each, which passes on what it gets after the delay, each way,
+at the loopback's speed or at that of --mbit, each way of each worker. With every delay the costs are measured over
+the wire, as specgen does by itself. Each prompt is answered with every delay, plain and with the draft, by turns,
+greedy. A line for each delay and way: tokens a second after the first one, tokens a round, tokens drafted a round,
+the ratio to plain decoding with the same delay, and texts that are plain decoding's without delay.
 
 What a decode costs comes before: seconds by rows, round trips (how often a worker's answer was waited for),
 and bytes to and from the workers, for a batch of another size than the one before and for one of the same.

@@ -6,8 +6,8 @@ part of llama-cpp-python that declares llama.cpp's functions::
     python -m scripts.build_wheel [--machine x86_64|aarch64] [--work FOLDER] [--out FOLDER]
 
 The compiler is Clang as `ziglang` brings it (a package of PyPI): it compiles for another processor and an older glibc
-than this machine's, so that the wheel suits every distribution since 2019, and links the C++ library statically. GCC 12's
-fault with AMX (scripts/cmake_args.py) is not Clang's. It takes about ten minutes, and goes on where it was
+than this machine's, so that the wheel suits every distribution since 2019, and links the C++ library statically. GCC
+12's fault with AMX (scripts/cmake_args.py) is not Clang's. It takes about ten minutes, and goes on where it was
 interrupted.
 
 Without OpenMP: GGML's own threads compute, since a wheel must not bring a second OpenMP into a process

@@ -302,8 +302,8 @@ class FinishedEvent(_Event, event="finished"):
     ends_grammar: bool = False
     #: The share of all cores' time that other programs took during the answer; null if it was not measured.
     others_share: float | None = None
-    #: Before the first answer, and no part of wall_s: loading the models, or where weights were packed loading and packing
-    #: them, and measuring what drafting costs.
+    #: Before the first answer, and no part of wall_s: loading the models, or where weights were packed loading and
+    #: packing them, and measuring what drafting costs.
     loading_s: float = 0.0
     packing_s: float = 0.0
     measuring_s: float = 0.0

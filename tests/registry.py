@@ -156,8 +156,8 @@ def translated(text: Text) -> TranslatedDrafter:
 class DrafterCase:
     """One way to draft, and what it can."""
 
-    #: The class that the case is about; what makes it on the fake backend, if it needs no hidden states; and what drafts
-    #: so for tiny models: a file's suffix or a word; None: nothing else than another case does.
+    #: The class that the case is about; what makes it on the fake backend, if it needs no hidden states; and what
+    #: drafts so for tiny models: a file's suffix or a word; None: nothing else than another case does.
     kind: type[object]
     make: Make | None
     tiny: str | None = None

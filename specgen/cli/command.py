@@ -88,7 +88,8 @@ def without_flag_types(parameters: Any) -> Any:
     return parameters
 
 
-#: Of the headings that many commands share, the options that the short help shows; it shows all that are a command's own.
+#: Of the headings that many commands share, the options that the short help shows; it shows all that are a command's
+#: own.
 _SHARED = re.compile(
     "Models|Answer|Constrained|Prompt|Drafting|Repetitions|Other texts|Sampling|Machine|Learning|Output|Server|Limits"
 )

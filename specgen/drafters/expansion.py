@@ -266,8 +266,8 @@ class Levels(Tree):
 
 @dataclass(eq=False)
 class Walks(Tree):
-    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is drawn. If there is
-    no room for all, there are fewer or shorter ones; this is decided before anything is drawn."""
+    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is drawn. If there
+    is no room for all, there are fewer or shorter ones; this is decided before anything is drawn."""
 
     def __post_init__(self) -> None:
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]

@@ -118,8 +118,9 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """What a draft is opened for: a target, with options. `helpers` are the sources of what drafts for the draft,
-    and so on; `learnt` is a file of weights that it learnt from answers, and `cache` a folder for what can be made again."""
+    """What a draft is opened for: a target, with options. `helpers` are the sources of what drafts for the draft, and
+    so on; `learnt` is a file of weights that it learnt from answers, and `cache` a folder for what can be made
+    again."""
 
     target: LlamaModel
     drafting: DraftOptions
@@ -198,8 +199,8 @@ class LoadedDraft:
 
 @dataclass(frozen=True)
 class DraftKind:
-    """A way to draft. `matches` says whether a file, or the word after `--draft`, is of this kind; a file that cannot be
-    read is not. `suits` says whether its name alone, as the word, drafts for a target. `open` loads a source that
+    """A way to draft. `matches` says whether a file, or the word after `--draft`, is of this kind; a file that cannot
+    be read is not. `suits` says whether its name alone, as the word, drafts for a target. `open` loads a source that
     matches; it raises `ModelFileError`, `PairError`, or `UsageError` if the options ask for what it cannot do."""
 
     name: str

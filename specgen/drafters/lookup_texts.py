@@ -50,7 +50,8 @@ _WAIT_S = 2.0  # the longest wait for another process that adds a text
 
 
 class Match(NamedTuple):
-    """An ending of `length` tokens that occurs in a text, and the indices of the tokens that follow it, at least one."""
+    """An ending of `length` tokens that occurs in a text, and the indices of the tokens that follow it, at least
+    one."""
 
     length: int
     places: tuple[int, ...]
@@ -191,9 +192,9 @@ def load_corpus(
 ) -> SuffixArray:
     """Load the texts of files and folders as tokens of `vocabulary`.
 
-    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden ones and links. A .jsonl or
-    .ndjson file has records, one JSON object a line, with texts, or lists and objects with texts, in the `FIELDS`. The
-    array is kept in the folder `cache` until the files change; `fingerprint` identifies the vocabulary. Raise
+    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden ones and links. A .jsonl
+    or .ndjson file has records, one JSON object a line, with texts, or lists and objects with texts, in the `FIELDS`.
+    The array is kept in the folder `cache` until the files change; `fingerprint` identifies the vocabulary. Raise
     `UsageError` if there is no text or too much, or if a file that is named is not text."""
     files = [file for path in paths for file in _files(path)]
     named = f"--lookup-file {', '.join(map(str, paths))}"

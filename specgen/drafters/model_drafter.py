@@ -20,8 +20,9 @@ from specgen.text.text_state import Cascade, n_common
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
 #: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).
 _N_SINK = 4
-#: If more than twice as many tokens are to be read, a draft model reads the text's first few and so many of its last. It
-#: agrees with the target nearly as often, unless the answer copies the text (there n-grams draft), and starts at once.
+#: If more than twice as many tokens are to be read, a draft model reads the text's first few and so many of its last.
+#: It agrees with the target nearly as often, unless the answer copies the text (there n-grams draft), and starts at
+#: once.
 _N_WINDOW = 64
 #: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
 N_USUAL = 2
@@ -336,7 +337,8 @@ class ModelDrafter(Drafter):
         return rows_beyond
 
     def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; return the logits after the last `n_wanted`, or fewer if the last batch has fewer."""
+        """Decode tokens in batches; return the logits after the last `n_wanted`, or fewer if the last batch has
+        fewer."""
         backend, logits = self._backend, None
         first = backend.length(self._sequence)
         for start in range(0, len(tokens), backend.n_batch):

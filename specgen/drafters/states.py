@@ -173,7 +173,8 @@ class LayerDrafter(StatesDrafter):
     """Drafts with a layer that has a cache: a chain or a tree.
 
     The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its last row
-    begins the draft. Rows of drafted tokens are dropped afterwards: the target's states of the accepted ones are better.
+    begins the draft. Rows of drafted tokens are dropped afterwards: the target's states of the accepted ones are
+    better.
     """
 
     name = "mtp"

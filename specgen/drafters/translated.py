@@ -1,5 +1,6 @@
 """Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202, Algorithm 2). The drafter sees the
-text in its own tokens (`DraftText`). What it drafts is spelled as the target's tokenizer would after the text so far."""
+text in its own tokens (`DraftText`). What it drafts is spelled as the target's tokenizer would after the text so
+far."""
 
 from __future__ import annotations
 

@@ -166,9 +166,9 @@ def architecture_of(path: Path) -> str:
 
 # --- multi-token prediction (MTP) layers -------------------------------------------------------------
 
-# They stand behind the last layer of a model, and were trained with it: from a token and the model's hidden state before
-# it they predict the next one (DeepSeek-V3, arXiv:2412.19437, section 2.2). GGUF files call them NextN; some makers put
-# them into a file of their own (`mtp-*.gguf`), with copies of the embeddings and the output matrix.
+# They stand behind the last layer of a model, and were trained with it: from a token and the model's hidden state
+# before it they predict the next one (DeepSeek-V3, arXiv:2412.19437, section 2.2). GGUF files call them NextN; some
+# makers put them into a file of their own (`mtp-*.gguf`), with copies of the embeddings and the output matrix.
 
 #: The architectures whose MTP layers llama.cpp computes.
 MTP_ARCHITECTURES = frozenset(

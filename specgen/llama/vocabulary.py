@@ -29,10 +29,10 @@ _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNO
 _NAMED = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 #: A marker before text that continues other text; no vocabulary has a token that joins it to the text.
 _MARKER = "☺"
-#: llama.cpp splits a text into words by std::regex, which calls itself for each character of a word or of white space,
-#: and of some models' words with spaces in them: in 8 MB some 20,000 of them end the process (llama.cpp #21919, #26965).
-#: A frame has some 400 bytes. Texts with longer lines than the first are tokenized in a thread with a stack for its
-#: longest line; words longer than the last are refused.
+#: llama.cpp splits a text into words by std::regex, which calls itself for each character of a word or of white
+#: space, and of some models' words with spaces in them: in 8 MB some 20,000 of them end the process (llama.cpp
+#: #21919, #26965). A frame has some 400 bytes. Texts with longer lines than the first are tokenized in a thread with
+#: a stack for its longest line; words longer than the last are refused.
 _LINE, _FRAME_BYTES, LONGEST_RUN = 1000, 1024, 1 << 20
 _LINES, _WORDS = (re.compile(pattern, re.ASCII) for pattern in (r"[^\n]+\s*|\s+", r"\S+\s*|\s+"))
 #: The size of a thread's stack is set for all threads that begin meanwhile; and one such stack at a time is enough.

@@ -1,8 +1,8 @@
 """The speed-up that a draft would bring, computed without running it with the target.
 
-The target answers a few prompts plainly, once, and its batches are timed. Each draft is then replayed on these answers:
-proposed tokens that agree with the answer count as accepted, and a round costs the measured time of a batch of its size.
-So a dozen drafts can be tried in only their own time."""
+The target answers a few prompts plainly, once, and its batches are timed. Each draft is then replayed on these
+answers: proposed tokens that agree with the answer count as accepted, and a round costs the measured time of a batch
+of its size. So a dozen drafts can be tried in only their own time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ _N_OFTEN, _N_REPEATS = 6, 3
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """A prompt as given, the tokens of the target's own greedy answer, with the one that ends it, and the kind of task."""
+    """A prompt as given, the tokens of the target's own greedy answer, with the one that ends it, and the kind of
+    task."""
 
     prompt: str
     tokens: tuple[int, ...]
@@ -89,8 +90,8 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
-    """The figures of a draft over all answers, its speed-up as their geometric mean, and those of each kind of task; None
-    where nothing was drafted. Prompts only count in `start_s`."""
+    """The figures of a draft over all answers, its speed-up as their geometric mean, and those of each kind of task;
+    None where nothing was drafted. Prompts only count in `start_s`."""
 
     speedup: float
     worst_speedup: float
@@ -245,8 +246,8 @@ def replay(
 
 
 def summarise(replays: Sequence[Replay]) -> DraftFigures:
-    """Return the figures of all answers together, and of each kind if there are several. Answers of a single token do not
-    count."""
+    """Return the figures of all answers together, and of each kind if there are several. Answers of a single token do
+    not count."""
     counted = [replay for replay in replays if replay.tally.n_rounds]
     speedups, kinds = [replay.speedup for replay in counted], dict.fromkeys(r.kind for r in counted)
     tallies = [replay.tally for replay in counted]

@@ -93,7 +93,8 @@ def run_checks(
     progress: Callable[[str, int, int], None],
     interrupted: Callable[[], bool],
 ) -> tuple[tuple[GreedyResult, ...], tuple[SampledResult, ...]]:
-    """Make the checks in each way to draft, and greedy ones of several answers at once in the last, which drafts most."""
+    """Make the checks in each way to draft, and greedy ones of several answers at once in the last, which drafts
+    most."""
     greedy: list[GreedyResult] = []
     sampled: list[SampledResult] = []
 
@@ -552,8 +553,8 @@ def chi_square_tail(x: float, degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The settings and results. `skipped` prompts did not fit; `unequal_rows` says why rows depend on batches, `instead`
-    how drafts differed from those that were asked for."""
+    """The settings and results. `skipped` prompts did not fit; `unequal_rows` says why rows depend on batches,
+    `instead` how drafts differed from those that were asked for."""
 
     target: str
     draft: str

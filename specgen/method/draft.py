@@ -17,7 +17,8 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Probabilities of tokens: `token_ids`, int64[m], increases strictly; `probs`, float64[m], are positive, of sum 1."""
+    """Probabilities of tokens: `token_ids`, int64[m], increases strictly; `probs`, float64[m], are positive, of sum
+    1."""
 
     token_ids: TokenArray
     probs: ProbArray
@@ -71,11 +72,12 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """n proposed tokens as a tree; a chain has one branch. Node i's parent, `parents[i] < i`, is `ROOT` behind the last
-    committed token; `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if
-    known: policies and the display use it, verifiers do not. `distributions[i]` is the one that the token was *drawn from at random*, among siblings given the earlier ones;
-    None for a token chosen deterministically (an argmax, an n-gram match). To test a token against a distribution
-    that it was not drawn from would bias the text, and so would leaving out a drawn token because of what it is.
+    """n proposed tokens as a tree; a chain has one branch. Node i's parent, `parents[i] < i`, is `ROOT` behind the
+    last committed token; `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the
+    token, if known: policies and the display use it, verifiers do not. `distributions[i]` is the one that the token
+    was *drawn from at random*, among siblings given the earlier ones; None for a token chosen deterministically (an
+    argmax, an n-gram match). To test a token against a distribution that it was not drawn from would bias the text,
+    and so would leaving out a drawn token because of what it is.
 
     `walks` are the nodes of chains that were drawn independently of each other, from a child of the root down, in the
     order of the draws. They share the nodes of a common prefix: a token that was drawn twice is decoded once and judged

@@ -55,9 +55,9 @@ class Drafter(Protocol):
         ...
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.after_look` allows. `context` holds
-        all committed tokens, followed by `n_drafted` tokens that another drafter proposed. It is the caller's list, and
-        only grows from call to call, unless `rewind` is called."""
+        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.after_look` allows. `context`
+        holds all committed tokens, followed by `n_drafted` tokens that another drafter proposed. It is the caller's
+        list, and only grows from call to call, unless `rewind` is called."""
         ...
 
     def observe(self, result: RoundResult) -> None:
@@ -103,9 +103,9 @@ class Proposal:
 def propose_together(
     draftings: Sequence[Drafting], clock: Clock, interrupted: Callable[[], bool] = lambda: False
 ) -> list[Proposal]:
-    """Make drafts side by side: the decodes that they need in one cache become one batch. A drafting that raises gets an
-    `error`, and the others go on; the error of a decode is that of all that asked for it. Once `interrupted` returns
-    True between decodes, the draftings that are not done have no draft."""
+    """Make drafts side by side: the decodes that they need in one cache become one batch. A drafting that raises gets
+    an `error`, and the others go on; the error of a decode is that of all that asked for it. Once `interrupted`
+    returns True between decodes, the draftings that are not done have no draft."""
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
         proposal.resume(None, clock)
@@ -162,7 +162,8 @@ def draft_alone(drafting: Drafting) -> Draft:
 
 
 def nonsense(draft: object, n_max: int, n_vocab: int) -> BackendError | None:
-    """Return the error of a proposal that is no draft of at most `n_max` tokens: it would fail all answers of a batch."""
+    """Return the error of a proposal that is no draft of at most `n_max` tokens: it would fail all answers of a
+    batch."""
     tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else ()
     are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
     if isinstance(draft, Draft) and are_tokens and len(tokens) <= n_max:

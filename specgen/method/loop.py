@@ -28,7 +28,8 @@ _MAX_PENDING = 16  # the most committed tokens in a round's batch; more are deco
 
 
 class Loop:
-    """Generates with one target. Once `interrupted` returns True between decodes, sequences finish with what they have."""
+    """Generates with one target. Once `interrupted` returns True between decodes, sequences finish with what they
+    have."""
 
     def __init__(
         self, target: Backend, clock: Clock, interrupted: Callable[[], bool] = lambda: False
@@ -55,8 +56,9 @@ class Loop:
             commit    x becomes x y_1 ... y_k t; the cache forgets the other rows
             learn     how much was accepted, and what it took
 
-        `decode` decodes the batch, by default the target alone. If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the
-        others go on. Raise `BackendError` if the target cannot decode the round's batch.
+        `decode` decodes the batch, by default the target alone. If a sequence's grammar allows no token, or its
+        logits are not numbers, it ends with a `failure`, and the others go on. Raise `BackendError` if the target
+        cannot decode the round's batch.
         """
         active = [sequence for sequence in sequences if not sequence.is_finished]
         if not active:
@@ -125,14 +127,15 @@ class Loop:
                     is_forbidden = len(draft) and not len(allowed)
                     result.plan = replace(plan, reason="grammar" if is_forbidden else why)
             seconds = proposal.seconds + self.clock() - started
-            # Decoder heads, which read the last hidden state alone, ask for no decode: all their drafting counts as one.
+            # Decoder heads, which read the last hidden state alone, ask for no decode: all their drafting counts as
+            # one.
             asks = sequence.trail is None or sequence.trail.all_rows
             result.model_s = proposal.model_s if asks else seconds
             result.draft_s += seconds
 
     def _pack(self, batch: Batch, sequence: AnswerState, result: RoundResult, n_room: int) -> None:
-        """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows. Usually only
-        the last token is missing; if a grammar forced more than fit, all but the last are decoded first."""
+        """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows. Usually
+        only the last token is missing; if a grammar forced more than fit, all but the last are decoded first."""
         target, tokens, first = self.target, sequence.tokens, sequence.slot.first
         n_held, last = target.length(first), len(tokens) - 1
         if last - n_held >= max(1, min(n_room - len(result.draft), _MAX_PENDING)):

@@ -66,9 +66,9 @@ class RoundPlan:
     """What one sequence drafts in a round, and why: either `found`, without a decode, or at most `n_max` tokens of
     `drafter`, as far as `stop` lets them go, which also cuts the finished draft.
 
-    The first `n_given` tokens repeat the end of the text, whatever `stop` says: a drafter with another vocabulary drafts
-    its last tokens anew. `prefill_s` is the drafter's prefill, an investment in later rounds. `detail` is the reason
-    with its numbers. `n_deepest` limits the levels of a tree."""
+    The first `n_given` tokens repeat the end of the text, whatever `stop` says: a drafter with another vocabulary
+    drafts its last tokens anew. `prefill_s` is the drafter's prefill, an investment in later rounds. `detail` is the
+    reason with its numbers. `n_deepest` limits the levels of a tree."""
 
     reason: ReasonName
     n_max: int = 0
@@ -100,7 +100,8 @@ class RoundPlan:
 class RoundResult:
     """A round of one sequence, which its steps fill in: the verified draft and its accepted nodes; the seconds of all
     drafting; seconds and rows of the target's batch, which `n_sequences` share; the added tokens; all that was found
-    and drafted, uncut; the seconds of the draft model; the rows of hidden states before the draft; a drafter's error."""
+    and drafted, uncut; the seconds of the draft model; the rows of hidden states before the draft; a drafter's
+    error."""
 
     plan: RoundPlan
     draft: Draft = NO_DRAFT
@@ -173,7 +174,8 @@ class CostAwarePolicy:
     A token is worth the time that it would take otherwise: that of a plain decode, or less if recent rounds were
     faster. It costs decodes of the drafter and a row of the target's batch. A draft adds the sum, over its tokens, of
     their wholes (for a fixed length: Leviathan et al., arXiv:2211.17192, section 3.4). Most learning is free: tokens
-    that were not worth verifying are compared with the text that follows. A policy decides for one text, but its `costs`, and the counts of `acceptance`, by origin, may be shared."""
+    that were not worth verifying are compared with the text that follows. A policy decides for one text, but its
+    `costs`, and the counts of `acceptance`, by origin, may be shared."""
 
     def __init__(
         self,

@@ -106,10 +106,10 @@ class Region:
 class LiveRenderer(Renderer):
     """Shows one generation on a terminal that understands escape codes.
 
-    Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in
-    each round, followed by the tokens that this round rejected, struck through (if `show` is ``accepted``).
-    The bottom line has the legend and the speed. The cost of a round does not depend on the length of the
-    answer. `thought` is how a thinking block at its beginning is shown. `notice` prints notices; without it there are none.
+    Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in each
+    round, followed by the tokens that this round rejected, struck through (if `show` is ``accepted``). The bottom
+    line has the legend and the speed. The cost of a round does not depend on the length of the answer. `thought` is
+    how a thinking block at its beginning is shown. `notice` prints notices; without it there are none.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ from specgen.events import (
 # --- text that a terminal does not obey
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: What stands for control characters (U+2400 is the sign of NUL), for what would reorder the text on the screen, and for
-#: what UTF-8 cannot express.
+#: What stands for control characters (U+2400 is the sign of NUL), for what would reorder the text on the screen, and
+#: for what UTF-8 cannot express.
 _SIGNS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
     0x7F: "\N{SYMBOL FOR DELETE}",
@@ -133,8 +133,8 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round: its draft's nodes, the accepted ones, the rejected branches, what it added to the answer, and what a second
-    draft guessed."""
+    """A round: its draft's nodes, the accepted ones, the rejected branches, what it added to the answer, and what a
+    second draft guessed."""
 
     committed: CommittedEvent
     nodes: tuple[DraftNode, ...] = ()

@@ -100,7 +100,8 @@ def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
 
         speedup(n) = v(1) (1 + a + ... + a^n) / (v(n + 1) + n c)
 
-    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that cost.) It is that of the best n that was timed."""
+    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that cost.) It is that of the best n that was
+    timed."""
 
     def of(n_drafted: int, draft_token_s: float) -> float:
         n_tokens = sum(acceptance**depth for depth in range(n_drafted + 1))
@@ -119,8 +120,8 @@ def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
 
 
 def break_even(costs: Costs) -> float | None:
-    """Return the acceptance from which on a draft model pays; None if it cannot, since even a draft that is always right
-    would save nothing."""
+    """Return the acceptance from which on a draft model pays; None if it cannot, since even a draft that is always
+    right would save nothing."""
     rates = (percent / 100 for percent in range(101))
     return next((rate for rate in rates if expected_gain(costs, rate).speedup >= 1.0), None)
 

@@ -15,8 +15,8 @@ _N_UNREAD, _N_KEPT = 256, 32
 
 
 class HiddenTrail:
-    """The target's hidden states after the last tokens that it has read. A trail outlives an answer: the next one in the
-    same part of the caches often continues its text."""
+    """The target's hidden states after the last tokens that it has read. A trail outlives an answer: the next one in
+    the same part of the caches often continues its text."""
 
     all_rows: ClassVar[bool] = True
 

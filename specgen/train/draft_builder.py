@@ -28,8 +28,8 @@ Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
 #: The prompts that come with specgen.
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-#: The share of the time that is spent on the text, once drafts are compared, if no more is needed for the least text; the
-#: least seconds of training a draft; and by how much the text may take longer than it is estimated.
+#: The share of the time that is spent on the text, once drafts are compared, if no more is needed for the least text;
+#: the least seconds of training a draft; and by how much the text may take longer than it is estimated.
 _SHARE_OF_TEXT, _TRAINING_S, _SLACK = 0.6, 20.0, 1.3
 #: The number of prompts on which drafts are compared, and of tokens of their answers.
 N_JUDGED, _LEAST_JUDGED, JUDGED_TOKENS = 8, 2, 96
@@ -71,8 +71,8 @@ def plan_time(
     n_least: int,
     n_kinds: int = 1,
 ) -> TimePlan:
-    """Divide the time by the target's costs; `n_drafts` are compared, and `n_kinds` are made, of a text that lacks at least
-    `n_least` tokens."""
+    """Divide the time by the target's costs; `n_drafts` are compared, and `n_kinds` are made, of a text that lacks at
+    least `n_least` tokens."""
     prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
     # A token is written in a batch, and read again with its prompt, in larger ones.
     token_s = 3 * costs.seconds(text.n_parallel) / text.n_parallel
@@ -141,8 +141,8 @@ class DraftBuilder:
         return made
 
     def write_text(self, until_s: float = math.inf, n_least: int = 0, latest_s: float = 0.0) -> int:
-        """Let the target write text until the clock reaches `until_s`; return how many tokens there are. If they are less
-        than `n_least` more by then, it goes on until `latest_s`, and keeps the beginnings of answers."""
+        """Let the target write text until the clock reaches `until_s`; return how many tokens there are. If they are
+        less than `n_least` more by then, it goes on until `latest_s`, and keeps the beginnings of answers."""
         from specgen.train.target_text import N_TOP, write_text
 
         options, session = self.text_options, self.session

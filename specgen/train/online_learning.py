@@ -179,7 +179,8 @@ class _Start(NamedTuple):
 
 
 def _starts(base: Path, learnt: Path | None, rows: Rows, judged: Rows) -> Iterator[_Start]:
-    """Yield the draft as it came, and the weights in use if it learnt some that are not damaged: no draft uses those."""
+    """Yield the draft as it came, and the weights in use if it learnt some that are not damaged: no draft uses
+    those."""
     from specgen.train.distillation import Trainer
 
     trainer = Trainer(base, rows, judged)

@@ -1,7 +1,7 @@
 """A target's own answers: written with its hidden states and likeliest tokens, and read as rows to train on.
 
-A folder holds a file for each answer, ``000123.npz``: the prompt, its tokens and those of the answer, and for each token
-of the answer the target's final hidden state before it and the likeliest tokens there.
+A folder holds a file for each answer, ``000123.npz``: the prompt, its tokens and those of the answer, and for each
+token of the answer the target's final hidden state before it and the likeliest tokens there.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def write_text(
     latest_s: float = 0.0,
 ) -> int:
     """Let the target answer prompts that have no answer yet, until there is enough text, no prompt or no time; return
-    the number of tokens there are. Finished answers stay if interrupted. If there are less than `n_least` new tokens, it
-    goes on until `latest_s`, and keeps beginnings of answers, too. Raise `OutputError`, `MemoryLimitError`,
+    the number of tokens there are. Finished answers stay if interrupted. If there are less than `n_least` new tokens,
+    it goes on until `latest_s`, and keeps beginnings of answers, too. Raise `OutputError`, `MemoryLimitError`,
     `UsageError`, `PairError` for a recurrent target, and `ModelFileError` if a file is damaged."""
     if session.target.has_recurrent_state:
         why = "has a recurrent state: its hidden states cannot be read"

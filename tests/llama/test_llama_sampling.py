@@ -1,4 +1,5 @@
-"""Our samplers against llama.cpp's own, called through the low-level API; DRY on vocabularies with breakers of every kind."""
+"""Our samplers against llama.cpp's own, called through the low-level API; DRY on vocabularies with breakers of every
+kind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The G-test of `specgen verify`, and the power of the tests' own, against scipy and simulated samplers, with fixed seeds.
-A simulated rate is compared with its bound plus five standard errors: a correct implementation had a chance of 3e-7 to
-fail each when the seed was chosen."""
+"""The G-test of `specgen verify`, and the power of the tests' own, against scipy and simulated samplers, with fixed
+seeds. A simulated rate is compared with its bound plus five standard errors: a correct implementation had a chance of
+3e-7 to fail each when the seed was chosen."""
 
 from __future__ import annotations
 

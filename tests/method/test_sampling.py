@@ -1,4 +1,5 @@
-"""What holds of any chain of samplers, DRY, and grammars' masks; `tests/llama/test_llama_sampling.py` compares with llama.cpp."""
+"""What holds of any chain of samplers, DRY, and grammars' masks; `tests/llama/test_llama_sampling.py` compares with
+llama.cpp."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Downloads: what arrives, what is asked for twice, and what is left when something fails. Models of the hub: which files
-are chosen, and what the cache is for."""
+"""Downloads: what arrives, what is asked for twice, and what is left when something fails. Models of the hub: which
+files are chosen, and what the cache is for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What decodes cost, and how many threads make them: what is timed, for how long and without a trace, who keeps to it, what a draft
-is expected to gain."""
+"""What decodes cost, and how many threads make them: what is timed, for how long and without a trace, who keeps to
+it, what a draft is expected to gain."""
 
 from __future__ import annotations
 

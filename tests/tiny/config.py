@@ -34,11 +34,11 @@ INFILL_TOKENS = (
 class TinyConfig:
     """What to write. The defaults make a model of 0.5 MB, a token of which takes well under 1 ms."""
 
-    #: ``llama``, ``qwen2`` (with biases), ``qwen3`` (heads normalised) and ``gemma3`` (every
-    #: other layer with a sliding window) are transformers; ``mamba`` and ``mamba2`` keep a recurrent state, which cannot
-    #: drop a suffix; ``lfm2`` (short convolutions), ``qwen35`` (gated delta nets) and
-    #: ``jamba`` (mamba) do so in every other layer and attend in those between, and
-    #: llama.cpp keeps snapshots of the first two; ``bert`` is an encoder and cannot generate.
+    #: ``llama``, ``qwen2`` (with biases), ``qwen3`` (heads normalised) and ``gemma3`` (every other layer with a
+    #: sliding window) are transformers; ``mamba`` and ``mamba2`` keep a recurrent state, which cannot drop a suffix;
+    #: ``lfm2`` (short convolutions), ``qwen35`` (gated delta nets) and ``jamba`` (mamba) do so in every other layer
+    #: and attend in those between, and llama.cpp keeps snapshots of the first two; ``bert`` is an encoder and cannot
+    #: generate.
     architecture: Architecture = "llama"
     #: ``bpe`` is GPT-2's byte-level kind, ``spm`` SentencePiece's with bytes to fall back on.
     #: ``bert`` always has a WordPiece vocabulary.

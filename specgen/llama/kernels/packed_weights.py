@@ -108,7 +108,8 @@ class PackedWeights:
 
 
 def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
-    """Return the packed weights of a model file; None if they are not kept. `loaded` decides which tensors are packed."""
+    """Return the packed weights of a model file; None if they are not kept. `loaded` decides which tensors are
+    packed."""
     kernels = attached()
     if _folder is None or kernels is None or not kernels.computes_products:
         return None

@@ -44,8 +44,8 @@ TYPES = (
 )
 #: The largest root mean square of differences to that of values; rounding to 8 bits causes 0.01.
 TOLERANCE = 0.02
-#: The sizes of the products: several superblocks of 256 columns, several groups of rows, and tokens that do not fill the
-#: tiles of the kernels; the larger number is enough for AMX.
+#: The sizes of the products: several superblocks of 256 columns, several groups of rows, and tokens that do not fill
+#: the tiles of the kernels; the larger number is enough for AMX.
 _N_COLUMNS, _N_ROWS, _N_TOKENS, _N_TOKENS_OF_LARGE = 768, 96, 11, 43
 _N_EXPERTS, _N_USED = 4, 2
 #: (key and value type, size of keys and values).

@@ -211,7 +211,8 @@ class PairsReader:
         return place, written, is_over or is_last
 
     def _pair_at(self, text: str, place: int, is_last: bool) -> tuple[int, str] | int | None:
-        """Read a pair, or up to its value if that is a text. Return its end, and what it adds; None if there is none."""
+        """Read a pair, or up to its value if that is a text. Return its end, and what it adds; None if there is
+        none."""
         begins = [match(literal, text, place) for literal in (*self._ends, self._pair.opening)]
         begin = begins.pop()
         if any(end is not None and end != UNCLEAR for end in begins):

@@ -62,8 +62,8 @@ def grammar_start(
 
 
 class _WholeAnswer:
-    """An answer that follows a grammar behind its thoughts. Behind a call only other calls may come: a token that begins
-    neither ends the answer, since a mask of calls and the end would make one of them of a text."""
+    """An answer that follows a grammar behind its thoughts. Behind a call only other calls may come: a token that
+    begins neither ends the answer, since a mask of calls and the end would make one of them of a text."""
 
     def __init__(
         self, grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None

@@ -393,8 +393,8 @@ class _Choices:
     n_left: int = _MOST_COMPARISONS
 
     def write(self, part: Part) -> None:
-        """Write a schema's choice; and leave out a type beside options that have it, since llguidance would join it with
-        each."""
+        """Write a schema's choice; and leave out a type beside options that have it, since llguidance would join it
+        with each."""
         options = [part] if "$ref" in part else _list(part.get("anyOf", part.get("oneOf")))
         types = [_types(_target(self.root, option)) <= _types(part) for option in options]
         if types and all(types) and not part.keys() & _CONSTRAINTS:
