@@ -25,12 +25,12 @@ from benchmarks.answers import parser_of, write_json
 from specgen.events import CommittedEvent, FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.prompts import NOW
-from specgen.method.backend import Vocabulary
 from specgen.models.files import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SessionOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.session import Session
+from specgen.text.vocabulary import Vocabulary
 
 _TOP = Path(__file__).parents[1]
 _SHORT, _ROOM = 60, 1024

@@ -10,13 +10,14 @@ from typing import TypeAlias
 
 from specgen.drafters.interface import DraftRequest
 from specgen.errors import NoTokenAllowedError
-from specgen.method.backend import Backend, Vocabulary
+from specgen.method.backend import Backend
 from specgen.method.draft import ROOT, Branches, Distribution, Draft
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.method.tables import CostTable, Price, WhilePaying
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
+from specgen.text.vocabulary import Vocabulary
 
 #: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
 #: least probability of guesses after the first.

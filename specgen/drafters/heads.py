@@ -13,13 +13,13 @@ from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, Load
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
-from specgen.method.backend import Vocabulary
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan
 from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import LastHidden
+from specgen.text.vocabulary import Vocabulary
 
 #: The most tokens behind those that the target has read: its own, and those that a grammar or another drafter added.
 _MOST_UNREAD = 16

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specgen.errors import OutputError, UsageError
-from specgen.method.backend import Vocabulary
 from specgen.system.files import locked, replace_bytes
 from specgen.text.text_state import n_common
+from specgen.text.vocabulary import Vocabulary
 
 #: int32[n]: token ids, or positions.
 IntArray: TypeAlias = npt.NDArray[np.int32]

@@ -15,7 +15,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specgen.method.backend import Vocabulary
 from specgen.method.draft import NO_DRAFT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
@@ -24,6 +23,7 @@ from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
 from specgen.text.sampling import Sampler, likeliest
 from specgen.text.text_state import Shaper, TextState, n_common
+from specgen.text.vocabulary import Vocabulary
 
 #: Bytes of the text that are spelled again with what follows them, and those that the target's tokenizer is shown
 #: before a draft: tokenizers look back.

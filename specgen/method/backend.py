@@ -5,21 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from specgen.system.arrays import Hidden, Logits
 
+if TYPE_CHECKING:
+    from specgen.text.vocabulary import Vocabulary
+
 #: How a backend drops the end of a sequence. "cells": it drops single cells (attention, also with sliding windows).
-#: "snapshots": it goes back to one of the states after the last few rows. "states": it restores a copy of the state
-#: at the checkpoint, and decodes tokens again from there.
+#: "snapshots": it goes back to one of the states after the last few rows. "states": it restores a copy of the state at
+#: the checkpoint, and decodes tokens again from there.
 Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 
 
 @dataclass(slots=True)
 class Batch:
-    """Rows to decode together, one for each token. `sequences[i]` are all that token i belongs to; it sees their
-    cells at smaller positions. `wants_logits[i]` says whether its logits will be read. `hidden` is for MTP layers: the
-    state before each token, float32[n_embd], or None for zeros; else it is empty."""
+    """Rows to decode together, one for each token. `sequences[i]` are all that token i belongs to; it sees their cells
+    at smaller positions. `wants_logits[i]` says whether its logits will be read. `hidden` is for MTP layers: the state
+    before each token, float32[n_embd], or None for zeros; else it is empty."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -49,31 +52,6 @@ class Batch:
     def extend(self, other: Batch) -> None:
         for each in fields(self):
             getattr(self, each.name).extend(getattr(other, each.name))
-
-
-class Vocabulary(Protocol):
-    """The tokens of a model."""
-
-    @property
-    def n_tokens(self) -> int: ...
-    @property
-    def add_bos(self) -> bool: ...
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokenize, with `add_special` behind the beginning-of-text token if the model wants one (`add_bos`), and with
-        `parse_special` names of control tokens as these tokens."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the token adds to the text; empty for control tokens."""
-
-    def token_text(self, token_id: int) -> str:
-        """Return the token's entry in the token table, for comparisons and messages."""
-
-    def special_tokens(self) -> dict[str, int]:
-        """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 where there is none."""
-
-    def is_end(self, token_id: int) -> bool: ...
-    def end_tokens(self) -> Sequence[int]: ...
 
 
 class Backend(Protocol):
@@ -122,12 +100,11 @@ class Backend(Protocol):
         """Return the most of a text's first `n` tokens that `remove` can go back to without decoding them again."""
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
-        """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination` too, or raise
-        `BackendError`."""
+        """Let the cells of `source` from `start` to `end` (-1: its end) belong to `destination` too."""
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        """Drop a sequence's cells from position `start` on. Raise `RollbackError` if the cache cannot, perhaps only
-        in the next decode; the state of the cache is unknown then."""
+        """Drop a sequence's cells from position `start` on. Raise `RollbackError` if the cache cannot, perhaps only in
+        the next decode; the state of the cache is unknown then."""
 
     def close(self) -> None:
         """Free the cache. May be called twice."""

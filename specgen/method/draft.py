@@ -17,8 +17,7 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Probabilities of tokens: `token_ids`, int64[m], increases strictly; `probs`, float64[m], are positive, of sum
-    1."""
+    """Probabilities of tokens: `token_ids`, int64[m], increases strictly; `probs`, float64[m], are positive, sum 1."""
 
     token_ids: TokenArray
     probs: ProbArray
@@ -72,17 +71,17 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """n proposed tokens as a tree; a chain has one branch. Node i's parent, `parents[i] < i`, is `ROOT` behind the
-    last committed token; `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the
-    token, if known: policies and the display use it, verifiers do not. `distributions[i]` is the one that the token
-    was *drawn from at random*, among siblings given the earlier ones; None for a token chosen deterministically (an
-    argmax, an n-gram match). To test a token against a distribution that it was not drawn from would bias the text,
-    and so would leaving out a drawn token because of what it is.
+    """n proposed tokens as a tree; a chain has one branch. Node i's parent, `parents[i] < i`, is `ROOT` behind the last
+    committed token; `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if
+    known: policies and the display use it, verifiers do not. `distributions[i]` is the one that the token was *drawn
+    from at random*, among siblings given the earlier ones; None for a token chosen deterministically (an argmax, an
+    n-gram match). To test a token against a distribution that it was not drawn from would bias the text, and so would
+    leaving out a drawn token because of what it is.
 
     `walks` are the nodes of chains that were drawn independently of each other, from a child of the root down, in the
     order of the draws. They share the nodes of a common prefix: a token that was drawn twice is decoded once and judged
-    twice. `looks` are the largest probabilities that the drafter gave to any token: in a chain, look i comes before
-    its token i; one more look ended the draft. `guesses` says what a cheaper drafter guessed of it."""
+    twice. `looks` are the drafter's largest probabilities at each position that it read: in a chain, look i is before
+    token i; one more look ended the draft. `guesses` says what a cheaper drafter guessed of it."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -164,8 +163,7 @@ class Draft:
         return self.only(range(min(n, len(self.tokens))))
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """Return a draft of these nodes, in this order: parents come before their children. Of independent walks none
-        may be left out."""
+        """Return a draft of these nodes, in this order: parents come first. Independent walks need all of theirs."""
         if list(nodes) == list(range(len(self.tokens))):
             return self
         if self.walks and len(nodes) < len(self.tokens):
@@ -205,7 +203,7 @@ def pack(
     batch: Batch, backend: Backend, slot: Branches, pending: Sequence[int], draft: Draft
 ) -> range:
     """Add a text's rows to a batch: the committed tokens that the cache lacks, at least one, then its draft. Return the
-    rows of the former. The last of these (the root) and every node want logits."""
+    row numbers of those tokens: the last of them, the root's row, and every node want logits."""
     n_past, first_row, n = backend.length(slot.first), len(batch.tokens), len(draft.tokens)
     if n:
         backend.checkpoint(slot.first)
@@ -231,7 +229,7 @@ def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int
     """Drop the rejected nodes of a decoded tree from the cache: the text and the accepted path stay."""
     n_rejected = len(draft.tokens) - len(path)
     if n_rejected == 0:
-        return  # a chain, kept whole
+        return  # all was accepted: it had one branch
     length = backend.length(slot.first)
     if draft.is_chain:
         backend.remove(slot.first, length - n_rejected)

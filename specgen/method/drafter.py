@@ -1,4 +1,4 @@
-"""The interface of a drafter, and drafts that are made together for several sequences."""
+"""What a drafter is to the loop, and drafts that are made together for several sequences."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Clock: TypeAlias = Callable[[], float]
 
 
 class TargetStates(Protocol):
-    """Takes the target's hidden states of one text from the loop, for a drafter that reads them: those of `all_rows`,
-    of the prompt too, or the final states of the rows of rounds that have logits."""
+    """Takes the target's hidden states of one text from the loop, for a drafter that reads them. With `all_rows` these
+    are the states of every row, the prompt's too; else the final states of rows that have logits, in rounds only."""
 
     all_rows: ClassVar[bool]
 
@@ -65,8 +65,7 @@ class Drafter(Protocol):
         del result
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`, which another text follows. Only what drafts for other
-        drafters is asked for this."""
+        """Forget all of the text but its first `n_tokens`. Only drafters that serve other drafters are asked to."""
         raise BackendError(f"{self.name} cannot go back to {n_tokens} tokens")
 
 
@@ -104,8 +103,8 @@ def propose_together(
     draftings: Sequence[Drafting], clock: Clock, interrupted: Callable[[], bool] = lambda: False
 ) -> list[Proposal]:
     """Make drafts side by side: the decodes that they need in one cache become one batch. A drafting that raises gets
-    an `error`, and the others go on; the error of a decode is that of all that asked for it. Once `interrupted`
-    returns True between decodes, the draftings that are not done have no draft."""
+    an `error`, and the others go on; the error of a decode is that of all that asked for it. Once `interrupted` returns
+    True between decodes, the draftings that are not done have no draft."""
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
         proposal.resume(None, clock)
@@ -120,8 +119,7 @@ def propose_together(
 
 
 def _decode_next(waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Clock) -> None:
-    """Decode the rows that the first draft waits for, and those of others in the same cache, as many as fit; resume
-    each with its logits."""
+    """Decode what the first draft waits for, and what fits of others in the same cache; resume these with logits."""
     (first, asked), *others = waiting
     backend, batch, n_wanted = asked.backend, asked.batch, sum(asked.batch.wants_logits)
     together = [(first, asked, n_wanted)]  # the first one always gets its turn
@@ -162,11 +160,9 @@ def draft_alone(drafting: Drafting) -> Draft:
 
 
 def nonsense(draft: object, n_max: int, n_vocab: int) -> BackendError | None:
-    """Return the error of a proposal that is no draft of at most `n_max` tokens: it would fail all answers of a
-    batch."""
-    tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else ()
+    """Return the error of a proposal that is no draft of at most `n_max` tokens: all answers of a batch would fail."""
+    tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else [draft]
     are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
     if isinstance(draft, Draft) and are_tokens and len(tokens) <= n_max:
         return None
-    what = f"{list(tokens)}, {n_max} at most" if tokens else repr(draft)
-    return BackendError(f"the drafter proposed nonsense: {what}")
+    return BackendError(f"the drafter proposed {[*tokens]} as {n_max} tokens at most")

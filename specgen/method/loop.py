@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specgen.text.answer_state import AnswerState
 
 #: Decodes a round's batch for its sequences, and adds to its events. Returns the logits, the hidden states if a drafter
-#: needs them, and the seconds that other work took in the same batch.
+#: needs them, and the seconds of other work in the same batch.
 Decode: TypeAlias = Callable[
     [Batch, Sequence["AnswerState"], list[Event]], tuple[Logits, Hidden | None, float]
 ]
@@ -28,8 +28,8 @@ _MAX_PENDING = 16  # the most committed tokens in a round's batch; more are deco
 
 
 class Loop:
-    """Generates with one target. Once `interrupted` returns True between decodes, sequences finish with what they
-    have."""
+    """Rounds with one target, repeated by whoever holds the sequences (`session/answer_loop.py`). Once `interrupted`
+    returns True between decodes, sequences finish with what they have."""
 
     def __init__(
         self, target: Backend, clock: Clock, interrupted: Callable[[], bool] = lambda: False
@@ -42,24 +42,21 @@ class Loop:
         return self.clock() - self._started_s
 
     def round(self, sequences: Sequence[AnswerState], decode: Decode | None = None) -> list[Event]:
-        """Run one round for all sequences that are started and not finished: their drafts are packed into one batch
-        of the target, and verified one by one. Return the events.
+        """Run one round for all sequences that are started and not finished: their drafts are packed into one batch of
+        the target, and verified one by one. Return the events.
 
-        With p the target's distributions and q those of a draft, for each text x (Leviathan et al.,
-        arXiv:2211.17192, Algorithm 1):
+        With the target's distributions p and a draft's q, for each text x (Leviathan et al., arXiv:2211.17192):
 
             plan      how many tokens to draft, from costs and from how often they were accepted
             propose   y_1 ~ q(. | x), y_2 ~ q(. | x y_1), ..., or a tree of such tokens
             decode    p(. | x), p(. | x y_1), ..., p(. | x y_1 ... y_n), in one batch of the target
-            verify    keep the longest accepted y_1 ... y_k, and draw t from norm(max(0, p - q)), or from p
-                      after the whole draft
+            verify    keep an accepted y_1 ... y_k, and draw t as the verifier says (`verify.py`): for Algorithm 1,
+                      `ResidualVerifier`, from norm(max(0, p - q)), or from p after the whole draft
             commit    x becomes x y_1 ... y_k t; the cache forgets the other rows
             learn     how much was accepted, and what it took
 
-        `decode` decodes the batch, by default the target alone. If a sequence's grammar allows no token, or its
-        logits are not numbers, it ends with a `failure`, and the others go on. Raise `BackendError` if the target
-        cannot decode the round's batch.
-        """
+        `decode` decodes the batch, by default the target alone. If a sequence's grammar allows no token, or its logits
+        are not numbers, it ends with a `failure`, and the others go on. Raise `BackendError` if the decode fails."""
         active = [sequence for sequence in sequences if not sequence.is_finished]
         if not active:
             return []
@@ -74,7 +71,7 @@ class Loop:
         n_own, before_s, n_before_rows = len(batch.tokens), target.decode_s, target.n_decoded_rows
         logits, hidden, other_s = (decode or self.decode)(batch, active, events)
         target_s = target.decode_s - before_s - other_s
-        # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
+        # `decode` may have added other texts' rows. Restoring a recurrent state decodes some rows again.
         n_rows = target.n_decoded_rows - n_before_rows - (len(batch.tokens) - n_own)
 
         first = 0
@@ -127,8 +124,7 @@ class Loop:
                     is_forbidden = len(draft) and not len(allowed)
                     result.plan = replace(plan, reason="grammar" if is_forbidden else why)
             seconds = proposal.seconds + self.clock() - started
-            # Decoder heads, which read the last hidden state alone, ask for no decode: all their drafting counts as
-            # one.
+            # Decoder heads, which read the last hidden state alone, ask for no decode: all of it counts as one.
             asks = sequence.trail is None or sequence.trail.all_rows
             result.model_s = proposal.model_s if asks else seconds
             result.draft_s += seconds

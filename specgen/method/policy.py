@@ -6,8 +6,7 @@
     confidence    the largest probability there: what the drafter says
     acceptance    how often tokens of that confidence are accepted, if all before them are
     whole         the probability that all tokens so far are accepted, the product of their acceptances
-    credit        the time that a drafter may lose, in plain decodes: what it saved, and a small share of all time
-"""
+    credit        the time that a drafter may lose, in plain decodes: what it saved, and a small share of all time"""
 
 from __future__ import annotations
 
@@ -49,9 +48,8 @@ _N_TRIED = 3  # the tokens of a trial
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is known before a round: the tokens that the answer is expected to get still, the most that may be drafted
-    now, one behind the other, what was found without a decode, the name and price of the drafter that decodes, and the
-    most nodes of a tree (None: `n_most`)."""
+    """What is known before a round: how many tokens the answer is expected to get still, the most that may be drafted
+    in a row now, what was found without a decode, the drafter that decodes, its price, and the most nodes of a tree."""
 
     n_left: int
     n_most: int
@@ -66,9 +64,8 @@ class RoundPlan:
     """What one sequence drafts in a round, and why: either `found`, without a decode, or at most `n_max` tokens of
     `drafter`, as far as `stop` lets them go, which also cuts the finished draft.
 
-    The first `n_given` tokens repeat the end of the text, whatever `stop` says: a drafter with another vocabulary
-    drafts its last tokens anew. `prefill_s` is the drafter's prefill, an investment in later rounds. `detail` is the
-    reason with its numbers. `n_deepest` limits the levels of a tree."""
+    The first `n_given` tokens repeat the end of the text, whatever `stop` says, for a drafter with another vocabulary.
+    `prefill_s` is an investment in later rounds, `detail` the reason in words, `n_deepest` a tree's most levels."""
 
     reason: ReasonName
     n_max: int = 0
@@ -85,9 +82,8 @@ class RoundPlan:
         return self.detail or REASONS[self.reason]
 
     def after_look(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
-        """Return whether a token is drafted, whether one more look is worth a decode then, and the draft's new `whole`.
-        `n` tokens were drafted before it, with the product `whole`. The token itself is not known yet, so whether it is
-        drafted never depends on what it is."""
+        """Return whether token n, which follows a draft with this `whole`, is drafted, whether one more look is worth a
+        decode then, and the new `whole`. The token is not known yet: what it is never decides whether it is drafted."""
         if n < self.n_given:
             return True, n + 1 < self.n_max, whole
         if n >= self.n_max:
@@ -99,9 +95,8 @@ class RoundPlan:
 @dataclass(slots=True)
 class RoundResult:
     """A round of one sequence, which its steps fill in: the verified draft and its accepted nodes; the seconds of all
-    drafting; seconds and rows of the target's batch, which `n_sequences` share; the added tokens; all that was found
-    and drafted, uncut; the seconds of the draft model; the rows of hidden states before the draft; a drafter's
-    error."""
+    drafting; seconds and rows of the target's batch, which `n_sequences` share; the added tokens; what was found and
+    drafted, uncut; the draft model's seconds; the rows of hidden states before the draft; a drafter's error."""
 
     plan: RoundPlan
     draft: Draft = NO_DRAFT
@@ -147,7 +142,7 @@ class FixedPolicy:
         if self._is_tree and offer.n_nodes is not None:  # the tokens left limit its levels
             n_max, n_deepest = min(self.n_max, offer.n_nodes), offer.n_most
         plan = RoundPlan(reason, n_max, stop=self._stop, drafter=offer.drafter, detail=detail)
-        return plan if n_deepest is None else replace(plan, n_deepest=n_deepest)
+        return replace(plan, n_deepest=n_deepest)
 
     def observe(self, result: RoundResult) -> None: ...
 
@@ -299,8 +294,7 @@ class CostAwarePolicy:
             self._values = []
 
     def acceptance_of(self, origin: str, rank: int = 0) -> AcceptanceRates:
-        """Return the acceptance rates, in this text, of a drafter's tokens that have `rank` better siblings: second
-        guesses are another matter."""
+        """Return the acceptance rates, in this text, of a drafter's tokens with `rank` better siblings."""
         name = f"{origin}:{min(rank, N_RANKS) + 1}" if rank else origin
         if (here := self._here.get(name)) is None:
             counts = self._known.setdefault(name, AcceptanceRates(name)).counts

@@ -145,13 +145,12 @@ class AcceptanceCounts:
 
 class AcceptanceRates:
     """The probabilities, in one text, that a drafted token is accepted if all before it were, by its drafter's
-    confidence in [0, 1]. All texts share `counts`. Of this text its deviation is learnt, one number: some texts suit a
-    draft better than others."""
+    confidence in [0, 1]: those of all texts, in `counts`, and how far this text deviates from them, one number."""
 
     def __init__(self, origin: str = "model", counts: AcceptanceCounts | None = None) -> None:
         self.counts = counts if counts is not None else AcceptanceCounts()
-        # Models are right more often than they say when they are unsure, and less often when sure; n-grams, and
-        # tokens behind a better sibling, are less often.
+        # Models are right more often than they say when they are unsure, and less often when sure; n-grams, and tokens
+        # behind a better sibling, are less often.
         at_0, slope = (0.0, 0.8) if ":" in origin else (0.15, 0.78)
         at_0, slope = (0.0, 0.85) if origin in NGRAM_ORIGINS else (at_0, slope)
         self._prior = [at_0 + slope * middle for middle in _MIDDLES]
@@ -160,8 +159,7 @@ class AcceptanceRates:
         self._curve: list[float | None] = [None] * N_BINS  # None: not asked for since a judgement
 
     def acceptance(self, confidence: float) -> float:
-        """Return the acceptance probability of a confidence's bin: that in all texts, shifted by this text's
-        deviation."""
+        """Return the acceptance probability of a confidence's bin: that of all texts and this one's deviation."""
         index = bisect.bisect_left(BIN_EDGES, confidence)
         if (known := self._curve[index]) is not None:
             return known
@@ -231,10 +229,9 @@ def judge_drafts(rates: Rates, drafts: Sequence[Draft], text: Sequence[int], n_r
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all
-    its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
-
-    A confidence costs a pass over the logits, if `needs_confidence`."""
+    """How far a draft goes: while its model gives a token at least `p_min` (as llama.cpp), and the product of all its
+    tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified. A confidence is a
+    pass over the logits, if `needs_confidence`."""
 
     p_min: float = 0.0
     n_min: int = 0
@@ -306,11 +303,10 @@ class WhilePaying(Stop):
     def wholes(self, draft: Draft) -> list[float]:
         """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
         wholes: list[float] = []
-        for parent, origin, rank, confidence in zip(
-            draft.parents, draft.origins, draft.ranks, draft.probabilities, strict=True
-        ):
-            rates = self.rates(origin, rank)
-            acceptance = rates.acceptance(1.0 if confidence is None else confidence)
+        for node, parent in enumerate(draft.parents):
+            rates = self.rates(draft.origins[node], draft.ranks[node])
+            known = draft.probabilities[node]
+            acceptance = rates.acceptance(1.0 if known is None else known)
             wholes.append(acceptance if parent == ROOT else acceptance * wholes[parent])
         return wholes
 
@@ -318,12 +314,11 @@ class WhilePaying(Stop):
 def values_of_looks(
     extra_s: Sequence[float], next_s: float, token_s: float, rates: AcceptanceRates
 ) -> list[list[float]]:
-    """Return V, the value in seconds of a look at the next token: by n, the tokens of the draft so far, and by W,
-    their whole, on the grid.
+    """Return V, the value in seconds of a look at the next token: by n, the tokens of the draft so far, and by W, their
+    whole, on the grid.
 
-    V(n, W) = -next_s + the mean over bins b of max(0, W acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
-    + max(0, V(n + 1, W acceptance[b]))), and V(n_max, W) = 0: look, then add the token or not, then look again or not.
-    """
+    V(n, W) = -next_s + the mean over bins b of max(0, W acceptance[b] token_s - (extra_s[n + 1] - extra_s[n]) + max(0,
+    V(n + 1, W acceptance[b]))), and V(n_max, W) = 0: look, then add the token or not, then look again or not."""
     frequencies = rates.frequencies()
     # Axes: W on the grid, bin b. The token that is looked at turns W into W acceptance[b].
     log_wholes = np.add.outer(_LOG_GRID, np.log(rates.curve()))

@@ -1,8 +1,7 @@
 """Verifiers: which drafted tokens are accepted, and which token follows them.
 
-All are exact: the text is distributed as from the target alone. *Target* is the distribution that its logits give
-after a node, with samplers and grammar; *draft* is the one that a drafted token was drawn from.
-"""
+All are exact: the text is distributed as from the target alone. *Target* is the distribution that its logits give after
+a node, with samplers and grammar; *draft* is the one that a drafted token was drawn from."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Judges a draft. With `wants_draws` it accepts more of a drawn draft than of the likeliest tokens."""
+    """Judges a draft. With `wants_draws`, drafters should draw their tokens, not take the likeliest."""
 
     @property
     def wants_draws(self) -> bool: ...
@@ -44,13 +43,12 @@ class Verifier(Protocol):
 
 
 class ResidualVerifier:
-    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection go on with the
-    residual, normalize(max(0, target - draft)).
+    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection go on with the residual,
+    normalize(max(0, target - draft)).
 
-    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm
-    2), for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be drawn without
-    replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). In independent walks a token is tried as often as it was
-    drawn."""
+    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm 2),
+    for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be drawn without
+    replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). Of independent walks each draw is tried."""
 
     wants_draws = True
 
@@ -72,18 +70,17 @@ class ResidualVerifier:
     def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
         """Try the nodes that may come next, after which the target has this distribution."""
         for child in tries:
-            token, source = draft.tokens[child], drawn_from(draft, child)
-            if rng.random() * source.probability(token) < target.probability(token):
+            token, drafted = draft.tokens[child], drawn_from(draft, child)
+            if rng.random() * drafted.probability(token) < target.probability(token):
                 return child, target
-            # Nothing is left only if the two are equal up to rounding, and so is the target then.
-            target = target.minus(source) or target
+            # Nothing is left only if the two are equal up to rounding: the target itself is right then.
+            target = target.minus(drafted) or target
         return None, target
 
 
 class MatchVerifier(ResidualVerifier):
-    """Draw the target's token; go on while it is one of the drafted children: at temperature 0, while the draft is the
-    argmax. A seed gives the same text with and without a draft. Nothing is better for a draft that was not drawn at
-    random."""
+    """Draw the target's token; go on while it is one of the drafted children (at temperature 0: the argmax). A seed
+    gives the same text with and without a draft. No verifier accepts more of a draft that was not drawn."""
 
     wants_draws = False
 
@@ -97,8 +94,8 @@ class SpecTrVerifier(ResidualVerifier):
     """Choose among the next tokens of k independent drafts: k-sequential selection (Sun et al., arXiv:2310.15141,
     Algorithm 2). With one draft left, k = 1, this is residual sampling.
 
-    A token x is taken with probability min(1, target(x) / (rho draft(x))), with the same rho in [1, k] for all. After
-    k rejections a token is drawn from normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where
+    A token x is taken with probability min(1, target(x) / (rho draft(x))), with the same rho in [1, k] for all. After k
+    rejections a token is drawn from normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where
     beta(rho) = sum of min(draft, target / rho) is the probability that a single draft is taken. rho is the least one
     for which no token is taken too often, 1 - (1 - beta)^k <= rho beta."""
 
@@ -134,12 +131,12 @@ def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
 
 
 class BlockVerifier(ResidualVerifier):
-    """Judge a drawn chain as a block, which on average never accepts fewer tokens than judging them one by one (Sun
-    et al., arXiv:2403.10444, Algorithm 2).
+    """Judge a drawn chain as a block, which on average never accepts fewer tokens than judging them one by one (Sun et
+    al., arXiv:2403.10444, Algorithm 2).
 
     With r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)), the prefix of length i is accepted with
-    probability h(i) = s(i) / (s(i) + 1 - r(i)), where s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after
-    that prefix; the whole chain with h = r. The longest accepted prefix is kept, and the token after it drawn from
+    probability h(i) = s(i) / (s(i) + 1 - r(i)), where s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after that
+    prefix; the whole chain with h = r. The longest accepted prefix is kept, and the token after it drawn from
     normalize(max(0, r target - draft)). A chain's end may depend on the tokens before it.
 
     In a tree, each run of only children is a block; if it is accepted whole, the siblings after it are judged by

@@ -26,7 +26,6 @@ from specgen.events import (
     TokenLogprob,
     VerifiedEvent,
 )
-from specgen.method.backend import Vocabulary
 from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.drafter import TargetStates
 from specgen.method.policy import Offer, Policy, RoundResult
@@ -36,6 +35,7 @@ from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import log_probabilities, most_likely
 from specgen.text.text_state import Cascade, Shaper, TextState, TextStream
+from specgen.text.vocabulary import Vocabulary
 
 #: The expected tokens of an answer that has just begun: for few, reading the prompt does not pay off.
 _N_EXPECTED = 8

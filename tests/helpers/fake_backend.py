@@ -112,6 +112,9 @@ class FakeVocabulary:
                 tokens += self._merged(data) if self.merges else self._longest(data)
         return tokens
 
+    def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]:
+        return self.tokenize(text, add_special=False, parse_special=parse_special)
+
     def token_bytes(self, token_id: int) -> bytes:
         return b"" if self._is_control(token_id) else self.pieces[token_id]
 

@@ -21,12 +21,7 @@ PIECES = [
 END = len(PIECES)
 
 
-class Vocabulary(FakeVocabulary):
-    def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]:
-        return self.tokenize(text, add_special=False, parse_special=parse_special)
-
-
-VOCABULARY = Vocabulary((*PIECES, b"END"), ends=frozenset([END]))
+VOCABULARY = FakeVocabulary((*PIECES, b"END"), ends=frozenset([END]))
 CALLS = Grammar("lark", 'start: /[ab]{1,3}/ "</call>"', mark="<call>")
 MUST_CALL = Grammar("lark", 'start: "<call>" /[ab]{1,3}/ "</call>"', True, "<call>")
 THOUGHTS = ThoughtMarks("<t>", "</t>")

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import numpy as np
 
-from specgen.method import backend
 from specgen.system.arrays import BoolArray, TokenArray
 
 
@@ -52,12 +51,6 @@ class GrammarState(Protocol):
         """Return the only token that may come next, if there is exactly one; if only end-of-text tokens
         may, the first of them. This is much cheaper than a model's decode."""
         ...
-
-
-class Vocabulary(backend.Vocabulary, Protocol):
-    """A vocabulary that tokenizes text in the middle of other text."""
-
-    def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]: ...
 
 
 class _Ended:

@@ -19,9 +19,10 @@ import numpy as np
 from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
-from specgen.text.grammar.base import ENDED, GrammarState, Vocabulary
+from specgen.text.grammar.base import ENDED, GrammarState
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
 from specgen.text.text_state import n_begun
+from specgen.text.vocabulary import Vocabulary
 
 #: A call at the beginning of a text, and what follows it.
 _BARE = "start: bare /(?s:.)+/?"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from specgen.errors import UsageError
-from specgen.text.grammar.base import Vocabulary
+from specgen.text.vocabulary import Vocabulary
 
 #: llama.cpp's own limit on repetitions; a larger maximum means "any number" to it.
 _MAX_REPETITIONS = 2000

@@ -20,8 +20,9 @@ import numpy as np
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
-from specgen.text.grammar.base import ENDED, GrammarState, Vocabulary
+from specgen.text.grammar.base import ENDED, GrammarState
 from specgen.text.grammar.gbnf import to_lark
+from specgen.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

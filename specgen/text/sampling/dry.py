@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specgen.method.backend import Vocabulary
 from specgen.system.arrays import ProbArray, TokenArray
 from specgen.text.sampling.samplers import last
+from specgen.text.vocabulary import Vocabulary
 
 #: The limits of llama.cpp: the longest breaker in bytes, and the most tokens after its first.
 _MAX_BREAKER_BYTES = 40
