@@ -165,4 +165,4 @@ def nonsense(draft: object, n_max: int, n_vocab: int) -> BackendError | None:
     are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
     if isinstance(draft, Draft) and are_tokens and len(tokens) <= n_max:
         return None
-    return BackendError(f"the drafter proposed {[*tokens]} as {n_max} tokens at most")
+    return BackendError(f"the drafter proposed nonsense: {[*tokens]}, {n_max} at most")

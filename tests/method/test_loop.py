@@ -194,7 +194,7 @@ def test_a_failing_drafter_ends_drafting_and_not_the_answer() -> None:
 
 #: What a drafter with a bug may return, and what is said of it.
 NONSENSE: dict[str, Callable[[Draft, int], object]] = {
-    "nonsense: None": lambda _draft, _n_max: None,
+    "nonsense: [None], 4 at most": lambda _draft, _n_max: None,
     "[1, 12], 4 at most": lambda _draft, _n_max: Draft.chain([1, N_VOCAB], "model"),
     "[-1], 4 at most": lambda _draft, _n_max: Draft.chain([-1], "model"),
     "[2.5], 4 at most": lambda _draft, _n_max: Draft.chain(cast(list[int], [2.5]), "model"),
