@@ -24,7 +24,8 @@ FinishReason: TypeAlias = Literal["stop", "length", "context", "interrupted"]
 TokenKind: TypeAlias = Literal["accepted", "corrected", "bonus", "plain", "forced"]
 
 
-#: Why a round drafts, or why it drafts nothing: a key of `REASONS`. The list is closed.
+#: Why a round drafts, or why it drafts nothing: a key of `REASONS`. The list is closed. Policies give most of these,
+#: `method/loop.py` those of a draft that came to nothing.
 ReasonName: TypeAlias = str
 
 REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(

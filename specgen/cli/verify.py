@@ -6,7 +6,7 @@ import json as json_module
 import os
 import sys
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from typer import Option
 
@@ -17,6 +17,9 @@ from specgen.cli.output import Output
 from specgen.errors import DefectError, UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoice, SamplerOptions
 from specgen.session.choose_models import find_models
+
+if TYPE_CHECKING:
+    from specgen.session.session import Session
 
 #: The temperature of sampled checks if none is given: llama.cpp's default.
 _TEMPERATURE = 0.8
@@ -69,7 +72,6 @@ def verify(
     from specgen.measure.verify import (
         N_SEARCHED,
         VerifyReport,
-        checked_instead,
         run_checks,
         ways_to_draft,
     )
@@ -117,7 +119,7 @@ def verify(
             skipped=skipped,
             is_interrupted=stop(),
             kernels=session.target.kernels,
-            instead=checked_instead(session),
+            instead=_checked_instead(session),
             unequal_rows=session.target.row_exception if session.target.has_kernels else "",
         )
     if json:
@@ -138,3 +140,17 @@ def verify(
             hint="use other --prompts, or options that draft more (--draft-p-min 0, --ngram-min 1)",
         )
     return 0
+
+
+def _checked_instead(session: Session) -> tuple[str, ...]:
+    """Return how drafts differ from those that were asked for, and why."""
+    draft, drafting, found = session.draft, session.options.drafting, list[str]()
+    if draft is None:
+        return ()
+    if drafting.tree.is_fixed and session.why_chains:
+        found.append(f"drafts were chains, not trees of {drafting.tree}: {session.why_chains}")
+    if drafting.verifier not in ("auto", "match") and not draft.can_draw:
+        found.append(
+            f"they were matched, not judged by {drafting.verifier}: none was drawn at random"
+        )
+    return tuple(found)

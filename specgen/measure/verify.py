@@ -68,20 +68,6 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
     return ways
 
 
-def checked_instead(session: Session) -> tuple[str, ...]:
-    """Return how drafts differ from those that were asked for, and why."""
-    draft, drafting, found = session.draft, session.options.drafting, list[str]()
-    if draft is None:
-        return ()
-    if drafting.tree.is_fixed and session.why_chains:
-        found.append(f"drafts were chains, not trees of {drafting.tree}: {session.why_chains}")
-    if drafting.verifier not in ("auto", "match") and not draft.can_draw:
-        found.append(
-            f"they were matched, not judged by {drafting.verifier}: none was drawn at random"
-        )
-    return tuple(found)
-
-
 def run_checks(
     session: Session,
     prompts: Mapping[int, Prompt],

@@ -28,8 +28,8 @@ _SHORTEST_COMPARED = 30
 
 
 class ReadingCosts:
-    """What reading prompts costs. A token takes longer the deeper it is, since attention sees all before it: two numbers,
-    fitted to the latest pieces, tell how long. While these were of one depth, `_N_DOUBLING` is a guess."""
+    """What reading prompts costs. A token takes longer the deeper it is, since attention sees all before it: two
+    numbers, fitted to the latest pieces, tell how long. While these were of one depth, `_N_DOUBLING` is a guess."""
 
     def __init__(self) -> None:
         #: Fading sums of least squares over tokens: their number, depth and its square, seconds, seconds by depth.
@@ -118,8 +118,8 @@ class AnswerLoop(Loop):
         n_most: int | None = None,
         is_unwanted: Callable[[], bool] = lambda: False,
     ) -> list[Event]:
-        """Decode a piece of a prompt, of at most `n_most` tokens; after the last one, commit the first token. The answer
-        ends in the middle of the decode if it `is_unwanted`."""
+        """Decode a piece of a prompt, of at most `n_most` tokens; after the last one, commit the first token. The
+        answer ends in the middle of the decode if it `is_unwanted`."""
         if sequence.is_finished:
             return []
         started, target_s = self.clock(), self.target.decode_s
@@ -163,8 +163,8 @@ class AnswerLoop(Loop):
         return [*reading, *events]
 
     def add_piece(self, batch: Batch, sequence: AnswerState, n_most: int) -> bool:
-        """Add the next tokens of the text that the cache lacks to a batch. Return whether these are the last ones, whose
-        last row wants logits."""
+        """Add the next tokens of the text that the cache lacks to a batch. Return whether these are the last ones,
+        whose last row wants logits."""
         text, first = sequence.tokens, sequence.slot.first
         start = self.target.length(first)
         n_most = min([n_most, *(stop - start for stop in sequence.stops if stop > start)])
@@ -183,7 +183,8 @@ class AnswerLoop(Loop):
         scored: tuple[Piece, ...] = (),
     ) -> list[Event]:
         """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are tokens with
-        their log-probabilities. After the last piece, whose `logits` are float32[1, n_vocab], commit the first token."""
+        their log-probabilities. After the last piece, whose `logits` are float32[1, n_vocab], commit the first
+        token."""
         tally, n_held = sequence.tally, self.target.length(sequence.slot.first)
         self.reading.observe(sequence.n_read, n_held - sequence.n_read, target_s)
         sequence.n_read = min(n_held, sequence.n_prompt)

@@ -193,8 +193,8 @@ _SEEN = TypeAdapter(_Seen)
 
 
 class _SeenPrompts:
-    """The latest `_N_SEEN` prompts, in a file to which processes add lines; each reads the new ones only. Now and then the
-    file is written anew; a line that another process adds at this moment is lost."""
+    """The latest `_N_SEEN` prompts, in a file to which processes add lines; each reads the new ones only. Now and
+    then the file is written anew; a line that another process adds at this moment is lost."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -268,9 +268,9 @@ class PrefixStore:
     def extend(
         self, slot: CacheSlot, prompt: Prompt, marks: Sequence[int], n_held: int, n_again: int
     ) -> int:
-        """Load the longest stored prefix of a prompt, if the slot's `n_held` tokens are fewer: at most all tokens but the
-        last, and the `n_again` before it. Return how many were loaded. Decide what is stored when it is read; `marks` are
-        the places of control tokens."""
+        """Load the longest stored prefix of a prompt, if the slot's `n_held` tokens are fewer: at most all tokens but
+        the last, and the `n_again` before it. Return how many were loaded. Decide what is stored when it is read;
+        `marks` are the places of control tokens."""
         backend, n_loaded = self._context.backend, 0
         sequence, tokens = slot.branches(backend).first, np.array(prompt.tokens, "<i4")
         self._due.pop(sequence, None)
@@ -346,8 +346,8 @@ class PrefixStore:
                     self._drop(path)
 
     def _load(self, sequence: int, saved: SavedText | None, n: int, n_held: int) -> int:
-        """Let a sequence hold the first `n` tokens of an entry, if that is quicker than to read what it lacks. Return how
-        many were loaded."""
+        """Let a sequence hold the first `n` tokens of an entry, if that is quicker than to read what it lacks. Return
+        how many were loaded."""
         if saved is None or n <= n_held:
             return 0
         if saved.token_s and (n - n_held) * saved.token_s < saved.n_bytes / self._bytes_per_s:
@@ -391,8 +391,8 @@ class PrefixStore:
         return 0
 
     def _shared(self, tokens: NDArray[np.int32], points: set[int], subject: str) -> int:
-        """Return how many tokens a prompt shares with an earlier one before they part; 0 if it goes on behind one that is
-        as long. The same prompt counts if another process read it."""
+        """Return how many tokens a prompt shares with an earlier one before they part; 0 if it goes on behind one
+        that is as long. The same prompt counts if another process read it."""
         key = self._context.key
         hashed = functools.partial(hashlib.blake2b, key=self._secret(), digest_size=8)
         n, known = len(tokens), [seen for seen in self._seen.read() if seen.key == key]

@@ -111,8 +111,8 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A stream of JSON values: of lines, or of server-sent events. The name of a ``named`` one is its `type`; others end
-    with `data: [DONE]`. While there is none, an `alive` event, or a comment, keeps the stream open.
+    """A stream of JSON values: of lines, or of server-sent events. The name of a ``named`` one is its `type`; others
+    end with `data: [DONE]`. While there is none, an `alive` event, or a comment, keeps the stream open.
 
     `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it accepts no
     data for `client_s` seconds.
@@ -339,7 +339,8 @@ class DrainingServer(uvicorn.Server):
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 on a connection that is closed if the head of a request does not come in `head_s` seconds (0: no limit)."""
+    """HTTP/1.1 on a connection that is closed if the head of a request does not come in `head_s` seconds (0: no
+    limit)."""
 
     head_s: ClassVar[float] = 0.0
 

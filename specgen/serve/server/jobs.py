@@ -55,7 +55,7 @@ class Turns:
 
 
 class Job:
-    """The answers of one request."""
+    """One HTTP request: `answers` are its requests to the engine."""
 
     def __init__(
         self, answers: Sequence[Request], submitted_s: float, loop: asyncio.AbstractEventLoop
@@ -90,7 +90,7 @@ class Job:
         return news
 
     def send(self, news: Sequence[JobEvent]) -> None:
-        """Give the request events. Nobody waits for it: it may be slow, or gone."""
+        """Queue events for the client, without waiting: it may be slow, or gone."""
         is_last = not self._open
 
         def put() -> None:
@@ -123,8 +123,8 @@ class ServedModel:
     """A model that generates text, and a thread that steps its engine while there are jobs.
 
     `n_waiting` answers may wait for a free slot. `turns` is held for each step, so that engines take turns with all
-    cores. `idle` is called after the last answer. `note` gets lines about long prompts. `failure` is the exception that ended the thread, a bug or a lost
-    worker; all answers have failed then.
+    cores. `idle` is called after the last answer. `note` gets lines about long prompts. `failure` is the exception
+    that ended the thread, a bug or a lost worker; all answers have failed then.
     """
 
     def __init__(
@@ -167,17 +167,17 @@ class ServedModel:
         if self.n_open + n_answers > self.n_parallel + self._n_waiting:
             raise RequestError.queue_full()
 
-    def submit(self, asks: Sequence[Insert], loop: asyncio.AbstractEventLoop) -> Job:
+    def submit(self, inserts: Sequence[Insert], loop: asyncio.AbstractEventLoop) -> Job:
         """Submit answers, from any thread; their events go to this event loop. Raise `RequestError`, what
         `Engine.insert` raises, and `BackendError` if the thread has ended; nothing is submitted then."""
         now = time.monotonic()
         with self._changed:
             self._check_running()
-            self.check_room(len(asks))
-            self.n_open += len(asks)
+            self.check_room(len(inserts))
+            self.n_open += len(inserts)
         answers: list[Request] = []
         try:  # without the lock: reading a grammar may take long, and the thread goes on meanwhile
-            answers.extend(ask(self.engine) for ask in asks)
+            answers.extend(insert(self.engine) for insert in inserts)
             job = Job(answers, now, loop)
             with self._changed:
                 self._check_running()
@@ -188,7 +188,7 @@ class ServedModel:
             for answer in answers:
                 self.engine.cancel(answer)
             with self._changed:
-                self.n_open -= len(asks)
+                self.n_open -= len(inserts)
             raise
         return job
 
