@@ -43,7 +43,7 @@ _SHARE = 0.014  # the share of all time that goes to its credit
 _MOST_SAVED = 16.0  # its most credit; the most that a round may cost, else the machine stood still
 _MOST_LOST = 4.0  # the debt with which it waits
 _MOST_AHEAD = 2.0  # the longest prefill, over the answer's time so far; a quarter in a trial
-_N_TRIED = 3  # the tokens of a trial
+_N_TRIED, _MOST_TRIED = 3, 0.1  # the tokens of a trial; its largest share of the answer's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +237,9 @@ class CostAwarePolicy:
         value_s = self._values[0][-1] + price.next_s - price.first_s
         value_s -= _PREFILL_MARGIN * price.prefill_s / n_rounds
         pays = value_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
-        n_tried = min(self.n_max, _N_TRIED)
-        # One trial says little: there is credit for several.
+        n_tried = min(self.n_max, _N_TRIED)  # one trial says little: there is credit for several
         trials_s = price.prefill_s + 3 * (price.seconds(n_tried) + extra_s[n_tried])
+        most_s = _MOST_TRIED * (self._elapsed_s + offer.n_left * plain_s)
         if credit < -_MOST_LOST:
             reason, why = "put aside", ""
         elif pays and price.prefill_s <= _MOST_AHEAD * self._elapsed_s:
@@ -250,7 +250,7 @@ class CostAwarePolicy:
             guess = (price.seconds(2) - price.first_s) / plain_s
             reason = "row cost"
             why = f"a guess costs {guess:.2f} of a token of the target, and checking it {self._row(stop)}"
-        elif trials_s <= min(credit * plain_s, _MOST_AHEAD / 4 * self._elapsed_s):
+        elif trials_s <= min(credit * plain_s, _MOST_AHEAD / 4 * self._elapsed_s, most_s):
             tried = Stop(needs_confidence=True)
             return replace(plan, reason="trial", n_max=min(n_max, n_tried), stop=tried), -math.inf
         elif price.prefill_s > 0.0:
