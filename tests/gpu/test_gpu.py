@@ -122,7 +122,9 @@ def test_drafts_change_nothing(
     """A target by its cache, or one whose hidden states the draft reads."""
     report = verified(specgen, models, cache, DRAFTS.get(draft, (draft,)), place)
     assert {each["n_at_once"] for each in report["greedy"]} == {1, 3}
-    assert all(each["n_drafted"] for each in report["greedy"])
+    # A random model may repeat nothing in one answer.
+    drafted = [each["n_drafted"] > 0 for each in report["greedy"]]
+    assert any(drafted) if draft.endswith("ngram") else all(drafted)
 
 
 @pytest.mark.parametrize(
