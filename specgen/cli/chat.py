@@ -19,7 +19,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Interrupt, Output, say
+from specgen.cli.output import Interrupt, Output, error_console, say
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.system.progress import counted
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
-    from rich.console import Console
 
     from specgen.events import Event
     from specgen.serve.chat import Chat, Conversation
@@ -138,12 +137,6 @@ def _greeting(conversation: Conversation) -> str:
     return f"{greeting}; the last one has no answer: /regen" if conversation.is_open else greeting
 
 
-def _console() -> Console:
-    from specgen.render.streams import make_console
-
-    return make_console(sys.stderr, os.environ)
-
-
 #: How many turns are shown where a conversation goes on, and the most lines of each answer.
 _N_RECALLED, _N_LINES = 2, 8
 
@@ -225,7 +218,7 @@ class _Dialogue:
             lines = answer.strip().splitlines()
             cut = ["..."] if len(lines) > _N_LINES else []
             text = "\n".join([f"> {clean(turn.question)}", *cut, *lines[-_N_LINES:]])
-            _console().print(f"{text}\n", style="dim")
+            error_console().print(f"{text}\n", style="dim")
 
     # --- commands
 
@@ -284,7 +277,7 @@ class _Dialogue:
         last = self._chat.last
         if last is None or not (thought := thought_of(last[0].text, last[1].text)):
             raise UsageError("the last answer of this run has no thinking block")
-        _console().print(clean(thought), style="dim", soft_wrap=True)
+        error_console().print(clean(thought), style="dim", soft_wrap=True)
 
     def stats(self, _argument: str) -> None:
         from specgen.render.summary import print_summary
@@ -293,7 +286,7 @@ class _Dialogue:
         if self._chat.last is None:
             raise UsageError("there is no answer yet")
         prompt, last = self._chat.last
-        print_summary(_console(), last, draft=prompt.draft, kernels=prompt.kernels)
+        print_summary(error_console(), last, draft=prompt.draft, kernels=prompt.kernels)
         n_used, n_ctx = last.n_prompt_tokens + last.n_tokens, self._chat.n_ctx
         parts = totals(len(self._chat.answers), self._chat.answers)
         say(f"in all: {', '.join(parts)}, {n_used} of {n_ctx} tokens of context in use")

@@ -21,6 +21,8 @@ from specgen.sampler_options import option
 from specgen.system.progress import Progress, ProgressView
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from specgen.events import Event, FinishedEvent
     from specgen.render.live import FoldedThought
     from specgen.session.prompts import Prompt
@@ -91,9 +93,7 @@ class Output:
     def status(self, text: str) -> contextlib.AbstractContextManager[object]:
         if self.quiet or self.verbose or not sys.stderr.isatty():
             return contextlib.nullcontext()
-        from specgen.render.streams import make_console
-
-        return make_console(sys.stderr, os.environ).status(text)
+        return error_console().status(text)
 
     def needs(self, answer: GenerationOptions) -> GenerationOptions:
         """Return the options of an answer, with the probabilities that are shown. Raise `UsageError`."""
@@ -114,7 +114,6 @@ class Output:
         """Show an answer, and its summary; return its last event. A conversation is shown with thoughts `folded`."""
         from specgen.events import FinishedEvent, PromptEvent
         from specgen.render.live import LiveRenderer, make_renderer
-        from specgen.render.streams import make_console
         from specgen.render.summary import print_summary
 
         renderer = make_renderer(
@@ -131,21 +130,21 @@ class Output:
             newline=self.newline,
         )
         seen: dict[type[Event], Any] = {}
-        told: list[Event] = []
+        replayed: list[Event] = []
         with contextlib.closing(events), renderer:
             for event in events:
                 renderer.handle(event)
                 seen[type(event)] = event
-                told += [event] if self.html is not None else []
+                replayed += [event] if self.html is not None else []
         if self.html is not None:
             from specgen.render.pages import write_replay
 
-            write_replay(self.html, told)
+            write_replay(self.html, replayed)
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
         if finished is not None and prompt is not None and self.has_summary:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
             print_summary(
-                make_console(sys.stderr, os.environ),
+                error_console(),
                 finished,
                 draft=prompt.draft,
                 kernels=prompt.kernels,
@@ -172,6 +171,13 @@ def show_answer(
     session.memory.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"
     return interrupt.exit_code if is_cut else 0, finished
+
+
+def error_console() -> Console:
+    """Return Rich's console on standard error."""
+    from specgen.render.streams import make_console
+
+    return make_console(sys.stderr, os.environ)
 
 
 def say(text: str) -> None:

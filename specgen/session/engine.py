@@ -258,7 +258,7 @@ class Engine:
         where reading the prompt stops: where its state is stored and, for a model that cannot go back anywhere, before
         the answer's turn, behind which the next prompt may go on otherwise than this answer."""
         stops, n, n_loaded = [0], len(prompt.tokens), 0
-        marks = marks_in(self.target.vocabulary, prompt.tokens)
+        marks = marks_in(self.target.vocabulary, prompt.tokens) if n > _LEAST_ANCHORED else ()
         if self._prefixes is not None:
             n_loaded = self._prefixes.extend(slot, prompt, marks, n_held, n_again)
             stops.append(self._prefixes.due(slot.branches(self.target).first))
