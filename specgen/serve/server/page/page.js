@@ -93,7 +93,9 @@ function restore() {
   } catch (error) { // another version of this page kept them
     console.warn(error);
   }
-  conversation.scrollTop = conversation.scrollHeight;
+  if (turns.length) { // what an empty page says is read from its beginning
+    conversation.scrollTop = conversation.scrollHeight;
+  }
 }
 
 function keepSettings() {
