@@ -17,10 +17,10 @@ from specgen.drafters.kinds import refuse_draft
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.context import CONTEXT_OVERHEAD_BYTES
-from specgen.llama.embeddings import Embedder, EmbeddingModel
+from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
 from specgen.llama.gguf_file import GgufMetadata, check_file, parts_of
 from specgen.llama.kernels.attached import kernel_problem
-from specgen.llama.model import CACHE_TYPES, pooling_of
+from specgen.llama.model import CACHE_TYPES
 from specgen.models.files import model_stem, shard_number
 from specgen.options import ContextOptions, DraftSource, SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns
