@@ -199,10 +199,8 @@ class _Dialogue:
 
     def _answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
-        from specgen.render.live import FoldedThought
-
         with without_echo(), self._stop:
-            finished = self._output.show_answer(events, FoldedThought)
+            finished = self._output.show_answer(events, in_chat=True)
         more = {"length": "-n allows more", "context": "the context is full: -c allows more"}
         if finished is not None and finished.finish_reason in more and not self._output.json:
             cut = f"the answer was cut off after {finished.n_tokens} tokens"

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.events import Event, FinishedEvent
-    from specgen.render.live import FoldedThought
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
@@ -109,9 +108,9 @@ class Output:
         return answer
 
     def show_answer(
-        self, events: Generator[Event, None, None], folded: type[FoldedThought] | None = None
+        self, events: Generator[Event, None, None], *, in_chat: bool = False
     ) -> FinishedEvent | None:
-        """Show an answer, and its summary; return its last event. A conversation is shown with thoughts `folded`."""
+        """Show an answer, and its summary; return its last event."""
         from specgen.events import FinishedEvent, PromptEvent
         from specgen.render.live import LiveRenderer, make_renderer
         from specgen.render.summary import print_summary
@@ -126,7 +125,7 @@ class Output:
             quiet=self.quiet,
             verbose=self.verbose > 0,
             thinks=self.thinks,
-            folded=folded,
+            in_chat=in_chat,
             newline=self.newline,
         )
         seen: dict[type[Event], Any] = {}

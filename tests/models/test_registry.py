@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import UnknownModelError, UsageError
-from specgen.models.files import FileIdentity, identify, shard_number
+from specgen.models.files import SHARD, FileIdentity, identify
 from specgen.models.hub_names import folder_of
 from specgen.models.registry import NGRAM, CatalogueModel, Pair, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
@@ -251,8 +251,8 @@ def test_a_model_in_shards_is_as_large_as_all_of_them(tmp_path: Path) -> None:
     assert size_of("m-00004-of-00003.gguf") is None
     assert size_of("nothing.gguf") is None
     assert identify(tmp_path) is None
-    numbers = [shard_number(Path(name)) for name in ("m-00002-of-00003.gguf", "m.gguf", "m-2.gguf")]
-    assert numbers == [2, None, None]
+    shards = [SHARD.fullmatch(name) for name in ("m-00002-of-00003.gguf", "m.gguf", "m-2.gguf")]
+    assert [shard and shard["number"] for shard in shards] == ["00002", None, None]
 
 
 # --- which draft is taken

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from scripts.make_picture import main
 from specgen.events import EVENT_TYPES, DraftedEvent, Event, to_json_object
-from specgen.render.live import FoldedThought, make_renderer
+from specgen.render.live import make_renderer
 from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
 from specgen.system.files import to_line
 from tests.helpers.events import Script
@@ -128,7 +128,7 @@ def test_a_simple_terminal_gets_plain_text_and_a_line_feed(term: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "a\n"])
 def test_in_a_conversation_each_answer_ends_its_line(text: str) -> None:
-    answer, _ = run(Script().prompt().plain(text).finish(), stats=False, folded=FoldedThought)
+    answer, _ = run(Script().prompt().plain(text).finish(), stats=False, in_chat=True)
     assert answer == text.rstrip("\n") + "\n"
 
 
