@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable
 from functools import cached_property
@@ -11,7 +10,6 @@ from typing import Any
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama.gguf_file import (
-    GgufMetadata,
     check_file,
     holds_mtp_only,
     opened_parts,
@@ -140,7 +138,7 @@ class LlamaModel:
     @property
     def pooling(self) -> int | None:
         """llama.cpp's number of how hidden states are pooled; None if this is no embedding model."""
-        return _pooling(self.architecture, self.number("pooling_type"))
+        return pooling_in(self.architecture, self.number("pooling_type"))
 
     @property
     def n_mtp_layers(self) -> int:
@@ -182,13 +180,6 @@ class LlamaModel:
     @property
     def is_remote(self) -> bool:
         return self.loaded.remote is not None
-
-    @property
-    def computed_where(self) -> str:
-        """Where its layers are computed, if not by this process; else empty."""
-        if self.is_remote:
-            return "on workers (--rpc)"
-        return "" if self.n_layer else "elsewhere"  # only its vocabulary is loaded
 
     @property
     def call(self) -> Callable[..., Any]:
@@ -304,15 +295,7 @@ class LlamaModel:
         raise ModelFileError(f"{self.path}: {why}", hint)
 
 
-def pooling_of(file: Path) -> int | None:
-    """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is none."""
-    with contextlib.suppress(BackendError), GgufMetadata(file) as about:
-        architecture = about.text("general.architecture")
-        return _pooling(architecture, about.number(f"{architecture}.pooling_type"))
-    return None  # opening the file will report what is wrong
-
-
-def _pooling(architecture: str, pooling: int) -> int | None:
+def pooling_in(architecture: str, pooling: int) -> int | None:
     if pooling in (_MEAN, _CLS, _LAST):
         return pooling
     return _MEAN if architecture in _ENCODERS and pooling != _RANK else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -16,7 +15,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specgen.errors import (
-    BackendError,
     MemoryLimitError,
     ModelFileError,
     SpecgenError,
@@ -27,7 +25,6 @@ from specgen.llama.kernels.packed_weights import PackedWeights, packed_weights_o
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.options import Workers
-from specgen.system.files import new_beside, write_errors
 
 if TYPE_CHECKING:
     from specgen.llama.rpc import RemoteCalls
@@ -228,23 +225,3 @@ def _interrupt_between_tensors(
             signal.signal(signal.SIGINT, before)
         if is_stopped:
             raise KeyboardInterrupt
-
-
-def quantize_file(source: Path, output: Path, type_name: str) -> None:
-    """Write a copy of a file whose matrices all have one type. Raise `BackendError`, `OutputError`."""
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type_name.upper()}")
-    params.pure = params.allow_requantize = True
-    write_copy(source, output, params)
-
-
-def write_copy(source: Path, output: Path, params: Any) -> None:
-    """Let llama.cpp write a changed copy of a file. Raise `BackendError`, `OutputError`."""
-    with write_errors(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with new_beside(output) as new:
-            forget_log()
-            paths = os.fsencode(source), os.fsencode(new)
-            if llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)):
-                raise BackendError(f"{source}: llama.cpp cannot copy it: {last_error()}")
-            new.replace(output)

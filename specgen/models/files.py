@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 #: A model that is cut into files: "name-00002-of-00003.gguf".
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _BLOCK_BYTES = 1 << 20
 
 
@@ -48,23 +48,12 @@ def identity_of(target: Path) -> FileIdentity:
     return identity
 
 
-def shard_number(path: Path) -> int | None:
-    shard = _SHARD.fullmatch(path.name)
-    return int(shard["number"]) if shard else None
-
-
 def shard_names(name: str) -> list[str]:
-    shard = _SHARD.fullmatch(name)
+    shard = SHARD.fullmatch(name)
     if shard is None:
         return [name]
     count = int(shard["count"])
     return [f"{shard['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
-
-
-def model_stem(path: Path) -> str:
-    """Return the name of a model without its ending and the number of a shard."""
-    shard = _SHARD.fullmatch(path.name)
-    return shard["stem"] if shard else path.name.removesuffix(".gguf")
 
 
 def model_parts(path: Path) -> list[Path]:

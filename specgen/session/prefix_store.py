@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import psutil
@@ -40,6 +39,7 @@ from specgen.system.files import (
     existing_parent,
     make_room,
     new_beside,
+    open_private,
     replace_bytes,
 )
 from specgen.system.processes import is_failing
@@ -204,7 +204,7 @@ class _SeenPrompts:
 
     def read(self) -> Sequence[_Seen]:
         """Return the prompts. Raise `OSError`."""
-        with self._opened("rb") as file:
+        with open(self._file, "rb", opener=open_private) as file:
             about = os.fstat(file.fileno())
             if about.st_ino != self._inode or about.st_size < self._end:
                 self._known, self._inode, self._end = {}, about.st_ino, 0
@@ -223,13 +223,8 @@ class _SeenPrompts:
         """Add a prompt to the file. Raise `OSError`."""
         if self._end > MOST_SEEN_BYTES:
             replace_bytes(self._file, b"".join(map(_line, self._known.values())))
-        with self._opened("ab") as file:
+        with open(self._file, "ab", opener=open_private) as file:
             file.write(b"\n" + _line(seen))  # what a killed process wrote of its line stays alone
-
-    def _opened(self, mode: str) -> IO[bytes]:
-        return open(
-            self._file, mode, opener=lambda file, flags: os.open(file, flags | os.O_CREAT, 0o600)
-        )
 
 
 def _line(seen: _Seen) -> bytes:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.make_picture import main
+from specgen.cli.output import Output
 from specgen.events import EVENT_TYPES, DraftedEvent, Event, to_json_object
-from specgen.render.live import FoldedThought, make_renderer
 from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
 from specgen.system.files import to_line
 from tests.helpers.events import Script
@@ -55,7 +55,8 @@ def run(
     """What a run writes to stdout and stderr."""
     stdout, stderr = Stream(terminal=terminal, encoding=encoding), Stream()
     environ = {"TERM": "xterm-256color", **(environ or {})}
-    with make_renderer(stdout=stdout, stderr=stderr, environ=environ, **options) as renderer:
+    in_chat = options.pop("in_chat", False)
+    with Output(**options).renderer(stdout, stderr, environ, in_chat=in_chat) as renderer:
         for event in played.events:
             renderer.handle(event)
     return stdout.text, stderr.text
@@ -128,7 +129,7 @@ def test_a_simple_terminal_gets_plain_text_and_a_line_feed(term: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "a\n"])
 def test_in_a_conversation_each_answer_ends_its_line(text: str) -> None:
-    answer, _ = run(Script().prompt().plain(text).finish(), stats=False, folded=FoldedThought)
+    answer, _ = run(Script().prompt().plain(text).finish(), stats=False, in_chat=True)
     assert answer == text.rstrip("\n") + "\n"
 
 
