@@ -171,7 +171,7 @@ def architecture_of(path: Path) -> str:
 # makers put them into a file of their own (`mtp-*.gguf`), with copies of the embeddings and the output matrix.
 
 #: The architectures whose MTP layers llama.cpp computes.
-MTP_ARCHITECTURES = frozenset(
+_MTP_ARCHITECTURES = frozenset(
     (
         *("bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa"),
         *("glm4moe", "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next"),
@@ -179,9 +179,7 @@ MTP_ARCHITECTURES = frozenset(
     )
 )
 #: Those with more than one MTP layer: each drafts one token.
-SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})
-#: Those whose graph gives hidden states only for the rows that want logits.
-WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
+_SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})
 #: How files of MTP layers alone are named.
 _PREFIX = "mtp-"
 #: In other files the key of their number stands in so many of the first bytes.
@@ -266,9 +264,9 @@ def why_no_mtp(path: Path) -> str:
         return "its MTP layers were removed from the file"
     if "token_embd.weight" not in names:
         return "it has only MTP layers, and not the model that they belong to"
-    if architecture not in MTP_ARCHITECTURES:
+    if architecture not in _MTP_ARCHITECTURES:
         return f"llama.cpp does not compute the MTP layers of its architecture ({architecture})"
-    if n_mtp > 1 and architecture not in SEVERAL_LAYERS:
+    if n_mtp > 1 and architecture not in _SEVERAL_LAYERS:
         return f"llama.cpp computes a single MTP layer of its architecture ({architecture}), not {n_mtp}"
     return ""
 
@@ -315,31 +313,28 @@ def remember_checks(folder: Path | None) -> None:
 
 def check_file(path: Path) -> None:
     """Raise `ModelFileError` if a file is no GGUF of a model, or has metadata that end the process in llama.cpp."""
-    _check_kind(path)
     try:
+        _check_kind(path)
         with path.open("rb") as file:
             magic = file.read(len(_GGUF_MAGIC))
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not magic:
-        raise ModelFileError(f"{path}: the file is empty", hint="fetch it again")
-    if magic != _GGUF_MAGIC:
-        raise ModelFileError(
-            f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
-            hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
-        )
-    if _key(path) not in _passed.read():
-        check_metadata(path)
-
-
-def _check_kind(path: Path) -> None:
-    try:
-        mode = path.stat().st_mode
+        if not magic:
+            raise ModelFileError(f"{path}: the file is empty", hint="fetch it again")
+        if magic != _GGUF_MAGIC:
+            raise ModelFileError(
+                f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
+                hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
+            )
+        if _key(path) not in _passed.read():
+            check_metadata(path)
     except FileNotFoundError:
         hint = "give the path of a .gguf file, or a name that `specgen models list` shows"
         raise ModelFileError(f"{path}: no such file", hint) from None
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _check_kind(path: Path) -> None:
+    mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
         inside = sorted(map(str, path.glob("*.gguf")))[:3]
         hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
@@ -391,15 +386,8 @@ def _check_values(path: Path, metadata: GgufMetadata) -> None:
             raise ModelFileError(f"{path}: damaged: {name} is {value:g}", _AGAIN)
 
 
-def _unreadable(path: Path, error: OSError) -> ModelFileError:
-    return ModelFileError(f"{path}: cannot be read: {error.strerror}")
-
-
 def _key(path: Path) -> str:
-    try:
-        about = path.stat()
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    about = path.stat()
     name = os.fsencode(path.resolve())
     numbers = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns} {__version__}"
     return hashlib.sha256(name + numbers.encode()).hexdigest()

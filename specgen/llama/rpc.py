@@ -73,7 +73,7 @@ def check_workers(workers: Workers, file: Path) -> None:
     for worker in found:
         check_protocol(worker)
     n_bytes = file.stat().st_size
-    free_bytes = sum(device.free_bytes for worker in found for device in worker.devices)
+    free_bytes = sum(free for worker in found for free, _whole in worker.devices)
     if free_bytes < n_bytes and not workers.tensor_split:
         sizes = (
             f"{n_bytes / 2**30:.1f} GiB, but the workers offer only {free_bytes / 2**30:.1f} GiB"

@@ -69,6 +69,15 @@ def replace_text(path: Path, text: str) -> None:
     replace_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
+def read_object(file: Path | None) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none that can be read."""
+    found: object = None
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found = json.loads(file.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
+
+
 class KeptResults:
     """The latest `n_kept` results in a JSON file, by key. What cannot be read or written keeps nothing."""
 
@@ -77,11 +86,7 @@ class KeptResults:
         self._n_kept = n_kept
 
     def read(self) -> dict[str, Any]:
-        document: object = None
-        if self._file is not None:
-            with contextlib.suppress(OSError, ValueError, RecursionError):
-                document = json.loads(self._file.read_text(encoding="utf-8"))
-        results = document.get("results") if isinstance(document, dict) else None
+        results = read_object(self._file).get("results")
         return results if isinstance(results, dict) else {}
 
     def add(self, new: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -13,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from specgen.system.files import read_object
 
 #: The version of llama-cpp-python that specgen needs, as pyproject.toml has it.
 REQUIRED_VERSION = "0.3.36"
@@ -183,8 +184,4 @@ def protocol_in(header: Path) -> str | None:
 
 def stamp_of(library: Path) -> dict[str, Any]:
     """Return the "version" of llama-cpp-python and the "protocol" for which the library was built, if it says so."""
-    try:
-        stamp = json.loads(library.with_name(STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return stamp if isinstance(stamp, dict) else {}
+    return read_object(library.with_name(STAMP))

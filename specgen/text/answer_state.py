@@ -32,8 +32,8 @@ from specgen.method.policy import Offer, Policy, RoundResult
 from specgen.method.tables import FREE, CostTable
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
-from specgen.system.arrays import Logits
-from specgen.text.sampling.chain import log_probabilities, most_likely
+from specgen.system.arrays import Logits, best
+from specgen.text.sampling.chain import log_probabilities
 from specgen.text.text_state import Cascade, Shaper, TextState, TextStream
 from specgen.text.vocabulary import Vocabulary
 
@@ -378,7 +378,7 @@ class AnswerState:
         n_top = self.options.logprobs
         if n_top is None:
             return piece
-        tokens = [*dict.fromkeys([*most_likely(row, n_top), piece.token_id])]
+        tokens = [*dict.fromkeys([*best(row, n_top).tolist(), piece.token_id])]
         found = tuple(map(self._with_logprob, tokens, log_probabilities(row, tokens)))
         own = found[tokens.index(piece.token_id)]
         return replace(piece, logprob=own.logprob, top_logprobs=found)
