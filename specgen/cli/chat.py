@@ -21,6 +21,7 @@ from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output, error_console, say
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
+from specgen.sampler_options import utf8
 from specgen.system.progress import counted
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
 @flags.takes_options(
     flags.panel(
         "Conversation",
-        system=Option(
-            "--system", "-sys", metavar="TEXT", parser=flags.utf8, help="The system message."
-        ),
+        system=Option("--system", "-sys", metavar="TEXT", parser=utf8, help="The system message."),
         files=Option(
             "--file",
             "-f",

@@ -119,7 +119,7 @@ def show(name: _Name, as_json: _Json = False) -> None:
         page = hub.page_of(parse_reference(name).repo)
         raise UnknownModelError(f"{name} has no entry in models.toml", f"see {page}")
     registry = load_registry()
-    found = registry.find(name)
+    found = registry.pairs.get(name) or registry.model(name, registry.pairs)
     if isinstance(found, CatalogueModel):
         values = _model_values(registry, found)
     else:
@@ -151,7 +151,7 @@ def pull(
     if "/" in name:
         print(fetch_reference(parse_reference(name), progress=progress, newest=True))
         return
-    for model in load_registry().models_of(name):
+    for model in models_of(name, load_registry()):
         print(fetch(model, progress=progress, source=source))
 
 
@@ -164,7 +164,7 @@ def path(name: _NameOrRepo) -> None:
     if "/" in name:
         found = {name: hub.find_in_cache(parse_reference(name))}
     else:
-        found = {model.name: locate(model) for model in load_registry().models_of(name)}
+        found = {model.name: locate(model) for model in models_of(name, load_registry())}
     for model_name, model_path in found.items():
         if model_path is None:
             hint = f"`specgen models pull {name}` downloads it"
@@ -365,6 +365,13 @@ def _strategy(models: Sequence[CachedModel]) -> DeleteCacheStrategy | None:
     if all(goes.values()):
         return info.delete_revisions(*(revision.commit_hash for revision in revisions))
     return info.delete_files(*(file for file in goes if goes[file]))
+
+
+def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:
+    """Return a model, or the target and the draft of a pair. Raise `UnknownModelError`."""
+    if (pair := registry.pairs.get(name)) is not None:
+        return tuple(map(registry.model, pair.model_names))
+    return (registry.model(name, registry.pairs),)
 
 
 # --- the hub's cache

@@ -265,15 +265,6 @@ class Engine:
         """Whether no answer is waiting or being generated."""
         return self._scheduler.is_idle
 
-    def plain_token_s(self) -> float | None:
-        """Return the expected seconds of a token of the next round if nothing drafts, by the measured costs; None if
-        they are not known, no answer has begun, or a prompt is read."""
-        decoding = self._scheduler.decoding
-        if not decoding or self._scheduler.reading:
-            return None
-        table = self._session.costs.table(n_past=decoding[0].running.n_prompt)
-        return table.seconds(len(decoding)) / len(decoding) if table else None
-
     def step(self) -> list[Event]:
         """Begin the next request if there is room for its answer, decode a piece of one prompt, and run one
         round of all answers that have started. Return the events. An answer that fails has a `failure` and

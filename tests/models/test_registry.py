@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from specgen.cli.models import models_of
 from specgen.errors import UnknownModelError, UsageError
 from specgen.models.files import SHARD, FileIdentity, identify
 from specgen.models.hub_names import folder_of
@@ -71,7 +72,7 @@ def test_default_pair_and_all_references_resolve(user_file: Path) -> None:
     builtin = load_registry()
     assert builtin.default_pair == "qwen2.5-coder-smollm2"
     for pair in builtin.pairs.values():
-        models = builtin.models_of(pair.name)
+        models = models_of(pair.name, builtin)
         assert [model.name for model in models] == [pair.target, pair.draft][: len(models)]
         assert len(models) == (1 if pair.draft == NGRAM else 2)
     with pytest.raises(UnknownModelError) as caught:
@@ -86,7 +87,7 @@ def test_user_file_adds_models_and_pairs(user_file: Path) -> None:
     user_file.write_text(f'default_pair = "mine-pair"\n{MODEL}{HUB}{PYPI}{PAIR}')
     registry = load_registry()
     assert registry.default_pair == "mine-pair"
-    assert [model.name for model in registry.models_of("mine-pair")] == ["mine", "smollm2-135m"]
+    assert [model.name for model in models_of("mine-pair", registry)] == ["mine", "smollm2-135m"]
     mine = registry.model("mine")
     assert mine.hub is not None
     assert (mine.hub.repo, mine.hub.file, mine.hub.revision) == ("me/mine", "sub/mine.gguf", "v1")

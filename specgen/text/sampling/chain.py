@@ -31,6 +31,7 @@ class Sampler:
     """A chain of samplers, made once for its options, without a state: one sampler judges a tree of drafts."""
 
     def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
+        self.options, self.breakers = options, breakers
         steps = steps_for(options, breakers or DryBreakers())
         #: Edits at the beginning of the chain change the row itself, and are undone afterwards.
         self._edits: list[Edit] = []
