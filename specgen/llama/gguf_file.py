@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import hashlib
 import os
-import re
 import stat
 import struct
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.library import forget_log, ggml
-from specgen.system.files import KeptResults
+from specgen.system.files import KeptResults, parts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,18 +33,8 @@ _READERS: dict[int | None, tuple[str, Any]] = {
     5: ("gguf_get_val_i32", ctypes.c_int32),
     6: ("gguf_get_val_f32", ctypes.c_float),
 }
-_FIRST_PART = re.compile(r"-00001-of-(\d{5})\.gguf$")
 #: A file's architecture is found in so many of its first bytes.
 _N_SEARCHED = 4096
-
-
-def parts_of(file: Path) -> list[Path]:
-    """Return the files of a model in several, of which `file` is the first."""
-    found = _FIRST_PART.search(file.name)
-    if found is None:
-        return [file]
-    names = (f"-{part:05d}-of-{found[1]}.gguf" for part in range(1, int(found[1]) + 1))
-    return [file.with_name(_FIRST_PART.sub(name, file.name)) for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +271,6 @@ _NO_MODELS = {
     ),
     "mmproj": ("an encoder of images or sound (mmproj)", "give the model that it belongs to"),
 }
-#: The end of the names of all files but the first of a model in several.
-_LATER_FILE = re.compile(r"(-(?!00001)\d{5}-of-)\d{5}\.gguf$")
 _AGAIN = "fetch or convert the model again"
 #: Values of the metadata beyond these end the process in llama.cpp, a server with all of its answers.
 _LARGEST = 3.4e38
@@ -344,14 +331,15 @@ def _check_kind(path: Path) -> None:
             f"{path}: a pipe or a device, not a model file", hint="give the path of a .gguf file"
         )
     parts = parts_of(path)
+    if path.name != parts[0].name:
+        raise ModelFileError(
+            f"{path}: a later file of a model in several", f"give the first: {parts[0]}"
+        )
     if missing := [part.name for part in parts if not part.exists()]:
         raise ModelFileError(
             f"{path}: the model has {len(parts)} files, and {', '.join(missing)} is missing",
             hint="put all of them into one folder",
         )
-    if (later := _LATER_FILE.search(path.name)) is not None:
-        hint = f"give the first: {path.with_name(path.name.replace(later[1], '-00001-of-'))}"
-        raise ModelFileError(f"{path}: a later file of a model in several", hint)
 
 
 def check_metadata(path: Path) -> None:

@@ -13,7 +13,6 @@ from specgen.llama.gguf_file import (
     check_file,
     holds_mtp_only,
     opened_parts,
-    parts_of,
     why_no_mtp,
 )
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
@@ -21,6 +20,7 @@ from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.options import CacheType, Workers
+from specgen.system.files import parts_of
 
 #: GGML's number of each KV cache type, and its bytes per value.
 CACHE_TYPES: dict[CacheType, tuple[int, float]] = {

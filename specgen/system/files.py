@@ -13,10 +13,13 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from specgen.errors import OutputError, SpecgenError, UsageError
 
+_File = TypeVar("_File", bound=PurePath)
+#: The name of a file of a large model that is cut into several: "name-00002-of-00003.gguf".
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 #: The ending of the names of new files. A file whose process was killed keeps it.
 NEW = ".new"
 
@@ -32,6 +35,15 @@ def new_beside(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             new.unlink()
+
+
+def parts_of(file: _File) -> list[_File]:
+    """Return the paths of all files of a model, of which `file` is one."""
+    shard = SHARD.fullmatch(file.name)
+    if shard is None:
+        return [file]
+    stem, n = shard["stem"], int(shard["count"])
+    return [file.with_name(f"{stem}-{part:05d}-of-{n:05d}.gguf") for part in range(1, n + 1)]
 
 
 def existing_parent(path: Path) -> Path:

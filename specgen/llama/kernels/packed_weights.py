@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specgen.llama.gguf_file import parts_of
 from specgen.llama.kernels.attached import Kernels, attached, ggml_version
-from specgen.system.files import NEW, existing_parent, make_room, new_beside
+from specgen.system.files import NEW, existing_parent, make_room, new_beside, parts_of
 from specgen.system.processes import is_failing
 
 _SUFFIX = ".packed"
