@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import stat
 import struct
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.library import forget_log, ggml
-from specgen.system.files import KeptResults, parts_of
+from specgen.system.files import KeptResults, digest_of, parts_of, version_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -225,12 +224,11 @@ class _Layers(NamedTuple):
 
 def _layers_of(path: Path) -> _Layers:
     """Read a file's metadata, once while it is the same (some 40 ms). Raise `OSError` or `BackendError`."""
-    about = path.stat()
-    return _read_layers(path, about.st_size, about.st_mtime_ns)
+    return _read_layers(path, version_of(path))
 
 
 @lru_cache(maxsize=8)
-def _read_layers(path: Path, _size: int, _changed_ns: int) -> _Layers:
+def _read_layers(path: Path, _version: tuple[int, int, int]) -> _Layers:
     with opened_parts(path) as (about, tensors):
         architecture = about.text("general.architecture")
         n_layers, n_mtp, n_embd = (
@@ -375,7 +373,4 @@ def _check_values(path: Path, metadata: GgufMetadata) -> None:
 
 
 def _key(path: Path) -> str:
-    about = path.stat()
-    name = os.fsencode(path.resolve())
-    numbers = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns} {__version__}"
-    return hashlib.sha256(name + numbers.encode()).hexdigest()
+    return digest_of([os.fspath(path.resolve()), *version_of(path), __version__])

@@ -147,11 +147,8 @@ def fetching(registry: Registry, *, quiet: bool) -> Fetch:
     return get
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # for example if the name is too long
-        return False
+#: Unlike `Path.exists`, this is False for a name that is too long.
+_exists = os.path.exists
 
 
 # --- the drafts for a target, if the user names none ----------------------------------------------

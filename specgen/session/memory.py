@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from specgen.drafters.interface import Key
 from specgen.llama import default_threads
 from specgen.method.tables import N_BINS, AcceptanceCounts, AcceptanceRates, CostTable
+from specgen.models.files import identify
 from specgen.options import ContextOptions, SessionOptions
 from specgen.system.files import read_object, replace_text
 
@@ -222,10 +223,8 @@ class ModelCosts:
 
 def _identity(model: Path) -> str:
     """Return a model file's identity in any folder: its name and size; only the name if it is missing."""
-    try:
-        return f"{model.name}:{model.stat().st_size}"
-    except OSError:
-        return model.name
+    found = identify(model)
+    return f"{found.name}:{found.size_bytes}" if found is not None else model.name
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 import math
 import os
@@ -44,6 +45,17 @@ def parts_of(file: _File) -> list[_File]:
         return [file]
     stem, n = shard["stem"], int(shard["count"])
     return [file.with_name(f"{stem}-{part:05d}-of-{n:05d}.gguf") for part in range(1, n + 1)]
+
+
+def version_of(file: Path) -> tuple[int, int, int]:
+    """Return inode, size and time of a file, which change if it is replaced or written to. Raise `OSError`."""
+    about = file.stat()
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def digest_of(value: Any) -> str:
+    """Return a short name for a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def existing_parent(path: Path) -> Path:
