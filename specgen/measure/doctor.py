@@ -35,6 +35,7 @@ from specgen.system.machine import (
     look_at_machine,
 )
 from specgen.system.processes import ChildDiedError, ChildError, ask_child
+from specgen.system.progress import human_bytes
 
 if TYPE_CHECKING:
     from specgen.system.arrays import Logits
@@ -164,7 +165,7 @@ def _ask_worker(endpoint: str) -> str:
     found = probe(endpoint, _WORKER_TIMEOUT_S)
     check_protocol(found)
     devices = ", ".join(
-        f"{free / 2**30:.1f} of {whole / 2**30:.1f} GiB free" for free, whole in found.devices
+        f"{human_bytes(free)} of {human_bytes(whole)} free" for free, whole in found.devices
     )
     trip = f"a round trip takes {found.round_trip_s * 1000:.1f} ms"
     return f"protocol {found.protocol}; {devices or 'no device'}; {trip}"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple, TextIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -21,7 +18,6 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import Show
-from specgen.render.rounds import RoundsRenderer
 from specgen.render.rows import (
     LEGEND,
     Cell,
@@ -37,14 +33,7 @@ from specgen.render.rows import (
     pens,
     wrap,
 )
-from specgen.render.streams import (
-    JsonlRenderer,
-    Renderer,
-    TextRenderer,
-    make_console,
-    print_notice,
-    reading,
-)
+from specgen.render.streams import Renderer, reading
 from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.progress import counted
 
@@ -335,56 +324,3 @@ class Thought:
     def rows(self, n_most: int) -> list[Row]:
         self._rows = (self._rows + self.flow.take_settled(1, 1))[-_THOUGHT_ROWS:]
         return (self._rows + self.flow.rows)[-min(n_most, _THOUGHT_ROWS) :]
-
-
-# --- which renderer
-
-
-def make_renderer(
-    *,
-    stdout: TextIO,
-    stderr: TextIO,
-    environ: Mapping[str, str],
-    json: bool = False,
-    show: Show = "accepted",
-    stats: bool = True,
-    quiet: bool = False,
-    verbose: bool = False,
-    thinks: bool = False,
-    in_chat: bool = False,
-    newline: bool = False,
-) -> Renderer:
-    """Return the renderer of one generation.
-
-    The answer goes to `stdout`, marked as `show` says, or with `json` the events as JSON Lines. Notices (with
-    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. With `thinks`,
-    the answer may begin with thoughts; `in_chat` they are folded, and an answer's last line always ends. `newline` ends
-    the last line in a pipe, and in a file that standard error shares; on a terminal it always ends, and where the
-    summary follows in the same pipe or file.
-    """
-    console = make_console(stdout, environ)
-    stdout.flush()  # so that earlier output comes first
-    if json:
-        return JsonlRenderer(stdout.buffer)
-    errors = make_console(stderr, environ)
-    notice = None if quiet else partial(print_notice, errors, verbose=verbose)
-    if show == "rounds":
-        return RoundsRenderer(console, notice, verbose=verbose)
-    is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
-    if stdout.isatty() and not is_dumb:
-        return LiveRenderer(console, show, notice, thinks=thinks, folds=in_chat)
-    write = partial(TextRenderer, stdout.buffer, notice, thinks=thinks or in_chat)
-    if stdout.isatty():
-        return write(encoding=console.encoding, is_terminal=True)
-    out, err = _status_of(stdout), _status_of(stderr)
-    is_pipe = out is not None and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
-    is_shared = out is not None and err is not None and os.path.samestat(out, err)  # as with 2>&1
-    ends_line = in_chat or (newline and is_pipe) or ((newline or stats) and is_shared)
-    return write(ends_line=ends_line, ends_empty=in_chat)
-
-
-def _status_of(stream: TextIO) -> os.stat_result | None:
-    try:
-        return os.fstat(stream.fileno())
-    except (OSError, ValueError):
-        return None
