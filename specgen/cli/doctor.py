@@ -104,7 +104,12 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     machine, build, packed = report.machine, report.build, packed_folder()
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
     available, total = human_bytes(machine.available_bytes), human_bytes(machine.memory_bytes)
-    kept, room = human_bytes(kept_bytes(packed)), human_bytes(room_bytes(packed))
+    kept, room = human_bytes(kept_bytes(packed)), room_bytes(packed)
+    has = (
+        f"room for those of a model of {human_bytes(room)}"
+        if room
+        else "the disk has no room for more"
+    )
     software = {"specgen": report.version}
     if build is not None:
         software["llama-cpp-python"] = f"{build.version}, llama.cpp {build.llama_version}"
@@ -123,7 +128,7 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
         "Software": software | {"kernels on the CPU": kernels_line(report.kernels)},
         "Files": {
             "cache": folder_line(cache_folder()),
-            "packed weights": f"{kept}, {packed}; there is room for those of a model of {room}",
+            "packed weights": f"{kept}, {packed}; {has}",
             "configuration": str(config_folder()),
             "data": folder_line(data_folder()),
         },
