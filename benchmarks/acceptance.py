@@ -148,7 +148,8 @@ def measure(
             with loaded.contexts(n_ctx) as (target, (draft, *_)):
                 generation = DrafterFactory(loaded).sequence(begun, n_ctx, (), number, plain=True)
                 loop = AnswerLoop(target, time.perf_counter)
-                loop.start(generation)
+                while not (generation.is_started or generation.is_finished):
+                    loop.read(generation)
                 while generation.finish_reason is None:
                     if (len(generation.tokens) - n_prompt) % arguments.every == 1:
                         place = Place(target, draft, generation.tokens, arguments.draft_max)

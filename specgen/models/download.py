@@ -276,9 +276,8 @@ def fetch_reference(
         except FetchError as error:
             path = None if newest else hub.find_in_cache(reference)
             if path is None:
-                has = ", ".join(str(model.reference) for model in hub.cached_models(repo))
-                message = f"{reference} is not in the hub's cache, and {error.message}"
-                message += f" (it has {has})" if has else ""
+                lacks = f"{reference} is not in the hub's cache (see `specgen models list`)"
+                message = f"{lacks}, and {error.message}"
                 raise error if newest else FetchError(message, error.hint) from error
             progress.note(f"{error.message}; using {path.name} from the hub's cache")
             return path

@@ -141,15 +141,6 @@ class Registry:
     def pair(self, name: str) -> Pair:
         return self._find(name, self.pairs, "pair")
 
-    def find(self, name: str) -> CatalogueModel | Pair:
-        everything: dict[str, CatalogueModel | Pair] = {**self.pairs, **self.models}
-        return self._find(name, everything, "model or pair")
-
-    def models_of(self, name: str) -> tuple[CatalogueModel, ...]:
-        found = self.find(name)
-        names = (found.name,) if isinstance(found, CatalogueModel) else found.model_names
-        return tuple(self.model(each) for each in names)
-
     def pairs_for(self, target: CatalogueModel) -> tuple[Pair, ...]:
         """Return the pairs of a target, the default pair first."""
         pairs = [pair for pair in self.pairs.values() if pair.target == target.name]

@@ -64,20 +64,12 @@ class AnswerLoop(Loop):
 
     def run(self, sequence: AnswerState) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""
-        yield from self.start(sequence)
         while not sequence.is_finished:
-            yield from self.round([sequence])
+            yield from self.round([sequence]) if sequence.is_started else self.read(sequence)
         if sequence.failure is not None:
             raise sequence.failure
 
-    def round_beside(
-        self, sequences: Sequence[AnswerState], reading: AnswerState, costs: CostTable
-    ) -> list[Event]:
-        """Run a round, in whose batch a piece of the prompt of `reading` is read too, as much as the `costs` of batches
-        allow: a row has the same logits in any batch."""
-        return self.round(sequences, functools.partial(self._decode_beside, reading, costs))
-
-    def _decode_beside(
+    def decode_beside(
         self,
         sequence: AnswerState,
         costs: CostTable,
@@ -85,6 +77,8 @@ class AnswerLoop(Loop):
         active: Sequence[AnswerState],
         events: list[Event],
     ) -> tuple[Logits, Hidden | None, float]:
+        """Decode a round's batch, and in it as much of the prompt of `sequence` as the `costs` of batches allow: a row
+        has the same logits in any batch."""
         n_own, before_s = len(batch), self.target.decode_s
         events += self.begin_reading(sequence, self.clock())
         n_most, n_batch, is_last = N_READ_BESIDE, self.target.n_batch, False
@@ -104,13 +98,6 @@ class AnswerLoop(Loop):
             except BackendError as error:  # the grammar allows no token, or a logit is not a number
                 sequence.failure = error
         return logits, hidden, other_s
-
-    def start(self, sequence: AnswerState) -> list[Event]:
-        """Decode a prompt, and commit the first token: as early as in plain decoding, since nothing drafts before."""
-        events: list[Event] = []
-        while not (sequence.is_started or sequence.is_finished):
-            events += self.read(sequence)
-        return events
 
     def read(
         self,

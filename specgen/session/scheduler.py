@@ -120,7 +120,11 @@ class Scheduler:
         """Return the request whose prompt is read next: the one with the fewest tokens left, so that a short prompt
         does not wait for a long one. After a batch of tokens of others it is the oldest one, so that many short ones do
         not keep a long one waiting."""
-        self._observe()
+        if self._chosen is not None:  # learn from the piece that was read last
+            (running, n_before, before_s, overtook), self._chosen = self._chosen, None
+            if (n := running.n_read - n_before) > 0:
+                self._token_s = (running.tally.prompt_s - before_s) / n
+                self._n_overtaken = max(0, self._n_overtaken + (n if overtook else -n))
         is_oldest_due = self._n_overtaken >= self._target.n_batch
 
         def rank(request: Request) -> tuple[int, int]:
@@ -135,15 +139,6 @@ class Scheduler:
         running = request.running
         self._chosen = running, self._n_read(request), running.tally.prompt_s, overtakes
         return request
-
-    def _observe(self) -> None:
-        """Learn from the piece that was read last."""
-        if self._chosen is None:
-            return
-        (running, n_before, before_s, overtook), self._chosen = self._chosen, None
-        if (n := running.n_read - n_before) > 0:
-            self._token_s = (running.tally.prompt_s - before_s) / n
-            self._n_overtaken = max(0, self._n_overtaken + (n if overtook else -n))
 
     def can_read_beside(self, reading: Request) -> bool:
         """Return whether a piece of a prompt can be read in the batch of a round: a row must have the same

@@ -247,6 +247,11 @@ class Setup:
         return generation, events
 
 
+def read_prompt(loop: AnswerLoop, generation: AnswerState) -> None:
+    while not (generation.is_started or generation.is_finished):
+        loop.read(generation)
+
+
 def plain_answer(setup: Setup) -> tuple[int, ...]:
     """The answer without drafts."""
     generation, _ = replace(setup, drafter=None).run()

@@ -23,7 +23,6 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from specgen import sampler_options
 from specgen.errors import UsageError
 from specgen.sampler_options import LARGEST_FACTOR
 
@@ -142,6 +141,8 @@ def _group(
         if isinstance(option, Group):
             parameters += (each.replace(name=f"{name}_{each.name}") for each in option.parameters)
             continue
+        if option.parser is not None:
+            all_parsers[name], option.parser = option.parser, None
         kind, default = known[name]
         if typing.get_origin(kind) is tuple:
             inner: Any = str if name in parsers else typing.get_args(kind)[0]
@@ -180,11 +181,3 @@ def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
-
-
-def utf8(value: str) -> str:
-    """Return the value, as an option's `parser`. Raise `typer.BadParameter` if it is not UTF-8."""
-    try:
-        return sampler_options.utf8(value)  # type: ignore[no-any-return]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
