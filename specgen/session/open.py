@@ -108,8 +108,7 @@ def open_session(
 ) -> Session:
     """Load a target, and the first of `drafts` (or the options' one) that fits and is expected to be faster. Only a
     draft that the user named can raise an error; else the next is used, and `note` gets the reason. `check` is called
-    before a draft is chosen. With `load_ahead`, the likely draft's weights are read beside the target's. Raise
-    `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises."""
+    before. With `load_ahead`, the likely draft's weights are read beside the target's. Raise `SpecgenError`."""
     if drafts:
         options = replace(options, draft=drafts[0].draft)
     # Chosen drafts are loaded after the target, once for all: errors of the two can be told apart.
