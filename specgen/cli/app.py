@@ -185,9 +185,9 @@ def _complain_of_usage(error: Exception) -> int:
 
 def _complain(message: str, hint: str | None) -> None:
     with contextlib.suppress(OSError):  # the exit code still says what happened
-        print(f"error: {message}", file=sys.stderr)
-        if hint:
-            print(f"hint: {hint}", file=sys.stderr)
+        from specgen.cli.output import say
+
+        say(f"error: {message}" + (f"\nhint: {hint}" if hint else ""))
 
 
 # --- standard streams, and the end of the process

@@ -200,10 +200,9 @@ class _Dialogue:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
         with without_echo(), self._stop:
             finished = self._output.show_answer(events, in_chat=True)
-        more = {"length": "-n allows more", "context": "the context is full: -c allows more"}
-        if finished is not None and finished.finish_reason in more and not self._output.json:
-            cut = f"the answer was cut off after {finished.n_tokens} tokens"
-            self._output.note(f"{cut} ({more[finished.finish_reason]})")
+        is_cut = finished is not None and finished.finish_reason in ("length", "context")
+        if is_cut and not self._output.has_summary and not self._output.json:
+            self._output.note("the answer was cut off (-n and -c allow more)")
         return self._stop.exit_code
 
     def _recall(self) -> None:

@@ -132,13 +132,14 @@ class Output:
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
         if finished is not None and prompt is not None and self.has_summary:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
+            whole = self.stats is True
             print_summary(
                 error_console(),
                 finished,
                 draft=prompt.draft,
                 kernels=prompt.kernels,
-                whole=self.stats is True,
-                show_legend=is_coloured and sys.stderr.isatty(),
+                whole=whole,
+                show_legend=is_coloured and sys.stderr.isatty() and (whole or not in_chat),
             )
         return finished
 

@@ -13,7 +13,6 @@ from specgen.llama.gguf_file import (
     check_file,
     holds_mtp_only,
     opened_parts,
-    parts_of,
     why_no_mtp,
 )
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
@@ -21,6 +20,7 @@ from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.options import CacheType, Workers
+from specgen.system.files import parts_of, version_of
 
 #: GGML's number of each KV cache type, and its bytes per value.
 CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
@@ -91,9 +91,7 @@ class LlamaModel:
             self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
         self.file = file
         #: The size and the time of each of its files now: they may be replaced while it is in use.
-        self.versions = [
-            (each.st_size, each.st_mtime_ns) for each in map(Path.stat, parts_of(file))
-        ]
+        self.versions = [version_of(part)[1:] for part in parts_of(file)]
         #: A chat template that replaces those of the file.
         self.own_template: str | None = None
         #: Whether it is closed: contexts of it decode nothing more.

@@ -171,7 +171,7 @@ def print_notice(
         say(console, Text(reading(event)))
         return
     message = clean_line(event.message)
-    say(console, Text.assemble(("note:", "bold"), " ", message))
+    say(console, Text(f"note: {message}"))
     if verbose:
         for line in clean(event.detail).splitlines():
             say(console, Text(f"  {line}"))

@@ -76,7 +76,7 @@ def test_rounds_are_told_one_by_one(cli: Cli) -> None:
     assert rounds[0] == "round      ms  tokens"
     assert re.fullmatch(r" +\d+ +\d+\.\d +\d+  (\S \S+ (\d+|–)\|(\d+|–)  )*.*", last)
     assert re.fullmatch(
-        r"30 tokens in .*tokens/s.* \(reached --max-tokens\)", result.err.strip().split("\n")[-1]
+        r"30 tokens in .*tokens/s.* \(cut off: -n allows more\)", result.err.strip().split("\n")[-1]
     )
 
 

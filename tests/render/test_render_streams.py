@@ -242,10 +242,8 @@ def test_rounds_have_a_line_each_in_a_pipe() -> None:
 
 
 def test_rounds_show_the_bound_the_second_draft_and_drafts_that_agree() -> None:
-    made = Script().prompt().because("threshold", "the whole draft's probability is at least 0.30")
-    made.round([" a"], 1, " b").because(
-        "threshold", "the whole draft's probability is at least 0.27"
-    )
+    made = Script().prompt().because("threshold", "a draft's probability must be at least 0.30")
+    made.round([" a"], 1, " b").because("threshold", "a draft's probability must be at least 0.27")
     made.tree([" c", " d", " e"], (-1, 0, 0), (0,), " f").finish()
     n_walks = iter((1, 3, 2, 1))
     events = [
@@ -260,7 +258,7 @@ def test_rounds_show_the_bound_the_second_draft_and_drafts_that_agree() -> None:
     ]
     made.events = events
     assert run(made, show="rounds")[0].split("\n")[4:] == [
-        "    1   100.0       2  ✓ a  + b  the whole draft's probability is at least 0.30  by model",
+        "    1   100.0       2  ✓ a  + b  a draft's probability must be at least 0.30  by model",
         "                       the second draft guessed 2 of the draft's tokens, 1 of them right",
         "    2   100.0       2  ✓ c (3 drafts)  ✗ d (2 drafts)  → f  ≥ 0.27",
         "                         └ ✗ e",
