@@ -100,8 +100,7 @@ class Output:
         """Return the options of an answer, with the probabilities that are shown. Raise `UsageError`."""
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
-        if self.html is not None and not self.html.parent.is_dir():
-            raise UsageError(f"--html {self.html}: there is no such folder")
+        check_file_option("--html", self.html)
         shows_probabilities = (
             self.show == "rounds" and self.verbose and not self.json
         ) or self.html
@@ -194,6 +193,13 @@ def show_answer(
     session.memory.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"
     return interrupt.exit_code if is_cut else 0, finished
+
+
+def check_file_option(name: str, file: Path | None) -> None:
+    """Raise `UsageError` if a file cannot be written to: before hours of work."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        what = "is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise UsageError(f"{name} {file}: {what}", hint="give the path of a file")
 
 
 def _status_of(stream: TextIO) -> os.stat_result | None:

@@ -169,9 +169,8 @@ class AnswerLoop(Loop):
         started: float,
         scored: tuple[Piece, ...] = (),
     ) -> list[Event]:
-        """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are tokens with
-        their log-probabilities. After the last piece, whose `logits` are float32[1, n_vocab], commit the first
-        token."""
+        """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are its tokens, if
+        with log-probabilities. After the last, whose `logits` are float32[1, n_vocab], commit the first token."""
         tally, n_held = sequence.tally, self.target.length(sequence.slot.first)
         self.reading.observe(sequence.n_read, n_held - sequence.n_read, target_s)
         sequence.n_read = min(n_held, sequence.n_prompt)

@@ -113,7 +113,7 @@ class Shaper:
             # The mask alone may allow several end tokens: drafter and verifier take the same one.
             return Distribution.certain(forced)
         return self._sampler.distribution(
-            logits,
+            logits if grammar is None else grammar.ending(logits),
             self._state.history(path, self._sampler.n_history),
             None if grammar is None or grammar.is_free else grammar.allows,
         )

@@ -135,26 +135,26 @@ def _group(
     parsers: Mapping[str, Callable[[Any], Any]],
 ) -> Group:
     parameters: list[inspect.Parameter] = []
-    all_parsers = dict(parsers)
+    parsers = dict(parsers)
     kind: Any
     for name, option in declared.items():
         if isinstance(option, Group):
             parameters += (each.replace(name=f"{name}_{each.name}") for each in option.parameters)
             continue
         if option.parser is not None:
-            all_parsers[name], option.parser = option.parser, None
+            parsers[name], option.parser = option.parser, None
         kind, default = known[name]
         if typing.get_origin(kind) is tuple:
             inner: Any = str if name in parsers else typing.get_args(kind)[0]
             kind, default = list[inner] | None, None
-            all_parsers.setdefault(name, tuple)
+            parsers.setdefault(name, tuple)
         elif name in parsers:
             kind, default = (str | None, None) if default is None else (str, str(default))
         option.metavar = option.metavar or _metavar(kind)
         parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         parameters.append(parameter.replace(annotation=Annotated[kind, option]))
     groups = {name: each for name, each in declared.items() if isinstance(each, Group)}
-    return Group(make, tuple(parameters), all_parsers, groups)
+    return Group(make, tuple(parameters), parsers, groups)
 
 
 def sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:

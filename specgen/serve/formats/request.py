@@ -304,7 +304,8 @@ class AnswerBody(_Samplers):
         )
 
     def _grammar(self, form: AnswerFormat | None, warnings: list[str]) -> Grammar | None:
-        """Return what the answer must follow; if not strict, without what no grammar enforces. Raise `BodyError`."""
+        """Return what the answer must follow; if not strict, without what no grammar enforces, and if that is said, with
+        open objects. Raise `BodyError`."""
         schema = None if form is None else form.schema_of(self.format_field)
         asked = {"grammar": self.grammar or None, "json_schema": self.json_schema}
         asked[self.format_field] = schema
@@ -319,7 +320,7 @@ class AnswerBody(_Samplers):
         try:
             if form is None or form.strict or schema is None:
                 return schema_grammar(text)
-            grammar, left_out = lenient_schema_grammar(text)
+            grammar, left_out = lenient_schema_grammar(text, is_open=form.strict is False)
         except UsageError as error:
             raise BodyError(names[0], error.message) from None
         if left_out:

@@ -12,19 +12,27 @@ from typing import Protocol
 
 import numpy as np
 
-from specgen.system.arrays import BoolArray, TokenArray
+from specgen.system.arrays import BoolArray, Logits, TokenArray
 
 
 class GrammarState(Protocol):
     """The state of a grammar after a text. Immutable."""
 
+    __slots__ = ()
+
     @property
     def is_free(self) -> bool:
         """Whether every token is allowed."""
+        return False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         """Return which of these tokens may come next, bool[m]; perhaps none, and end-of-text tokens exactly where the
         text may end. Raise ValueError for ids that are not in the vocabulary."""
+
+    def ending(self, logits: Logits) -> Logits:
+        """Return the row of logits, in which a token that ends a number here has the score of any that would end it and
+        is not allowed."""
+        return logits
 
     def after(self, token_id: int) -> GrammarState:
         """Return the state one token later; after an end-of-text token one that allows nothing. Raise ValueError if
@@ -32,28 +40,22 @@ class GrammarState(Protocol):
 
     def forget(self) -> None:
         """Drop the states that follow: whoever holds the start of a long text would hold them all."""
+        return
 
     def forced(self) -> int | None:
         """Return the only token that may come next, if there is exactly one, or the first of several end-of-text
         tokens. This is much cheaper than a model's decode."""
+        return None
 
 
-class _Ended:
+class _Ended(GrammarState):
     """After an end-of-text token: nothing is allowed."""
-
-    is_free = False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         return np.zeros(len(token_ids), np.bool_)
 
     def after(self, token_id: int) -> GrammarState:
         raise ValueError(f"the text has ended: the grammar does not allow token {token_id}")
-
-    def forget(self) -> None:
-        pass
-
-    def forced(self) -> int | None:
-        return None
 
 
 #: Where any grammar stands after an end-of-text token.
