@@ -19,7 +19,7 @@ import numpy as np
 from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, Logits, TokenArray
-from specgen.text.grammar.base import ENDED, GrammarState
+from specgen.text.grammar.base import ENDED, GrammarState, checked_ids
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
 from specgen.text.text_state import n_begun
 from specgen.text.vocabulary import Vocabulary
@@ -248,10 +248,7 @@ class _FreeText(GrammarState):
         return self._forbidden
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        token_ids = np.asarray(token_ids, np.int64)
-        n_tokens = self._marks.n_tokens
-        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < n_tokens:
-            raise ValueError(f"a token is not among the vocabulary's {n_tokens}")
+        token_ids = checked_ids(token_ids, self._marks.n_tokens)
         return np.isin(token_ids, self._found_forbidden(), invert=True)
 
     def after(self, token_id: int) -> GrammarState:
