@@ -22,6 +22,7 @@ from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
+from specgen.system.progress import counted
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend
@@ -151,8 +152,8 @@ def advice(search: Search) -> tuple[str, ...]:
     """Return what was measured, what it means and what to do; only the first if interrupted or busy."""
     baseline, best, figures = search.baseline, search.tried[0], search.tried[0].figures
     measured = (
-        f"measured on {len(baseline.answers)} answers of {search.target.name}: {1.0 / baseline.token_s:.1f} tokens/s "
-        "without a draft"
+        f"measured on {counted(len(baseline.answers), 'answer')} of {search.target.name}: "
+        f"{1.0 / baseline.token_s:.1f} tokens/s without a draft"
     )
     if best.draft != "none":
         speed = f"{figures.tokens_per_s:.1f} with {name_of(best.draft)}"
