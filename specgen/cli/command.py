@@ -74,6 +74,7 @@ _NO_DEFAULTS = ("prompt", "file", "stop", "logprobs", "json", "verbose", "help")
 _WORDS = (
     (r"Input should be a valid integer.*", "it is not a whole number"),
     (r"Input should be a valid number.*", "it is not a number"),
+    (r"Input should be a valid boolean.*", "it is not true or false"),
     (r"Input should be greater than or equal to (\S+)", r"give \1 or more"),
     (r"Input should be less than or equal to (\S+)", r"give \1 or less"),
     (r"Value error, (.*?)\.?$", r"\1"),

@@ -211,7 +211,7 @@ def files_in(folder: Path) -> list[Path]:
 
 @app.command(cls=Command)
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
+    source: Annotated[Path, typer.Argument(metavar="FILE")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT")],
     type_name: Annotated[
         QuantizedType, typer.Option("--type", help="The type of all matrices.")

@@ -18,7 +18,7 @@ import numpy as np
 
 from specgen.errors import UsageError
 from specgen.options import Grammar
-from specgen.system.arrays import BoolArray, TokenArray
+from specgen.system.arrays import BoolArray, Logits, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
 from specgen.text.text_state import n_begun
@@ -222,7 +222,7 @@ class _Marks:
         return self._otherwise or self.next(b"", (), token) or self.plain
 
 
-class _FreeText:
+class _FreeText(GrammarState):
     """The state of a free text that ends with what is `begun` of a mark, in `tokens`."""
 
     __slots__ = ("__weakref__", "_begun", "_children", "_forbidden", "_marks", "_tokens")
@@ -267,21 +267,20 @@ class _FreeText:
     def forget(self) -> None:
         self._children = {}
 
-    def forced(self) -> int | None:
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
+class _Watched(GrammarState):
     """A state of a grammar whose next state is what `follow` makes of the grammar's own, and of the tokens since."""
 
     inner: GrammarState
     follow: Callable[[GrammarState, tuple[int, ...]], GrammarState]
     tokens: tuple[int, ...] = ()
-    is_free = False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         return self.inner.allows(token_ids)
+
+    def ending(self, logits: Logits) -> Logits:
+        return self.inner.ending(logits)
 
     def after(self, token_id: int) -> GrammarState:
         return self.follow(self.inner.after(token_id), (*self.tokens, token_id))
