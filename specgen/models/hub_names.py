@@ -56,7 +56,6 @@ def is_reference(name: str) -> bool:
 
 
 def looks_like_reference(name: str) -> bool:
-    """Return whether a name may be USER/REPO or USER/REPO:QUANT on the hub."""
     return _REFERENCE.fullmatch(name) is not None and not name.endswith(".gguf")
 
 

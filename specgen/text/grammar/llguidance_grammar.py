@@ -8,6 +8,7 @@ tokens in which the model's own tokenizer writes that text.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 import weakref
@@ -250,6 +251,7 @@ def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
         return True, [str(error)]
 
 
+@functools.lru_cache(maxsize=1000)
 def trouble_with(grammar: Grammar) -> str:
     """Follow a grammar for some bytes, and return why llguidance cannot, or nothing. Patterns can become too large for
     it at their second character."""
