@@ -27,8 +27,14 @@ if TYPE_CHECKING:
     from huggingface_hub import DeleteCacheStrategy
 
 app = typer.Typer(
-    name="models", help="List, show, download and remove models.", no_args_is_help=True
+    name="models", help="List, show, download and remove models.", invoke_without_command=True
 )
+
+
+@app.callback()
+def _models(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        list_models()
 
 
 def _names(incomplete: str) -> list[str]:
@@ -205,7 +211,7 @@ def files_in(folder: Path) -> list[Path]:
 
 @app.command(cls=Command)
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
+    source: Annotated[Path, typer.Argument(metavar="FILE")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT")],
     type_name: Annotated[
         QuantizedType, typer.Option("--type", help="The type of all matrices.")

@@ -100,8 +100,7 @@ class Output:
         """Return the options of an answer, with the probabilities that are shown. Raise `UsageError`."""
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
-        if self.html is not None and not self.html.parent.is_dir():
-            raise UsageError(f"--html {self.html}: there is no such folder")
+        check_file_option("--html", self.html)
         shows_probabilities = (
             self.show == "rounds" and self.verbose and not self.json
         ) or self.html
@@ -112,7 +111,6 @@ class Output:
     def show_answer(
         self, events: Generator[Event, None, None], *, in_chat: bool = False
     ) -> FinishedEvent | None:
-        """Show an answer, and its summary; return its last event."""
         from specgen.events import FinishedEvent, PromptEvent
         from specgen.render.live import LiveRenderer
         from specgen.render.summary import print_summary
@@ -196,6 +194,13 @@ def show_answer(
     return interrupt.exit_code if is_cut else 0, finished
 
 
+def check_file_option(name: str, file: Path | None) -> None:
+    """Raise `UsageError` if a file cannot be written to: before hours of work."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        what = "is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise UsageError(f"{name} {file}: {what}", hint="give the path of a file")
+
+
 def _status_of(stream: TextIO) -> os.stat_result | None:
     try:
         return os.fstat(stream.fileno())
@@ -204,7 +209,6 @@ def _status_of(stream: TextIO) -> os.stat_result | None:
 
 
 def error_console() -> Console:
-    """Return Rich's console on standard error."""
     from specgen.render.streams import make_console
 
     return make_console(sys.stderr, os.environ)

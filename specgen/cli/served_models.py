@@ -18,10 +18,9 @@ from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, Usage
 from specgen.llama import LlamaModel
 from specgen.llama.context import CONTEXT_OVERHEAD_BYTES
 from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
-from specgen.llama.gguf_file import GgufMetadata, check_file, parts_of
+from specgen.llama.gguf_file import GgufMetadata, check_file
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.llama.model import CACHE_TYPES
-from specgen.models.files import SHARD
 from specgen.options import ContextOptions, DraftSource, SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
@@ -31,7 +30,7 @@ from specgen.session.engine import Engine
 from specgen.session.memory import Memory
 from specgen.session.open import open_memory
 from specgen.session.session import usual_n_ctx
-from specgen.system.files import correct, read_toml
+from specgen.system.files import SHARD, correct, parts_of, read_toml
 from specgen.system.progress import counted, human_bytes
 from specgen.train.online_learning import Learner
 

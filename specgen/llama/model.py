@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from specgen.llama.gguf_file import (
     check_file,
     holds_mtp_only,
     opened_parts,
-    parts_of,
     why_no_mtp,
 )
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
@@ -21,6 +20,7 @@ from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.options import CacheType, Workers
+from specgen.system.files import parts_of, version_of
 
 #: GGML's number of each KV cache type, and its bytes per value.
 CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
@@ -91,9 +91,7 @@ class LlamaModel:
             self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
         self.file = file
         #: The size and the time of each of its files now: they may be replaced while it is in use.
-        self.versions = [
-            (each.st_size, each.st_mtime_ns) for each in map(Path.stat, parts_of(file))
-        ]
+        self.versions = [version_of(part)[1:] for part in parts_of(file)]
         #: A chat template that replaces those of the file.
         self.own_template: str | None = None
         #: Whether it is closed: contexts of it decode nothing more.
@@ -210,15 +208,12 @@ class LlamaModel:
             raise UsageError(why, hint="make one answer at a time: --parallel 1")
 
     def metadata(self, key: str) -> str | None:
-        capacity = 256
-        while True:
-            buffer = ctypes.create_string_buffer(capacity)
-            n: int = llama_cpp.llama_model_meta_val_str(self.handle, key.encode(), buffer, capacity)
-            if n < 0:
-                return None
-            if n < capacity:
-                return buffer.value.decode("utf-8", "replace")
-            capacity = n + 1
+        read = partial(llama_cpp.llama_model_meta_val_str, self.handle, key.encode())
+        if (n := read(None, 0)) < 0:
+            return None
+        buffer = ctypes.create_string_buffer(n + 1)
+        read(buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
 
     def chat_template(self, name: str | None = None) -> str | None:
         """Return the model's chat template (Jinja), or the one with this name: some files have one for tools."""

@@ -74,7 +74,7 @@ def check_workers(workers: Workers, file: Path) -> None:
     for worker in found:
         check_protocol(worker)
     n_bytes = file.stat().st_size
-    free_bytes = sum(device.free_bytes for worker in found for device in worker.devices)
+    free_bytes = sum(free for worker in found for free, _whole in worker.devices)
     if free_bytes < n_bytes and not workers.tensor_split:
         sizes = f"{human_bytes(n_bytes)}, but the workers offer only {human_bytes(free_bytes)}"
         hint = "name more workers, or let them offer more (`specgen worker --memory`)"

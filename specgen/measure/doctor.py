@@ -162,14 +162,13 @@ def _ask_worker(endpoint: str) -> str:
     from specgen.system.worker_probe import check_protocol, probe
 
     load_rpc()
-    found = probe(endpoint, _WORKER_TIMEOUT_S, time.perf_counter)
+    found = probe(endpoint, _WORKER_TIMEOUT_S)
     check_protocol(found)
-    sizes = [
-        (human_bytes(each.free_bytes), human_bytes(each.memory_bytes)) for each in found.devices
-    ]
-    devices = ", ".join(f"{free} of {whole} free" for free, whole in sizes)
-    trip = "" if found.round_trip_s is None else f"{found.round_trip_s * 1000:.1f} ms"
-    return f"protocol {found.protocol}; {devices or 'no device'}; a round trip takes {trip or '?'}"
+    devices = ", ".join(
+        f"{human_bytes(free)} of {human_bytes(whole)} free" for free, whole in found.devices
+    )
+    trip = f"a round trip takes {found.round_trip_s * 1000:.1f} ms"
+    return f"protocol {found.protocol}; {devices or 'no device'}; {trip}"
 
 
 # --- the child, seen from the parent ----------------------------------------------------------

@@ -11,8 +11,9 @@ from pathlib import Path, PurePosixPath
 
 from specgen.drafters.kinds import FILE_PREFIXES
 from specgen.errors import UsageError
-from specgen.models.files import cache_folder, shard_names, size_of
+from specgen.models.files import cache_folder, size_of
 from specgen.models.registry import CatalogueModel
+from specgen.system.files import parts_of
 
 PREFIX = "hf:"
 #: Without a quantisation, the first of these that the repository has, else its first model.
@@ -55,7 +56,6 @@ def is_reference(name: str) -> bool:
 
 
 def looks_like_reference(name: str) -> bool:
-    """Return whether a name may be USER/REPO or USER/REPO:QUANT on the hub."""
     return _REFERENCE.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
@@ -79,7 +79,7 @@ def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[lis
         path = PurePosixPath(name)
         if path.suffix.lower() != ".gguf" or any(each in path.name for each in left_out):
             continue
-        shards = [str(path.with_name(each)) for each in shard_names(path.name)]
+        shards = [*map(str, parts_of(path))]
         if shards[0] == name and every.issuperset(shards):
             found.append(shards)
     return found

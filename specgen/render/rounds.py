@@ -36,9 +36,8 @@ _HEAD = "round      ms  tokens  "
 
 
 class RoundsRenderer(Renderer):
-    """Prints the rounds of one answer, wrapped on a terminal only. With `verbose`, tokens are followed by their
-    probabilities in percent, the draft's and the target's, and each reason is told, not only why nothing was
-    drafted."""
+    """Prints the rounds of one answer, wrapped on a terminal only; with `verbose` also the probabilities of tokens, the
+    draft's and the target's, and each reason, not only why nothing was drafted."""
 
     def __init__(
         self,

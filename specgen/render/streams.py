@@ -186,7 +186,5 @@ def in_encoding(console: Console, text: str) -> str:
 
 
 def say(console: Console, what: RenderableType) -> None:
-    """Print something that is not the answer, wrapped only on a terminal. Errors of printing are ignored, so
-    that they do not end an answer."""
-    with contextlib.suppress(OSError):
-        console.print(what, soft_wrap=not console.is_terminal, highlight=False)
+    """Print something that is not the answer, wrapped only on a terminal."""
+    console.print(what, soft_wrap=not console.is_terminal, highlight=False)

@@ -36,8 +36,7 @@ def print_summary(
     show_legend: bool = False,
 ) -> None:
     """Print the summary: one line in plain words and, if it is `whole`, all known figures, on a terminal in two
-    columns; elsewhere a line for each, so that it can be searched. `draft` and `kernels` are those of the prompt's
-    event."""
+    columns, else a line for each. `draft` and `kernels` are those of the prompt's event."""
     styles = styles_on(console)
     if console.is_terminal:
         say(console, Text())

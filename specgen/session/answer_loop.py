@@ -16,8 +16,7 @@ from specgen.method.tables import CostTable
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.answer_state import AnswerState
 
-#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
-#: beside a round while costs are not known.
+#: The most tokens of a prompt between two rounds of answers, which wait, or beside one while costs are not known.
 N_READ_BESIDE = 32
 #: A piece counts half after so many tokens of later ones; what is expected counts as so many tokens.
 _N_REMEMBERED, _N_EXPECTED = 8192, 128
@@ -169,9 +168,8 @@ class AnswerLoop(Loop):
         started: float,
         scored: tuple[Piece, ...] = (),
     ) -> list[Event]:
-        """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are tokens with
-        their log-probabilities. After the last piece, whose `logits` are float32[1, n_vocab], commit the first
-        token."""
+        """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are its tokens, if
+        with log-probabilities. After the last, whose `logits` are float32[1, n_vocab], commit the first token."""
         tally, n_held = sequence.tally, self.target.length(sequence.slot.first)
         self.reading.observe(sequence.n_read, n_held - sequence.n_read, target_s)
         sequence.n_read = min(n_held, sequence.n_prompt)

@@ -133,7 +133,6 @@ class Engine:
 
     @property
     def n_parallel(self) -> int:
-        """The most answers that are generated at once."""
         return len(self.slots)
 
     def insert(
@@ -146,10 +145,9 @@ class Engine:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> Request:
-        """Queue a request, with the session's options unless others are given. A text becomes a user's turn
-        in the model's chat template, if it has one. `n_drafted_max` limits the tokens that are drafted in a round.
-        Raise `PromptError` if the prompt is invalid or too long, `UsageError` if the options cannot be met, and
-        `BackendError` if the engine is closed."""
+        """Queue a request, with the session's options unless others are given. A text becomes a user's turn in the
+        model's chat template, if it has one. `n_drafted_max` limits the tokens that are drafted in a round. Raise
+        `PromptError`, `UsageError`, and `BackendError` if the engine is closed."""
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompts.of_text(prompt)
@@ -182,9 +180,8 @@ class Engine:
         return ended
 
     def reload_draft(self) -> bool:
-        """Load the draft model again, with the weights that it learnt last, and return True. While
-        answers are being generated, do nothing and return False. Raise `ModelFileError` or `MemoryLimitError`;
-        nothing drafts then."""
+        """Load the draft model again, with the weights that it learnt last, unless answers are being generated; return
+        whether that was done. After a `ModelFileError` or `MemoryLimitError` nothing drafts."""
         with self.stepping:
             if self.n_busy:
                 return False
@@ -242,7 +239,6 @@ class Engine:
         return n_loaded, tuple(stop for stop in stops if 0 < stop < n)
 
     def _store_prefix(self, request: Request) -> None:
-        """Store what was read of a prompt, where it is due."""
         slot = request.slot
         if self._prefixes is not None and slot is not None:
             sequence = slot.branches(self.target).first
@@ -250,19 +246,17 @@ class Engine:
             self._prefixes.take(sequence, reading_s)
 
     def take_notices(self) -> list[str]:
-        """Take the messages that wait for the next answer."""
         notices = list(self._notices)
         self._notices.clear()
         return notices
 
     @property
     def n_busy(self) -> int:
-        """The number of answers that are being generated, including those whose prompt is read."""
+        """How many answers are being generated, those whose prompt is read included."""
         return len(self._scheduler.busy)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer is waiting or being generated."""
         return self._scheduler.is_idle
 
     def step(self) -> list[Event]:
@@ -281,14 +275,12 @@ class Engine:
             return events + self._read_piece(reading) + self._round()
 
     def run(self) -> Iterator[Event]:
-        """Generate all queued answers, and yield their events as they come."""
         while not self.is_idle:
             yield from self.step()
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Yield the events of one answer until it is done; other answers advance at the same time. Raise
-        the error that ended the answer early; if a worker was lost, a summary of the text so far comes
-        first. If the iterator is closed early, the request is cancelled."""
+        """Yield the events of one answer until it is done; others advance at the same time. Raise what ended it early;
+        if a worker was lost, a summary of the text so far comes first. To close the iterator cancels the request."""
         try:
             while True:
                 is_done = request.is_done  # asked before its events: another thread may step
@@ -312,7 +304,6 @@ class Engine:
     # --- waiting, reading, decoding, done ----------------------------------------------------
 
     def _begin_next(self) -> list[Event]:
-        """Begin the next request, if there is one and a slot is free."""
         request = self._scheduler.take_next()
         if request is None:
             return []
@@ -365,7 +356,6 @@ class Engine:
         return events
 
     def _read_piece(self, request: Request) -> list[Event]:
-        """Read a piece of a prompt between two rounds."""
         events: list[Event] = []
         with self._failing([request]):
             n_most, is_unwanted = self._scheduler.n_piece(), lambda: request.is_cancelled
@@ -486,8 +476,7 @@ def generate(
     status: Status = no_status,
 ) -> Generator[Event, None, None]:
     """Generate an answer in contexts of its own, and yield its events; the last one is a `FinishedEvent`. Raise
-    `PromptError` if the prompt does not fit into the context, `MemoryLimitError` if the context does not fit into
-    memory, and `BackendError` if the models are closed."""
+    `PromptError`, `MemoryLimitError`, and `BackendError` if the models are closed."""
     n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted, status)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         engine.notify(news)

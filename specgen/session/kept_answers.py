@@ -17,6 +17,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from specgen.errors import OutputError
+from specgen.models.files import size_of
 from specgen.system.files import locked, open_private, replace_bytes, write_errors
 
 ANSWERS = "answers.jsonl"
@@ -141,10 +142,7 @@ _LEARNT = TypeAdapter(Learnt)
 
 def state_file(folder: Path, draft: Path) -> Path:
     """Return the file about a draft model's learning; of the same name and another size, it is another draft."""
-    n_bytes = 0
-    with contextlib.suppress(OSError):
-        n_bytes = draft.stat().st_size
-    digest = hashlib.sha256(os.fsencode(f"{draft.name}\0{n_bytes}")).hexdigest()[:12]
+    digest = hashlib.sha256(os.fsencode(f"{draft.name}\0{size_of(draft)}")).hexdigest()[:12]
     return folder / f"{draft.stem}-{digest}.json"
 
 

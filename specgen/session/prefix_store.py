@@ -36,6 +36,7 @@ from specgen.options import ContextOptions, PrefixOptions
 from specgen.session.prompts import Prompt
 from specgen.system.files import (
     NEW,
+    digest_of,
     existing_parent,
     make_room,
     new_beside,
@@ -86,9 +87,8 @@ class CachedContext:
         parts = [model.name, *model.versions]
         types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
         code = [model.kernels, kernels.digest if kernels is not None else "", build().llama_version]
-        data = json.dumps(["target", parts, code, options.n_gpu_layers, types])
-        digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
-        return cls(backend, digest[:16])
+        about = ["target", parts, code, options.n_gpu_layers, types]
+        return cls(backend, digest_of(about)[:16])
 
     @property
     def goes_back(self) -> bool:

@@ -18,7 +18,8 @@ from specgen.system.machine import LoadOfOthers
 from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.free_text import ThoughtMarks, grammar_start
-from specgen.text.sampling import DryBreakers, Sampler
+from specgen.text.sampling.chain import Sampler
+from specgen.text.sampling.dry import DryBreakers
 
 
 @dataclass(frozen=True, slots=True)

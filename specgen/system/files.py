@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 import math
 import os
@@ -13,10 +14,13 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from specgen.errors import OutputError, SpecgenError, UsageError
 
+_File = TypeVar("_File", bound=PurePath)
+#: The name of a file of a large model that is cut into several: "name-00002-of-00003.gguf".
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 #: The ending of the names of new files. A file whose process was killed keeps it.
 NEW = ".new"
 
@@ -32,6 +36,26 @@ def new_beside(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             new.unlink()
+
+
+def parts_of(file: _File) -> list[_File]:
+    """Return the paths of all files of a model, of which `file` is one."""
+    shard = SHARD.fullmatch(file.name)
+    if shard is None:
+        return [file]
+    stem, n = shard["stem"], int(shard["count"])
+    return [file.with_name(f"{stem}-{part:05d}-of-{n:05d}.gguf") for part in range(1, n + 1)]
+
+
+def version_of(file: Path) -> tuple[int, int, int]:
+    """Return inode, size and time of a file, which change if it is replaced or written to. Raise `OSError`."""
+    about = file.stat()
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def digest_of(value: Any) -> str:
+    """Return a short name for a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def existing_parent(path: Path) -> Path:
@@ -69,6 +93,15 @@ def replace_text(path: Path, text: str) -> None:
     replace_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
+def read_object(file: Path | None) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none that can be read."""
+    found: object = None
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found = json.loads(file.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
+
+
 class KeptResults:
     """The latest `n_kept` results in a JSON file, by key. What cannot be read or written keeps nothing."""
 
@@ -77,11 +110,7 @@ class KeptResults:
         self._n_kept = n_kept
 
     def read(self) -> dict[str, Any]:
-        document: object = None
-        if self._file is not None:
-            with contextlib.suppress(OSError, ValueError, RecursionError):
-                document = json.loads(self._file.read_text(encoding="utf-8"))
-        results = document.get("results") if isinstance(document, dict) else None
+        results = read_object(self._file).get("results")
         return results if isinstance(results, dict) else {}
 
     def add(self, new: Mapping[str, Any]) -> None:

@@ -67,7 +67,8 @@ def test_a_page_of_the_rounds(cli: Cli, tmp_path: Path) -> None:
     assert told is not None
     assert json.loads(told.group(1))[-1]["text"] == result.out.removesuffix("\n")
     missing = cli.run(PROMPT, "--html", str(tmp_path / "no" / "page.html"))
-    assert "there is no such folder" in complaint(missing, 2)
+    assert "there is no folder" in complaint(missing, 2)
+    assert "is a folder" in complaint(cli.run(PROMPT, "--html", str(tmp_path)), 2)
 
 
 def test_rounds_are_told_one_by_one(cli: Cli) -> None:

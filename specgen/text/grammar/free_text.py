@@ -18,8 +18,8 @@ import numpy as np
 
 from specgen.errors import UsageError
 from specgen.options import Grammar
-from specgen.system.arrays import BoolArray, TokenArray
-from specgen.text.grammar.base import ENDED, GrammarState
+from specgen.system.arrays import BoolArray, Logits, TokenArray
+from specgen.text.grammar.base import ENDED, GrammarState, checked_ids
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
 from specgen.text.text_state import n_begun
 from specgen.text.vocabulary import Vocabulary
@@ -228,7 +228,7 @@ class _Marks:
         return self._otherwise or self.next(b"", (), token) or self.plain
 
 
-class _FreeText:
+class _FreeText(GrammarState):
     """The state of a free text that ends with what is `begun` of a mark, in `tokens`."""
 
     __slots__ = ("__weakref__", "_begun", "_children", "_forbidden", "_marks", "_tokens")
@@ -254,10 +254,7 @@ class _FreeText:
         return self._forbidden
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        token_ids = np.asarray(token_ids, np.int64)
-        n_tokens = self._marks.n_tokens
-        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < n_tokens:
-            raise ValueError(f"a token is not among the vocabulary's {n_tokens}")
+        token_ids = checked_ids(token_ids, self._marks.n_tokens)
         return np.isin(token_ids, self._found_forbidden(), invert=True)
 
     def after(self, token_id: int) -> GrammarState:
@@ -273,21 +270,20 @@ class _FreeText:
     def forget(self) -> None:
         self._children = {}
 
-    def forced(self) -> int | None:
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
+class _Watched(GrammarState):
     """A state of a grammar whose next state is what `follow` makes of the grammar's own, and of the tokens since."""
 
     inner: GrammarState
     follow: Callable[[GrammarState, tuple[int, ...]], GrammarState]
     tokens: tuple[int, ...] = ()
-    is_free = False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         return self.inner.allows(token_ids)
+
+    def ending(self, logits: Logits) -> Logits:
+        return self.inner.ending(logits)
 
     def after(self, token_id: int) -> GrammarState:
         return self.follow(self.inner.after(token_id), (*self.tokens, token_id))
