@@ -72,6 +72,10 @@ ANSWERS: dict[str, tuple[CallForm, str, str | None, list[tuple[str, Any]]]] = {
     "Llama marked": (LLAMA, f"<|python_tag|>{CALL}", None, [WEATHER]),
     "Mistral": (MISTRAL, f"[TOOL_CALLS] [{CALL}, {ADD}]", None, [WEATHER, SUM]),
     "Granite": (GRANITE, f"So:<|tool_call|>[{ADD}]", "So:", [SUM]),
+    "nothing between": (MISTRAL, f"[TOOL_CALLS] [{CALL}{ADD}]", None, [WEATHER, SUM]),
+    "a line each": (HERMES, f"<tool_call>\n{CALL}\n{ADD}\n</tool_call> So.", " So.", [WEATHER, SUM]),
+    "bare, one by one": (LLAMA, f"{CALL}; {ADD},\n{ADD}", None, [WEATHER, SUM, SUM]),
+    "bare, then text": (LLAMA, f'{ADD}; {{"a": 1}}', '; {"a": 1}', [SUM]),
     "broken before a call": (
         HERMES,
         f'<tool_call>{{"name": "add", <tool_call>{ADD}</tool_call>',

@@ -281,6 +281,8 @@ _BARE = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=\{)")
 _BARE_BEGUN = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:`{0,2}|```(?:j|js|jso|(?:json)?\s*))")
 _PYTHON_TAG = "<|python_tag|>"
 _FENCE = "```"
+#: What some models write between two objects, whatever their template does.
+_BETWEEN = " \n\t\r,;"
 #: The beginning of an object that names a function.
 _NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
 
@@ -411,6 +413,12 @@ class ToolCallParser:
     def _behind_call(self, *, is_last: bool) -> int | None:
         """Skip the text that ends a call. Return where the next one begins if it follows at once (its name, or its
         object); `UNCLEAR` if only more text can show that, None if something else follows."""
+        if self._form.keys is not None:
+            n_between = len(self._rest) - len(self._rest.lstrip(_BETWEEN))
+            if self._rest.startswith("{", n_between):
+                return n_between
+            if n_between == len(self._rest) and not is_last:
+                return UNCLEAR
         between, closing = self._form.ends
         found = [
             match(literal, self._rest, 0) if literal else None
