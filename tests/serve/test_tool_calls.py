@@ -365,6 +365,27 @@ def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> Non
     assert parsed(form("Qwen-Coder"), [bare])[1] == [("weather", {"city": "42"})]
 
 
+def test_lists_and_objects_may_be_tags_within_tags() -> None:
+    edit = {"properties": {"old": TEXT, "line": {"type": "integer"}, "notes": {"items": TEXT}}}
+    numbers = {"type": "array", "items": {"items": {"type": "number"}}}
+    properties = {"path": TEXT, "edits": {"items": edit}, "table": numbers, "none": NUMBERS}
+    found = form("MiniMax-3")
+    given: dict[str, Any] = {
+        "path": "a </item> b",
+        "edits": [{"old": "12\n", "line": 3, "notes": ["5", "x"]}, {"line": 4}],
+        "table": [[1, 2.5], [3]],
+        "none": [],
+        "other": {"k": {"j": "v"}, "b": True},
+    }
+    text = calls_as_written(FAMILIES["MiniMax-3"], ("edit", given), ("edit", {}))
+    for pieces in ([text], list(text)):
+        parser = ToolCallParser(found, [Function("edit", "", {"properties": properties})])
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+        assert not [delta for delta in deltas if delta.kind == "content"]
+        arguments = ["".join(each.text for each in deltas if each.number == n) for n in (0, 1)]
+        assert [json.loads(each) for each in arguments] == [given, {}]
+
+
 def test_names_of_tools_may_have_dots_and_slashes() -> None:
     text = (
         "<tool_call>add.more/far:away-<arg_key>note</arg_key><arg_value>7</arg_value></tool_call>"
