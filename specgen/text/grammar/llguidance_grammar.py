@@ -143,8 +143,9 @@ class _State(GrammarState):
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids, n_tokens = np.asarray(token_ids, np.int64), self._grammar.n_tokens
-        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < n_tokens:
-            raise ValueError(f"a token is not among the vocabulary's {n_tokens}")
+        for token_id in (token_ids.min(initial=0), token_ids.max(initial=0)):
+            if not 0 <= token_id < n_tokens:
+                raise ValueError(f"there is no token {token_id}: the vocabulary has {n_tokens}")
         if self._known is None and self._grammar.checks_few and len(token_ids) < _VERY_MANY:
             return self._checked(token_ids)
         found: BoolArray = self.mask()[token_ids]
