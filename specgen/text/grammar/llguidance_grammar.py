@@ -21,7 +21,7 @@ import numpy as np
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, Logits, TokenArray
-from specgen.text.grammar.base import ENDED, GrammarState
+from specgen.text.grammar.base import ENDED, GrammarState, checked_ids
 from specgen.text.grammar.gbnf import to_lark
 from specgen.text.vocabulary import Vocabulary
 
@@ -142,10 +142,7 @@ class _State(GrammarState):
         self._forced: int | None = -1  # not known yet
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        token_ids, n_tokens = np.asarray(token_ids, np.int64), self._grammar.n_tokens
-        for token_id in (token_ids.min(initial=0), token_ids.max(initial=0)):
-            if not 0 <= token_id < n_tokens:
-                raise ValueError(f"there is no token {token_id}: the vocabulary has {n_tokens}")
+        token_ids = checked_ids(token_ids, self._grammar.n_tokens)
         if self._known is None and self._grammar.checks_few and len(token_ids) < _VERY_MANY:
             return self._checked(token_ids)
         found: BoolArray = self.mask()[token_ids]
