@@ -51,7 +51,7 @@ from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
 #: Draft temperatures relative to the target's, and top-k, of the sweep.
@@ -148,7 +148,8 @@ def measure(
             with loaded.contexts(n_ctx) as (target, (draft, *_)):
                 generation = DrafterFactory(loaded).sequence(begun, n_ctx, (), number, plain=True)
                 loop = AnswerLoop(target, time.perf_counter)
-                loop.start(generation)
+                while not (generation.is_started or generation.is_finished):
+                    loop.read(generation)
                 while generation.finish_reason is None:
                     if (len(generation.tokens) - n_prompt) % arguments.every == 1:
                         place = Place(target, draft, generation.tokens, arguments.draft_max)

@@ -238,7 +238,10 @@ def _answer_and_learn(
             Engine(loaded, n_parallel=N_BLOCK, n_ctx=1024) as engine,
         ):
             calibrate(loaded)
-            engine.answers(asked[first : first + N_BLOCK])
+            answers = [engine.insert(each) for each in asked[first : first + N_BLOCK]]
+            for _ in engine.run():
+                pass
+            assert all(answer.text is not None for answer in answers)  # or its failure
     lessons.append(asdict(lesson(folder, options.target, Path(options.draft), minutes)))
     (place / "lessons.json").write_text(json.dumps(lessons))
     return lessons

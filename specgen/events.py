@@ -34,7 +34,7 @@ REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(
         "model": "the draft model is expected to save time",
         "trial": "the draft model is tried again, to see whether it pays by now",
         "fixed": "the draft length does not depend on costs",
-        "threshold": "the whole draft is likely enough",
+        "threshold": "a whole draft must be likely enough",
         "off": "nothing drafts for this answer",
         "costs unknown": "the cost of the target's decodes is not known yet",
         "plain decode": "a decode without a draft keeps the cost of a token up to date",

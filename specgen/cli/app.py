@@ -184,13 +184,21 @@ def _complain_of_usage(error: Exception) -> int:
 
 
 def _complain(message: str, hint: str | None) -> None:
-    with contextlib.suppress(OSError):  # the exit code still says what happened
-        print(f"error: {message}", file=sys.stderr)
-        if hint:
-            print(f"hint: {hint}", file=sys.stderr)
+    from specgen.cli.output import say
+
+    say(f"error: {message}" + (f"\nhint: {hint}" if hint else ""))
 
 
 # --- standard streams, and the end of the process
+
+
+class _Lossy(io.FileIO):
+    """Standard error: what cannot be written, as on a full disk, is lost, and does not end an answer."""
+
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)
 
 
 def open_missing_streams() -> None:
@@ -205,6 +213,8 @@ def open_missing_streams() -> None:
                 descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False
             )
             setattr(sys, name, stream)
+    errors, encoding = io.BufferedWriter(_Lossy(2, "w", closefd=False)), sys.stderr.encoding
+    sys.stderr = io.TextIOWrapper(errors, encoding, "backslashreplace", line_buffering=True)
 
 
 @contextlib.contextmanager

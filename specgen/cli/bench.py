@@ -14,7 +14,7 @@ from specgen.cli import flags
 from specgen.cli.flags.trials import TRIALS, Trials
 from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
-from specgen.cli.output import Output
+from specgen.cli.output import Output, check_file_option
 from specgen.errors import UsageError
 from specgen.measure.bench import (
     PLAIN,
@@ -172,13 +172,8 @@ def bench(
     chosen = _parse_policies(policies or [drafting.policy])
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
-    for name, file in (("--json", json_file), ("--html", html_file)):
-        # Before hours of measuring.
-        if file is None or file == STDIO:
-            continue
-        if file.is_dir() or not file.parent.is_dir():
-            what = "is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-            raise UsageError(f"{name} {file}: {what}", hint="give the path of a file")
+    check_file_option("--json", json_file)
+    check_file_option("--html", html_file)
     heats = list(dict.fromkeys(temperatures or [0.0]))
     entries = entries_of(base, found, chosen, shapes, heats, open_memory())
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))

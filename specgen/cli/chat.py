@@ -21,6 +21,7 @@ from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output, error_console, say
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
+from specgen.sampler_options import utf8
 from specgen.system.progress import counted
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
 @flags.takes_options(
     flags.panel(
         "Conversation",
-        system=Option(
-            "--system", "-sys", metavar="TEXT", parser=flags.utf8, help="The system message."
-        ),
+        system=Option("--system", "-sys", metavar="TEXT", parser=utf8, help="The system message."),
         files=Option(
             "--file",
             "-f",
@@ -199,14 +198,11 @@ class _Dialogue:
 
     def _answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
-        from specgen.render.live import FoldedThought
-
         with without_echo(), self._stop:
-            finished = self._output.show_answer(events, FoldedThought)
-        more = {"length": "-n allows more", "context": "the context is full: -c allows more"}
-        if finished is not None and finished.finish_reason in more and not self._output.json:
-            cut = f"the answer was cut off after {finished.n_tokens} tokens"
-            self._output.note(f"{cut} ({more[finished.finish_reason]})")
+            finished = self._output.show_answer(events, in_chat=True)
+        is_cut = finished is not None and finished.finish_reason in ("length", "context")
+        if is_cut and not self._output.has_summary and not self._output.json:
+            self._output.note("the answer was cut off (-n and -c allow more)")
         return self._stop.exit_code
 
     def _recall(self) -> None:

@@ -15,7 +15,7 @@ from specgen.cli.flags import endpoints_of
 from specgen.errors import ModelFileError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from rich.console import Console
 
@@ -80,20 +80,26 @@ def _model_file(name: str) -> Path:
 
 
 def _show(report: DoctorReport, console: Console) -> None:
-    """Print a report. No line is broken, so that the output of a pipe can be searched."""
+    """Print a report. Lines are broken on a terminal only, so that the output of a pipe can be searched."""
+    from rich.table import Table
     from rich.text import Text
+
+    def show(heading: str, entries: Iterable[tuple[Text, str]]) -> None:
+        console.print(Text(heading, style="bold"))
+        table = Table.grid(padding=(0, 2))
+        for label, text in entries:
+            if console.is_terminal:
+                table.add_row("", label, Text(text))
+            else:
+                console.print(Text.assemble("  ", label, f"  {text}"), soft_wrap=True)
+        console.print(table, end="")
 
     sections = _sections(report)
     width = max(len(label) for entries in sections.values() for label in entries)
     for heading, entries in sections.items():
-        console.print(Text(heading, style="bold"))
-        for label, text in entries.items():
-            console.print(Text(f"  {label:<{width}}  {text}"), soft_wrap=True)
-    console.print(Text("Checks", style="bold"))
-    for check in report.checks:
-        mark = ("ok", "green") if check.passed else ("FAILED", "bold red")
-        entry = Text.assemble("  ", mark, f"  {check.name}: {check.message}")
-        console.print(entry, soft_wrap=True)
+        show(heading, ((Text(f"{label:<{width}}"), text) for label, text in entries.items()))
+    marks = {True: Text("ok", "green"), False: Text("FAILED", "bold red")}
+    show("Checks", ((marks[each.passed], f"{each.name}: {each.message}") for each in report.checks))
 
 
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
@@ -104,7 +110,8 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     machine, build, packed = report.machine, report.build, packed_folder()
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
     available, total = human_bytes(machine.available_bytes), human_bytes(machine.memory_bytes)
-    kept, room = human_bytes(kept_bytes(packed)), human_bytes(room_bytes(packed))
+    kept, n_room = human_bytes(kept_bytes(packed)), room_bytes(packed)
+    room = f"room for those of a model of {human_bytes(n_room)}" if n_room else "no room for more"
     software = {"specgen": report.version}
     if build is not None:
         software["llama-cpp-python"] = f"{build.version}, llama.cpp {build.llama_version}"
@@ -123,7 +130,7 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
         "Software": software | {"kernels on the CPU": kernels_line(report.kernels)},
         "Files": {
             "cache": folder_line(cache_folder()),
-            "packed weights": f"{kept}, {packed}; there is room for those of a model of {room}",
+            "packed weights": f"{kept}, {packed}; {room}",
             "configuration": str(config_folder()),
             "data": folder_line(data_folder()),
         },

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,21 +54,22 @@ class Setup:
     prefixes: PrefixOptions = field(default_factory=PrefixOptions)
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
+        """Find the models. To `learn`, answers are kept: drafts learn from them, and n-grams are looked up in them."""
+        from specgen.models.files import data_folder, identify, learning_folder
         from specgen.session.choose_models import find_models
         from specgen.session.open import session_options
 
-        sources = find_models(self.models, quiet=output.quiet)
-        options = session_options(
-            sources,
-            self.sampling,
+        sources, drafting, learning = (
+            find_models(self.models, quiet=output.quiet),
             self.drafting,
-            self.answer,
-            self.machine,
-            learn=self.learn,
-            prompt_cache=self.prompt_cache,
-            prefixes=self.prefixes,
+            None,
         )
-        return sources, options
+        if self.learn and (identity := identify(sources.target)) is not None:
+            learning = learning_folder(data_folder(), identity)
+            drafting = replace(drafting, lookup_store=True)
+        options = session_options(sources, self.sampling, drafting, self.answer, self.machine)
+        options = replace(options, prompt_cache=self.prompt_cache, prefixes=self.prefixes)
+        return sources, replace(options, learning=learning)
 
     def opened(
         self, output: Output, check: Check | None = None

@@ -17,7 +17,7 @@ from specgen.cli.inputs import is_terminal
 from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
 from specgen.models import hub_names as hub
 from specgen.models.download import fetch, fetch_reference, stderr_progress
-from specgen.models.files import cache_folder, packed_folder, prefixes_folder, size_of
+from specgen.models.files import cache_folder, identify, packed_folder, prefixes_folder, size_of
 from specgen.models.hub_names import locate, parse_reference
 from specgen.models.registry import CatalogueModel, Pair, Registry, load_registry
 from specgen.options import SourceChoice
@@ -27,8 +27,14 @@ if TYPE_CHECKING:
     from huggingface_hub import DeleteCacheStrategy
 
 app = typer.Typer(
-    name="models", help="List, show, download and remove models.", no_args_is_help=True
+    name="models", help="List, show, download and remove models.", invoke_without_command=True
 )
+
+
+@app.callback()
+def _models(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        list_models()
 
 
 def _names(incomplete: str) -> list[str]:
@@ -50,6 +56,16 @@ _NameOrRepo = Annotated[
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the cache; `path` is its first file, and `names` are its files in the repository."""
+
+    reference: hub.HubReference
+    path: Path
+    names: tuple[str, ...]
+    size_bytes: int
+
+
 @app.command("list", cls=Command)
 def list_models(as_json: _Json = False) -> None:
     """List the models and pairs that have a name, and the hub's models in the cache.
@@ -59,7 +75,7 @@ def list_models(as_json: _Json = False) -> None:
     registry = load_registry()
     found = [(model, locate(model)) for model in registry.models.values()]
     named = {path for _model, path in found}
-    cached = [model for model in hub.cached_models() if model.path not in named]
+    cached = [model for model in cached_models() if model.path not in named]
     if as_json:
         document = {
             "default_pair": registry.default_pair,
@@ -109,7 +125,7 @@ def show(name: _Name, as_json: _Json = False) -> None:
         page = hub.page_of(parse_reference(name).repo)
         raise UnknownModelError(f"{name} has no entry in models.toml", f"see {page}")
     registry = load_registry()
-    found = registry.find(name)
+    found = registry.pairs.get(name) or registry.model(name, registry.pairs)
     if isinstance(found, CatalogueModel):
         values = _model_values(registry, found)
     else:
@@ -141,7 +157,7 @@ def pull(
     if "/" in name:
         print(fetch_reference(parse_reference(name), progress=progress, newest=True))
         return
-    for model in load_registry().models_of(name):
+    for model in models_of(name, load_registry()):
         print(fetch(model, progress=progress, source=source))
 
 
@@ -154,7 +170,7 @@ def path(name: _NameOrRepo) -> None:
     if "/" in name:
         found = {name: hub.find_in_cache(parse_reference(name))}
     else:
-        found = {model.name: locate(model) for model in load_registry().models_of(name)}
+        found = {model.name: locate(model) for model in models_of(name, load_registry())}
     for model_name, model_path in found.items():
         if model_path is None:
             hint = f"`specgen models pull {name}` downloads it"
@@ -195,7 +211,7 @@ def files_in(folder: Path) -> list[Path]:
 
 @app.command(cls=Command)
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
+    source: Annotated[Path, typer.Argument(metavar="FILE")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT")],
     type_name: Annotated[
         QuantizedType, typer.Option("--type", help="The type of all matrices.")
@@ -206,7 +222,7 @@ def quantize(
     `specgen bench` says which of the two is the better draft for your target.
     """
     from specgen.llama.gguf_file import check_file
-    from specgen.llama.weights import quantize_file
+    from specgen.llama.operators import quantize_file
 
     check_file(source)
     if output.exists():
@@ -290,7 +306,7 @@ class Removal:
 
     names: tuple[str, ...]
     files: tuple[Path, ...]
-    cached: tuple[hub.CachedModel, ...]
+    cached: tuple[CachedModel, ...]
     strategy: DeleteCacheStrategy | None
 
     @property
@@ -314,7 +330,7 @@ def find_removal(name: str, registry: Registry) -> Removal:
     files: list[Path] = []
     if "/" in name:
         reference = parse_reference(name)
-        cached = hub.cached_models(reference.repo)
+        cached = cached_models(reference.repo)
         if reference.names_a_model:
             names = [each for model in cached for each in model.names]
             first = (hub.choose(names, reference) or [""])[0]
@@ -329,13 +345,13 @@ def find_removal(name: str, registry: Registry) -> Removal:
         if known.hub is not None and path is not None and path not in files:
             # By its name: the path may be in an older snapshot than the newest, which `cached_models` gives.
             file = known.hub.file
-            cached = [each for each in hub.cached_models(known.hub.repo) if file in each.names]
+            cached = [each for each in cached_models(known.hub.repo) if file in each.names]
     if not files and not cached:
         raise ModelFileError(f"{name} is not on this disk", "`specgen models list` shows what is")
     return Removal(tuple(names), tuple(files), tuple(cached), _strategy(cached))
 
 
-def _strategy(models: Sequence[hub.CachedModel]) -> DeleteCacheStrategy | None:
+def _strategy(models: Sequence[CachedModel]) -> DeleteCacheStrategy | None:
     """Return how to remove models of one repository in all their versions."""
     if not models:
         return None
@@ -355,3 +371,30 @@ def _strategy(models: Sequence[hub.CachedModel]) -> DeleteCacheStrategy | None:
     if all(goes.values()):
         return info.delete_revisions(*(revision.commit_hash for revision in revisions))
     return info.delete_files(*(file for file in goes if goes[file]))
+
+
+def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:
+    """Return a model, or the target and the draft of a pair. Raise `UnknownModelError`."""
+    if (pair := registry.pairs.get(name)) is not None:
+        return tuple(map(registry.model, pair.model_names))
+    return (registry.model(name, registry.pairs),)
+
+
+# --- the hub's cache
+
+
+def cached_models(repo: str | None = None) -> list[CachedModel]:
+    """Return the models in the cache, or those of a repository. Of several versions the newest counts."""
+    found: dict[tuple[str, str], CachedModel] = {}
+    for storage in (
+        sorted(hub.cache_of_hub().glob("models--*--*")) if not repo else [hub.storage_of(repo)]
+    ):
+        name = storage.name.removeprefix("models--").replace("--", "/", 1)
+        for snapshot, names in hub.snapshots(storage):
+            for files in hub.models_among(names, with_drafts=True):
+                path = snapshot / files[0]
+                if (name, files[0]) not in found and (identity := identify(path)) is not None:
+                    reference = hub.reference_of(name, files, names)
+                    model = CachedModel(reference, path, tuple(files), identity.size_bytes)
+                    found[name, files[0]] = model
+    return list(found.values())

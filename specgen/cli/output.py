@@ -6,14 +6,15 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import sys
 import textwrap
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Show
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.events import Event, FinishedEvent
-    from specgen.render.live import FoldedThought
+    from specgen.render.streams import Renderer
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
@@ -99,8 +100,7 @@ class Output:
         """Return the options of an answer, with the probabilities that are shown. Raise `UsageError`."""
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
-        if self.html is not None and not self.html.parent.is_dir():
-            raise UsageError(f"--html {self.html}: there is no such folder")
+        check_file_option("--html", self.html)
         shows_probabilities = (
             self.show == "rounds" and self.verbose and not self.json
         ) or self.html
@@ -109,26 +109,13 @@ class Output:
         return answer
 
     def show_answer(
-        self, events: Generator[Event, None, None], folded: type[FoldedThought] | None = None
+        self, events: Generator[Event, None, None], *, in_chat: bool = False
     ) -> FinishedEvent | None:
-        """Show an answer, and its summary; return its last event. A conversation is shown with thoughts `folded`."""
         from specgen.events import FinishedEvent, PromptEvent
-        from specgen.render.live import LiveRenderer, make_renderer
+        from specgen.render.live import LiveRenderer
         from specgen.render.summary import print_summary
 
-        renderer = make_renderer(
-            stdout=sys.stdout,
-            stderr=sys.stderr,
-            environ=os.environ,
-            json=self.json,
-            show=self.show,
-            stats=self.has_summary,
-            quiet=self.quiet,
-            verbose=self.verbose > 0,
-            thinks=self.thinks,
-            folded=folded,
-            newline=self.newline,
-        )
+        renderer = self.renderer(sys.stdout, sys.stderr, os.environ, in_chat=in_chat)
         seen: dict[type[Event], Any] = {}
         replayed: list[Event] = []
         with contextlib.closing(events), renderer:
@@ -143,15 +130,49 @@ class Output:
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
         if finished is not None and prompt is not None and self.has_summary:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
+            whole = self.stats is True
             print_summary(
                 error_console(),
                 finished,
                 draft=prompt.draft,
                 kernels=prompt.kernels,
-                whole=self.stats is True,
-                show_legend=is_coloured and sys.stderr.isatty(),
+                whole=whole,
+                show_legend=is_coloured and sys.stderr.isatty() and (whole or not in_chat),
             )
         return finished
+
+    def renderer(
+        self,
+        stdout: TextIO,
+        stderr: TextIO,
+        environ: Mapping[str, str],
+        *,
+        in_chat: bool = False,
+    ) -> Renderer:
+        """Return what shows an answer on `stdout`, and notices on `stderr`. In a conversation, thoughts are folded, and
+        each answer ends its line. On a terminal it always does, in a pipe (and where `stderr` is the same file, as with
+        2>&1) as `newline` says, or where the summary follows."""
+        from specgen.render import live, rounds, streams
+
+        console, errors = (streams.make_console(each, environ) for each in (stdout, stderr))
+        stdout.flush()  # so that earlier output comes first
+        if self.json:
+            return streams.JsonlRenderer(stdout.buffer)
+        verbose, thinks = self.verbose > 0, self.thinks or in_chat
+        notice = None if self.quiet else partial(streams.print_notice, errors, verbose=verbose)
+        if self.show == "rounds":
+            return rounds.RoundsRenderer(console, notice, verbose=verbose)
+        is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
+        if stdout.isatty() and not is_dumb:
+            return live.LiveRenderer(console, self.show, notice, thinks=thinks, folds=in_chat)
+        write = partial(streams.TextRenderer, stdout.buffer, notice, thinks=thinks)
+        if stdout.isatty():
+            return write(encoding=console.encoding, is_terminal=True)
+        out, err = _status_of(stdout), _status_of(stderr)
+        is_pipe = out is not None and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
+        is_shared = out is not None and err is not None and os.path.samestat(out, err)
+        ends_line = (self.newline and is_pipe) or ((self.newline or self.has_summary) and is_shared)
+        return write(ends_line=in_chat or ends_line, ends_empty=in_chat)
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[tuple[Progress, Interrupt]]:
@@ -173,8 +194,21 @@ def show_answer(
     return interrupt.exit_code if is_cut else 0, finished
 
 
+def check_file_option(name: str, file: Path | None) -> None:
+    """Raise `UsageError` if a file cannot be written to: before hours of work."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        what = "is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise UsageError(f"{name} {file}: {what}", hint="give the path of a file")
+
+
+def _status_of(stream: TextIO) -> os.stat_result | None:
+    try:
+        return os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return None
+
+
 def error_console() -> Console:
-    """Return Rich's console on standard error."""
     from specgen.render.streams import make_console
 
     return make_console(sys.stderr, os.environ)

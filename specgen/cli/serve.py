@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import typer
 from typer import Option
 
 from specgen.cli import flags
@@ -26,10 +25,7 @@ _MEMORY_SHARE = 0.8
 
 def _memory_size(text: str) -> int:
     """Parse a size, in bytes: 24GB, 24GiB, or a number of MiB."""
-    try:
-        return parse_size(f"{text}MiB" if text.isdigit() else text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    return parse_size(f"{text}MiB" if text.isdigit() else text)
 
 
 @flags.takes_options(

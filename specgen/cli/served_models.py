@@ -17,11 +17,10 @@ from specgen.drafters.kinds import refuse_draft
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.context import CONTEXT_OVERHEAD_BYTES
-from specgen.llama.embeddings import Embedder, EmbeddingModel
-from specgen.llama.gguf_file import GgufMetadata, check_file, parts_of
+from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
+from specgen.llama.gguf_file import GgufMetadata, check_file
 from specgen.llama.kernels.attached import kernel_problem
-from specgen.llama.model import CACHE_TYPES, pooling_of
-from specgen.models.files import model_stem, shard_number
+from specgen.llama.model import CACHE_TYPES
 from specgen.options import ContextOptions, DraftSource, SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
@@ -31,7 +30,7 @@ from specgen.session.engine import Engine
 from specgen.session.memory import Memory
 from specgen.session.open import open_memory
 from specgen.session.session import usual_n_ctx
-from specgen.system.files import correct, read_toml
+from specgen.system.files import SHARD, correct, parts_of, read_toml
 from specgen.system.progress import counted, human_bytes
 from specgen.train.online_learning import Learner
 
@@ -121,11 +120,9 @@ class ModelLoader:
                 )
                 stack.callback(save)
                 news = calibrate(loaded, stops, output.status)
-                engine = Engine.largest(
+                engine = (Engine if is_fixed else Engine.largest)(
                     loaded,
-                    n_parallel,
-                    None,
-                    is_fixed=is_fixed,
+                    n_parallel=n_parallel,
                     interrupted=stops,
                     learn_alone=not self.learns_across,
                 )
@@ -220,9 +217,10 @@ def _in_folder(
 ) -> list[ModelEntry]:
     entries: dict[str, ModelEntry] = {}
     for path in sorted(folder.rglob("*.gguf"), key=lambda each: (len(each.parts), each)):
-        if shard_number(path) not in (None, 1):
+        shard = SHARD.fullmatch(path.name)
+        if shard is not None and int(shard["number"]) > 1:
             continue
-        name = model_stem(path)
+        name = shard["stem"] if shard is not None else path.name.removesuffix(".gguf")
         if name in entries:  # a file of this name is in a folder above
             name = path.relative_to(folder).with_name(name).as_posix()
         wanted = setup()

@@ -17,6 +17,7 @@ from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.options import KernelOptions
 from specgen.serve.server.options import is_loopback
 from specgen.system.processes import leave_running
+from specgen.system.progress import human_bytes
 from specgen.system.worker_probe import probe
 
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
@@ -91,8 +92,7 @@ def worker(
         own.serve()
     for device in devices.values():
         by = f", {computing()}" if device.kind == "cpu" else ""
-        free = f"{device.free_bytes / 2**30:.1f} GiB"
-        say(f"offering {device.name}: {device.description}, {free}{by}")
+        say(f"offering {device.name}: {device.description}, {human_bytes(device.free_bytes)}{by}")
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
         out = _native_stdout(shows=output.verbose > 0)

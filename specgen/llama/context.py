@@ -39,6 +39,7 @@ from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
+from specgen.system.progress import human_bytes
 
 #: GGML's limit of threads.
 MAX_THREADS = 512
@@ -464,7 +465,7 @@ def open_context(
                 continue
             raise MemoryLimitError(
                 f"{model.name}: a context of {size.n_ctx} tokens needs about "
-                f"{needed / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB are free",
+                f"{human_bytes(int(needed))}, but only {human_bytes(int(available))} are free",
                 hint="use a smaller --ctx-size, or --cache-type-k q8_0 --cache-type-v q8_0",
             )
         handle = _make(model, options, size, n_sequences, n)

@@ -13,7 +13,6 @@ import numpy as np
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.draft_models import AssistantModel, DflashModel, EagleModel, TrainedModel
-from specgen.llama.gguf_file import WANTED_ROWS_ONLY
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
@@ -30,6 +29,8 @@ _MOST_OUTPUTS = 32
 _N_ROWS = 8
 #: llama.cpp's number of rotary embeddings with several positions a token, and how many these are.
 _MROPE, _N_POSITIONS = 8, 4
+#: The architectures whose MTP layers give hidden states only for the rows that want logits.
+_WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
 
 
 class Rows(NamedTuple):
@@ -158,7 +159,7 @@ class MtpContext(StatesContext):
             raise
 
     def _rows_of(self, model: LlamaModel, _target: object, n_branches: int, n_slots: int) -> Rows:
-        n, are_wanted = model.n_embd_out, model.architecture in WANTED_ROWS_ONLY
+        n, are_wanted = model.n_embd_out, model.architecture in _WANTED_ROWS_ONLY
         return Rows(n, n, min(n_branches, _WIDEST), "wanted" if are_wanted else "all")
 
     def close(self) -> None:

@@ -43,7 +43,8 @@ class DraftModel(LlamaModel):
         super().__init__(path, n_gpu_layers=n_gpu_layers, mtp=self.loads_mtp)
         try:
             self._read_file()
-            if where := target.computed_where:
+            if target.is_remote or not target.n_layer:  # or only its vocabulary is loaded
+                where = "on workers (--rpc)" if target.is_remote else "elsewhere"
                 why = f"{self.kind} reads the target's layers, which are computed {where}"
                 raise self._misfit(target, why)
             self._check_target(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,8 +11,9 @@ import numpy as np
 
 from specgen.errors import BackendError, ModelFileError, PromptError, PromptLengthError
 from specgen.llama.context import ContextSize, open_context
+from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.library import forget_log, last_error, llama_cpp
-from specgen.llama.model import LlamaModel
+from specgen.llama.model import LlamaModel, pooling_in
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden
 
@@ -111,3 +113,11 @@ def unit(values: Hidden) -> Hidden:
     if not np.isfinite(length):
         raise BackendError("the embedding has values that are not finite")
     return (values / (length or 1.0)).astype(np.float32)
+
+
+def pooling_of(file: Path) -> int | None:
+    """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is none."""
+    with contextlib.suppress(BackendError), GgufMetadata(file) as about:
+        architecture = about.text("general.architecture")
+        return pooling_in(architecture, about.number(f"{architecture}.pooling_type"))
+    return None  # opening the file will report what is wrong

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import os
-import re
 import stat
 import struct
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.library import forget_log, ggml
-from specgen.system.files import KeptResults
+from specgen.system.files import KeptResults, digest_of, parts_of, version_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,18 +32,8 @@ _READERS: dict[int | None, tuple[str, Any]] = {
     5: ("gguf_get_val_i32", ctypes.c_int32),
     6: ("gguf_get_val_f32", ctypes.c_float),
 }
-_FIRST_PART = re.compile(r"-00001-of-(\d{5})\.gguf$")
 #: A file's architecture is found in so many of its first bytes.
 _N_SEARCHED = 4096
-
-
-def parts_of(file: Path) -> list[Path]:
-    """Return the files of a model in several, of which `file` is the first."""
-    found = _FIRST_PART.search(file.name)
-    if found is None:
-        return [file]
-    names = (f"-{part:05d}-of-{found[1]}.gguf" for part in range(1, int(found[1]) + 1))
-    return [file.with_name(_FIRST_PART.sub(name, file.name)) for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +159,7 @@ def architecture_of(path: Path) -> str:
 # makers put them into a file of their own (`mtp-*.gguf`), with copies of the embeddings and the output matrix.
 
 #: The architectures whose MTP layers llama.cpp computes.
-MTP_ARCHITECTURES = frozenset(
+_MTP_ARCHITECTURES = frozenset(
     (
         *("bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa"),
         *("glm4moe", "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next"),
@@ -179,9 +167,7 @@ MTP_ARCHITECTURES = frozenset(
     )
 )
 #: Those with more than one MTP layer: each drafts one token.
-SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})
-#: Those whose graph gives hidden states only for the rows that want logits.
-WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
+_SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})
 #: How files of MTP layers alone are named.
 _PREFIX = "mtp-"
 #: In other files the key of their number stands in so many of the first bytes.
@@ -238,12 +224,11 @@ class _Layers(NamedTuple):
 
 def _layers_of(path: Path) -> _Layers:
     """Read a file's metadata, once while it is the same (some 40 ms). Raise `OSError` or `BackendError`."""
-    about = path.stat()
-    return _read_layers(path, about.st_size, about.st_mtime_ns)
+    return _read_layers(path, version_of(path))
 
 
 @lru_cache(maxsize=8)
-def _read_layers(path: Path, _size: int, _changed_ns: int) -> _Layers:
+def _read_layers(path: Path, _version: tuple[int, int, int]) -> _Layers:
     with opened_parts(path) as (about, tensors):
         architecture = about.text("general.architecture")
         n_layers, n_mtp, n_embd = (
@@ -266,9 +251,9 @@ def why_no_mtp(path: Path) -> str:
         return "its MTP layers were removed from the file"
     if "token_embd.weight" not in names:
         return "it has only MTP layers, and not the model that they belong to"
-    if architecture not in MTP_ARCHITECTURES:
+    if architecture not in _MTP_ARCHITECTURES:
         return f"llama.cpp does not compute the MTP layers of its architecture ({architecture})"
-    if n_mtp > 1 and architecture not in SEVERAL_LAYERS:
+    if n_mtp > 1 and architecture not in _SEVERAL_LAYERS:
         return f"llama.cpp computes a single MTP layer of its architecture ({architecture}), not {n_mtp}"
     return ""
 
@@ -284,8 +269,6 @@ _NO_MODELS = {
     ),
     "mmproj": ("an encoder of images or sound (mmproj)", "give the model that it belongs to"),
 }
-#: The end of the names of all files but the first of a model in several.
-_LATER_FILE = re.compile(r"(-(?!00001)\d{5}-of-)\d{5}\.gguf$")
 _AGAIN = "fetch or convert the model again"
 #: Values of the metadata beyond these end the process in llama.cpp, a server with all of its answers.
 _LARGEST = 3.4e38
@@ -315,31 +298,28 @@ def remember_checks(folder: Path | None) -> None:
 
 def check_file(path: Path) -> None:
     """Raise `ModelFileError` if a file is no GGUF of a model, or has metadata that end the process in llama.cpp."""
-    _check_kind(path)
     try:
+        _check_kind(path)
         with path.open("rb") as file:
             magic = file.read(len(_GGUF_MAGIC))
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not magic:
-        raise ModelFileError(f"{path}: the file is empty", hint="fetch it again")
-    if magic != _GGUF_MAGIC:
-        raise ModelFileError(
-            f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
-            hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
-        )
-    if _key(path) not in _passed.read():
-        check_metadata(path)
-
-
-def _check_kind(path: Path) -> None:
-    try:
-        mode = path.stat().st_mode
+        if not magic:
+            raise ModelFileError(f"{path}: the file is empty", hint="fetch it again")
+        if magic != _GGUF_MAGIC:
+            raise ModelFileError(
+                f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
+                hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
+            )
+        if _key(path) not in _passed.read():
+            check_metadata(path)
     except FileNotFoundError:
         hint = "give the path of a .gguf file, or a name that `specgen models list` shows"
         raise ModelFileError(f"{path}: no such file", hint) from None
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _check_kind(path: Path) -> None:
+    mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
         inside = sorted(map(str, path.glob("*.gguf")))[:3]
         hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
@@ -349,14 +329,15 @@ def _check_kind(path: Path) -> None:
             f"{path}: a pipe or a device, not a model file", hint="give the path of a .gguf file"
         )
     parts = parts_of(path)
+    if path.name != parts[0].name:
+        raise ModelFileError(
+            f"{path}: a later file of a model in several", f"give the first: {parts[0]}"
+        )
     if missing := [part.name for part in parts if not part.exists()]:
         raise ModelFileError(
             f"{path}: the model has {len(parts)} files, and {', '.join(missing)} is missing",
             hint="put all of them into one folder",
         )
-    if (later := _LATER_FILE.search(path.name)) is not None:
-        hint = f"give the first: {path.with_name(path.name.replace(later[1], '-00001-of-'))}"
-        raise ModelFileError(f"{path}: a later file of a model in several", hint)
 
 
 def check_metadata(path: Path) -> None:
@@ -391,15 +372,5 @@ def _check_values(path: Path, metadata: GgufMetadata) -> None:
             raise ModelFileError(f"{path}: damaged: {name} is {value:g}", _AGAIN)
 
 
-def _unreadable(path: Path, error: OSError) -> ModelFileError:
-    return ModelFileError(f"{path}: cannot be read: {error.strerror}")
-
-
 def _key(path: Path) -> str:
-    try:
-        about = path.stat()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    name = os.fsencode(path.resolve())
-    numbers = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns} {__version__}"
-    return hashlib.sha256(name + numbers.encode()).hexdigest()
+    return digest_of([os.fspath(path.resolve()), *version_of(path), __version__])

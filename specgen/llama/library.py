@@ -139,11 +139,7 @@ def native_folder() -> Path:
 
 def _load_backends() -> None:
     """Load backends that are libraries of their own, and the one of `GGML_BACKEND_PATH`. Raise `BackendError`."""
-    try:
-        n_linked = ggml("ggml_backend_reg_count", ctypes.c_size_t)()
-    except BackendError:  # an older GGML
-        return
-    if not n_linked:
+    if not ggml("ggml_backend_reg_count", ctypes.c_size_t)():
         load = ggml("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
         load(os.fsencode(native_folder()))
     elif path := os.environ.get("GGML_BACKEND_PATH"):
@@ -167,7 +163,7 @@ def build() -> Build:
         llama_version=llama_cpp.llama_version().decode("utf-8", "replace"),
         system_info=llama_cpp.llama_print_system_info().decode("utf-8", "replace").strip(" |\n"),
         gpu_offload=has_gpu(),
-        devices=_devices(),
+        devices=tuple(map(device_of, native_devices())),
     )
 
 
@@ -175,14 +171,8 @@ def has_gpu() -> bool:
     offloads = bool(llama_cpp.llama_supports_gpu_offload())
     # With the RPC backend loaded, `llama_supports_gpu_offload` is true on any machine.
     if offloads and llama_cpp.llama_supports_rpc():
-        return any("gpu" in device.kind for device in _devices())
+        return any("gpu" in device.kind for device in map(device_of, native_devices()))
     return offloads
-
-
-def _devices() -> tuple[Device, ...]:
-    with contextlib.suppress(BackendError, ImportError, OSError, RuntimeError):
-        return tuple(map(device_of, native_devices()))
-    return ()
 
 
 def native_devices() -> list[int]:
@@ -228,10 +218,9 @@ _SHORTER = "put the whole file back, or fetch the model again"
 @functools.cache
 def watch_aborts() -> None:
     """Let GGML call `abort_listeners` before it ends the process."""
-    with contextlib.suppress(BackendError):  # an older GGML
-        _callbacks.append(ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort))
-        set_callback = ggml("ggml_set_abort_callback", ctypes.c_void_p, ctypes.c_void_p)
-        set_callback(ctypes.cast(_callbacks[-1], ctypes.c_void_p))
+    _callbacks.append(ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort))
+    set_callback = ggml("ggml_set_abort_callback", ctypes.c_void_p, ctypes.c_void_p)
+    set_callback(ctypes.cast(_callbacks[-1], ctypes.c_void_p))
 
 
 def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama.gguf_file import (
-    GgufMetadata,
     check_file,
     holds_mtp_only,
     opened_parts,
-    parts_of,
     why_no_mtp,
 )
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
@@ -23,6 +20,7 @@ from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.options import CacheType, Workers
+from specgen.system.files import parts_of, version_of
 
 #: GGML's number of each KV cache type, and its bytes per value.
 CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
@@ -93,9 +91,7 @@ class LlamaModel:
             self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
         self.file = file
         #: The size and the time of each of its files now: they may be replaced while it is in use.
-        self.versions = [
-            (each.st_size, each.st_mtime_ns) for each in map(Path.stat, parts_of(file))
-        ]
+        self.versions = [version_of(part)[1:] for part in parts_of(file)]
         #: A chat template that replaces those of the file.
         self.own_template: str | None = None
         #: Whether it is closed: contexts of it decode nothing more.
@@ -140,7 +136,7 @@ class LlamaModel:
     @property
     def pooling(self) -> int | None:
         """llama.cpp's number of how hidden states are pooled; None if this is no embedding model."""
-        return _pooling(self.architecture, self.number("pooling_type"))
+        return pooling_in(self.architecture, self.number("pooling_type"))
 
     @property
     def n_mtp_layers(self) -> int:
@@ -184,13 +180,6 @@ class LlamaModel:
         return self.loaded.remote is not None
 
     @property
-    def computed_where(self) -> str:
-        """Where its layers are computed, if not by this process; else empty."""
-        if self.is_remote:
-            return "on workers (--rpc)"
-        return "" if self.n_layer else "elsewhere"  # only its vocabulary is loaded
-
-    @property
     def call(self) -> Callable[..., Any]:
         return self.loaded.call
 
@@ -219,15 +208,12 @@ class LlamaModel:
             raise UsageError(why, hint="make one answer at a time: --parallel 1")
 
     def metadata(self, key: str) -> str | None:
-        capacity = 256
-        while True:
-            buffer = ctypes.create_string_buffer(capacity)
-            n: int = llama_cpp.llama_model_meta_val_str(self.handle, key.encode(), buffer, capacity)
-            if n < 0:
-                return None
-            if n < capacity:
-                return buffer.value.decode("utf-8", "replace")
-            capacity = n + 1
+        read = partial(llama_cpp.llama_model_meta_val_str, self.handle, key.encode())
+        if (n := read(None, 0)) < 0:
+            return None
+        buffer = ctypes.create_string_buffer(n + 1)
+        read(buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
 
     def chat_template(self, name: str | None = None) -> str | None:
         """Return the model's chat template (Jinja), or the one with this name: some files have one for tools."""
@@ -304,15 +290,7 @@ class LlamaModel:
         raise ModelFileError(f"{self.path}: {why}", hint)
 
 
-def pooling_of(file: Path) -> int | None:
-    """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is none."""
-    with contextlib.suppress(BackendError), GgufMetadata(file) as about:
-        architecture = about.text("general.architecture")
-        return _pooling(architecture, about.number(f"{architecture}.pooling_type"))
-    return None  # opening the file will report what is wrong
-
-
-def _pooling(architecture: str, pooling: int) -> int | None:
+def pooling_in(architecture: str, pooling: int) -> int | None:
     if pooling in (_MEAN, _CLS, _LAST):
         return pooling
     return _MEAN if architecture in _ENCODERS and pooling != _RANK else None

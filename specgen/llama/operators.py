@@ -1,5 +1,5 @@
 """Single operators of GGML on the CPU, which compute decoder heads and test the kernels: matrix products, also with
-experts, and attention.
+experts, and attention. Copies of model files in other types of weights.
 
 The name of a buffer type for the weights selects the code: ``CPU`` is GGML's, `SPECGEN_BUFFER` that of specgen's
 kernels, if they are attached. Shapes of an attention that do not fit together end the process.
@@ -11,9 +11,11 @@ import contextlib
 import ctypes
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,7 +23,8 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError
-from specgen.llama.library import forget_log, ggml, last_error, procedure
+from specgen.llama.library import forget_log, ggml, last_error, llama_cpp, procedure
+from specgen.system.files import new_beside, write_errors
 
 FloatArray: TypeAlias = NDArray[np.float32]
 IndexArray: TypeAlias = NDArray[np.int32]
@@ -319,3 +322,26 @@ def _cpu_device() -> Any:
     if not device:
         raise BackendError("GGML has no CPU backend")
     return device
+
+
+# --- copies of model files
+
+
+def quantize_file(source: Path, output: Path, type_name: str) -> None:
+    """Write a copy of a file whose matrices all have one type. Raise `BackendError`, `OutputError`."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type_name.upper()}")
+    params.pure = params.allow_requantize = True
+    write_copy(source, output, params)
+
+
+def write_copy(source: Path, output: Path, params: Any) -> None:
+    """Let llama.cpp write a changed copy of a file. Raise `BackendError`, `OutputError`."""
+    with write_errors(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with new_beside(output) as new:
+            forget_log()
+            paths = os.fsencode(source), os.fsencode(new)
+            if llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)):
+                raise BackendError(f"{source}: llama.cpp cannot copy it: {last_error()}")
+            new.replace(output)

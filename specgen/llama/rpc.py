@@ -31,6 +31,7 @@ from specgen.llama.library import (
 from specgen.options import Workers
 from specgen.system.machine import LIBRARY, REINSTALL, stamp_of
 from specgen.system.processes import leave_running
+from specgen.system.progress import human_bytes
 from specgen.system.worker_probe import check_protocol, lost_among, probe
 
 _POINTER: Any = ctypes.c_void_p
@@ -73,11 +74,9 @@ def check_workers(workers: Workers, file: Path) -> None:
     for worker in found:
         check_protocol(worker)
     n_bytes = file.stat().st_size
-    free_bytes = sum(device.free_bytes for worker in found for device in worker.devices)
+    free_bytes = sum(free for worker in found for free, _whole in worker.devices)
     if free_bytes < n_bytes and not workers.tensor_split:
-        sizes = (
-            f"{n_bytes / 2**30:.1f} GiB, but the workers offer only {free_bytes / 2**30:.1f} GiB"
-        )
+        sizes = f"{human_bytes(n_bytes)}, but the workers offer only {human_bytes(free_bytes)}"
         hint = "name more workers, or let them offer more (`specgen worker --memory`)"
         raise MemoryLimitError(f"{file}: the model has {sizes}", hint)
 

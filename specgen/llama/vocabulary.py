@@ -7,6 +7,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -24,9 +25,8 @@ _Usual = llama_cpp.llama_token * _USUAL_TOKENS
 _N_SAMPLED = 2048
 #: llama.cpp's attributes of control tokens that take the white space beside them.
 _STRIPPING = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP | llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
-#: The attributes of tokens whose names are parsed only on request, and of all that are found by name.
+#: The attributes of tokens whose names are parsed only on request.
 _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-_NAMED = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 #: A marker before text that continues other text; no vocabulary has a token that joins it to the text.
 _MARKER = "☺"
 #: llama.cpp splits a text into words by std::regex, which calls itself for each character of a word or of white
@@ -40,14 +40,12 @@ _deep = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialToken:
-    """A token that llama.cpp finds in texts by its name. A name of a control token is plain text unless
-    `parse_special`; other names, of "user-defined" tokens, are always parsed. `strips_before` and
-    `strips_after` tell whether white space beside the name is dropped."""
+class ControlToken:
+    """A token that llama.cpp finds in a text by its name if it is to parse special tokens, and whether white space
+    beside the name is dropped."""
 
     token: int
     name: str
-    is_control: bool
     strips_before: bool
     strips_after: bool
 
@@ -63,7 +61,7 @@ class LlamaVocabulary:
         self._pieces: dict[int, bytes] = dict(texts or {})
         self._is_end: dict[int, bool] = {}
         self._ends: list[int] | None = None
-        self._named: list[SpecialToken] | None = None
+        self._controls: list[ControlToken] | None = None
         self._views: dict[frozenset[int], LlamaVocabulary] = {}
         #: The bytes of the longest entry, and whether tokens take white space beside them; None: not counted.
         self._longest: int | None = None
@@ -80,22 +78,14 @@ class LlamaVocabulary:
 
     def special_tokens(self) -> dict[str, int]:
         """Return the special tokens by role; -1 for a token that the model does not have."""
-        return {
-            "bos": llama_cpp.llama_vocab_bos(self.handle),
-            "eos": llama_cpp.llama_vocab_eos(self.handle),
-            "eot": llama_cpp.llama_vocab_eot(self.handle),
-        }
+        return self._by_role("bos", "eos", "eot")
 
     def infill_tokens(self) -> dict[str, int]:
-        """Return the fill-in-the-middle tokens by role; -1 for a token that the model does not have."""
-        return {
-            "prefix": llama_cpp.llama_vocab_fim_pre(self.handle),
-            "suffix": llama_cpp.llama_vocab_fim_suf(self.handle),
-            "middle": llama_cpp.llama_vocab_fim_mid(self.handle),
-            "pad": llama_cpp.llama_vocab_fim_pad(self.handle),
-            "repository": llama_cpp.llama_vocab_fim_rep(self.handle),
-            "separator": llama_cpp.llama_vocab_fim_sep(self.handle),
-        }
+        """Return the fill-in-the-middle tokens by llama.cpp's names; -1 for one that the model does not have."""
+        return self._by_role("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
+
+    def _by_role(self, *roles: str) -> dict[str, int]:
+        return {role: getattr(llama_cpp, f"llama_vocab_{role}")(self.handle) for role in roles}
 
     def check(self, tokens: Sequence[int]) -> None:
         """Raise `PromptError` for a token that is none of these: llama.cpp would end the process."""
@@ -155,19 +145,6 @@ class LlamaVocabulary:
         whole = self.tokenize(_MARKER + text, add_special=False, parse_special=parse_special)
         return whole[len(marker) :]
 
-    def tokens_of(self, parts: Sequence[int | str], *, parse_special: bool) -> list[int]:
-        """Return the tokens of a text in parts, some of which are tokens already. Raise `PromptError`."""
-        found: list[int] = []
-        for part in parts:
-            if isinstance(part, int):
-                found.append(part)
-            elif found:
-                found += self.tokenize_inside(part, parse_special=parse_special)
-            else:
-                found += self.tokenize(part, add_special=True, parse_special=parse_special)
-        self.check(found)
-        return found
-
     def control_token(self, entry: str) -> int:
         tokens = self.tokenize(entry, add_special=False, parse_special=True)
         if len(tokens) != 1 or self.token_text(tokens[0]) != entry:
@@ -224,23 +201,22 @@ class LlamaVocabulary:
     def is_control(self, token_id: int) -> bool:
         return bool(self.token_attributes(token_id) & _CONTROL)
 
-    def named_tokens(self) -> Sequence[SpecialToken]:
-        """Return the tokens that llama.cpp finds by name, in the order in which it looks for them."""
-        if self._named is None:  # llama.cpp has no list of them, so all tokens are checked
+    def control_tokens(self) -> Sequence[ControlToken]:
+        """Return the control tokens with a name, in the order in which llama.cpp looks for them."""
+        if self._controls is None:  # llama.cpp has no list of them, so all tokens are checked
+            attributes = {token: self.token_attributes(token) for token in range(self.n_tokens)}
             found = [
-                SpecialToken(
-                    token_id,
-                    self.token_text(token_id),
-                    bool(attributes & _CONTROL),
-                    bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
-                    bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),
+                ControlToken(
+                    token,
+                    name,
+                    bool(flags & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
+                    bool(flags & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),
                 )
-                for token_id in range(self.n_tokens)
-                if (attributes := self.token_attributes(token_id)) & _NAMED
+                for token, flags in attributes.items()
+                if flags & _CONTROL and (name := self.token_text(token))
             ]
-            found.sort(key=lambda special: -len(special.name.encode()))
-            self._named = [special for special in found if special.name]
-        return self._named
+            self._controls = sorted(found, key=lambda each: -len(each.name.encode()))
+        return self._controls
 
     def is_end(self, token_id: int) -> bool:
         is_end = self._is_end.get(token_id)
@@ -291,28 +267,13 @@ def _longest(pattern: re.Pattern[str], text: str) -> int:
 
 
 def _with_stack(n_bytes: int, function: Callable[[], list[int]]) -> list[int]:
-    results: list[list[int] | Exception] = []
-
-    def work() -> None:
-        try:
-            results.append(function())
-        except Exception as error:  # noqa: BLE001 - it is raised where the result is wanted
-            results.append(error)
-
-    with _deep:
+    # After Ctrl-C the executor waits for the end of its thread: the model must stay until the text is read.
+    with _deep, ThreadPoolExecutor(1, "tokenizer") as executor:
         before = threading.stack_size(n_bytes + (1 << 20))
         try:
-            thread = threading.Thread(target=work, name="tokenizer")
-            thread.start()
+            found = executor.submit(function)  # the thread begins here
         except RuntimeError as error:
             raise BackendError("there is no memory to tokenize so long a word") from error
         finally:
             threading.stack_size(before)
-        try:
-            thread.join()
-        finally:
-            while thread.is_alive():  # after Ctrl-C: the model must stay until the text is read
-                thread.join()
-    if isinstance(results[0], Exception):
-        raise results[0]
-    return results[0]
+        return found.result()

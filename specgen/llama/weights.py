@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -16,7 +15,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specgen.errors import (
-    BackendError,
     MemoryLimitError,
     ModelFileError,
     SpecgenError,
@@ -27,16 +25,16 @@ from specgen.llama.kernels.packed_weights import PackedWeights, packed_weights_o
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.options import Workers
-from specgen.system.files import new_beside, write_errors
+from specgen.system.files import version_of
 
 if TYPE_CHECKING:
     from specgen.llama.rpc import RemoteCalls
 
 
 class _Key(NamedTuple):
-    """What loaded weights are known by; a `version` is device, inode, size and time."""
+    """What loaded weights are known by; the `version` is that of the file."""
 
-    version: tuple[int, int, int, int]
+    version: tuple[int, int, int]
     n_gpu_layers: int
     kernels: str
     vocabulary_only: bool = False
@@ -110,7 +108,7 @@ def lease_weights(
     `goes_on` is asked between tensors. Raise `ModelFileError`, `MemoryLimitError`, `WorkerLostError`, `OSError`."""
     problem = "" if vocabulary_only else kernel_problem(file)
     kernels = LLAMA_CPP if problem else computing()
-    key = _Key(_version(file), n_gpu_layers, kernels, vocabulary_only, mtp, workers)
+    key = _Key(version_of(file), n_gpu_layers, kernels, vocabulary_only, mtp, workers)
     others = [each for each in _ahead.values() if each is not threading.current_thread()]
     if _ahead.get(key) in others:
         _ahead[key].join()
@@ -165,17 +163,12 @@ def _load_error(file: Path, reason: str) -> SpecgenError:
     return ModelFileError(f"{file}: llama.cpp cannot load this model: {reason}", hint)
 
 
-def _version(file: Path) -> tuple[int, int, int, int]:
-    about = file.stat()
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
-
-
 def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
     """Load a checked file's weights in a thread, for which `lease_weights` waits and whose errors it raises: llama.cpp
     uses one core for the vocabulary. Return what ends this use of the weights; it may be called twice."""
     if kernel_problem(file):  # kernels are switched off for the whole process while it is loaded
         return lambda: None
-    key = _Key(_version(file), n_gpu_layers, computing())
+    key = _Key(version_of(file), n_gpu_layers, computing())
     if key in _ahead or key in _loaded:
         return lambda: None
     held = ExitStack()
@@ -228,23 +221,3 @@ def _interrupt_between_tensors(
             signal.signal(signal.SIGINT, before)
         if is_stopped:
             raise KeyboardInterrupt
-
-
-def quantize_file(source: Path, output: Path, type_name: str) -> None:
-    """Write a copy of a file whose matrices all have one type. Raise `BackendError`, `OutputError`."""
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type_name.upper()}")
-    params.pure = params.allow_requantize = True
-    write_copy(source, output, params)
-
-
-def write_copy(source: Path, output: Path, params: Any) -> None:
-    """Let llama.cpp write a changed copy of a file. Raise `BackendError`, `OutputError`."""
-    with write_errors(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with new_beside(output) as new:
-            forget_log()
-            paths = os.fsencode(source), os.fsencode(new)
-            if llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)):
-                raise BackendError(f"{source}: llama.cpp cannot copy it: {last_error()}")
-            new.replace(output)

@@ -35,6 +35,7 @@ from specgen.system.machine import (
     look_at_machine,
 )
 from specgen.system.processes import ChildDiedError, ChildError, ask_child
+from specgen.system.progress import human_bytes
 
 if TYPE_CHECKING:
     from specgen.system.arrays import Logits
@@ -161,12 +162,13 @@ def _ask_worker(endpoint: str) -> str:
     from specgen.system.worker_probe import check_protocol, probe
 
     load_rpc()
-    found = probe(endpoint, _WORKER_TIMEOUT_S, time.perf_counter)
+    found = probe(endpoint, _WORKER_TIMEOUT_S)
     check_protocol(found)
-    sizes = [(device.free_bytes / 2**30, device.memory_bytes / 2**30) for device in found.devices]
-    devices = ", ".join(f"{free:.1f} of {whole:.1f} GiB free" for free, whole in sizes)
-    trip = "" if found.round_trip_s is None else f"{found.round_trip_s * 1000:.1f} ms"
-    return f"protocol {found.protocol}; {devices or 'no device'}; a round trip takes {trip or '?'}"
+    devices = ", ".join(
+        f"{human_bytes(free)} of {human_bytes(whole)} free" for free, whole in found.devices
+    )
+    trip = f"a round trip takes {found.round_trip_s * 1000:.1f} ms"
+    return f"protocol {found.protocol}; {devices or 'no device'}; {trip}"
 
 
 # --- the child, seen from the parent ----------------------------------------------------------

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.drafters.kinds import words_for
+from specgen.drafters.kinds import kinds
 from specgen.llama import default_threads
 from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_draft
 from specgen.models.files import FileIdentity, identify, identity_of
@@ -22,6 +22,7 @@ from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
+from specgen.system.progress import counted
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend
@@ -112,7 +113,8 @@ def search_drafts(
     n_answers = len(baseline.answers)
     plain = DraftFigures(1.0, 1.0, 1.0, n_answers, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
     tried, failed = [Tried("none", plain)], list(refused)
-    for draft in (*words_for(session.target), *candidates):
+    words: list[DraftSource] = [kind.name for kind in kinds() if kind.suits(session.target)]
+    for draft in (*words, *candidates):
         try:
             session.change_draft(draft)
             if tunes_threads and isinstance(draft, Path) and draft == candidates[0]:
@@ -151,8 +153,8 @@ def advice(search: Search) -> tuple[str, ...]:
     """Return what was measured, what it means and what to do; only the first if interrupted or busy."""
     baseline, best, figures = search.baseline, search.tried[0], search.tried[0].figures
     measured = (
-        f"measured on {len(baseline.answers)} answers of {search.target.name}: {1.0 / baseline.token_s:.1f} tokens/s "
-        "without a draft"
+        f"measured on {counted(len(baseline.answers), 'answer')} of {search.target.name}: "
+        f"{1.0 / baseline.token_s:.1f} tokens/s without a draft"
     )
     if best.draft != "none":
         speed = f"{figures.tokens_per_s:.1f} with {name_of(best.draft)}"

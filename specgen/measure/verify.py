@@ -32,7 +32,7 @@ from specgen.session.session import Session
 from specgen.system.arrays import Logits, ProbArray
 from specgen.system.files import as_json
 from specgen.text.answer_state import AnswerState
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Shaper, TextState
 
 #: How many answers are made at once. The third may get the cells that the first left, while the second goes on.
@@ -273,7 +273,8 @@ def _difference(
         moved = max(moved, movement(row, alone))
         if same_in is None and shaper.distribution(row).mode == found[at]:
             same_in = n_rows
-    warm = Sampler(replace(settings.in_use, temperature=1.0), settings.breakers)
+    own = settings.sampler
+    warm = Sampler(replace(own.options, temperature=1.0), own.breakers)
     likely = Shaper(warm, state).distribution(alone)
     ours, theirs = likely.probability(expected[at]), likely.probability(found[at])
     gap = math.log(ours / theirs) if ours and theirs else math.inf

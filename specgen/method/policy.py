@@ -133,7 +133,7 @@ class FixedPolicy:
         if n_max < 1:
             return RoundPlan("no room")
         found, bound = self._stop.cut(offer.found.first(n_max)), self._stop.bound
-        detail = f"the whole draft's probability is at least {bound:.2f}" if bound else ""
+        detail = f"a draft's probability must be at least {bound:.2f}" if bound else ""
         reason = "threshold" if bound else "fixed"
         if len(found):
             return RoundPlan(reason, found=found, stop=self._stop, detail=detail)

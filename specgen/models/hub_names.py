@@ -11,8 +11,9 @@ from pathlib import Path, PurePosixPath
 
 from specgen.drafters.kinds import FILE_PREFIXES
 from specgen.errors import UsageError
-from specgen.models.files import cache_folder, identify, shard_names, size_of
+from specgen.models.files import cache_folder, size_of
 from specgen.models.registry import CatalogueModel
+from specgen.system.files import parts_of
 
 PREFIX = "hf:"
 #: Without a quantisation, the first of these that the repository has, else its first model.
@@ -55,7 +56,6 @@ def is_reference(name: str) -> bool:
 
 
 def looks_like_reference(name: str) -> bool:
-    """Return whether a name may be USER/REPO or USER/REPO:QUANT on the hub."""
     return _REFERENCE.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
@@ -79,7 +79,7 @@ def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[lis
         path = PurePosixPath(name)
         if path.suffix.lower() != ".gguf" or any(each in path.name for each in left_out):
             continue
-        shards = [str(path.with_name(each)) for each in shard_names(path.name)]
+        shards = [*map(str, parts_of(path))]
         if shards[0] == name and every.issuperset(shards):
             found.append(shards)
     return found
@@ -141,7 +141,7 @@ def locate(model: CatalogueModel) -> Path | None:
         return own
     if model.hub is None:
         return None
-    for snapshot, _names in _snapshots(storage_of(model.hub.repo)):
+    for snapshot, _names in snapshots(storage_of(model.hub.repo)):
         path = snapshot / model.hub.file
         # Only one link is followed: a store beyond has other names. Without links, the size must do.
         blob = path.readlink().name if path.is_symlink() else path.name
@@ -151,40 +151,15 @@ def locate(model: CatalogueModel) -> Path | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class CachedModel:
-    """A model in the cache; `path` is its first file, and `names` are its files in the repository."""
-
-    reference: HubReference
-    path: Path
-    names: tuple[str, ...]
-    size_bytes: int
-
-
 def find_in_cache(reference: HubReference) -> Path | None:
     """Return the first file of a model, from the newest snapshot that has all its files."""
-    for snapshot, names in _snapshots(storage_of(reference.repo)):
+    for snapshot, names in snapshots(storage_of(reference.repo)):
         if (files := choose(names, reference)) is not None:
             return snapshot / files[0]
     return None
 
 
-def cached_models(repo: str | None = None) -> list[CachedModel]:
-    """Return the models in the cache, or those of a repository. Of several versions the newest counts."""
-    found: dict[tuple[str, str], CachedModel] = {}
-    for storage in sorted(cache_of_hub().glob("models--*--*")) if not repo else [storage_of(repo)]:
-        name = storage.name.removeprefix("models--").replace("--", "/", 1)
-        for snapshot, names in _snapshots(storage):
-            for files in models_among(names, with_drafts=True):
-                path = snapshot / files[0]
-                if (name, files[0]) not in found and (identity := identify(path)) is not None:
-                    reference = reference_of(name, files, names)
-                    model = CachedModel(reference, path, tuple(files), identity.size_bytes)
-                    found[name, files[0]] = model
-    return list(found.values())
-
-
-def _snapshots(storage: Path) -> Iterator[tuple[Path, list[str]]]:
+def snapshots(storage: Path) -> Iterator[tuple[Path, list[str]]]:
     """Yield a repository's versions, the newest first, and their files whose blobs are there."""
     newest, found = "", []
     with suppress(OSError, UnicodeDecodeError):

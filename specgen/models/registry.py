@@ -135,20 +135,10 @@ class Registry:
     general_draft: str | None = None
 
     def model(self, name: str, others: Iterable[str] = ()) -> CatalogueModel:
-        """Return a model, or raise `UnknownModelError`. `others` are words that may have been meant."""
-        return self._find(name, self.models, "model", others)
+        return self._find(name, self.models, "model", others)  # `others` may have been meant
 
     def pair(self, name: str) -> Pair:
         return self._find(name, self.pairs, "pair")
-
-    def find(self, name: str) -> CatalogueModel | Pair:
-        everything: dict[str, CatalogueModel | Pair] = {**self.pairs, **self.models}
-        return self._find(name, everything, "model or pair")
-
-    def models_of(self, name: str) -> tuple[CatalogueModel, ...]:
-        found = self.find(name)
-        names = (found.name,) if isinstance(found, CatalogueModel) else found.model_names
-        return tuple(self.model(each) for each in names)
 
     def pairs_for(self, target: CatalogueModel) -> tuple[Pair, ...]:
         """Return the pairs of a target, the default pair first."""
@@ -179,17 +169,12 @@ class Registry:
         return None
 
 
-def user_registry_file() -> Path:
-    """Return the user's own list of models, which adds to the one that specgen brings; it need not exist."""
-    return config_folder() / "models.toml"
-
-
 def load_registry() -> Registry:
     """Read the models that specgen brings and, over them, the user's own. Raise `UsageError` for an invalid file."""
     package = Path(__file__).resolve().parents[1]
     packaged = package / "models.toml"  # where it is installed; in a checkout it is above
     own = _read(packaged if packaged.is_file() else package.parent / "models.toml")
-    file = user_registry_file()
+    file = config_folder() / "models.toml"
     return _read(file, own) if file.exists() else own
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple, TextIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -21,7 +18,6 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import Show
-from specgen.render.rounds import RoundsRenderer
 from specgen.render.rows import (
     LEGEND,
     Cell,
@@ -37,14 +33,7 @@ from specgen.render.rows import (
     pens,
     wrap,
 )
-from specgen.render.streams import (
-    JsonlRenderer,
-    Renderer,
-    TextRenderer,
-    make_console,
-    print_notice,
-    reading,
-)
+from specgen.render.streams import Renderer, reading
 from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.progress import counted
 
@@ -52,9 +41,8 @@ _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"
 _ERASE_RIGHT, _ERASE_BELOW = "\x1b[K", "\x1b[J"
 
-#: The rows of the unfinished line that are repainted in each round, and laid out again when the window
-#: changes; earlier rows belong to the terminal. There may be this many if rows of one line are to be copied in one
-#: piece.
+#: The rows of the unfinished line that are repainted in each round, and laid out again when the window changes; there
+#: may be more if rows of one line are to be copied in one piece. Earlier rows belong to the terminal.
 _MOVING_ROWS, _MOST_MOVING_ROWS = 3, 12
 _GAP = "    "
 
@@ -108,8 +96,8 @@ class LiveRenderer(Renderer):
 
     Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in each
     round, followed by the tokens that this round rejected, struck through (if `show` is ``accepted``). The bottom
-    line has the legend and the speed. The cost of a round does not depend on the length of the answer. `thought` is
-    how a thinking block at its beginning is shown. `notice` prints notices; without it there are none.
+    line has the legend and the speed. The cost of a round does not depend on the length of the answer. With `thinks`, a
+    thinking block may come first, which `folds`. `notice` prints notices; without it there are none.
     """
 
     def __init__(
@@ -118,9 +106,11 @@ class LiveRenderer(Renderer):
         show: Show = "accepted",
         notice: Callable[[NoticeEvent], None] | None = None,
         *,
-        thought: type[Thought] | None = None,
+        thinks: bool = False,
+        folds: bool = False,
     ) -> None:
-        self._console, self._show, self._notice, self._kind = console, show, notice, thought
+        self._console, self._show, self._notice = console, show, notice
+        self._thinks, self._folds = thinks or folds, folds
         self._pens = pens(console)
         self._rounds = RoundReader()
         self._region = Region(self._write)
@@ -139,8 +129,8 @@ class LiveRenderer(Renderer):
             self._region.erase()
             self._notice(event)
         self._status.update(event)
-        if isinstance(event, PromptEvent) and self._kind is not None:
-            self._thought = self._kind(Flow(self._flow.columns), event.text)
+        if isinstance(event, PromptEvent) and self._thinks:
+            self._thought = Thought(Flow(self._flow.columns), event.text, self._folds)
         completed = self._rounds.read(event)
         if completed is not None:
             self._add(completed)
@@ -166,8 +156,7 @@ class LiveRenderer(Renderer):
         self._region.close(self._settled(self._flow.finish()))
 
     def _fit(self) -> None:
-        """Lay the text out again if the window's width has changed. Call this before text is added: rows
-        that become settled must have been laid out for the present width."""
+        """Lay the text out again if the window's width has changed: before text is added, which settles rows."""
         columns = max(2, self._console.width)
         for flow in (self._flow, *([self._thought.flow] if self._thought is not None else ())):
             if columns != flow.columns:
@@ -176,8 +165,7 @@ class LiveRenderer(Renderer):
     def _paint(self) -> None:
         self._fit()
         height = self._console.height
-        # A spare row between text and status line keeps the latter in place if rejected text needs a second
-        # row.
+        # A spare row keeps the status line in place if rejected text needs a second row.
         n_spare, n_status = (0, 0) if self._show == "none" else (height >= 6, height >= 4)
         room, last_column = max(1, height - n_spare - n_status - 1), self._flow.columns - 1
         status = [Line(self._status.codes(last_column, self._pens))] if n_status else []
@@ -203,8 +191,7 @@ class LiveRenderer(Renderer):
         return "".join(row.codes(self._pens) + end for row, end in zip(rows, ends, strict=False))
 
     def _rejected_codes(self, columns: int, last: Row) -> tuple[str, str]:
-        """Return the rejected text of this round within `columns` columns: the part after the text's last
-        row, and the part in the row below."""
+        """Return this round's rejected text: the part behind the `last` row, and the part in the row below."""
         cells: list[Cell] = []
         for text in self._rejected:
             append_cells(cells, "  " if cells else "", "plain", join=False)
@@ -276,11 +263,12 @@ _THOUGHT_ROWS = 5
 
 
 class Thought:
-    """The thinking block of one answer, dim above the rest of it."""
+    """The thinking block of one answer, dim above the rest of it. If it `folds`, its last rows are shown while it is
+    generated, then one line in its place."""
 
-    def __init__(self, flow: Flow, prompt: str) -> None:
+    def __init__(self, flow: Flow, prompt: str, folds: bool) -> None:
         self.flow = flow  # of rows that stand for the answer while the block is open
-        self._reader = ThoughtReader(prompt)
+        self._folds, self._reader = folds, ThoughtReader(prompt)
         self._rows: list[Row] = []
         self._is_blank = True
         self._first_s: float | None = None
@@ -288,7 +276,8 @@ class Thought:
 
     @property
     def is_open(self) -> bool:
-        return False
+        """Whether its rows are shown in the answer's place."""
+        return self._folds and self._reader.is_open
 
     def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:
         """Take the text that a round added, at `time_s` with `n_tokens` tokens in all; yield what is shown of it."""
@@ -308,7 +297,11 @@ class Thought:
                 thoughts = thoughts.lstrip()
                 self._is_blank = not thoughts
             self._last_s, self._n_tokens = time_s, n_tokens
-            yield from self._shown(Run(thoughts, "faint"))
+            run = Run(thoughts, "faint")
+            if self._folds:
+                self.flow.feed([run])
+            else:
+                yield run
         if self._first_s is not None and not self._reader.is_open:
             yield from self.fold()
         yield from answer
@@ -319,86 +312,11 @@ class Thought:
         if self._first_s is not None:
             about = f"{self._last_s - self._first_s:.1f} s, {counted(self._n_tokens, 'token')}"
             self._first_s = None
-            yield Run(self._end(about), "faint")
+            end = f"thought for {about} (/think shows it)\n" if self._folds else "\n\n"
+            yield Run(end, "faint")
         if answer := self._reader.finish()[1]:
             yield Run(answer, "plain")
 
     def rows(self, n_most: int) -> list[Row]:
         self._rows = (self._rows + self.flow.take_settled(1, 1))[-_THOUGHT_ROWS:]
         return (self._rows + self.flow.rows)[-min(n_most, _THOUGHT_ROWS) :]
-
-    def _shown(self, run: Run) -> Iterator[Run]:
-        yield run
-
-    def _end(self, _about: str) -> str:
-        return "\n\n"
-
-
-class FoldedThought(Thought):
-    """The thinking block of one answer: its last rows while it is generated, then one line in its place."""
-
-    @property
-    def is_open(self) -> bool:
-        return self._reader.is_open
-
-    def _shown(self, run: Run) -> Iterator[Run]:
-        self.flow.feed([run])
-        yield from ()
-
-    def _end(self, about: str) -> str:
-        return f"thought for {about} (/think shows it)\n"
-
-
-# --- which renderer
-
-
-def make_renderer(
-    *,
-    stdout: TextIO,
-    stderr: TextIO,
-    environ: Mapping[str, str],
-    json: bool = False,
-    show: Show = "accepted",
-    stats: bool = True,
-    quiet: bool = False,
-    verbose: bool = False,
-    thinks: bool = False,
-    folded: type[Thought] | None = None,
-    newline: bool = False,
-) -> Renderer:
-    """Return the renderer of one generation.
-
-    The answer goes to `stdout`, marked as `show` says, or with `json` the events as JSON Lines. Notices (with
-    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. With `thinks`,
-    the answer may begin with thoughts. `folded`, for a conversation, always ends an answer's last line, and shows
-    thoughts on a terminal.
-    `newline` ends the last line in a pipe, and in a file that standard error shares; on a terminal it always
-    ends, and where the summary follows in the same pipe or file.
-    """
-    console = make_console(stdout, environ)
-    stdout.flush()  # so that earlier output comes first
-    if json:
-        return JsonlRenderer(stdout.buffer)
-    errors = make_console(stderr, environ)
-    notice = None if quiet else partial(print_notice, errors, verbose=verbose)
-    if show == "rounds":
-        return RoundsRenderer(console, notice, verbose=verbose)
-    is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
-    if stdout.isatty() and not is_dumb:
-        return LiveRenderer(console, show, notice, thought=folded or (Thought if thinks else None))
-    in_chat = folded is not None
-    write = partial(TextRenderer, stdout.buffer, notice, thinks=thinks or in_chat)
-    if stdout.isatty():
-        return write(encoding=console.encoding, is_terminal=True)
-    out, err = _status_of(stdout), _status_of(stderr)
-    is_pipe = out is not None and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
-    is_shared = out is not None and err is not None and os.path.samestat(out, err)  # as with 2>&1
-    ends_line = in_chat or (newline and is_pipe) or ((newline or stats) and is_shared)
-    return write(ends_line=ends_line, ends_empty=in_chat)
-
-
-def _status_of(stream: TextIO) -> os.stat_result | None:
-    try:
-        return os.fstat(stream.fileno())
-    except (OSError, ValueError):
-        return None

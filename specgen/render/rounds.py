@@ -14,7 +14,6 @@ from specgen.events import (
     FinishedEvent,
     NoticeEvent,
     Piece,
-    PromptEvent,
     VerifiedEvent,
 )
 from specgen.render.rows import Round, RoundReader, clean_line, styles_on
@@ -37,9 +36,8 @@ _HEAD = "round      ms  tokens  "
 
 
 class RoundsRenderer(Renderer):
-    """Prints the rounds of one answer, wrapped on a terminal only. With `verbose`, tokens are followed by their
-    probabilities in percent, the draft's and the target's, and each reason is told, not only why nothing was
-    drafted."""
+    """Prints the rounds of one answer, wrapped on a terminal only; with `verbose` also the probabilities of tokens, the
+    draft's and the target's, and each reason, not only why nothing was drafted."""
 
     def __init__(
         self,
@@ -52,16 +50,18 @@ class RoundsRenderer(Renderer):
         self._styles = styles_on(console)
         self._rounds = RoundReader()
         self._last_s = 0.0
+        self._has_head = self._is_bound_said = False
         self._reason = self._origin = self._guesses = ""
 
     def handle(self, event: Event) -> None:
         completed = self._rounds.read(event)
         if completed is not None:
+            if not self._has_head:  # it stands behind what notices say before the answer
+                self._has_head = True
+                legend = _LEGEND + "\n41|3: in percent, by draft and target" * self._verbose
+                for line in (*legend.split("\n"), _HEAD.rstrip()):
+                    self._print(Text(line))
             self._show(completed)
-        elif isinstance(event, PromptEvent):
-            legend = _LEGEND + "\n41|3: in percent, by draft and target" * self._verbose
-            for line in (*legend.split("\n"), _HEAD.rstrip()):
-                self._print(Text(line, self._styles["faint"]))
         elif isinstance(event, NoticeEvent) and self._notice is not None:
             self._notice(event)
         elif isinstance(event, FinishedEvent):
@@ -87,18 +87,23 @@ class RoundsRenderer(Renderer):
             tokens.append(self._token(piece.kind, piece.text, probability, piece.logprob, n_walks))
         if event.reason == "threshold" and nodes:  # in words the first time, then only the bound
             words = event.reason_text or ""
-            bound = words if self._reason != "threshold" else f"≥ {words.rpartition(' ')[2]}"
+            bound = f"≥ {words.rpartition(' ')[2]}" if self._is_bound_said else words
             tokens.append(Text(bound, self._styles["faint"]))
+            self._is_bound_said = True
         if nodes and nodes[0].origin != self._origin:
             self._origin = nodes[0].origin
             tokens.append(Text(f"by {self._origin}", self._styles["faint"]))
         ms = f"{1000 * (event.time_s - self._last_s):.1f}" if event.round else ""
         about = f"{event.round or '':>5} {ms:>7} {len(event.pieces):>7}  "
         self._lay_out(Text(about, self._styles["faint"]), tokens)
+        shown = set(found.rejected[inline].nodes if inline is not None else ())
         for index, place in enumerate(places):
-            if index != inline:
-                start = f"{' ' * len(_HEAD)}{'  ' * place}└ "
-                self._lay_out(Text(start, self._styles["faint"]), self._branch(found, index))
+            if index != inline:  # from where it leaves those that are shown
+                n_shared = len(shown.intersection(branch := found.rejected[index].nodes))
+                shown.update(branch)
+                start = f"{' ' * len(_HEAD)}{'  ' * (place + n_shared)}└ "
+                rest = self._branch(found, index)[n_shared:]
+                self._lay_out(Text(start, self._styles["faint"]), rest)
         words = event.reason_text or ""
         if event.reason not in (None, self._reason) and (self._verbose or not nodes):
             self._say(words if nodes else f"nothing drafted: {words}")

@@ -1,11 +1,9 @@
 """Text for a terminal: cleaned, marked by where it comes from, and laid out in rows.
 
-A `Cell` is what a reader takes for one character (a letter with its accents, an emoji of several code points).
-Terminals disagree about the width of emoji sequences, so a cell's width is the largest that is usual, and a row never
-runs over the edge. Lines of prose are broken between words. Lines of code and tables, and words that are longer than a
-row, are broken where the terminal itself would break them, so that it joins their rows when text is copied. A row never
-depends on anything after the first cell of the next row, so all rows of a growing text (`Flow`) except the last are
-settled.
+A `Cell` is what a reader takes for one character. Terminals disagree about the width of emoji sequences, so its width
+is the largest that is usual, and a row never runs over the edge. Prose is broken between words. Code, tables, and words
+longer than a row are broken where the terminal itself would break them, so that it joins their rows when text is
+copied. No row depends on more than the next row's first cell: all but the last of a growing text (`Flow`) are settled.
 """
 
 from __future__ import annotations
@@ -147,9 +145,8 @@ class Round:
         return (-1, *self.accepted).index(self.nodes[branch.nodes[0]].parent)
 
     def runs(self, *, shows_all: bool) -> Iterator[Run]:
-        """Yield the text in order, and with `shows_all` each rejected branch at its position. A branch is struck out if
-        it was the only one and no drafted token took its place; otherwise it is in brackets, so that the text stays
-        legible."""
+        """Yield the text in order, and with `shows_all` each rejected branch at its position: struck out if it was the
+        only one and no drafted token took its place, else in brackets, so that the text stays legible."""
         for index, piece in enumerate(self.committed.pieces):
             branches = [each for each in self.rejected if self.place(each) == index]
             lost = [each.text for each in branches if each.text]
@@ -191,8 +188,7 @@ _N_BEGINNING = 16
 _FENCE = dict.fromkeys(("accepted", "corrected", "bonus", "plain", "forced"), "faint")
 #: Distance of the tab stops, in columns.
 TAB_COLUMNS = 8
-#: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not writing,
-#: and would not fit a narrow window.
+#: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not writing.
 _MAX_CELL_LENGTH, _MAX_CELL_WIDTH = 24, 8
 
 
@@ -331,8 +327,7 @@ class Flow:
         self.rows: list[Row] = [EMPTY_ROW]
         #: Columns of the last line before its last row; tab stops depend on it.
         self._columns_before = 0
-        #: Whether the text is in a block of code, and whether its last line begins or ends one, and is broken at any
-        #: character.
+        #: Whether the text is in a block of code; whether its last line is the edge of one, or is broken anywhere.
         self._in_code = self._is_fence = self._is_literal = False
 
     def feed(self, runs: Iterable[Run]) -> None:

@@ -171,7 +171,7 @@ def print_notice(
         say(console, Text(reading(event)))
         return
     message = clean_line(event.message)
-    say(console, Text.assemble(("note:", "bold"), " ", message))
+    say(console, Text(f"note: {message}"))
     if verbose:
         for line in clean(event.detail).splitlines():
             say(console, Text(f"  {line}"))
@@ -186,7 +186,5 @@ def in_encoding(console: Console, text: str) -> str:
 
 
 def say(console: Console, what: RenderableType) -> None:
-    """Print something that is not the answer, wrapped only on a terminal. Errors of printing are ignored, so
-    that they do not end an answer."""
-    with contextlib.suppress(OSError):
-        console.print(what, soft_wrap=not console.is_terminal, highlight=False)
+    """Print something that is not the answer, wrapped only on a terminal."""
+    console.print(what, soft_wrap=not console.is_terminal, highlight=False)

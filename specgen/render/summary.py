@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specgen.events import FinishedEvent, undrafted_text
-from specgen.render.rows import LEGEND, STYLES, clean_line
+from specgen.render.rows import LEGEND, clean_line, styles_on
 from specgen.render.streams import in_encoding, say
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.progress import counted, gain_text, seconds_text, three_digits, times_text
@@ -36,24 +36,23 @@ def print_summary(
     show_legend: bool = False,
 ) -> None:
     """Print the summary: one line in plain words and, if it is `whole`, all known figures, on a terminal in two
-    columns; elsewhere a line for each, so that it can be searched. `draft` and `kernels` are those of the prompt's
-    event."""
+    columns, else a line for each. `draft` and `kernels` are those of the prompt's event."""
+    styles = styles_on(console)
     if console.is_terminal:
         say(console, Text())
-    say(console, Text(summary_line(finished, draft), STYLES["faint"] if not whole else ""))
+    say(console, Text(summary_line(finished, draft)))
+    if show_legend and finished.n_drafted:
+        say(console, Text("  ").join(Text(mark, styles[mark]) for mark in LEGEND))
     if not whole:
         return
     told = summary_items(finished, draft, kernels)
     items = [(label, Text(in_encoding(console, text))) for label, text in told]
-    if show_legend and finished.n_drafted:
-        legend = Text("  ").join(Text(mark, STYLES[mark]) for mark in LEGEND)
-        items.append(("legend", legend))
     if not console.is_terminal:
         for label, text in items:
             say(console, Text.assemble(f"{label}: ", text))
         return
     table = Table.grid(padding=(0, 2))
-    table.add_column(style=STYLES["faint"], no_wrap=True)
+    table.add_column(style=styles["faint"], no_wrap=True)
     table.add_column()
     for item in items:
         table.add_row(*item)
@@ -67,18 +66,18 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
     said = _listed(
         f"{counted(finished.n_tokens, 'token')} in {seconds_text(finished.wall_s)}", rate
     )
-    between, is_busy_now = _speedup_range(finished), _was_busy(finished)
+    between = _speedup_range(finished)
     if draft != "none" and finished.n_rounds:
-        if between is not None and is_busy_now:
+        if not finished.n_drafted and between is None:
+            said += ", nothing was drafted"
+        elif is_busy(finished.others_share):
             said += "; what drafts saved is not known, since the machine was busy"
         elif between is not None:
             said += f": {gain_text(*between)}"
-        elif not finished.n_drafted:
-            said += ", nothing was drafted"
     if finished.prompt_s > _LONG_S:
         said += f"; {seconds_text(finished.prompt_s)} of it reading the prompt"
     if finished.loading_s + finished.packing_s + finished.measuring_s > _LONG_S:
-        said += f"; {_startup_times(finished)}"
+        said += f"; before it {_startup_times(finished)}"
     return said if finished.finish_reason == "stop" else f"{said} ({_end(finished)})"
 
 
@@ -117,12 +116,14 @@ def summary_items(
     n_undrafted = sum(each.n_rounds for each in finished.undrafted)
     if draft != "none" and n_undrafted > _LITTLE * finished.n_rounds:
         yield "reasons", undrafted_text(finished.undrafted, finished.n_rounds)
+    if before := _startup_times(finished):
+        yield "before", before
     if finished.wall_s > 0:
         parts = {"prompt": finished.prompt_s, "draft": finished.draft_s}
         parts |= {"target": finished.target_s - finished.prompt_s, "specgen": finished.loop_s}
         shares = {name: part_s / finished.wall_s for name, part_s in parts.items() if part_s > 0}
         texts = (f"{n} {s:.0%}" if s >= 0.01 else f"{n} under 1%" for n, s in shares.items())
-        yield "time", _listed(seconds_text(finished.wall_s), *texts, _startup_times(finished))
+        yield "time", _listed(seconds_text(finished.wall_s), *texts)
     if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
         yield "kernels", str(kernels)
     if gain := _gain(finished, draft):
@@ -137,8 +138,7 @@ def _listed(*texts: str) -> str:
 def _startup_times(finished: FinishedEvent) -> str:
     parts = {"loading": finished.loading_s, "loading and packing": finished.packing_s}
     parts |= {"measuring what drafting costs": finished.measuring_s}
-    found = _listed(*(f"{n} {seconds_text(s)}" for n, s in parts.items() if s > 0))
-    return found and f"before it {found}"
+    return _listed(*(f"{n} {seconds_text(s)}" for n, s in parts.items() if s > 0))
 
 
 def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int]) -> str:
@@ -155,10 +155,6 @@ def _histogram(n_rounds: Sequence[int]) -> str:
     shares = [(n, of_all / n_all) for n, of_all in enumerate(n_rounds, 1) if of_all]
     parts = [f"{n} {_BARS[min(7, int(share * 8))]} {share:.0%}" for n, share in shares]
     return f"tokens added: {'  '.join(parts)}"
-
-
-def _was_busy(finished: FinishedEvent) -> bool:
-    return finished.others_share is not None and is_busy(finished.others_share)
 
 
 def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
@@ -178,11 +174,11 @@ def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
 def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
     """Return the gain over plain decoding, how it is known, and advice if it is a loss. A gain that may be none is not
     called one, and on a busy machine nothing is known."""
-    between = _speedup_range(finished)
+    between, others_share = _speedup_range(finished), finished.others_share
+    if others_share is not None and is_busy(others_share) and (between or finished.n_drafted):
+        return f"not known, since the machine was busy: {busy_text(others_share)}"
     if between is None:
         return finished.estimate
-    if finished.others_share is not None and _was_busy(finished):
-        return f"not known, since the machine was busy: {busy_text(finished.others_share)}"
     after, plain = finished.estimated_speedup_range or between, finished.plain_tokens_per_s
     details = _listed(
         f"after the first token {times_text(*after)} times" if after != between else "",
@@ -198,7 +194,10 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
 
 def _end(finished: FinishedEvent) -> str:
     if finished.finish_reason != "stop":
-        ends = {"length": "reached --max-tokens", "context": "the context is full"}
+        ends = {
+            "length": "cut off: -n allows more",
+            "context": "the context is full: -c allows more",
+        }
         return ends.get(finished.finish_reason, "interrupted")
     if finished.ends_grammar:
         return "end of the grammar"

@@ -16,8 +16,7 @@ from specgen.method.tables import CostTable
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.answer_state import AnswerState
 
-#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
-#: beside a round while costs are not known.
+#: The most tokens of a prompt between two rounds of answers, which wait, or beside one while costs are not known.
 N_READ_BESIDE = 32
 #: A piece counts half after so many tokens of later ones; what is expected counts as so many tokens.
 _N_REMEMBERED, _N_EXPECTED = 8192, 128
@@ -64,20 +63,12 @@ class AnswerLoop(Loop):
 
     def run(self, sequence: AnswerState) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""
-        yield from self.start(sequence)
         while not sequence.is_finished:
-            yield from self.round([sequence])
+            yield from self.round([sequence]) if sequence.is_started else self.read(sequence)
         if sequence.failure is not None:
             raise sequence.failure
 
-    def round_beside(
-        self, sequences: Sequence[AnswerState], reading: AnswerState, costs: CostTable
-    ) -> list[Event]:
-        """Run a round, in whose batch a piece of the prompt of `reading` is read too, as much as the `costs` of batches
-        allow: a row has the same logits in any batch."""
-        return self.round(sequences, functools.partial(self._decode_beside, reading, costs))
-
-    def _decode_beside(
+    def decode_beside(
         self,
         sequence: AnswerState,
         costs: CostTable,
@@ -85,6 +76,8 @@ class AnswerLoop(Loop):
         active: Sequence[AnswerState],
         events: list[Event],
     ) -> tuple[Logits, Hidden | None, float]:
+        """Decode a round's batch, and in it as much of the prompt of `sequence` as the `costs` of batches allow: a row
+        has the same logits in any batch."""
         n_own, before_s = len(batch), self.target.decode_s
         events += self.begin_reading(sequence, self.clock())
         n_most, n_batch, is_last = N_READ_BESIDE, self.target.n_batch, False
@@ -104,13 +97,6 @@ class AnswerLoop(Loop):
             except BackendError as error:  # the grammar allows no token, or a logit is not a number
                 sequence.failure = error
         return logits, hidden, other_s
-
-    def start(self, sequence: AnswerState) -> list[Event]:
-        """Decode a prompt, and commit the first token: as early as in plain decoding, since nothing drafts before."""
-        events: list[Event] = []
-        while not (sequence.is_started or sequence.is_finished):
-            events += self.read(sequence)
-        return events
 
     def read(
         self,
@@ -182,9 +168,8 @@ class AnswerLoop(Loop):
         started: float,
         scored: tuple[Piece, ...] = (),
     ) -> list[Event]:
-        """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are tokens with
-        their log-probabilities. After the last piece, whose `logits` are float32[1, n_vocab], commit the first
-        token."""
+        """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are its tokens, if
+        with log-probabilities. After the last, whose `logits` are float32[1, n_vocab], commit the first token."""
         tally, n_held = sequence.tally, self.target.length(sequence.slot.first)
         self.reading.observe(sequence.n_read, n_held - sequence.n_read, target_s)
         sequence.n_read = min(n_held, sequence.n_prompt)

@@ -15,7 +15,6 @@ from specgen.method.backend import Backend, Batch
 from specgen.method.tables import CostTable
 from specgen.session.session import Session
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.system.progress import seconds_text
 
 #: The usual acceptance rate of draft models of the target's own family, if drafts stop where they are unsure.
 ACCEPTANCE = 0.7
@@ -164,14 +163,15 @@ def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> 
 def calibrate(
     session: Session, interrupted: Callable[[], bool] = _never, status: Status = no_status
 ) -> str:
-    """Measure what drafting costs here, if costs decide and are not known; return a sentence about it."""
+    """Measure what drafting costs here, if costs decide and are not known; return a sentence if that has to be done
+    again."""
     draft, is_by_cost = session.draft, session.options.drafting.is_by_cost
     if not is_by_cost or draft is None or is_pair_measured(session, draft.timed):
         return ""
     with status("measuring what drafting costs"):
-        took = seconds_text(measure_in_short_contexts(session, interrupted))
-    again = "; the machine was busy, so they will be measured again" * session.costs.was_busy
-    return f"measured the costs of drafting in {took}{again}"
+        measure_in_short_contexts(session, interrupted)
+    busy = "the machine was busy while the costs of drafting were measured: they will be measured again"
+    return busy if session.costs.was_busy else ""
 
 
 def short_context(session: Session) -> int:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
@@ -16,14 +16,10 @@ from specgen.drafters.kinds import WORDS, is_word
 from specgen.errors import ModelFileError, UsageError
 from specgen.models.files import FileIdentity, cache_folder, config_folder, heads_file, identify
 from specgen.models.hub_names import PREFIX, is_reference, locate, looks_like_reference
-from specgen.models.registry import load_registry
-from specgen.options import DraftSource
+from specgen.models.registry import CatalogueModel, Registry, load_registry
+from specgen.options import DraftSource, ModelChoice
 from specgen.system.files import correct, replace_text, write_errors
 from specgen.system.progress import measured_gain
-
-if TYPE_CHECKING:
-    from specgen.models.registry import CatalogueModel, Registry
-    from specgen.options import ModelChoice
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
 Fetch = Callable[[str], Path]
@@ -151,11 +147,8 @@ def fetching(registry: Registry, *, quiet: bool) -> Fetch:
     return get
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # for example if the name is too long
-        return False
+#: Unlike `Path.exists`, this is False for a name that is too long.
+_exists = os.path.exists
 
 
 # --- the drafts for a target, if the user names none ----------------------------------------------

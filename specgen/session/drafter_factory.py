@@ -21,7 +21,7 @@ from specgen.session.prompts import Prompt
 from specgen.session.request import RequestSettings, Slot
 from specgen.session.session import Session
 from specgen.text.answer_state import AnswerState
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
 
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
@@ -140,10 +140,10 @@ class DrafterFactory:
         )
         can_branch = drafting.grows_trees and draft.why_chains is None
         branches = can_branch and (drafting.tree.is_fixed or not draws)
-        shaped = draft_sampling(settings.in_use, drafting, draws=draws, branches=branches)
+        shaped = draft_sampling(settings.sampler.options, drafting, draws=draws, branches=branches)
         return DraftRequest(
             state,
-            Shaper(Sampler(shaped, settings.breakers), state),
+            Shaper(Sampler(shaped, settings.sampler.breakers), state),
             np.random.default_rng(seed),
             prompt=prompt.tokens,
             costs=costs_of(draft.timed) if draft.timed is not None else CostTable(),

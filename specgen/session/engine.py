@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from specgen.errors import (
@@ -45,19 +44,15 @@ _LEAST_ANCHORED = 128
 
 
 class Engine:
-    """Generates up to `n_parallel` answers at once with loaded models, which it does not close. Use it as a context
-    manager.
+    """Generates up to `n_parallel` answers at once with loaded models, which it does not close; a context manager.
 
-    The contexts stay open: of a prompt that begins like a text in a cache, only the rest is decoded. A round of
-    several answers is one batch of the target. `n_ctx` is the number of tokens for one prompt and its answer.
+    The contexts stay open: of a prompt that begins like a text in a cache, only the rest is decoded. `n_ctx` is the
+    number of tokens for one prompt and its answer. Once `interrupted` returns True between decodes, answers end with
+    the text that they have. With `learn_alone`, the acceptance statistics that an answer adds are dropped with it, so
+    that its drafts never depend on another text. `prepare` may change each request's sequence before the prefill.
 
-    `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
-    that they have. With `learn_alone`, the acceptance statistics that an answer adds are dropped with it, so that
-    drafts of an answer never depend on the text of another one. `prepare` is called with each request and its
-    sequence before the prefill, and may change the sequence.
-
-    Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
-    fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
+    Several threads may use the engine: one at a time steps it, for the answers of all. An answer that fails or is
+    cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
     """
 
     def __init__(
@@ -105,38 +100,22 @@ class Engine:
             #: The draft model's context, and those of the models that draft for it.
             self.drafts = self._open_drafts()
             self._notices.extend(session.notices(self.n_ctx))
-            if session.options.prompt_cache is not None:
-                self._use_prompt_cache(session.options.prompt_cache)
-            self._open_prefixes()
+            self._open_stores()
             on_error.pop_all()
 
     @classmethod
-    def largest(
-        cls,
-        session: Session,
-        n_parallel: int,
-        n_ctx: int | None,
-        *,
-        is_fixed: bool,
-        interrupted: Callable[[], bool] = bool,
-        learn_alone: bool = False,
-    ) -> Engine:
-        """Return an engine for up to `n_parallel` answers. Unless the number `is_fixed`, it is halved until the
-        contexts fit into memory, and 1 for models that cannot make several answers at once, with a notice. Raise
-        `MemoryLimitError`, `UsageError` if a fixed number is not possible."""
-        notice = ""
-        if not is_fixed and n_parallel > 1 and (why := session.why_one_sequence):
-            n_parallel, notice = 1, f"{why}: answers are made one after the other"
-        make = functools.partial(
-            cls, session, n_ctx=n_ctx, interrupted=interrupted, learn_alone=learn_alone
-        )
-        while not is_fixed and n_parallel > 1:
+    def largest(cls, session: Session, *, n_parallel: int, **options: Any) -> Engine:
+        """Return an engine for up to `n_parallel` answers: half as many until the contexts fit into memory, and 1 for
+        models that cannot make several at once, with a notice. Raise `MemoryLimitError`."""
+        if n_parallel > 1 and (why := session.why_one_sequence):
+            engine = cls(session, **options)
+            engine.notify(f"{why}: answers are made one after the other")
+            return engine
+        while n_parallel > 1:
             with contextlib.suppress(MemoryLimitError):
-                return make(n_parallel=n_parallel)
+                return cls(session, n_parallel=n_parallel, **options)
             n_parallel //= 2
-        engine = make(n_parallel=n_parallel)
-        engine.notify(notice)
-        return engine
+        return cls(session, n_parallel=n_parallel, **options)
 
     def __enter__(self) -> Engine:
         return self
@@ -154,7 +133,6 @@ class Engine:
 
     @property
     def n_parallel(self) -> int:
-        """The most answers that are generated at once."""
         return len(self.slots)
 
     def insert(
@@ -167,10 +145,9 @@ class Engine:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> Request:
-        """Queue a request, with the session's options unless others are given. A text becomes a user's turn
-        in the model's chat template, if it has one. `n_drafted_max` limits the tokens that are drafted in a round.
-        Raise `PromptError` if the prompt is invalid or too long, `UsageError` if the options cannot be met, and
-        `BackendError` if the engine is closed."""
+        """Queue a request, with the session's options unless others are given. A text becomes a user's turn in the
+        model's chat template, if it has one. `n_drafted_max` limits the tokens that are drafted in a round. Raise
+        `PromptError`, `UsageError`, and `BackendError` if the engine is closed."""
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompts.of_text(prompt)
@@ -203,9 +180,8 @@ class Engine:
         return ended
 
     def reload_draft(self) -> bool:
-        """Load the draft model again, with the weights that it learnt last, and return True. While
-        answers are being generated, do nothing and return False. Raise `ModelFileError` or `MemoryLimitError`;
-        nothing drafts then."""
+        """Load the draft model again, with the weights that it learnt last, unless answers are being generated; return
+        whether that was done. After a `ModelFileError` or `MemoryLimitError` nothing drafts."""
         with self.stepping:
             if self.n_busy:
                 return False
@@ -224,32 +200,28 @@ class Engine:
         own = self._session.draft_contexts(self.n_ctx, target=self.target, n_slots=self.n_parallel)
         return self._draft_contexts.enter_context(own)
 
-    def _use_prompt_cache(self, file: Path) -> None:
-        """Let the contexts hold the text of a prompt cache, and write theirs to it before they are closed."""
-        why = "is on other machines" if self.target.model.is_remote else ""
-        if self.target.rollback != "cells":
-            why = "has a recurrent state, which cannot go back to the end of a prompt"
-        if why:
-            self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
+    def _open_stores(self) -> None:
+        """Let the contexts begin with the text of a prompt cache, and open the store of prefixes, where the options ask
+        for them."""
+        options, target = self._session.options, self.target
+        context = CachedContext.of(target, options.target_context)
+        if options.prompt_cache is not None:
+            why = "is on other machines" if target.model.is_remote else ""
+            if target.rollback != "cells":
+                why = "has a recurrent state, which cannot go back to the end of a prompt"
+            if why:
+                self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
+            else:
+                cache = PromptCache(options.prompt_cache)
+                self.notify(cache.restore(context))
+                self._resources.callback(cache.save, context)
+        wanted = options.prefixes
+        if wanted is None or wanted.kept == "off" or options.cache is None:
             return
-        cache = PromptCache(file)
-        if problem := cache.restore(self._cached_context()):
-            self.notify(problem)
-        self._resources.callback(cache.save, self._cached_context())
-
-    def _cached_context(self) -> CachedContext:
-        return CachedContext.of(self.target, self._session.options.target_context)
-
-    def _open_prefixes(self) -> None:
-        """Use the store of prefixes, if the options ask for one."""
-        options, wanted = self._session.options, self._session.options.prefixes
-        if wanted is None or wanted.kept == "off":
-            return
-        if options.cache is None or self.target.model.is_remote:
-            return
-        folder, context = prefixes_folder(options.cache), self._cached_context()
-        self._prefixes = PrefixStore(folder, wanted, context, self._session.clock)
-        self._resources.callback(self._prefixes.close)
+        if not target.model.is_remote:
+            folder = prefixes_folder(options.cache)
+            self._prefixes = PrefixStore(folder, wanted, context, self._session.clock)
+            self._resources.callback(self._prefixes.close)
 
     def _extend_prefix(
         self, slot: Slot, prompt: Prompt, n_held: int, n_again: int
@@ -267,43 +239,25 @@ class Engine:
         return n_loaded, tuple(stop for stop in stops if 0 < stop < n)
 
     def _store_prefix(self, request: Request) -> None:
-        """Store what was read of a prompt, where it is due."""
         slot = request.slot
         if self._prefixes is not None and slot is not None:
             sequence = slot.branches(self.target).first
             reading_s = self._loop.reading.seconds(0, self._prefixes.due(sequence))
             self._prefixes.take(sequence, reading_s)
 
-    @property
-    def _reads_rows(self) -> bool:
-        """Whether the draft reads states of the target's rows, those of prompts too."""
-        draft = self._session.draft
-        return draft is not None and draft.reads in ("all states", "cache")
-
     def take_notices(self) -> list[str]:
-        """Take the messages that wait for the next answer."""
         notices = list(self._notices)
         self._notices.clear()
         return notices
 
     @property
     def n_busy(self) -> int:
-        """The number of answers that are being generated, including those whose prompt is read."""
+        """How many answers are being generated, those whose prompt is read included."""
         return len(self._scheduler.busy)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer is waiting or being generated."""
         return self._scheduler.is_idle
-
-    def plain_token_s(self) -> float | None:
-        """Return the expected seconds of a token of the next round if nothing drafts, by the measured costs; None if
-        they are not known, no answer has begun, or a prompt is read."""
-        decoding = self._scheduler.decoding
-        if not decoding or self._scheduler.reading:
-            return None
-        table = self._session.costs.table(n_past=decoding[0].running.n_prompt)
-        return table.seconds(len(decoding)) / len(decoding) if table else None
 
     def step(self) -> list[Event]:
         """Begin the next request if there is room for its answer, decode a piece of one prompt, and run one
@@ -321,14 +275,12 @@ class Engine:
             return events + self._read_piece(reading) + self._round()
 
     def run(self) -> Iterator[Event]:
-        """Generate all queued answers, and yield their events as they come."""
         while not self.is_idle:
             yield from self.step()
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Yield the events of one answer until it is done; other answers advance at the same time. Raise
-        the error that ended the answer early; if a worker was lost, a summary of the text so far comes
-        first. If the iterator is closed early, the request is cancelled."""
+        """Yield the events of one answer until it is done; others advance at the same time. Raise what ended it early;
+        if a worker was lost, a summary of the text so far comes first. To close the iterator cancels the request."""
         try:
             while True:
                 is_done = request.is_done  # asked before its events: another thread may step
@@ -349,17 +301,9 @@ class Engine:
         if request.failure is not None:
             raise request.failure
 
-    def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
-        """Return the answers to prompts, in their order. Raise the first failure."""
-        requests = [self.insert(prompt) for prompt in prompts]
-        for _ in self.run():
-            pass
-        return [request.text for request in requests]
-
     # --- waiting, reading, decoding, done ----------------------------------------------------
 
     def _begin_next(self) -> list[Event]:
-        """Begin the next request, if there is one and a slot is free."""
         request = self._scheduler.take_next()
         if request is None:
             return []
@@ -367,8 +311,9 @@ class Engine:
         assert slot is not None, "it was given one"
         request.load, events = LoadOfOthers(), list[Event]()
         with self._failing([request]):
-            # The state behind a prefix may be forgotten, and the first row of the draft reads it.
-            n_again, own = int(self._reads_rows), request.settings.generation
+            draft, own = session.draft, request.settings.generation
+            # The state behind a prefix may be forgotten, and the first row of such a draft reads it.
+            n_again = int(draft is not None and draft.reads in ("all states", "cache"))
             prompt, n_loaded, stops = request.prompt, 0, tuple[int, ...]()
             tokens = prompt.tokens[: None if own.uses_cache else 1]
             n_held = slot.share_prefix(self.target, tokens, n_again=n_again)
@@ -388,7 +333,7 @@ class Engine:
             self._prepare(request, request.sequence)
             self._store_prefix(request)
             slot.request = request
-            draft = session.draft if request.drafts else None
+            draft = draft if request.drafts else None
             grammar = request.settings.generation.grammar
             begun = PromptEvent(
                 sequence=request.index,
@@ -411,7 +356,6 @@ class Engine:
         return events
 
     def _read_piece(self, request: Request) -> list[Event]:
-        """Read a piece of a prompt between two rounds."""
         events: list[Event] = []
         with self._failing([request]):
             n_most, is_unwanted = self._scheduler.n_piece(), lambda: request.is_cancelled
@@ -427,12 +371,11 @@ class Engine:
         if reading is not None:
             busy = [*decoding, reading]
         with self._failing(busy, raises=True):
-            running = [request.running for request in decoding]
-            if reading is None:
-                events = self._loop.round(running)
-            else:
+            decode = None
+            if reading is not None:
                 costs = self._session.costs.table()
-                events = self._loop.round_beside(running, reading.running, costs)
+                decode = functools.partial(self._loop.decode_beside, reading.running, costs)
+            events = self._loop.round([request.running for request in decoding], decode)
         requests = {request.index: request for request in busy}
         for event in events:
             requests[event.sequence].events.append(event)
@@ -533,8 +476,7 @@ def generate(
     status: Status = no_status,
 ) -> Generator[Event, None, None]:
     """Generate an answer in contexts of its own, and yield its events; the last one is a `FinishedEvent`. Raise
-    `PromptError` if the prompt does not fit into the context, `MemoryLimitError` if the context does not fit into
-    memory, and `BackendError` if the models are closed."""
+    `PromptError`, `MemoryLimitError`, and `BackendError` if the models are closed."""
     n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted, status)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         engine.notify(news)

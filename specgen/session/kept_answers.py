@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
 from specgen.errors import OutputError
-from specgen.system.files import (
-    AppendedFile,
-    locked,
-    replace_bytes,
-    replace_text,
-    take_lines,
-    to_line,
-    write_errors,
-)
+from specgen.models.files import size_of
+from specgen.system.files import locked, open_private, replace_bytes, write_errors
 
 ANSWERS = "answers.jsonl"
 #: The most bytes of a file of answers; if it grows beyond that, its older half is removed.
@@ -37,7 +29,6 @@ MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS, _LEAST_TOKENS = 512, 4096, 8
 _WAIT_S = 5.0
 #: The last line, with its answer's number, fits into this many bytes at the end of the file.
 _TAIL_BYTES = 1 << 18
-_FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 #: Token ids, of a line of JSON too.
 _Tokens = tuple[Annotated[int, Field(strict=True)], ...]
 
@@ -75,18 +66,13 @@ class KeptAnswers:
         self._unwritten.append(answer)
         make_folder(self.folder)
         held = OutputError(f"{self._file}: another process does not stop writing to it")
-        with (
-            locked(self.folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S),
-            AppendedFile.opened(self._file, _FILE_MODE) as file,
-            write_errors(self._file),
-        ):
-            start, tail = _tail(self._file)
-            n_whole = tail.rfind(b"\n") + 1
-            if n_whole < len(tail):  # half a line, as a killed process leaves it
-                file.cut(start + n_whole if n_whole or start == 0 else 0)
-            first = _last_number(tail[:n_whole]) + 1
-            lines = (_to_json(each, n) for n, each in enumerate(self._unwritten, first))
-            file.append(b"".join(map(to_line, lines)))
+        lock = locked(self.folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S)
+        with lock, write_errors(self._file):
+            first = last_number(self.folder) + 1
+            lines = [_to_json(each, n) for n, each in enumerate(self._unwritten, first)]
+            with open(self._file, "ab", opener=open_private) as file:
+                # What a process that was killed wrote of its line stays alone.
+                file.write(b"\n" + b"\n".join(lines) + b"\n")
             self._unwritten.clear()
             if self._file.stat().st_size > self._max_bytes:
                 data = self._file.read_bytes()
@@ -106,8 +92,9 @@ def read_answers(folder: Path) -> list[KeptAnswer]:
 
 
 def last_number(folder: Path) -> int:
-    with contextlib.suppress(OSError):
-        return _last_number(_tail(folder / ANSWERS)[1])
+    with contextlib.suppress(OSError), (folder / ANSWERS).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return max((answer.number for answer in _parsed(file.read())), default=0)
     return 0
 
 
@@ -115,27 +102,18 @@ def make_folder(folder: Path) -> None:
     """Make the folder of a target's answers, readable for its user only. Raise `OutputError`."""
     with write_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
-
-
-def _tail(path: Path) -> tuple[int, bytes]:
-    with path.open("rb") as file:
-        start = file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        return start, file.read()
-
-
-def _last_number(data: bytes) -> int:
-    return max((answer.number for answer in _parsed(data)), default=0)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _parsed(data: bytes) -> list[KeptAnswer]:
     found: list[KeptAnswer] = []
     for line in data.split(b"\n"):  # one by one, so that a damaged line costs no other
-        take_lines(line, lambda value: found.append(_ANSWER.validate_python(value)))
+        with contextlib.suppress(ValueError):
+            found.append(_ANSWER.validate_json(line))
     return found
 
 
-def _to_json(answer: KeptAnswer, number: int) -> dict[str, Any]:
+def _to_json(answer: KeptAnswer, number: int) -> bytes:
     draft_prompt = answer.draft_prompt
     kept = replace(
         answer,
@@ -144,7 +122,7 @@ def _to_json(answer: KeptAnswer, number: int) -> dict[str, Any]:
         answer=answer.answer[:MAX_ANSWER_TOKENS],
         draft_prompt=None if draft_prompt is None else draft_prompt[-MAX_PROMPT_TOKENS:],
     )
-    return {name: value for name, value in asdict(kept).items() if value is not None}
+    return _ANSWER.dump_json(kept, exclude_none=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +142,7 @@ _LEARNT = TypeAdapter(Learnt)
 
 def state_file(folder: Path, draft: Path) -> Path:
     """Return the file about a draft model's learning; of the same name and another size, it is another draft."""
-    n_bytes = 0
-    with contextlib.suppress(OSError):
-        n_bytes = draft.stat().st_size
-    digest = hashlib.sha256(os.fsencode(f"{draft.name}\0{n_bytes}")).hexdigest()[:12]
+    digest = hashlib.sha256(os.fsencode(f"{draft.name}\0{size_of(draft)}")).hexdigest()[:12]
     return folder / f"{draft.stem}-{digest}.json"
 
 
@@ -183,7 +158,7 @@ def read_state(path: Path) -> Learnt:
 
 
 def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
-    replace_text(state_file(folder, draft), json.dumps(asdict(learnt)) + "\n")
+    replace_bytes(state_file(folder, draft), _LEARNT.dump_json(learnt) + b"\n")
 
 
 def learnt_weights(folder: Path | None, draft: Path) -> Path | None:

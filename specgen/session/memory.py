@@ -19,8 +19,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from specgen.drafters.interface import Key
 from specgen.llama import default_threads
 from specgen.method.tables import N_BINS, AcceptanceCounts, AcceptanceRates, CostTable
+from specgen.models.files import identify
 from specgen.options import ContextOptions, SessionOptions
-from specgen.system.files import replace_text
+from specgen.system.files import read_object, replace_text
 
 #: Tables by how full the context is, in tokens: below 512, 1024, 2048, ...
 _SHALLOW, _N_DEPTHS = 512, 22
@@ -115,23 +116,28 @@ class Memory:
         if self._file is None:
             return
         document = _read(self._file)
-        costs, chances = document[_COSTS], document[_CHANCES]
         for key in self._forgotten:
-            costs.pop(key, None)
-        for key, table in self._tables.items():
-            if table and key not in self._unkept:
-                _move_last(costs, key, {n: round(s, 7) for n, s in table.known.items()})
-        for key, by_origin in self._acceptance.items():
-            judged = {
-                origin: rates for origin, rates in by_origin.items() if rates.counts.n_judged.any()
-            }
-            counted = {origin: _entry_of(rates.counts) for origin, rates in judged.items()}
-            if counted:
-                _move_last(chances, key, counted)
-        for key, threads in self._threads.items():
-            _move_last(document[_THREADS], key, asdict(threads))
+            document[_COSTS].pop(key, None)
+        new: dict[str, dict[str, Any]] = {
+            _COSTS: {
+                key: {n: round(s, 7) for n, s in table.known.items()}
+                for key, table in self._tables.items()
+                if key not in self._unkept
+            },
+            _CHANCES: {
+                key: {
+                    origin: _entry_of(rates.counts)
+                    for origin, rates in by_origin.items()
+                    if rates.counts.n_judged.any()
+                }
+                for key, by_origin in self._acceptance.items()
+            },
+            _THREADS: {key: asdict(threads) for key, threads in self._threads.items()},
+        }
         for kind, entries in document.items():
-            document[kind] = dict(list(entries.items())[-_N_KEPT:])
+            learnt = {key: entry for key, entry in new[kind].items() if entry}
+            others = {key: entry for key, entry in entries.items() if key not in learnt}
+            document[kind] = dict([*others.items(), *learnt.items()][-_N_KEPT:])
         self._file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
@@ -217,22 +223,14 @@ class ModelCosts:
 
 def _identity(model: Path) -> str:
     """Return a model file's identity in any folder: its name and size; only the name if it is missing."""
-    try:
-        return f"{model.name}:{model.stat().st_size}"
-    except OSError:
-        return model.name
+    found = identify(model)
+    return f"{found.name}:{found.size_bytes}" if found is not None else model.name
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:
     """Return the workers and their layers of the model; empty if this machine alone holds all layers."""
     workers = context.workers
-    if workers is None:
-        return {}
-    return {
-        "workers": workers.endpoints,
-        "tensor_split": workers.tensor_split,
-        "output_here": workers.output_here,
-    }
+    return {} if workers is None else {"workers": asdict(replace(workers, timeout_s=0.0))}
 
 
 def _key(about: Mapping[str, Any]) -> str:
@@ -283,15 +281,6 @@ def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
     """Return the contents of the file by kind; empty if it cannot be read, or makes no sense."""
-    document: object = None
-    if file is not None:
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            document = json.loads(file.read_text(encoding="utf-8"))
-    found = document if isinstance(document, dict) else {}
+    found = read_object(file)
     kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS)}
     return {kind: dict(value) if isinstance(value, dict) else {} for kind, value in kinds.items()}
-
-
-def _move_last(entries: dict[str, Any], key: str, value: object) -> None:
-    entries.pop(key, None)
-    entries[key] = value

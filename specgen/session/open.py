@@ -16,21 +16,13 @@ from specgen.llama.gguf_file import remember_checks
 from specgen.llama.kernels.admission import KernelStatus, choose_kernels, is_first_time, note_about
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import is_packed_first, keep_packed_weights
-from specgen.models.files import (
-    cache_folder,
-    data_folder,
-    identify,
-    learning_folder,
-    memory_file,
-    packed_folder,
-)
+from specgen.models.files import cache_folder, memory_file, packed_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
     DraftOptions,
     GenerationOptions,
     KernelOptions,
-    PrefixOptions,
     SamplerOptions,
     SessionOptions,
 )
@@ -69,16 +61,7 @@ def session_options(
     drafting: DraftOptions,
     answer: GenerationOptions,
     contexts: Contexts,
-    *,
-    learn: bool = False,
-    prompt_cache: Path | None = None,
-    prefixes: PrefixOptions | None = None,
 ) -> SessionOptions:
-    """With `learn`, answers are kept: drafts learn from them, and n-grams are looked up in them."""
-    learning = None
-    if learn and (identity := identify(sources.target)) is not None:
-        learning = learning_folder(data_folder(), identity)
-        drafting = replace(drafting, lookup_store=True)
     return SessionOptions(
         target=sources.target,
         draft=sources.draft,
@@ -89,9 +72,6 @@ def session_options(
         draft_context=contexts.draft,
         helpers=sources.helpers,
         cache=cache_folder(),
-        learning=learning,
-        prompt_cache=prompt_cache,
-        prefixes=prefixes,
     )
 
 
@@ -108,8 +88,7 @@ def open_session(
 ) -> Session:
     """Load a target, and the first of `drafts` (or the options' one) that fits and is expected to be faster. Only a
     draft that the user named can raise an error; else the next is used, and `note` gets the reason. `check` is called
-    before a draft is chosen. With `load_ahead`, the likely draft's weights are read beside the target's. Raise
-    `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises."""
+    before. With `load_ahead`, the likely draft's weights are read beside the target's. Raise `SpecgenError`."""
     if drafts:
         options = replace(options, draft=drafts[0].draft)
     # Chosen drafts are loaded after the target, once for all: errors of the two can be told apart.
@@ -225,7 +204,6 @@ def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterato
 
 
 def open_memory() -> Memory:
-    """Return the memory of this machine with this build of llama.cpp and the kernels in use."""
     built, machine = build(), look_at_machine()
     affinity = getattr(os, "sched_getaffinity", None)
     n_usable = len(affinity(0)) if affinity is not None else None

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import psutil
@@ -37,9 +36,11 @@ from specgen.options import ContextOptions, PrefixOptions
 from specgen.session.prompts import Prompt
 from specgen.system.files import (
     NEW,
+    digest_of,
     existing_parent,
     make_room,
     new_beside,
+    open_private,
     replace_bytes,
 )
 from specgen.system.processes import is_failing
@@ -86,9 +87,8 @@ class CachedContext:
         parts = [model.name, *model.versions]
         types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
         code = [model.kernels, kernels.digest if kernels is not None else "", build().llama_version]
-        data = json.dumps(["target", parts, code, options.n_gpu_layers, types])
-        digest = hashlib.sha256(data.encode("utf-8", "surrogateescape")).hexdigest()
-        return cls(backend, digest[:16])
+        about = ["target", parts, code, options.n_gpu_layers, types]
+        return cls(backend, digest_of(about)[:16])
 
     @property
     def goes_back(self) -> bool:
@@ -204,7 +204,7 @@ class _SeenPrompts:
 
     def read(self) -> Sequence[_Seen]:
         """Return the prompts. Raise `OSError`."""
-        with self._opened("rb") as file:
+        with open(self._file, "rb", opener=open_private) as file:
             about = os.fstat(file.fileno())
             if about.st_ino != self._inode or about.st_size < self._end:
                 self._known, self._inode, self._end = {}, about.st_ino, 0
@@ -223,13 +223,8 @@ class _SeenPrompts:
         """Add a prompt to the file. Raise `OSError`."""
         if self._end > MOST_SEEN_BYTES:
             replace_bytes(self._file, b"".join(map(_line, self._known.values())))
-        with self._opened("ab") as file:
+        with open(self._file, "ab", opener=open_private) as file:
             file.write(b"\n" + _line(seen))  # what a killed process wrote of its line stays alone
-
-    def _opened(self, mode: str) -> IO[bytes]:
-        return open(
-            self._file, mode, opener=lambda file, flags: os.open(file, flags | os.O_CREAT, 0o600)
-        )
 
 
 def _line(seen: _Seen) -> bytes:

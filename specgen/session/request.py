@@ -18,18 +18,17 @@ from specgen.system.machine import LoadOfOthers
 from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.free_text import ThoughtMarks, grammar_start
-from specgen.text.sampling import DryBreakers, Sampler
+from specgen.text.sampling.chain import Sampler
+from specgen.text.sampling.dry import DryBreakers
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """A request's options, and what was built of them; the sampler uses those `in_use`, with biases."""
+    """A request's options, and what was built of them; those of the `sampler` have more biases."""
 
     sampling: SamplerOptions
     generation: GenerationOptions
     drafting: DraftOptions
-    in_use: SamplerOptions
-    breakers: DryBreakers | None
     sampler: Sampler
     grammar: GrammarState | None
     thoughts: ThoughtMarks | None = None
@@ -64,9 +63,7 @@ class RequestSettings:
             shown = vocabulary.showing(generation.shown_controls)
             grammar = grammar_start(wanted, shown, thoughts)
         sampler = Sampler(in_use, breakers)
-        return RequestSettings(
-            sampling, generation, drafting, in_use, breakers, sampler, grammar, thoughts
-        )
+        return RequestSettings(sampling, generation, drafting, sampler, grammar, thoughts)
 
     def changed(
         self,

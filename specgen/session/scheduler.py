@@ -35,19 +35,16 @@ class Scheduler:
         self._n_added = 0
         #: What was chosen to be read last: its tokens and seconds before, and whether an older prompt waited.
         self._chosen: tuple[AnswerState, int, float, bool] | None = None
-        #: Tokens that were read of other prompts while the oldest one waited, and the seconds of a token in the last
-        #: piece.
+        #: Tokens that were read of others while the oldest prompt waited; the seconds of a token in the last piece.
         self._n_overtaken, self._token_s = 0, 0.0
         self._is_closed = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is waiting or being served."""
         return not self._waiting and not self.busy
 
     @property
     def busy(self) -> list[Request]:
-        """The requests that have a slot."""
         return [slot.request for slot in self.slots if slot.request is not None]
 
     @property
@@ -80,9 +77,8 @@ class Scheduler:
             slot.request = None
 
     def take_next(self) -> Request | None:
-        """Take the next request from the queue if a slot is free, and give it one: the free slot that holds the longest
-        prefix of its prompt, otherwise the least recently used. (Cells of a prefix in another slot are shared.) A
-        request waits while a prompt with the same prefix is being read: then it shares those cells."""
+        """Take the next request from the queue, and give it the free slot with the longest prefix of its prompt, else the
+        least recently used. A request waits while a prompt with the same prefix is read, to share its cells."""
         if len(self.busy) == len(self.slots):
             return None
         reading = self.reading if self._target.rollback == "cells" else []
@@ -117,10 +113,13 @@ class Scheduler:
             self._waiting.appendleft(request)
 
     def next_reading(self) -> Request | None:
-        """Return the request whose prompt is read next: the one with the fewest tokens left, so that a short prompt
-        does not wait for a long one. After a batch of tokens of others it is the oldest one, so that many short ones do
-        not keep a long one waiting."""
-        self._observe()
+        """Return the request whose prompt is read next: the one with the fewest tokens left, so that a short one does not
+        wait for a long one; after a batch of tokens of others the oldest, so that many do not keep it waiting."""
+        if self._chosen is not None:  # learn from the piece that was read last
+            (running, n_before, before_s, overtook), self._chosen = self._chosen, None
+            if (n := running.n_read - n_before) > 0:
+                self._token_s = (running.tally.prompt_s - before_s) / n
+                self._n_overtaken = max(0, self._n_overtaken + (n if overtook else -n))
         is_oldest_due = self._n_overtaken >= self._target.n_batch
 
         def rank(request: Request) -> tuple[int, int]:
@@ -136,15 +135,6 @@ class Scheduler:
         self._chosen = running, self._n_read(request), running.tally.prompt_s, overtakes
         return request
 
-    def _observe(self) -> None:
-        """Learn from the piece that was read last."""
-        if self._chosen is None:
-            return
-        (running, n_before, before_s, overtook), self._chosen = self._chosen, None
-        if (n := running.n_read - n_before) > 0:
-            self._token_s = (running.tally.prompt_s - before_s) / n
-            self._n_overtaken = max(0, self._n_overtaken + (n if overtook else -n))
-
     def can_read_beside(self, reading: Request) -> bool:
         """Return whether a piece of a prompt can be read in the batch of a round: a row must have the same
         logits in any batch, and no rows of recurrent states or hidden states may be wanted."""
@@ -158,9 +148,8 @@ class Scheduler:
         )
 
     def n_piece(self) -> int | None:
-        """Return the most tokens of a prompt that are read at once; None for as many as a batch has. If others may
-        come, they are so many that they take `_PIECE_S`. Unless a row has the same logits in any batch, the pieces
-        must be those of an answer alone."""
+        """Return the most tokens of a prompt that are read at once; None for a whole batch. If others may come, they take
+        `_PIECE_S`. Unless a row has the same logits in any batch, the pieces must be those of an answer alone."""
         if len(self.slots) == 1 or not self._target.model.has_equal_rows:
             return None
         n = N_READ_BESIDE

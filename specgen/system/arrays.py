@@ -33,7 +33,7 @@ def best(scores: Scores, n: int) -> TokenArray:
     values = scores if positions is None else scores[positions]
     # Positions ascend, and a stable sort keeps equals in that order.
     order = (-values).argsort(kind="stable")[:n]
-    if values[order[-1]] == -np.inf:
+    if len(order) and values[order[-1]] == -np.inf:
         order = order[: np.count_nonzero(values[order] > -np.inf)]
     return order if positions is None else positions[order]
 

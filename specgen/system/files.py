@@ -1,22 +1,26 @@
-"""Files that are replaced whole; JSON Lines, which can be continued after any end; locks; TOML that users write."""
+"""Files that are replaced whole, or locked; JSON; TOML that users write."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 import math
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from specgen.errors import OutputError, SpecgenError, UsageError
 
+_File = TypeVar("_File", bound=PurePath)
+#: The name of a file of a large model that is cut into several: "name-00002-of-00003.gguf".
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 #: The ending of the names of new files. A file whose process was killed keeps it.
 NEW = ".new"
 
@@ -32,6 +36,26 @@ def new_beside(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             new.unlink()
+
+
+def parts_of(file: _File) -> list[_File]:
+    """Return the paths of all files of a model, of which `file` is one."""
+    shard = SHARD.fullmatch(file.name)
+    if shard is None:
+        return [file]
+    stem, n = shard["stem"], int(shard["count"])
+    return [file.with_name(f"{stem}-{part:05d}-of-{n:05d}.gguf") for part in range(1, n + 1)]
+
+
+def version_of(file: Path) -> tuple[int, int, int]:
+    """Return inode, size and time of a file, which change if it is replaced or written to. Raise `OSError`."""
+    about = file.stat()
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def digest_of(value: Any) -> str:
+    """Return a short name for a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def existing_parent(path: Path) -> Path:
@@ -59,9 +83,23 @@ def replace_bytes(path: Path, data: bytes) -> None:
         new.replace(path)
 
 
+def open_private(file: str, flags: int) -> int:
+    """Open a file as an `opener` of `open`; make one that only its user may read if there is none."""
+    return os.open(file, flags | os.O_CREAT, 0o600)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace a file by a JSON text in UTF-8; lone surrogates (in file names) become escapes. Raise `OSError`."""
     replace_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def read_object(file: Path | None) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none that can be read."""
+    found: object = None
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found = json.loads(file.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
 
 
 class KeptResults:
@@ -72,11 +110,7 @@ class KeptResults:
         self._n_kept = n_kept
 
     def read(self) -> dict[str, Any]:
-        document: object = None
-        if self._file is not None:
-            with contextlib.suppress(OSError, ValueError, RecursionError):
-                document = json.loads(self._file.read_text(encoding="utf-8"))
-        results = document.get("results") if isinstance(document, dict) else None
+        results = read_object(self._file).get("results")
         return results if isinstance(results, dict) else {}
 
     def add(self, new: Mapping[str, Any]) -> None:
@@ -127,14 +161,6 @@ def as_json(value: Any) -> Any:
     return str(value) if is_infinite or isinstance(value, PurePath) else value
 
 
-class DamagedLineError(Exception):
-    """A line before the last one is damaged; `number` counts from 1."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"line {number} is damaged")
-        self.number = number
-
-
 #: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 
@@ -148,64 +174,6 @@ def to_line(value: Any) -> bytes:
         line = json.dumps(known, ensure_ascii=False)
     line = _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
     return line.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def take_lines(data: bytes, take: Callable[[Any], None]) -> int:
-    """Pass the value of each line to `take`; return the bytes of these lines, without an incomplete last one. Raise
-    `DamagedLineError` for another that is not JSON, or that `take` refuses with a usual error."""
-    n_bytes = 0
-    lines = data.split(b"\n")
-    for number, raw in enumerate(lines, start=1):
-        is_last = number == len(lines)
-        if raw.strip():
-            try:
-                take(json.loads(raw))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                if is_last:
-                    break
-                raise DamagedLineError(number) from None
-        n_bytes += len(raw) + (not is_last)
-    return n_bytes
-
-
-class AppendedFile:
-    """A file to which lines are appended; `opened` opens it for a `with` block."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-
-    @staticmethod
-    @contextlib.contextmanager
-    def opened(path: Path, mode: int = 0o666) -> Iterator[AppendedFile]:
-        """Open a file, or create it with the rights `mode`. Raise `OutputError`."""
-        with write_errors(path):
-            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
-            descriptor = os.open(path, flags, mode)
-        try:
-            yield AppendedFile(path, descriptor)
-        finally:
-            os.close(descriptor)
-
-    def cut(self, n_bytes: int) -> None:
-        """Keep only the first `n_bytes` of the file. Raise `OutputError`, also for a pipe or a device."""
-        with write_errors(self._path):
-            os.ftruncate(self._descriptor, n_bytes)
-
-    def append(self, data: bytes) -> None:
-        """Append bytes, and return when they are on the disk; or remove a written part and raise `OutputError`."""
-        start = os.lseek(self._descriptor, 0, os.SEEK_END)
-        with write_errors(self._path):
-            try:
-                while data:
-                    data = data[os.write(self._descriptor, data) :]
-                os.fsync(self._descriptor)
-            except OSError as error:
-                if not data and error.errno == errno.EINVAL:  # a file system without fsync
-                    return
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, start)
-                raise
 
 
 @contextlib.contextmanager

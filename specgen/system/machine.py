@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from specgen.system.files import read_object
 
 #: The version of llama-cpp-python that specgen needs, as pyproject.toml has it.
 REQUIRED_VERSION = "0.3.36"
@@ -50,19 +50,20 @@ def look_at_machine() -> Machine:
     )
 
 
-def cpuinfo(file: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+def cpuinfo() -> dict[str, str]:
     """Return what Linux says about the first processor, and on some ARM boards about the board."""
     lines: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
             key, _, value = line.partition(":")
             lines.setdefault(key.strip(), value.strip())
     return lines
 
 
-def cpu_name(about: Mapping[str, str] | None = None) -> str:
-    """Return the CPU's own name if the system reports it (`about`: as `cpuinfo` does), else a name of its kind."""
-    about = cpuinfo() if about is None else about
+def cpu_name() -> str:
+    """Return the CPU's own name if the system reports it, else a name of its kind."""
+    about = cpuinfo()
     if name := about.get("model name") or about.get("Model"):
         return name
     if "CPU part" in about:  # ARM: numbers that stand for a company and its product
@@ -183,8 +184,4 @@ def protocol_in(header: Path) -> str | None:
 
 def stamp_of(library: Path) -> dict[str, Any]:
     """Return the "version" of llama-cpp-python and the "protocol" for which the library was built, if it says so."""
-    try:
-        stamp = json.loads(library.with_name(STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return stamp if isinstance(stamp, dict) else {}
+    return read_object(library.with_name(STAMP))

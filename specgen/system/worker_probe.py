@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import math
 import socket
 import struct
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,21 +29,14 @@ _START = "is `specgen worker` running there? docs/cluster.md shows how to start 
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteDevice:
-    """The memory of a worker's device, in bytes."""
-
-    free_bytes: int
-    memory_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker's protocol and devices, and the shortest of some round trips, if they were timed."""
+    """A worker's protocol, the free and the whole memory of each device in bytes, and the shortest of some round
+    trips."""
 
     endpoint: str
     protocol: str
-    devices: tuple[RemoteDevice, ...]
-    round_trip_s: float | None
+    devices: tuple[tuple[int, int], ...]
+    round_trip_s: float
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -53,14 +48,14 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = None) -> WorkerInfo:
-    """Ask a worker what it is; with `clock`, time round trips too. Raise `WorkerLostError`, `UsageError`."""
+def probe(endpoint: str, timeout_s: float) -> WorkerInfo:
+    """Ask a worker what it is. Raise `WorkerLostError`, `UsageError`."""
     host, port = parse_endpoint(endpoint)
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with connection.makefile("rwb") as stream:
-                return _ask(stream, endpoint, clock)
+                return _ask(stream, endpoint)
     except TimeoutError:
         raise WorkerLostError(
             f"the worker {endpoint} does not answer within {timeout_s:g} s",
@@ -71,21 +66,19 @@ def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = N
         raise WorkerLostError(f"cannot reach the worker {endpoint}: {reason}", _START) from error
 
 
-def _ask(stream: io.BufferedRWPair, endpoint: str, clock: Callable[[], float] | None) -> WorkerInfo:
+def _ask(stream: io.BufferedRWPair, endpoint: str) -> WorkerInfo:
     about = _call(stream, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
-    (n_devices,) = struct.unpack("<I", _call(stream, _DEVICE_COUNT, b"", 4))
-    round_trips = []
-    if clock is not None:
-        for _ in range(_N_PINGS):
-            started = clock()
-            _call(stream, _DEVICE_COUNT, b"", 4)
-            round_trips.append(clock() - started)
+    n_devices, round_trip_s = 0, math.inf
+    for _ in range(_N_PINGS):
+        started = time.perf_counter()
+        (n_devices,) = struct.unpack("<I", _call(stream, _DEVICE_COUNT, b"", 4))
+        round_trip_s = min(round_trip_s, time.perf_counter() - started)
     devices = []
     for index in range(n_devices):
         answer = _call(stream, _GET_DEVICE_MEMORY, struct.pack("<I", index), 16)
-        devices.append(RemoteDevice(*struct.unpack("<QQ", answer)))
+        devices.append(struct.unpack("<QQ", answer))
     protocol = ".".join(str(number) for number in about[:3])
-    return WorkerInfo(endpoint, protocol, tuple(devices), min(round_trips, default=None))
+    return WorkerInfo(endpoint, protocol, tuple(devices), round_trip_s)
 
 
 def _call(stream: io.BufferedRWPair, command: int, request: bytes, n_expected: int) -> bytes:

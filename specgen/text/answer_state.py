@@ -32,8 +32,8 @@ from specgen.method.policy import Offer, Policy, RoundResult
 from specgen.method.tables import FREE, CostTable
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
-from specgen.system.arrays import Logits
-from specgen.text.sampling.chain import log_probabilities, most_likely
+from specgen.system.arrays import Logits, best
+from specgen.text.sampling.chain import log_probabilities
 from specgen.text.text_state import Cascade, Shaper, TextState, TextStream
 from specgen.text.vocabulary import Vocabulary
 
@@ -96,7 +96,9 @@ class Tally:
         self.target_s += result.target_s / result.n_sequences
         self.draft_s += result.model_s
         if not len(result.draft):
-            self.add_undrafted(result.plan.reason, result.plan.why)
+            reason, before = result.plan.reason, self._undrafted.get(result.plan.reason)
+            n_before = 0 if before is None else before.n_rounds
+            self._undrafted[reason] = ReasonCount(reason, result.plan.why, n_before + 1)
             return
         accepted = result.path[:n_committed]
         depths, ranks = result.draft.depths, result.draft.ranks
@@ -106,10 +108,6 @@ class Tally:
         self.accepted_by_depth.update(range(len(accepted)))
         self.drafted_by_rank.update(ranks)
         self.accepted_by_rank.update(map(ranks.__getitem__, accepted))
-
-    def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
-        n_before = self._undrafted[reason].n_rounds if reason in self._undrafted else 0
-        self._undrafted[reason] = ReasonCount(reason, text, n_before + n_rounds)
 
     @property
     def undrafted(self) -> tuple[ReasonCount, ...]:
@@ -191,11 +189,6 @@ def interrupted_event(index: int, time_s: float, n_prompt: int) -> FinishedEvent
         tokens_per_s=None,
         **Tally().figures(),
     )
-
-
-def is_impossible(speedup: float, tokens_per_pass: float | None) -> bool:
-    """Return whether a speed-up is more than drafting can give: the machine is less busy by now."""
-    return tokens_per_pass is not None and speedup > _LEEWAY * tokens_per_pass
 
 
 @dataclass(slots=True)
@@ -305,24 +298,14 @@ class AnswerState:
         if len(draft):
             path, token, bytes_of = verdict.path, verdict.next_token, self.vocabulary.token_bytes
             own_kind = "corrected" if draft.children[path[-1] if path else ROOT] else "bonus"
-            columns = zip(
-                draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
-            )
+            texts = [bytes_of(each).decode("utf-8", "replace") for each in draft.tokens]
             n_walks = Counter(node for walk in draft.walks for node in walk)
-            nodes = [
-                DraftNode(
-                    each,
-                    bytes_of(each).decode("utf-8", "replace"),
-                    parent,
-                    origin,
-                    chance,
-                    n_walks[n],
-                )
-                for n, (each, parent, origin, chance) in enumerate(columns)
-            ]
+            walks = [n_walks[node] for node in range(len(draft))]
+            columns = draft.tokens, texts, draft.parents, draft.origins, draft.probabilities, walks
+            nodes = tuple(DraftNode(*values) for values in zip(*columns, strict=True))
             rejected = self._rejected_branches(draft, path)
             events = [
-                DraftedEvent(self.index, now_s, number, tuple(nodes), draft.guesses),
+                DraftedEvent(self.index, now_s, number, nodes, draft.guesses),
                 VerifiedEvent(self.index, now_s, number, path, rejected, token, own_kind),
             ]
         pieces: list[Piece] = []
@@ -378,7 +361,7 @@ class AnswerState:
         n_top = self.options.logprobs
         if n_top is None:
             return piece
-        tokens = [*dict.fromkeys([*most_likely(row, n_top), piece.token_id])]
+        tokens = [*dict.fromkeys([*best(row, n_top).tolist(), piece.token_id])]
         found = tuple(map(self._with_logprob, tokens, log_probabilities(row, tokens)))
         own = found[tokens.index(piece.token_id)]
         return replace(piece, logprob=own.logprob, top_logprobs=found)
@@ -432,7 +415,8 @@ class AnswerState:
         tokens_per_s, error = tally.speed(n_tokens), 1.0 + tally.speedup_error()
         speedup = tokens_per_s * plain_token_s if tokens_per_s and plain_token_s else None
         estimate = _HOW_ESTIMATED if plain_token_s else None
-        if speedup is not None and is_impossible(speedup, tally.mean_accepted_length):
+        if speedup and speedup > _LEEWAY * (tally.mean_accepted_length or math.inf):
+            # It is more than drafting can give: the machine is less busy by now.
             plain_token_s, speedup, estimate = None, None, _NOT_KNOWN
         return FinishedEvent(
             sequence=self.index,

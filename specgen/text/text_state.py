@@ -16,7 +16,7 @@ from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.system.arrays import Logits, TokenArray, best
 from specgen.text.grammar.base import GrammarState
-from specgen.text.sampling import Sampler, likeliest
+from specgen.text.sampling.chain import Sampler, likeliest
 
 _Decoder = codecs.getincrementaldecoder("utf-8")
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
@@ -113,7 +113,7 @@ class Shaper:
             # The mask alone may allow several end tokens: drafter and verifier take the same one.
             return Distribution.certain(forced)
         return self._sampler.distribution(
-            logits,
+            logits if grammar is None else grammar.ending(logits),
             self._state.history(path, self._sampler.n_history),
             None if grammar is None or grammar.is_free else grammar.allows,
         )

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from specgen.errors import MemoryLimitError, ModelFileError, UsageError
 from specgen.system.files import new_beside, write_errors
+from specgen.system.progress import human_bytes
 from specgen.train.gguf_weights import (
     GgufWeights,
     Hyperparameters,
@@ -125,8 +126,8 @@ def _check_memory(draft: Path, weights: GgufWeights) -> None:
     available = psutil.virtual_memory().available
     if needed > available:
         raise MemoryLimitError(
-            f"{draft}: training it needs about {needed / 2**30:.1f} GiB more, "
-            f"{available / 2**30:.1f} GiB are free",
+            f"{draft}: training it needs about {human_bytes(needed)} more, "
+            f"{human_bytes(available)} are free",
             hint="train a smaller draft, or close other programs",
         )
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from specgen.errors import ModelFileError
 from specgen.llama.operators import TYPE_NUMBERS, FloatArray, Weights, dequantize, quantize
-from specgen.models.files import model_parts
+from specgen.system.files import parts_of
 
 #: The architectures that `specgen.train.distillation` implements.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
@@ -164,7 +164,7 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
 
 def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray]:
     """Return tokens' rows of a model's embeddings and of its output matrix, which may be the same one."""
-    readers = map(_opened, model_parts(path))
+    readers = map(_opened, parts_of(path))
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     embeddings = tensors.get("token_embd.weight")
     if embeddings is None:

@@ -23,8 +23,7 @@ from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.gguf_file import opened_parts
 from specgen.llama.library import ggml, llama_cpp
-from specgen.llama.operators import copy_tensor
-from specgen.llama.weights import write_copy
+from specgen.llama.operators import copy_tensor, write_copy
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.session.calibration import Costs, expected_gain, target_costs

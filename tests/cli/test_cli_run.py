@@ -67,7 +67,8 @@ def test_a_page_of_the_rounds(cli: Cli, tmp_path: Path) -> None:
     assert told is not None
     assert json.loads(told.group(1))[-1]["text"] == result.out.removesuffix("\n")
     missing = cli.run(PROMPT, "--html", str(tmp_path / "no" / "page.html"))
-    assert "there is no such folder" in complaint(missing, 2)
+    assert "there is no folder" in complaint(missing, 2)
+    assert "is a folder" in complaint(cli.run(PROMPT, "--html", str(tmp_path)), 2)
 
 
 def test_rounds_are_told_one_by_one(cli: Cli) -> None:
@@ -76,7 +77,7 @@ def test_rounds_are_told_one_by_one(cli: Cli) -> None:
     assert rounds[0] == "round      ms  tokens"
     assert re.fullmatch(r" +\d+ +\d+\.\d +\d+  (\S \S+ (\d+|–)\|(\d+|–)  )*.*", last)
     assert re.fullmatch(
-        r"30 tokens in .*tokens/s.* \(reached --max-tokens\)", result.err.strip().split("\n")[-1]
+        r"30 tokens in .*tokens/s.* \(cut off: -n allows more\)", result.err.strip().split("\n")[-1]
     )
 
 

@@ -39,9 +39,7 @@ class FakeGrammar:
         return FakeState(self, 0)
 
 
-class FakeState:
-    is_free = False
-
+class FakeState(GrammarState):
     def __init__(self, grammar: FakeGrammar, state: int) -> None:
         self.grammar = grammar
         self.state = state

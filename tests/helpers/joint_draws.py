@@ -26,8 +26,9 @@ from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.answer_state import AnswerState, Tally
 from specgen.text.hidden_trail import LastHidden
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Shaper, TextState, n_common
+from tests.helpers.fake_generations import read_prompt
 from tests.helpers.goodness_of_fit import DepthFit, fits_of
 
 #: The number of an answer's first tokens that are searched for the place.
@@ -240,7 +241,7 @@ def _find_place(sequence: AnswerState, loop: AnswerLoop) -> _Mark | None:
     searching = replace(sequence.options, max_tokens=N_SEARCHED, stop=())
     answering = replace(sequence, verifier=scout, options=searching)
     best, best_chance = None, 0.0
-    loop.start(answering)
+    read_prompt(loop, answering)
     while not answering.is_finished:
         place = _Mark(answering)
         scout.chance = -1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import pytest
 
 from specgen.events import Event, FinishedEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
-from specgen.session.engine import generate
+from specgen.session.engine import Engine, generate
+from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
 from tests.helpers.tiny import write_respelled_model
@@ -86,6 +87,14 @@ def opened(target: Path, draft: str | Path = "none", **changes: Any) -> Session:
 def finished(events: list[Event]) -> FinishedEvent:
     assert isinstance(events[-1], FinishedEvent)
     return events[-1]
+
+
+def answers(engine: Engine, prompts: Sequence[str | Prompt]) -> list[str]:
+    """The answers to prompts, made at once, in their order."""
+    requests = [engine.insert(prompt) for prompt in prompts]
+    for _ in engine.run():
+        pass
+    return [request.text for request in requests]
 
 
 def answered(session: Session, prompt: str, **choices: Any) -> FinishedEvent:

@@ -26,6 +26,7 @@ from specgen.options import Grammar, SamplerOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.text.hidden_trail import LastHidden
+from tests.helpers.fake_generations import read_prompt
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
 from tests.helpers.states_drafts import loaded
 from tests.tiny import TinyConfig, write_tiny_model
@@ -178,7 +179,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(
         with speculative.contexts(512) as (target, _), speculative.contexts(512) as (alone, _):
             loop = AnswerLoop(target, time.perf_counter)
             generation = DrafterFactory(speculative).sequence(prompt, 512, (), 0)
-            loop.start(generation)
+            read_prompt(loop, generation)
             last = generation.trail
             assert isinstance(last, LastHidden)
             n_seen = set()

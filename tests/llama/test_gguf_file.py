@@ -169,7 +169,7 @@ def test_a_token_that_is_none_is_refused(vocabulary: LlamaVocabulary, token: int
         vocabulary.token_text,
         vocabulary.token_attributes,
         vocabulary.is_control,
-        lambda token: vocabulary.tokens_of(["x", token], parse_special=False),
+        lambda token: vocabulary.check([0, token]),
     )
     for ask in asked:
         with pytest.raises(PromptError, match=f"there is no token {token}:"):

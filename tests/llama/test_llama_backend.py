@@ -252,7 +252,7 @@ def test_a_context_larger_than_the_memory_is_refused(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_ctx = 100_000_000
-    with pytest.raises(MemoryLimitError, match=r"GiB are free"):
+    with pytest.raises(MemoryLimitError, match="B are free"):
         context(model, n_ctx=n_ctx)
     needed = model.cache_bytes(4096, "f16", "f16")
     # Two layers, one head of keys and one of values, 32 numbers each, 2 bytes a number.
@@ -263,7 +263,7 @@ def test_a_context_larger_than_the_memory_is_refused(
         available = 50 * 2**20
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
-    with pytest.raises(MemoryLimitError, match=r"0\.0 GiB are free"):
+    with pytest.raises(MemoryLimitError, match="only 52.4 MB are free"):
         context(model)
 
 

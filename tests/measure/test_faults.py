@@ -18,6 +18,7 @@ from specgen.session.engine import Engine, generate
 from specgen.session.memory import Memory
 from specgen.session.session import Session
 from tests.helpers.cli import ended
+from tests.helpers.sessions import answers
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 SHORT = ("-t", "1", "-n", "12")
@@ -144,7 +145,7 @@ def test_a_cache_that_vanishes_while_it_is_in_use_changes_nothing(
     memory = Memory(cache / "learnt.json")
     with Session(options, time.perf_counter, memory) as loaded, Engine(loaded) as engine:
         calibrate(loaded)
-        (before,) = engine.answers([PROMPT])
+        (before,) = answers(engine, [PROMPT])
         memory.save()
         files = [path for path in cache.rglob("*") if path.is_file()]
         assert files
@@ -155,7 +156,7 @@ def test_a_cache_that_vanishes_while_it_is_in_use_changes_nothing(
             shutil.rmtree(cache)
             if fault == "a file":
                 cache.write_text("no folder")
-        (after,) = engine.answers([PROMPT])
+        (after,) = answers(engine, [PROMPT])
         memory.save()
     assert after == before
     with Session(options, time.perf_counter, Memory(cache / "learnt.json")) as loaded:

@@ -19,8 +19,11 @@ import pytest
 from specgen.errors import BackendError, UsageError
 from specgen.llama import LlamaModel, LlamaVocabulary
 from specgen.options import Grammar
+from specgen.sampler_options import SamplerOptions
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
+from specgen.text.sampling.chain import Sampler
+from specgen.text.text_state import Shaper, TextState
 from tests.tiny import TinyConfig, write_tiny_model
 
 PERSON: dict[str, Any] = {
@@ -156,6 +159,45 @@ def test_a_number_ends(
 ) -> None:
     """Models wrote digits until the answer reached its limit."""
     assert takes(vocabulary, schema_grammar(json.dumps(schema)), text) is is_taken
+
+
+ONE = {"properties": {"a": {"type": "number"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "wishes", "said"),
+    [
+        (ONE, '{"a": 99.50', ",0}", "}"),
+        (ONE, '{"a": 99.50', " 0}", "}"),
+        (ONE, '{"a": 99.5', "0,}", "0"),
+        (ONE, '{"a": 99', ".,}", "."),
+        (ONE, '{"a": 1.5', ".e}", "}"),
+        (ONE, '{"a": 1.5e', ",-}", "-"),
+        ({**ONE, "required": ["a", "b"]}, '{"a": 7', "}0,", ","),
+        ({"items": {"type": "integer"}, "type": "array", "maxItems": 2}, "[1, 2", ",0]", "]"),
+        ({"type": "integer"}, "12", " 0", ""),
+        ({"type": "integer", "maximum": 124}, "12", "50,", "0"),
+        ({"type": "string", "maxLength": 3}, '"12', '"0', '"'),
+        ({"type": "string", "pattern": "^[0-9]{2,5}$"}, '"12', 'x0"', "0"),
+    ],
+)
+def test_what_would_end_a_number_ends_it(
+    vocabulary: LlamaVocabulary, schema: dict[str, Any], text: str, wishes: str, said: str
+) -> None:
+    """A comma behind the last property is not allowed: "99.50" went on with "0000000004e-01"."""
+    tokens = {vocabulary.token_bytes(n): n for n in range(vocabulary.n_tokens)}
+    state = LlguidanceGrammar(vocabulary, schema_grammar(json.dumps(schema))).start
+    row = np.full(vocabulary.n_tokens, -30, np.float32)
+    row[[tokens[each.encode()] for each in wishes]] = 5 - np.arange(len(wishes))
+    given = row.copy()
+    shaper = Shaper(Sampler(SamplerOptions(temperature=1.0)), TextState((), state))
+    found = shaper.distribution(row, vocabulary.tokenize_inside(text))
+    expected = tokens[said.encode()] if said else vocabulary.end_tokens()[0]
+    assert found.token_ids[found.probs.argmax()] == expected
+    if wishes == ",0}":  # others keep their scores
+        zero = found.probability(tokens[b"0"])
+        assert found.probability(expected) / zero == pytest.approx(np.e)
+    assert (row == given).all()
 
 
 CAT = {

@@ -104,7 +104,7 @@ def test_a_policy_says_why(name: ReasonName) -> None:
 
 
 def test_reasons_have_their_numbers() -> None:
-    assert PLANS["threshold"]().why == "the whole draft's probability is at least 0.30"
+    assert PLANS["threshold"]().why == "a draft's probability must be at least 0.30"
     quick = by_cost({1: 1.0, **{n: n - 1.5 for n in range(2, 18)}})  # a batch of two, by noise
     assert quick.plan(offer(price=Price(9.0, 9.0))).why.endswith("checking it 0.00")
     assert PLANS["prefill"]().why == "the draft must first read the text, 9.0 s"

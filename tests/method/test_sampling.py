@@ -13,8 +13,8 @@ from specgen.errors import BackendError, NoTokenAllowedError
 from specgen.method.draft import Distribution
 from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
-from specgen.text.sampling import Sampler, chain, likeliest
-from specgen.text.sampling.chain import mixture, most_likely
+from specgen.text.sampling import chain
+from specgen.text.sampling.chain import Sampler, likeliest, mixture
 from tests.helpers.exact_distributions import distribution
 
 #: Few distinct values make ties likely.
@@ -62,12 +62,11 @@ def chains(draw: st.DrawFn) -> SamplerOptions:
     )
 
 
-@given(rows(3000), st.integers(1, 300))
+@given(rows(3000), st.integers(0, 300))
 def test_the_best_are_the_largest_and_the_lowest_ids_among_equals(row: Logits, k: int) -> None:
     ranked = sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
     expected = [token for token in ranked if row[token] > -np.inf]
     assert best(row, k).tolist() == expected
-    assert most_likely(row, k) == expected
 
 
 @pytest.fixture(params=["kernels", "numpy"])

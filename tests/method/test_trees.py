@@ -41,6 +41,7 @@ from tests.helpers.fake_generations import (
     Setup,
     Timed,
     model_drafter,
+    read_prompt,
     tree_drafter,
     tree_request,
 )
@@ -269,7 +270,7 @@ def draw(
             n_batch=128,
         )
         loop, generation = AnswerLoop(setup.backend(), Clock()), setup.generation()
-        loop.start(generation)
+        read_prompt(loop, generation)
         while len(generation.answer) < 1 + N_TOKENS:
             loop.round([generation])
         assert generation.cascade is not None, "drafting failed"

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from specgen.cli.models import cached_models
 from specgen.errors import FetchError, UnknownModelError, UsageError
 from specgen.models import hub_names as hub
 from specgen.models.download import fetch, fetch_reference
 from specgen.models.files import size_of
-from specgen.models.hub_names import HubReference, cached_models, locate, parse_reference
+from specgen.models.hub_names import HubReference, locate, parse_reference
 from specgen.models.registry import CatalogueModel, HubSource
 from specgen.system.progress import human_bytes
 from tests.helpers import fetch as web
@@ -451,7 +452,8 @@ def test_without_the_hub_the_cache_decides(
         fetch_reference(USED, newest=True)
     with pytest.raises(FetchError, match=r"and the connection to 127\.0\.0\.1:1 failed") as caught:
         fetch_reference(HubReference(REPO, quant="Q8_0"))
-    assert f"(it has hf:{REPO}/tiny-it.gguf)" in caught.value.message
+    assert "(see `specgen models list`)" in caught.value.message
+    assert [str(model.reference) for model in cached_models()] == [f"hf:{REPO}/tiny-it.gguf"]
 
 
 @pytest.mark.parametrize(

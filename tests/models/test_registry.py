@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from specgen.cli.models import models_of
 from specgen.errors import UnknownModelError, UsageError
-from specgen.models.files import FileIdentity, identify, shard_number
+from specgen.models.files import FileIdentity, identify
 from specgen.models.hub_names import folder_of
 from specgen.models.registry import NGRAM, CatalogueModel, Pair, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
@@ -25,6 +26,7 @@ from specgen.session.choose_models import (
     saved_draft,
     saved_drafts_file,
 )
+from specgen.system.files import SHARD
 from tests.helpers.common import ROOT
 
 MODEL = f"""
@@ -71,7 +73,7 @@ def test_default_pair_and_all_references_resolve(user_file: Path) -> None:
     builtin = load_registry()
     assert builtin.default_pair == "qwen2.5-coder-smollm2"
     for pair in builtin.pairs.values():
-        models = builtin.models_of(pair.name)
+        models = models_of(pair.name, builtin)
         assert [model.name for model in models] == [pair.target, pair.draft][: len(models)]
         assert len(models) == (1 if pair.draft == NGRAM else 2)
     with pytest.raises(UnknownModelError) as caught:
@@ -86,7 +88,7 @@ def test_user_file_adds_models_and_pairs(user_file: Path) -> None:
     user_file.write_text(f'default_pair = "mine-pair"\n{MODEL}{HUB}{PYPI}{PAIR}')
     registry = load_registry()
     assert registry.default_pair == "mine-pair"
-    assert [model.name for model in registry.models_of("mine-pair")] == ["mine", "smollm2-135m"]
+    assert [model.name for model in models_of("mine-pair", registry)] == ["mine", "smollm2-135m"]
     mine = registry.model("mine")
     assert mine.hub is not None
     assert (mine.hub.repo, mine.hub.file, mine.hub.revision) == ("me/mine", "sub/mine.gguf", "v1")
@@ -251,8 +253,8 @@ def test_a_model_in_shards_is_as_large_as_all_of_them(tmp_path: Path) -> None:
     assert size_of("m-00004-of-00003.gguf") is None
     assert size_of("nothing.gguf") is None
     assert identify(tmp_path) is None
-    numbers = [shard_number(Path(name)) for name in ("m-00002-of-00003.gguf", "m.gguf", "m-2.gguf")]
-    assert numbers == [2, None, None]
+    shards = [SHARD.fullmatch(name) for name in ("m-00002-of-00003.gguf", "m.gguf", "m-2.gguf")]
+    assert [shard and shard["number"] for shard in shards] == ["00002", None, None]
 
 
 # --- which draft is taken

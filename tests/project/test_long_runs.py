@@ -68,7 +68,8 @@ def test_a_server_gives_back_what_it_took(tmp_path: Path) -> None:
 
 
 def test_real_schemas_are_counted_by_how_they_are_taken(tmp_path: Path) -> None:
-    """A value may have its properties in any order; one that conforms to no schema is never taken."""
+    """A value may have its properties in any order; one that conforms to no schema is never taken. Other properties
+    are taken where objects are open, in the second table."""
     properties = {"a": {"type": "null"}, "b": {"type": "array", "uniqueItems": True}}
     values = [({"b": [], "a": None}, True), ({"b": [1, 1]}, False), ({"c": 1}, True)]
     tests = [{"data": value, "valid": is_valid} for value, is_valid in values]
@@ -79,4 +80,4 @@ def test_real_schemas_are_counted_by_how_they_are_taken(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     table = done.stdout.split()
     for name in ("in part", "refused", "invalid accepted (in part)", "valid rejected (in part)"):
-        assert f"1 {name}" in " ".join(table)
+        assert " ".join(table).count(f" 1 {name}") == (1 if name.startswith("valid") else 2)

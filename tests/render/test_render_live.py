@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specgen.events import Event, PromptEvent
 from specgen.options import Show
-from specgen.render.live import FoldedThought, LiveRenderer, Thought
+from specgen.render.live import LiveRenderer
 from specgen.render.rounds import RoundsRenderer
 from specgen.render.rows import clean
 from specgen.render.streams import print_notice
@@ -33,8 +33,7 @@ def play(
 ) -> LiveRenderer:
     """Show events, and leave the view as it is after the last of them."""
     notice = partial(print_notice, terminal.console, verbose=True)
-    thought = FoldedThought if folds else Thought if thinks else None
-    renderer = LiveRenderer(terminal.console, show, notice, thought=thought)
+    renderer = LiveRenderer(terminal.console, show, notice, thinks=thinks, folds=folds)
     for event in events:
         renderer.handle(event)
     return renderer

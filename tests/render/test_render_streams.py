@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.make_picture import main
+from specgen.cli.output import Output
 from specgen.events import EVENT_TYPES, DraftedEvent, Event, to_json_object
-from specgen.render.live import FoldedThought, make_renderer
 from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
 from specgen.system.files import to_line
 from tests.helpers.events import Script
@@ -55,7 +55,8 @@ def run(
     """What a run writes to stdout and stderr."""
     stdout, stderr = Stream(terminal=terminal, encoding=encoding), Stream()
     environ = {"TERM": "xterm-256color", **(environ or {})}
-    with make_renderer(stdout=stdout, stderr=stderr, environ=environ, **options) as renderer:
+    in_chat = options.pop("in_chat", False)
+    with Output(**options).renderer(stdout, stderr, environ, in_chat=in_chat) as renderer:
         for event in played.events:
             renderer.handle(event)
     return stdout.text, stderr.text
@@ -128,7 +129,7 @@ def test_a_simple_terminal_gets_plain_text_and_a_line_feed(term: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "a\n"])
 def test_in_a_conversation_each_answer_ends_its_line(text: str) -> None:
-    answer, _ = run(Script().prompt().plain(text).finish(), stats=False, folded=FoldedThought)
+    answer, _ = run(Script().prompt().plain(text).finish(), stats=False, in_chat=True)
     assert answer == text.rstrip("\n") + "\n"
 
 
@@ -241,10 +242,8 @@ def test_rounds_have_a_line_each_in_a_pipe() -> None:
 
 
 def test_rounds_show_the_bound_the_second_draft_and_drafts_that_agree() -> None:
-    made = Script().prompt().because("threshold", "the whole draft's probability is at least 0.30")
-    made.round([" a"], 1, " b").because(
-        "threshold", "the whole draft's probability is at least 0.27"
-    )
+    made = Script().prompt().because("threshold", "a draft's probability must be at least 0.30")
+    made.round([" a"], 1, " b").because("threshold", "a draft's probability must be at least 0.27")
     made.tree([" c", " d", " e"], (-1, 0, 0), (0,), " f").finish()
     n_walks = iter((1, 3, 2, 1))
     events = [
@@ -259,7 +258,7 @@ def test_rounds_show_the_bound_the_second_draft_and_drafts_that_agree() -> None:
     ]
     made.events = events
     assert run(made, show="rounds")[0].split("\n")[4:] == [
-        "    1   100.0       2  ✓ a  + b  the whole draft's probability is at least 0.30  by model",
+        "    1   100.0       2  ✓ a  + b  a draft's probability must be at least 0.30  by model",
         "                       the second draft guessed 2 of the draft's tokens, 1 of them right",
         "    2   100.0       2  ✓ c (3 drafts)  ✗ d (2 drafts)  → f  ≥ 0.27",
         "                         └ ✗ e",

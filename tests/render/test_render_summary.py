@@ -45,7 +45,8 @@ def test_what_came_before_the_answer_is_no_part_of_its_time() -> None:
     event = finished(wall_s=8.0, draft_s=2.0, target_s=6.0, loop_s=0.0, packing_s=21.72)
     event = dataclasses.replace(event, loading_s=0.5, measuring_s=2.0)
     before = "loading 500 ms, loading and packing 21.7 s, measuring what drafting costs 2.00 s"
-    assert items(event)["time"].endswith(f"target 70%, before it {before}")
+    assert items(event)["before"] == before
+    assert items(event)["time"].endswith("target 70%")
 
 
 def test_what_was_not_read_again_and_why_little_was_drafted() -> None:
@@ -63,7 +64,7 @@ def test_what_was_not_read_again_and_why_little_was_drafted() -> None:
 def test_an_empty_answer() -> None:
     none: dict[str, Any] = {"tokens_per_s": None, "time_to_first_token_s": None}
     event = dataclasses.replace(Script().finished(), finish_reason="length", wall_s=0.0, **none)
-    assert items(event) == {"answer": "0 tokens, 0 rounds", "end": "reached --max-tokens"}
+    assert items(event) == {"answer": "0 tokens, 0 rounds", "end": "cut off: -n allows more"}
 
 
 @pytest.mark.parametrize(
@@ -72,8 +73,8 @@ def test_an_empty_answer() -> None:
         ("stop", None, "the model ended the text"),
         ("stop", "</s>", "stopped at '</s>'"),
         ("stop", "\n\x1b", "stopped at '↵␛'"),
-        ("length", None, "reached --max-tokens"),
-        ("context", None, "the context is full"),
+        ("length", None, "cut off: -n allows more"),
+        ("context", None, "the context is full: -c allows more"),
         ("interrupted", None, "interrupted"),
     ],
 )
@@ -148,9 +149,10 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
     assert [line.partition(":")[0] for line in lines[1:]] == list(items(event))
     assert printed(event, whole=False).splitlines() == lines[:1]
     assert "\x1b" not in printed(event)
-    assert "accepted  corrected  bonus  plain  rejected" in printed(finished(), show_legend=True)
+    legend = "accepted  corrected  bonus  plain  rejected"
+    assert printed(finished(), whole=False, show_legend=True).splitlines()[1:] == [legend]
     plain = Script().plain("a").finished()
-    assert "legend" not in printed(plain, show_legend=True)
+    assert legend not in printed(plain, show_legend=True)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,10 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
     [
         ({}, "8 tokens in 800 ms, 26.7 tokens/s"),
         ({"n_tokens": 1}, "1 token in 800 ms"),
-        ({"finish_reason": "length"}, "8 tokens in 800 ms, 26.7 tokens/s (reached --max-tokens)"),
+        (
+            {"finish_reason": "length"},
+            "8 tokens in 800 ms, 26.7 tokens/s (cut off: -n allows more)",
+        ),
         ({"n_drafted": 0}, "8 tokens in 800 ms, 26.7 tokens/s, nothing was drafted"),
         ({"between": (2.4, 3.4)}, ": 2.4 to 3.4 times as fast as without drafts"),
         ({"between": (0.9, 3.4)}, ": about as fast as without drafts (0.9 to 3.4 times)"),
@@ -168,6 +173,7 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
             "; before it loading 400 ms, loading and packing 8.00 s",
         ),
         ({"between": (2.4, 3.4), "others_share": 0.4}, "since the machine was busy"),
+        ({"others_share": 0.4}, "; what drafts saved is not known, since the machine was busy"),
     ],
 )
 def test_the_first_line_is_plain_words(changes: dict[str, Any], said: str) -> None:

@@ -206,6 +206,8 @@ def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
         assert request.warnings == ("response_format: no grammar can enforce uniqueItems",)
         assert request.generation.grammar is not None
         assert '"array"' in request.generation.grammar.text
+        is_open = request == asked(strict=False)
+        assert ('"additionalProperties": false' in request.generation.grammar.text) is not is_open
     with pytest.raises(BodyError, match="uniqueItems") as error:
         asked(strict=True)
     assert error.value.field == "response_format"

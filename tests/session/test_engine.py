@@ -32,7 +32,7 @@ from specgen.text.text_state import n_common
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB
-from tests.helpers.sessions import answered, finished, folder_with, options_of
+from tests.helpers.sessions import answered, answers, finished, folder_with, options_of
 from tests.helpers.virtual_time import VirtualTime
 from tests.registry import CACHES, ON_TINY
 from tests.tiny import TinyConfig
@@ -166,9 +166,9 @@ def test_with_trees_and_seeds_too(
 ) -> None:
     with engine_of(models, costs, 4, sampler=sampler, drafting={"tree": tree}) as (loaded, engine):
         expected = alone(loaded)
-        assert engine.answers(PROMPTS) == expected
+        assert answers(engine, PROMPTS) == expected
         # And once more, in caches that hold them.
-        assert engine.answers(PROMPTS) == expected
+        assert answers(engine, PROMPTS) == expected
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "draft"])
@@ -242,8 +242,8 @@ def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, ki
 
 def test_a_slot_whose_text_goes_on_is_taken(models: Path, costs: VirtualTime) -> None:
     with engine_of(models, costs, 2) as (_, engine):
-        (first,) = engine.answers([LONG])
-        engine.answers(["other things"])
+        (first,) = answers(engine, [LONG])
+        answers(engine, ["other things"])
         held = [slot.branches(engine.target).first for slot in engine.slots]
         assert all(engine.target.length(each) > 0 for each in held)
         asked = [engine.insert(text) for text in (LONG + first + " and", "other things")]
@@ -557,7 +557,7 @@ def test_what_is_learnt_alone_is_forgotten(models: Path, costs: VirtualTime, dra
 
     def drafts(before: tuple[str, ...], *, learn_alone: bool) -> list[object]:
         with engine_of(models, costs, drafter=drafter, learn_alone=learn_alone) as (_, engine):
-            engine.answers(before)
+            answers(engine, before)
             events = list(engine.stream(engine.insert(PROMPTS[1])))
         return [event.nodes for event in events if isinstance(event, DraftedEvent)]
 

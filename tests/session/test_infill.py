@@ -92,7 +92,7 @@ def test_the_parts_have_the_marks_of_each_family(
     vocabulary = model.vocabulary
     if is_named and family == "codestral":
         roles = zip(
-            ("prefix", "suffix", "middle"), map(vocabulary.control_token, marks), strict=True
+            ("fim_pre", "fim_suf", "fim_mid"), map(vocabulary.control_token, marks), strict=True
         )
         known = {**vocabulary.infill_tokens(), **dict(roles)}
         monkeypatch.setattr(type(vocabulary), "infill_tokens", lambda _self: known)

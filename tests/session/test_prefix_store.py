@@ -24,7 +24,7 @@ from tests.helpers.cli import Specgen, spawn
 from tests.helpers.cli import ended as ended_process
 from tests.helpers.common import EXACT, NOW
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
-from tests.helpers.sessions import finished, opened, write_models, write_pairs
+from tests.helpers.sessions import answers, finished, opened, write_models, write_pairs
 from tests.registry import CACHES
 from tests.tiny import TinyConfig
 from tests.tiny.config import CHATML_TEMPLATE
@@ -130,7 +130,7 @@ def test_slots_load_prefixes_beside_one_another(models: Path, tmp_path: Path, ca
         session_on(target, tmp_path, draft=draft) as session,
         Engine(session, n_parallel=2) as engine,
     ):
-        texts = engine.answers([session.prompts.of_text(each, chat=False) for each in prompts])
+        texts = answers(engine, [session.prompts.of_text(each, chat=False) for each in prompts])
     assert texts == [answered(target, None, each)[0].text for each in prompts]
 
 
@@ -326,7 +326,7 @@ def test_a_model_that_is_replaced_while_it_is_in_use(models: Path, tmp_path: Pat
     with session_on(target, tmp_path, kept="all") as session:
         other.replace(target)
         with Engine(session) as engine:
-            engine.answers([session.prompts.of_text(SYSTEM, chat=False)])
+            answers(engine, [session.prompts.of_text(SYSTEM, chat=False)])
     assert len(stored(tmp_path / "prefixes")) == 1
     ended = answered(target, tmp_path, SYSTEM)[0]
     assert ended.n_cached_tokens == 0

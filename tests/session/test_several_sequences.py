@@ -35,6 +35,7 @@ from tests.helpers.fake_generations import (
     Timed,
     draft_request,
     model_drafter,
+    read_prompt,
 )
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.registry import ON_FAKES, Text
@@ -46,7 +47,7 @@ LETTERS = FakeVocabulary.letters(N_VOCAB)
 def started(loop: AnswerLoop, setups: Sequence[Setup]) -> list[AnswerState]:
     generations = [setup.generation(index) for index, setup in enumerate(setups)]
     for generation in generations:
-        loop.start(generation)
+        read_prompt(loop, generation)
     return generations
 
 

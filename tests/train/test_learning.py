@@ -70,7 +70,7 @@ def opened(models: Path, learning: Path | None) -> Session:
 def answered(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("answered")
     with opened(models, folder) as loaded, Engine(loaded, n_parallel=4) as engine:
-        engine.answers(prompts(40))
+        sessions.answers(engine, prompts(40))
     assert len(read_answers(folder)) == 40
     return folder
 
@@ -286,7 +286,7 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
     with learning(_SAYS) as (engine, learner, said, loaded), lessons() as begun:
         for text in prompts(NEW_ANSWERS):
             learner.between_answers(begins=True)
-            engine.answers([text])
+            sessions.answers(engine, [text])
         begun.assert_not_called()
         learner.between_answers()
         begun.assert_called_once()
@@ -315,7 +315,7 @@ def test_a_lesson_that_fails_ends_learning_and_nothing_else(learning: Learning) 
         assert said == ["learning has ended: no memory"]
         learner.between_answers()
         begun.assert_called_once()
-        assert engine.answers(["abc"])
+        assert sessions.answers(engine, ["abc"])
 
 
 def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
@@ -339,7 +339,7 @@ def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
         learner.between_answers(begins=True)
         learner.between_answers()
         assert in_use(loaded) is None
-        assert engine.answers(["abc"])
+        assert sessions.answers(engine, ["abc"])
     assert said == [
         "draft.gguf drafts with what it learnt elsewhere from now on",
         "draft.gguf drafts as it came again: what it learnt was deleted",
@@ -374,7 +374,7 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
 
     options = sessions.options_of(models / "target.gguf", "draft", drafting=FIXED, n_tokens=24)
     with Session(options, time.perf_counter) as loaded, Engine(loaded) as engine:
-        plain = engine.answers(prompts(4))
+        plain = sessions.answers(engine, prompts(4))
     told: list[bool] = []
 
     def between_answers(begins: bool) -> None:

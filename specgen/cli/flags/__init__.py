@@ -13,7 +13,6 @@ from typer import Option
 from specgen.cli.flags.typer_groups import group as group
 from specgen.cli.flags.typer_groups import panel as panel
 from specgen.cli.flags.typer_groups import takes_options as takes_options
-from specgen.cli.flags.typer_groups import utf8 as utf8
 from specgen.cli.inputs import BUILT_IN, read_template, read_variables
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
@@ -30,8 +29,7 @@ from specgen.options import (
     Workers,
     staged,
 )
-from specgen.sampler_options import SamplerOptions, option
-from specgen.sampler_options import utf8 as utf8_texts
+from specgen.sampler_options import SamplerOptions, option, utf8
 
 # --- models
 
@@ -249,7 +247,7 @@ class Template:
         "--system -sys",
         "A system message for the chat template.",
         metavar="TEXT",
-        parse=utf8_texts,
+        parse=utf8,
     )
 
     def __post_init__(self) -> None:

@@ -23,7 +23,6 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from specgen import sampler_options
 from specgen.errors import UsageError
 from specgen.sampler_options import LARGEST_FACTOR
 
@@ -69,14 +68,8 @@ class Group:
         return dataclasses.replace(self, parameters=kept)
 
     def but(self, **defaults: Any) -> Group:
-        """Return the group with other defaults."""
         changed = (p.replace(default=defaults.get(p.name, p.default)) for p in self.parameters)
         return dataclasses.replace(self, parameters=tuple(changed))
-
-    def spellings(self) -> list[str]:
-        declared = [parameter.annotation.__metadata__[0] for parameter in self.parameters]
-        names = [name for each in declared for name in (each.default, *(each.param_decls or ()))]
-        return [part for name in names if isinstance(name, str) for part in name.split("/")]
 
     def spelling(self, name: str) -> str:
         (found,) = (each for each in self.parameters if each.name == name)
@@ -102,15 +95,12 @@ def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]]
 
 
 def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command]:
-    """Declare a command's options, whose spellings must be unique: by parameter, an option or a `Group`."""
+    """Declare a command's options: by parameter, an option or a `Group`."""
     declared = {name: each for table in (*tables, options) for name, each in table.items()}
 
     def decorate(command: Command) -> Command:
         own = _parameters(command)
         made = _group(command, own, {name: declared[name] for name in own}, {})
-        spellings = made.spellings()
-        if twice := {name for name in spellings if spellings.count(name) > 1}:
-            raise TypeError(f"{command.__name__} has two options named {', '.join(sorted(twice))}")
 
         @functools.wraps(command)
         def whole(**values: Any) -> int:
@@ -136,24 +126,26 @@ def _group(
     parsers: Mapping[str, Callable[[Any], Any]],
 ) -> Group:
     parameters: list[inspect.Parameter] = []
-    all_parsers = dict(parsers)
+    parsers = dict(parsers)
     kind: Any
     for name, option in declared.items():
         if isinstance(option, Group):
             parameters += (each.replace(name=f"{name}_{each.name}") for each in option.parameters)
             continue
+        if option.parser is not None:
+            parsers[name], option.parser = option.parser, None
         kind, default = known[name]
         if typing.get_origin(kind) is tuple:
             inner: Any = str if name in parsers else typing.get_args(kind)[0]
             kind, default = list[inner] | None, None
-            all_parsers.setdefault(name, tuple)
+            parsers.setdefault(name, tuple)
         elif name in parsers:
             kind, default = (str | None, None) if default is None else (str, str(default))
         option.metavar = option.metavar or _metavar(kind)
         parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         parameters.append(parameter.replace(annotation=Annotated[kind, option]))
     groups = {name: each for name, each in declared.items() if isinstance(each, Group)}
-    return Group(make, tuple(parameters), all_parsers, groups)
+    return Group(make, tuple(parameters), parsers, groups)
 
 
 def sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
@@ -180,11 +172,3 @@ def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
-
-
-def utf8(value: str) -> str:
-    """Return the value, as an option's `parser`. Raise `typer.BadParameter` if it is not UTF-8."""
-    try:
-        return sampler_options.utf8(value)  # type: ignore[no-any-return]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import sys
 import sysconfig
@@ -21,7 +20,7 @@ from specgen.errors import BackendError, UsageError
 from specgen.llama.kernels.attached import ask_before_loading, attach, attached, ggml_version
 from specgen.llama.library import build
 from specgen.options import KernelChoice
-from specgen.system.files import KeptResults
+from specgen.system.files import KeptResults, digest_of, version_of
 from specgen.system.machine import cpuinfo
 from specgen.system.processes import ChildDiedError, ChildError, ask_child_again
 
@@ -186,7 +185,7 @@ def _parsed(value: Any) -> Verdict | None:
 def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
     """Return the verdict of a library's self-test here: the remembered one if there is one, unless `anew`."""
     kept = KeptResults(cache / VERDICTS, _N_KEPT)
-    key = _key(_circumstances(library))
+    key = digest_of(_circumstances(library))
     known = None if anew else _parsed(kept.read().get(key))
     if known is None:
         known = run_self_test(library)
@@ -228,11 +227,6 @@ def processor() -> str:
     return "\n".join(cpuinfo().get(name, "") for name in (*names, *arm))
 
 
-def _key(circumstances: Mapping[str, str]) -> str:
-    text = json.dumps(circumstances, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 class ModelTrials:
     """Tries kernels on models, and remembers the verdicts. If they are `required`, a failure is an error."""
 
@@ -246,10 +240,9 @@ class ModelTrials:
 
     def problem_of(self, file: Path, *, anew: bool = False) -> str:
         """Return why the kernels cannot compute a model; empty if they can. Raise `UsageError` if `required`."""
-        about = file.stat()
         self._circumstances = self._circumstances or _circumstances(self._library)
-        version = f"{file.resolve()} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
-        key = _key(self._circumstances | {"file": version})
+        version = [str(file.resolve()), *version_of(file)]
+        key = digest_of(self._circumstances | {"file": version})
         verdict = None if anew else self._known.get(key) or _parsed(self._kept.read().get(key))
         if verdict is None and (verdict := self._tried(file)) is not None:
             self._kept.add({key: asdict(verdict)})

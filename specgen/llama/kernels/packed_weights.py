@@ -8,8 +8,6 @@ the same model file, kernels and layers on this machine.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -17,9 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specgen.llama.gguf_file import parts_of
 from specgen.llama.kernels.attached import Kernels, attached, ggml_version
-from specgen.system.files import NEW, existing_parent, make_room, new_beside
+from specgen.system.files import (
+    NEW,
+    digest_of,
+    existing_parent,
+    make_room,
+    new_beside,
+    parts_of,
+    version_of,
+)
 from specgen.system.processes import is_failing
 
 _SUFFIX = ".packed"
@@ -113,15 +118,13 @@ def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
     kernels = attached()
     if _folder is None or kernels is None or not kernels.computes_products:
         return None
-    parts = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(file)]
     identity = {
-        "parts": parts,
+        "parts": [(part.name, *version_of(part)[1:]) for part in parts_of(file)],
         # By their contents, so that installations of the same specgen share the files.
         "kernels": [kernels.instructions, kernels.digest, ggml_version()],
         **loaded,
     }
-    digest = hashlib.sha256(json.dumps(identity).encode("utf-8", "surrogateescape")).hexdigest()
-    return PackedWeights(_folder / f"{file.stem[:60]}-{digest[:16]}{_SUFFIX}", kernels)
+    return PackedWeights(_folder / f"{file.stem[:60]}-{digest_of(identity)[:16]}{_SUFFIX}", kernels)
 
 
 def is_packed_first(file: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -19,15 +20,7 @@ from specgen.models.files import cache_folder
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.openai import read_request
 from specgen.serve.formats.request import BodyError, Kind, Request, shown
-from specgen.system.files import (
-    AppendedFile,
-    DamagedLineError,
-    locked,
-    replace_bytes,
-    take_lines,
-    to_line,
-    write_errors,
-)
+from specgen.system.files import locked, replace_bytes, to_line, write_errors
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 #: The fields of a line in OpenAI's form; only such lines have a `body`.
@@ -230,16 +223,25 @@ def read_results(path: Path) -> Earlier:
     found = Earlier()
     try:
         data = path.read_bytes()
-        found.n_bytes = take_lines(data, found.take)
-        found.is_torn = found.n_bytes < len(data)
-        found.ends_line = data[: found.n_bytes][-1:] in (b"", b"\n")
     except FileNotFoundError:
-        pass
+        return found
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
-    except DamagedLineError as error:
-        what = f"line {error.number} is not a result of specgen batch"
-        raise OutputError(f"{path}: {what}", "name another file, or repair that line") from None
+    lines = data.split(b"\n")
+    for number, raw in enumerate(lines, start=1):
+        is_last = number == len(lines)
+        if raw.strip():
+            try:
+                found.take(json.loads(raw))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                if is_last:
+                    found.is_torn = True
+                    break
+                what = f"line {number} is not a result of specgen batch"
+                hint = "name another file, or repair that line"
+                raise OutputError(f"{path}: {what}", hint) from None
+        found.n_bytes += len(raw) + (not is_last)
+    found.ends_line = data[: found.n_bytes][-1:] in (b"", b"\n")
     return found
 
 
@@ -260,11 +262,33 @@ def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earli
                 kept = [raw for raw in lines if raw.strip() and json.loads(raw)["error"] is None]
                 replace_bytes(path, b"".join(raw + b"\n" for raw in kept))
             earlier = read_results(path)
-        with AppendedFile.opened(path) as file:
-            file.cut(earlier.n_bytes)
+        with write_errors(path):
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+            descriptor = os.open(path, flags, 0o666)
+        try:
+            with write_errors(path):  # a pipe or a device cannot be cut
+                os.ftruncate(descriptor, earlier.n_bytes)
             if not earlier.ends_line:
-                file.append(b"\n")
-            yield earlier, lambda record: file.append(to_line(record))
+                _append(path, descriptor, b"\n")
+            yield earlier, lambda record: _append(path, descriptor, to_line(record))
+        finally:
+            os.close(descriptor)
+
+
+def _append(path: Path, descriptor: int, data: bytes) -> None:
+    """Append bytes, and return when they are on the disk; or remove a written part and raise `OutputError`."""
+    start = os.lseek(descriptor, 0, os.SEEK_END)
+    with write_errors(path):
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+            os.fsync(descriptor)
+        except OSError as error:
+            if not data and error.errno == errno.EINVAL:  # a file system without fsync
+                return
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, start)
+            raise
 
 
 def streaming(stream: BinaryIO, name: str = "standard output") -> Write:

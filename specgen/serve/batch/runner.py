@@ -104,9 +104,9 @@ class Batch:
             return
         calibrate(session, interrupted)
         n_parallel = self._parallel or _fastest_parallel(session, len(tasks), interrupted)
-        n_ctx, is_fixed = max(task.n_ctx for task in tasks), self._parallel is not None
-        how: dict[str, Any] = {"is_fixed": is_fixed, "interrupted": interrupted}
-        with Engine.largest(session, n_parallel, n_ctx, **how) as engine:
+        n_ctx = max(task.n_ctx for task in tasks)
+        make = Engine if self._parallel is not None else Engine.largest
+        with make(session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted) as engine:
             self._n_parallel = engine.n_parallel
             try:
                 while (tasks or self._in_making) and not interrupted():

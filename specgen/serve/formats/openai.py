@@ -41,6 +41,7 @@ from specgen.serve.formats.request import (
     text_of,
 )
 from specgen.serve.formats.tool_calls import Delta
+from specgen.session.prompts.continued import tokens_of
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import Message, Role, ToolCall
 from specgen.system.arrays import Hidden
@@ -497,7 +498,7 @@ def _tokens(embedder: Embedder, where: str, text: str | list[int | str]) -> list
     try:
         if isinstance(text, str):
             return embedder.tokenize(text)
-        found = embedder.model.vocabulary.tokens_of(text, parse_special=False)
+        found = tokens_of(embedder.model.vocabulary, text, parse_special=False)
         embedder.check(found)
     except PromptError as error:
         raise BodyError(where, error.message) from None

@@ -319,7 +319,7 @@ class AnswerBody(_Samplers):
         try:
             if form is None or form.strict or schema is None:
                 return schema_grammar(text)
-            grammar, left_out = lenient_schema_grammar(text)
+            grammar, left_out = lenient_schema_grammar(text, is_open=form.strict is False)
         except UsageError as error:
             raise BodyError(names[0], error.message) from None
         if left_out:

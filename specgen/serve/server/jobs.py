@@ -247,8 +247,7 @@ class ServedModel:
 
     def _step(self) -> None:
         """Step the engine once. An error ends the answers of the round, not the server."""
-        engine = self.engine
-        plain_token_s = engine.plain_token_s()
+        engine, plain_token_s = self.engine, self._plain_token_s()
         started = time.perf_counter()
         try:
             events = engine.step()
@@ -266,6 +265,15 @@ class ServedModel:
         has_begun = any(isinstance(event, PromptEvent) for event in events)
         if plain_token_s is not None and not has_begun:
             self._metrics.count_round(events, seconds, plain_token_s)
+
+    def _plain_token_s(self) -> float | None:
+        """Return the expected seconds of a token of the next round if nothing drafts, by the measured costs; None if
+        they are not known, no answer has begun, or a prompt is read."""
+        busy = [slot.request for slot in self.engine.slots if slot.request is not None]
+        if not busy or any(request.state == "reading" for request in busy):
+            return None
+        table = self._opened.session.costs.table(n_past=busy[0].running.n_prompt)
+        return table.seconds(len(busy)) / len(busy) if table else None
 
     def _note_reading(self, events: Sequence[Event]) -> None:
         """Note when a long prompt begins to be read, and when its answer begins."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from specgen.llama import LlamaVocabulary
 from specgen.session.prompts.prompt import Prompt, Prompts, check_length, make_prompt
 from specgen.session.prompts.template import Message
 from specgen.session.prompts.thoughts import begun_in
@@ -15,8 +16,24 @@ def of_tokens(prompts: Prompts, parts: Sequence[int | str]) -> Prompt:
     for part in parts:
         if isinstance(part, str):
             check_length(prompts.target.vocabulary, part, prompts.n_ctx)
-    tokens = prompts.target.vocabulary.tokens_of(parts, parse_special=True)
+    tokens = tokens_of(prompts.target.vocabulary, parts, parse_special=True)
     return make_prompt(_text_of(prompts, tokens), tokens)
+
+
+def tokens_of(
+    vocabulary: LlamaVocabulary, parts: Sequence[int | str], *, parse_special: bool
+) -> list[int]:
+    """Return the tokens of a text in parts, some of which are tokens already. Raise `PromptError`."""
+    found: list[int] = []
+    for part in parts:
+        if isinstance(part, int):
+            found.append(part)
+        elif found:
+            found += vocabulary.tokenize_inside(part, parse_special=parse_special)
+        else:
+            found += vocabulary.tokenize(part, add_special=True, parse_special=parse_special)
+    vocabulary.check(found)
+    return found
 
 
 def followed_by(prompts: Prompts, prompt: Prompt, answer: Sequence[int]) -> Prompt:

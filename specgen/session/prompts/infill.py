@@ -71,14 +71,14 @@ class InfillTokens:
     @staticmethod
     def of(vocabulary: LlamaVocabulary) -> InfillTokens | None:
         found = vocabulary.infill_tokens()
-        prefix, suffix, middle = found["prefix"], found["suffix"], found["middle"]
+        prefix, suffix, middle = found["fim_pre"], found["fim_suf"], found["fim_mid"]
         # A model file may name Codestral's two tokens, and an unused third one for the middle.
         if min(prefix, suffix, middle) < 0 or vocabulary.token_text(prefix) == _CODESTRAL[0]:
             prefix, suffix = map(vocabulary.control_token, _CODESTRAL)
             middle = -1
         if min(prefix, suffix) < 0:
             return None
-        repository, separator = found["repository"], found["separator"]
+        repository, separator = found["fim_rep"], found["fim_sep"]
         as_starcoder2 = separator < 0
         if as_starcoder2:
             repository, separator = map(vocabulary.control_token, _STARCODER2)

@@ -122,11 +122,7 @@ def tokenize_marked(
     """Return the tokens of a rendered conversation with marked contents. Like llama.cpp, it cuts the text at names of
     control tokens, the longest first, but only where nothing of the name is marked."""
     marked_text = str.__str__(marked_text)  # a `MarkedText` would find names in contents too
-    controls = [
-        special
-        for special in vocabulary.named_tokens()
-        if special.is_control and special.name in marked_text
-    ]
+    controls = [special for special in vocabulary.control_tokens() if special.name in marked_text]
     names = [
         f"{_SPACE * each.strips_before}({re.escape(each.name)}){_SPACE * each.strips_after}"
         for each in controls

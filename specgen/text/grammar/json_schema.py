@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -81,16 +82,18 @@ def schema_grammar(schema: str) -> Grammar:
 
 
 @functools.lru_cache(maxsize=256)
-def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
-    """Return a grammar of texts that conform to what can be enforced of a schema, and the names of what it
-    leaves out: keywords, or the whole schema, in whose place any object conforms. Raise `UsageError` if the text is no
-    schema."""
+def lenient_schema_grammar(
+    schema: str, *, is_open: bool = False
+) -> tuple[Grammar, tuple[str, ...]]:
+    """Return a grammar of texts that conform to what can be enforced of a schema, and the names of what it leaves out:
+    keywords, or the whole schema, in whose place any object conforms. With `is_open`, objects are closed only where the
+    schema says so. Raise `UsageError` if the text is no schema."""
     root = _parse(schema)
     left_out: list[str] = []
     for part in list(_parts(root)):
         _leave_out_unknown_type(part, root, left_out)
         _put_in_known_keywords(part, left_out)
-    choices = _Choices(root, _close(root), left_out)
+    choices = _Choices(root, set() if is_open else _close(root), left_out)
     for part in list(_parts(root)):
         _limit_number_of_properties(part, left_out)
         choices.write(part)
@@ -197,8 +200,7 @@ def _plain(problem: str) -> str:
         return f"no grammar can enforce {keywords[1]}"
     if reference is not None:
         return f"$ref {reference[1]!r} leads out of the schema"
-    text = " ".join(problem.split())
-    return text if len(text) <= _N_SHOWN else f"{text[:_N_SHOWN]}..."
+    return textwrap.shorten(problem, _N_SHOWN, placeholder="...")
 
 
 # --- keywords that llguidance does not know -------------------------------------------------------
@@ -284,12 +286,7 @@ def _follow_patterns(part: Part, left_out: list[str]) -> None:
 
 
 def _trouble(**keywords: Any) -> str:
-    return _tried(json.dumps(keywords))
-
-
-@functools.lru_cache(maxsize=1000)
-def _tried(schema: str) -> str:
-    return _plain(trouble_with(Grammar("json_schema", schema)))
+    return _plain(trouble_with(Grammar("json_schema", json.dumps(keywords))))
 
 
 def _limit_number_of_properties(part: Part, left_out: list[str]) -> None:
@@ -479,9 +476,8 @@ def _target(root: Part, part: Any) -> Any:
         for escaped in unquote(path).split("/")[1:]:
             name = escaped.replace("~1", "/").replace("~0", "~")
             if isinstance(part, list):
-                part = part[int(name)] if name.isdecimal() and int(name) < len(part) else {}
-            else:
-                part = part.get(name, {}) if isinstance(part, dict) else {}
+                part = {str(number): each for number, each in enumerate(part)}
+            part = part.get(name, {}) if isinstance(part, dict) else {}
     return {}
 
 
@@ -489,7 +485,8 @@ def _types(schema: Any) -> set[str]:
     """Return the types of values that may conform; an integer is a number too."""
     if not isinstance(schema, dict):
         return {*_TYPES}
-    given = schema.get("type") or [_type_of(json.loads(value)) for value in _values(schema)]
+    names = {bool: "boolean", int: "integer", str: "string", type(None): "null"}
+    given = schema.get("type") or [names[type(json.loads(value))] for value in _values(schema)]
     types = {*map(str, given)} if isinstance(given, list) else {str(given)}
     types |= {"integer"} if "number" in types else set()
     return types or {*_TYPES}
@@ -507,11 +504,6 @@ def _properties(part: Part) -> Part:
 
 def _required(schema: Any) -> list[str]:
     return [*map(str, _list(schema.get("required")))] if isinstance(schema, dict) else []
-
-
-def _type_of(value: Any) -> str:
-    names = {bool: "boolean", int: "integer", str: "string"}
-    return names.get(type(value), "null")
 
 
 def _values(schema: Part) -> set[str]:

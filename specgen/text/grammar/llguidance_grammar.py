@@ -8,6 +8,7 @@ tokens in which the model's own tokenizer writes that text.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 import weakref
@@ -19,8 +20,8 @@ import numpy as np
 
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import Grammar
-from specgen.system.arrays import BoolArray, TokenArray
-from specgen.text.grammar.base import ENDED, GrammarState
+from specgen.system.arrays import BoolArray, Logits, TokenArray
+from specgen.text.grammar.base import ENDED, GrammarState, checked_ids
 from specgen.text.grammar.gbnf import to_lark
 from specgen.text.vocabulary import Vocabulary
 
@@ -82,9 +83,8 @@ class LlguidanceGrammar:
             grammar = Grammar("lark", f"{rules}\nanswer:{own.removeprefix('start:')}")
         if self.checks_few:
             grammar = Grammar("lark", _GBNF_OPTIONS + grammar.text)
-            limits = LLParserLimits(step_max_items=_MOST_ITEMS, max_items_in_row=_MOST_ITEMS)
-        else:
-            limits = LLParserLimits()
+        most = _MOST_ITEMS if self.checks_few else None
+        limits = LLParserLimits(step_max_items=most, max_items_in_row=most)
         with _panics(UsageError, "the grammar cannot be followed: "):
             self.tokenizer = _tokenizer(vocabulary)
             kept = self.tokenizer.kept
@@ -118,13 +118,13 @@ class LlguidanceGrammar:
         return _State(self, matcher) if n_taken == len(tokens) else None
 
 
-class _State:
+class _State(GrammarState):
     """The state of a grammar after a text. Its matcher never advances: children have copies."""
 
     __slots__ = (
-        *("__weakref__", "_children", "_forced", "_grammar", "_known", "_matcher", "_n_digits"),
+        *("__weakref__", "_children", "_ends", "_forced", "_grammar", "_known", "_matcher"),
+        "_n_digits",
     )
-    is_free = False
 
     def __init__(
         self,
@@ -137,16 +137,12 @@ class _State:
         self._matcher = matcher
         self._known = known
         self._n_digits = n_digits  # at the end of the text
+        self._ends: TokenArray | None = None  # the tokens that end a number here
         self._children: dict[int, GrammarState] = {}
         self._forced: int | None = -1  # not known yet
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        token_ids, n_tokens = np.asarray(token_ids, np.int64), self._grammar.n_tokens
-        if not len(token_ids):
-            return np.zeros(0, np.bool_)
-        for token_id in (int(token_ids.min()), int(token_ids.max())):
-            if not 0 <= token_id < n_tokens:
-                raise ValueError(f"there is no token {token_id}: the vocabulary has {n_tokens}")
+        token_ids = checked_ids(token_ids, self._grammar.n_tokens)
         if self._known is None and self._grammar.checks_few and len(token_ids) < _VERY_MANY:
             return self._checked(token_ids)
         found: BoolArray = self.mask()[token_ids]
@@ -164,6 +160,17 @@ class _State:
                 np.bool_,
             )
 
+    def ending(self, logits: Logits) -> Logits:
+        is_allowed = self.mask() if self._n_digits else None
+        if is_allowed is None or self._ends is None:
+            return logits
+        # Masked alone, "99.50" before a comma that is not allowed went on as "99.500000000000004000e-01".
+        is_other = (~is_allowed & (self._grammar.tokenizer.n_digits == 0))[: len(logits)]
+        end = self._ends[logits[self._ends].argmax()]
+        logits = logits.copy()
+        logits[end] = max(logits[end], logits.max(where=is_other, initial=-np.inf))
+        return logits
+
     def after(self, token_id: int) -> GrammarState:
         if not self.allows(np.array([token_id]))[0]:
             raise ValueError(f"the grammar does not allow token {token_id} here")
@@ -175,7 +182,7 @@ class _State:
                 is_taken = matcher.consume_token(token_id)
             if not is_taken:
                 raise _failure(matcher)
-            piece = self._grammar.tokenizer.pieces[token_id]
+            piece = b"" if self._grammar.checks_few else self._grammar.tokenizer.pieces[token_id]
             n_digits = len(piece) - len(piece.rstrip(_DIGITS))
             n_digits += self._n_digits if n_digits == len(piece) else 0
             self._children[token_id] = _State(self._grammar, matcher, n_digits=n_digits)
@@ -218,16 +225,17 @@ class _State:
             self._known = bits.view(np.bool_)
             if not matcher.is_accepting():  # where nothing is left, llguidance allows the end
                 self._known[self._grammar.ends] = False
-            if self._n_digits and not self._grammar.checks_few:
+            if self._n_digits:
                 self._end_number(self._known)
         return self._known
 
     def _end_number(self, allowed: BoolArray) -> None:
-        """Take away the tokens that make a number too long, where it may end and a string may not."""
-        tokenizer = self._grammar.tokenizer
-        heads = tokenizer.heads[allowed]
-        may_end = np.isin(heads, _BEHIND_NUMBERS).any() or allowed[self._grammar.ends].any()
-        if may_end and ord('"') not in heads:
+        """Find the tokens that end a number, and take away those that make it too long, where a string may not end."""
+        tokenizer, token_ids = self._grammar.tokenizer, np.flatnonzero(allowed)
+        heads = tokenizer.heads[token_ids]
+        ends = np.isin(heads, _BEHIND_NUMBERS) | np.isin(token_ids, self._grammar.ends)
+        if ends.any() and ord('"') not in heads:
+            self._ends = token_ids[ends]
             allowed[tokenizer.n_digits > max(0, _MOST_DIGITS - self._n_digits)] = False
 
 
@@ -243,6 +251,7 @@ def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
         return True, [str(error)]
 
 
+@functools.lru_cache(maxsize=1000)
 def trouble_with(grammar: Grammar) -> str:
     """Follow a grammar for some bytes, and return why llguidance cannot, or nothing. Patterns can become too large for
     it at their second character."""

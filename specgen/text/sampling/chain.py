@@ -16,7 +16,7 @@ import numpy as np
 
 from specgen.errors import BackendError
 from specgen.method.draft import Distribution
-from specgen.options import SamplerName, SamplerOptions
+from specgen.sampler_options import LARGEST_FACTOR, SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray, best
 from specgen.text.sampling import samplers
 from specgen.text.sampling.dry import DryBreakers, dry_penalties
@@ -31,6 +31,7 @@ class Sampler:
     """A chain of samplers, made once for its options, without a state: one sampler judges a tree of drafts."""
 
     def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
+        self.options, self.breakers = options, breakers
         steps = steps_for(options, breakers or DryBreakers())
         #: Edits at the beginning of the chain change the row itself, and are undone afterwards.
         self._edits: list[Edit] = []
@@ -278,17 +279,11 @@ def _step(name: SamplerName, options: SamplerOptions, breakers: DryBreakers) -> 
     return None
 
 
-#: A larger bias says no more, and a logit of 32 bits would be infinite with it.
-_MOST_BIAS = 1e30
-
-
 def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
-    biases: dict[int, float] = {}
-    for token_id, bias in pairs:
-        biases[token_id] = biases.get(token_id, 0.0) + bias
-    token_ids = np.array(sorted(biases), np.int64)
-    amounts = np.array([biases[token_id] for token_id in sorted(biases)], np.float64)
-    amounts = np.minimum(amounts, _MOST_BIAS)
+    numbers, biases = zip(*pairs, strict=True)
+    token_ids, places = np.unique(np.array(numbers, np.int64), return_inverse=True)
+    # A larger bias says no more, and a logit of 32 bits would be infinite with it.
+    amounts = np.minimum(np.bincount(places, biases), LARGEST_FACTOR)
     return Edit(lambda _: (token_ids, amounts), samplers.logit_bias)
 
 
@@ -332,8 +327,3 @@ def log_probabilities(logits: Logits, token_ids: Sequence[int]) -> list[float]:
     top = float(logits.max())
     normalizer = top + float(np.log(np.exp(logits - np.float32(top)).sum(dtype=np.float64)))
     return [float(logits[token_id]) - normalizer for token_id in token_ids]
-
-
-def most_likely(logits: Logits, n: int) -> list[int]:
-    """Return the n most likely tokens of a row, float32[n_vocab], the likeliest first."""
-    return best(logits, n).tolist() if n > 0 else []
