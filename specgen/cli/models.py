@@ -27,8 +27,14 @@ if TYPE_CHECKING:
     from huggingface_hub import DeleteCacheStrategy
 
 app = typer.Typer(
-    name="models", help="List, show, download and remove models.", no_args_is_help=True
+    name="models", help="List, show, download and remove models.", invoke_without_command=True
 )
+
+
+@app.callback()
+def _models(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        list_models()
 
 
 def _names(incomplete: str) -> list[str]:

@@ -232,7 +232,8 @@ def test_a_misspelt_file_names_the_near_one(
 ) -> None:
     (tmp_path / "coder.gguf").touch()
     monkeypatch.chdir(tmp_path)
-    assert 'did you mean "coder.gguf"' in specgen("run", "-m", "coder.ggfu", "hi").err
+    for words in (("-m", "coder.ggfu", "hi"), ("coder.ggfu", "hi")):
+        assert 'did you mean "coder.gguf"' in specgen("run", *words).err
 
 
 def test_the_list_of_commands_says_what_each_command_says() -> None:
