@@ -48,6 +48,15 @@ class GrammarState(Protocol):
         return None
 
 
+def checked_ids(token_ids: TokenArray, n_tokens: int) -> TokenArray:
+    """Return these tokens. Raise ValueError if one is not in a vocabulary of `n_tokens`."""
+    token_ids = np.asarray(token_ids, np.int64)
+    for token_id in (token_ids.min(), token_ids.max()) if len(token_ids) else ():
+        if not 0 <= token_id < n_tokens:
+            raise ValueError(f"there is no token {token_id}: the vocabulary has {n_tokens}")
+    return token_ids
+
+
 class _Ended(GrammarState):
     """After an end-of-text token: nothing is allowed."""
 
