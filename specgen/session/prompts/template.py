@@ -62,11 +62,13 @@ def render(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
     marks_contents: bool = False,
+    rearranges: bool = True,
 ) -> str:
     """Return the conversation as the model expects it, up to where its answer begins. `template` is Jinja from a model
     file, which is not trusted. `tools` are as OpenAI's API describes them. `OWN_VARIABLES` keep their values.
-    `marks_contents` marks all that is not the template's own text. Raise `PromptError` if the template does not accept
-    the messages, fails in any way, or exceeds the sandbox's limits."""
+    `marks_contents` marks all that is not the template's own text; `rearranges` says to try calls in other orders if
+    the template refuses them. Raise `PromptError` if it does not accept the messages, fails in any way, or exceeds the
+    sandbox's limits."""
     mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
     # As llama.cpp: templates ask whether they are defined, and some have a date of long ago.
     given = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
@@ -80,8 +82,10 @@ def render(
         given |= {"functions": functions, "datetime": now.strftime("%b %d %Y")}
     failure: Exception | None = None
     joined = _joined(messages)
-    split, tries = _one_by_one(joined), list[list[Message]]()
-    for tried in (list(messages), joined, _with_texts(joined), split, _with_texts(split)):
+    split = _one_by_one(joined)
+    others = (_with_texts(joined), split, _with_texts(split)) if rearranges else ()
+    tries = list[list[Message]]()
+    for tried in (list(messages), joined, *others):
         if tried in tries:
             continue
         tries.append(tried)
