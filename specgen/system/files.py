@@ -102,12 +102,15 @@ def read_object(file: Path | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class KeptResults:
-    """The latest `n_kept` results in a JSON file, by key. What cannot be read or written keeps nothing."""
+#: The results that a file keeps.
+_N_KEPT = 512
 
-    def __init__(self, file: Path | None, n_kept: int) -> None:
+
+class KeptResults:
+    """The latest results in a JSON file, by key. What cannot be read or written keeps nothing."""
+
+    def __init__(self, file: Path | None) -> None:
         self._file = file
-        self._n_kept = n_kept
 
     def read(self) -> dict[str, Any]:
         results = read_object(self._file).get("results")
@@ -120,7 +123,7 @@ class KeptResults:
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             known = {key: value for key, value in self.read().items() if key not in new}
-            latest = dict([*known.items(), *new.items()][-self._n_kept :])
+            latest = dict([*known.items(), *new.items()][-_N_KEPT:])
             replace_text(self._file, json.dumps({"results": latest}, indent=1) + "\n")
 
 
