@@ -59,11 +59,8 @@ class Setup:
         from specgen.session.choose_models import find_models
         from specgen.session.open import session_options
 
-        sources, drafting, learning = (
-            find_models(self.models, quiet=output.quiet),
-            self.drafting,
-            None,
-        )
+        sources = find_models(self.models, quiet=output.quiet)
+        drafting, learning = self.drafting, None
         if self.learn and (identity := identify(sources.target)) is not None:
             learning = learning_folder(data_folder(), identity)
             drafting = replace(drafting, lookup_store=True)

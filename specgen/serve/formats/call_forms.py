@@ -18,10 +18,10 @@ from typing import Any, Final, Literal, get_args
 from specgen.errors import PromptError
 from specgen.serve.formats.call_values import Arguments, ArgumentsReader, Style, typed_json
 from specgen.session.prompts.template import Message, ToolCall, render
+from specgen.session.prompts.thoughts import FAMILIES, without_marks
+from specgen.text.grammar.free_text import ANY
 from specgen.text.text_state import n_begun, n_common
 
-#: Stands in a form for what differs from call to call: an id, or the number of the call.
-ANY: Final = "\ufffc"
 #: A text ends before it is clear whether it has the form.
 UNCLEAR: Final = -1
 _MARKED_ID = re.compile(rf"\[[A-Z_]+\]{ANY}")
@@ -56,6 +56,8 @@ class CallForm:
     #: Arguments are an object of JSON, pairs of key and value, Python's arguments, or Gemma's object.
     style: Style | Literal["pairs"] = "json"
     pair: Pair | None = None
+    #: What else may stand behind a name.
+    others: tuple[str, ...] = ()
     #: A call is an object of JSON with these keys for the name and the arguments; an empty one: the name is the key.
     keys: tuple[str, str] | None = None
 
@@ -80,7 +82,8 @@ class CallForm:
     @property
     def after_names(self) -> tuple[str, ...]:
         """What may stand behind a name: some models leave out the id that their template writes."""
-        return tuple(dict.fromkeys((self.after_name, _MARKED_ID.sub("", self.after_name))))
+        without_id = _MARKED_ID.sub("", self.after_name)
+        return tuple(dict.fromkeys((self.after_name, without_id, *self.others)))
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -304,6 +307,8 @@ _AROUND = re.compile(
     r"\A(?:\s*<[^<>]*think[^<>]*>)+|\s*(?:<\|calls?\|>|<[^<>]*(?:eo[mst]|im_end|response)[^<>]*>)\s*\Z",
     re.IGNORECASE,
 )
+#: What a reader of thoughts takes away.
+_MARKS = [mark for family in FAMILIES for mark in family.around]
 _TOOLS = [
     {
         "type": "function",
@@ -324,9 +329,12 @@ _BY_TOKEN = {
         keys=("name", "arguments"),
     ),
 }
-#: gpt-oss writes the channel before the name of the function, and its template behind it.
+#: gpt-oss writes the channel before the name of the function, or as its template behind it.
 _HARMONY = CallForm(
-    "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"
+    "to=functions.",
+    " <|constrain|>json<|message|>",
+    "<|call|>",
+    others=("<|channel|>commentary json<|message|>", " json<|message|>"),
 )
 
 
@@ -420,7 +428,8 @@ def _whole_tags(text: str) -> int:
 
 def _render(template: str, messages: list[Message]) -> str:
     now = datetime.datetime(2026, 1, 1)
-    return render(template, messages, bos_token="", eos_token="", now=now, tools=_TOOLS)
+    text = render(template, messages, bos_token="", eos_token="", now=now, tools=_TOOLS)
+    return without_marks(text, _MARKS)
 
 
 def _forms(written: str, two: str | None, probe: Arguments) -> Iterator[CallForm]:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.serve.formats.call_forms import (
-    ANY,
     UNCLEAR,
     CallForm,
     PairsReader,
@@ -24,6 +23,7 @@ from specgen.serve.formats.call_forms import (
     reader_of,
 )
 from specgen.serve.formats.call_values import ArgumentsReader
+from specgen.text.grammar.free_text import ANY
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
 from specgen.text.text_state import n_begun, n_common
@@ -392,7 +392,7 @@ class ToolCallParser:
         if is_cut:
             content = self._without_call(content, begun)
         if is_last and self.n_calls:
-            content = content.rstrip()
+            content = content.rstrip().removesuffix(self._form.mark).rstrip()
         return _content(content), False
 
     def _is_call_begun(self, begin: int) -> bool:
