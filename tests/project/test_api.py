@@ -72,6 +72,10 @@ def test_options_of_an_answer(files: Path, model: specgen.Model) -> None:
     assert model.generate(PROMPT, grammar='root ::= "maybe"').text == "maybe"
     schema = {"type": "boolean"}
     assert model.generate(PROMPT, json_schema=schema).text.strip() in ("true", "false")
+    numbers = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
+    for seed in range(4):  # drafts go where the grammar changes scores, too
+        drawn = {"temperature": 2.0, "seed": seed, "json_schema": numbers}
+        assert model.generate(PROMPT, max_tokens=N, **drawn).text == plain(files, **drawn)  # type: ignore[arg-type]
 
 
 def test_many_at_once_are_each_as_alone(files: Path, model: specgen.Model) -> None:
