@@ -331,7 +331,7 @@ def find_removal(name: str, registry: Registry) -> Removal:
     if "/" in name:
         reference = parse_reference(name)
         cached = cached_models(reference.repo)
-        if reference.names_a_model:
+        if reference.quant or reference.file:
             names = [each for model in cached for each in model.names]
             first = (hub.choose(names, reference) or [""])[0]
             cached = [model for model in cached if model.names[0] == first]

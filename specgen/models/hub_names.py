@@ -46,10 +46,6 @@ class HubReference:
         rest = f"/{self.file}" if self.file else f":{self.quant}" if self.quant else ""
         return f"{PREFIX}{self.repo}{rest}"
 
-    @property
-    def names_a_model(self) -> bool:
-        return self.quant is not None or self.file is not None
-
 
 def is_reference(name: str) -> bool:
     return name.startswith(PREFIX)

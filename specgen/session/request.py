@@ -112,11 +112,6 @@ class Slot(CacheSlot):
     #: The index of the last request that was served there; -1 before any.
     used_last: int = -1
 
-    @property
-    def sequence(self) -> AnswerState | None:
-        request = self.request
-        return None if request is None else request.sequence
-
 
 @dataclass(eq=False)
 class Request:
