@@ -51,7 +51,7 @@ from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
 #: Draft temperatures relative to the target's, and top-k, of the sweep.

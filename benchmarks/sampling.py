@@ -23,8 +23,8 @@ import numpy as np
 
 from specgen.options import SamplerOptions
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
-from specgen.text.sampling import DryBreakers, Sampler
-from specgen.text.sampling.dry import dry_penalties
+from specgen.text.sampling.chain import Sampler
+from specgen.text.sampling.dry import DryBreakers, dry_penalties
 
 VOCABULARIES = (12, 151_936)
 N_ROWS = 8

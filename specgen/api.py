@@ -112,7 +112,8 @@ class Model:
 
     def __init__(self, session: Session, engine: Engine) -> None:
         self._loaded = session
-        self._engine = engine
+        #: The engine that makes the answers, for callers that step it themselves.
+        self.engine = engine
 
     def __enter__(self) -> Model:
         return self
@@ -122,14 +123,9 @@ class Model:
 
     def close(self) -> None:
         """Free all memory, and save what was learnt about the models. Answers that are not done fail."""
-        self._engine.close()
+        self.engine.close()
         self._loaded.memory.save()
         self._loaded.close()
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that makes the answers, for callers that step it themselves."""
-        return self._engine
 
     @property
     def target(self) -> str:
@@ -145,7 +141,7 @@ class Model:
         """Return one whole answer: its `text`, and its figures in `finished`. Raise what ends it early, and
         `PromptError` or `UsageError` if the prompt or the options are not valid."""
         answer = self.submit(prompt, **options)
-        for _ in self._engine.stream(answer):
+        for _ in self.engine.stream(answer):
             pass
         return answer
 
@@ -157,7 +153,7 @@ class Model:
 
     def events(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[Event]:
         """Yield the events of one answer as it is made: drafts, verdicts, tokens, figures."""
-        return self._engine.stream(self.submit(prompt, **options))
+        return self.engine.stream(self.submit(prompt, **options))
 
     def generate_all(
         self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
@@ -165,7 +161,7 @@ class Model:
         """Return the answers to several prompts, in their order. One that fails has the error as its `failure`."""
         answers = [self.submit(prompt, **options) for prompt in prompts]
         while not all(answer.is_done for answer in answers):
-            self._engine.step()
+            self.engine.step()
         return answers
 
     def submit(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
@@ -177,13 +173,13 @@ class Model:
             raise UsageError("system and chat need a prompt that is a text")
         elif not isinstance(prompt, Prompt):
             prompt = self._loaded.prompts.of_messages(prompt)
-        return self._engine.insert(
+        return self.engine.insert(
             prompt, sampling=self._sampling(options), generation=self._generation(options)
         )
 
     def cancel(self, answer: Request) -> None:
         """End an answer, at the next step if it has begun. It keeps the text that it has until then."""
-        self._engine.cancel(answer)
+        self.engine.cancel(answer)
 
     def _sampling(self, options: AnswerOptions) -> SamplerOptions:
         sampling = options.get("sampling", self._loaded.options.sampler)

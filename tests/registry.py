@@ -34,7 +34,7 @@ from specgen.method.verify import (
 )
 from specgen.options import DraftOptions, SamplerOptions, TranslateMode, VerifierName
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, noisy
 from tests.helpers.fake_generations import (

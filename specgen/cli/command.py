@@ -172,8 +172,8 @@ class Command(typer.core.TyperCommand):
 
 
 def _model_given_first(ctx: Any, given: Mapping[str, Any], behind: Sequence[str]) -> str | None:
-    """Return the first argument if it is a GGUF file or a model's name in the registry, and no target is given: other
-    tools take the model there. `behind` are the arguments for which the command has no parameter."""
+    """Return the first argument if it is a GGUF file, a word like one's name, or a model's name in the registry, and no
+    target is given: other tools take the model there. `behind` are the arguments for which the command has no parameter."""
     parameters = ctx.command.params
     targets = [each.name for each in parameters if "--target" in each.opts]
     is_part = ctx.parent is not None and ctx.parent.parent is not None  # such as `draft find`
@@ -184,8 +184,9 @@ def _model_given_first(ctx: Any, given: Mapping[str, Any], behind: Sequence[str]
         word for each in values if each for word in ([each] if isinstance(each, str) else each)
     ]
     first = next(iter([*words, *behind]), "")
-    if first.endswith(".gguf"):
-        return first if Path(first).is_file() else None
+    is_file = first.endswith(".gguf") and Path(first).is_file()
+    if is_file or re.fullmatch(r"\S+\.gg\w+", first):  # a misspelt name is told at once
+        return first
     if "-" not in first or not re.fullmatch(r"[\w.-]+", first):
         return None
     from specgen.models.registry import load_registry

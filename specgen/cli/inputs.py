@@ -145,7 +145,6 @@ def _template_in(path: Path) -> str:
 
 
 def read_variables(given: str) -> dict[str, Any]:
-    """Return the variables for a chat template, an object of JSON. Raise `UsageError`."""
     from specgen.session.prompts.template import OWN_VARIABLES
 
     try:

@@ -27,8 +27,14 @@ if TYPE_CHECKING:
     from huggingface_hub import DeleteCacheStrategy
 
 app = typer.Typer(
-    name="models", help="List, show, download and remove models.", no_args_is_help=True
+    name="models", help="List, show, download and remove models.", invoke_without_command=True
 )
+
+
+@app.callback()
+def _models(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        list_models()
 
 
 def _names(incomplete: str) -> list[str]:
@@ -325,7 +331,7 @@ def find_removal(name: str, registry: Registry) -> Removal:
     if "/" in name:
         reference = parse_reference(name)
         cached = cached_models(reference.repo)
-        if reference.names_a_model:
+        if reference.quant or reference.file:
             names = [each for model in cached for each in model.names]
             first = (hub.choose(names, reference) or [""])[0]
             cached = [model for model in cached if model.names[0] == first]

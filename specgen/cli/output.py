@@ -111,7 +111,6 @@ class Output:
     def show_answer(
         self, events: Generator[Event, None, None], *, in_chat: bool = False
     ) -> FinishedEvent | None:
-        """Show an answer, and its summary; return its last event."""
         from specgen.events import FinishedEvent, PromptEvent
         from specgen.render.live import LiveRenderer
         from specgen.render.summary import print_summary
@@ -210,7 +209,6 @@ def _status_of(stream: TextIO) -> os.stat_result | None:
 
 
 def error_console() -> Console:
-    """Return Rich's console on standard error."""
     from specgen.render.streams import make_console
 
     return make_console(sys.stderr, os.environ)

@@ -18,7 +18,6 @@ from specgen.options import DraftSource
 
 if TYPE_CHECKING:
     from specgen.drafters.interface import DraftKind, DraftSetup, LoadedDraft
-    from specgen.llama import LlamaModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +62,6 @@ def find_kind(source: DraftSource) -> DraftKind | None:
 def is_word(name: str) -> bool:
     """Return whether a name is a word after --draft, perhaps of another package."""
     return name in WORDS or any(kind.matches(name) for kind in _others())
-
-
-def words_for(target: LlamaModel) -> list[DraftSource]:
-    """Return the words of what drafts for a target without a file of its own."""
-    return [kind.name for kind in kinds() if kind.suits(target)]
 
 
 def refuse_draft(path: Path) -> None:

@@ -24,7 +24,7 @@ from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.method.drafter import Drafter
 from specgen.method.policy import CostAwarePolicy
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
 
 LONGEST_GUESS = 8  # the most tokens that one draft model drafts for another

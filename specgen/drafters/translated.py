@@ -21,7 +21,7 @@ from specgen.method.policy import RoundPlan
 from specgen.method.tables import Price
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
-from specgen.text.sampling import Sampler, likeliest
+from specgen.text.sampling.chain import Sampler, likeliest
 from specgen.text.text_state import Shaper, TextState, n_common
 from specgen.text.vocabulary import Vocabulary
 

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib
 import os
+import platform
 import re
 import signal
 import threading
@@ -21,6 +22,10 @@ from specgen.system.machine import BUNDLE, REBUILD, Build, Device, uses_bundle
 
 # An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+# A thread of GCC's OpenMP spins for 7 ms before it sleeps, on a core that the thread it waits for may need. The spins of
+# other processors are much shorter.
+if platform.machine() == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 try:
     if TYPE_CHECKING or not uses_bundle():
         import llama_cpp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -208,15 +208,12 @@ class LlamaModel:
             raise UsageError(why, hint="make one answer at a time: --parallel 1")
 
     def metadata(self, key: str) -> str | None:
-        capacity = 256
-        while True:
-            buffer = ctypes.create_string_buffer(capacity)
-            n: int = llama_cpp.llama_model_meta_val_str(self.handle, key.encode(), buffer, capacity)
-            if n < 0:
-                return None
-            if n < capacity:
-                return buffer.value.decode("utf-8", "replace")
-            capacity = n + 1
+        read = partial(llama_cpp.llama_model_meta_val_str, self.handle, key.encode())
+        if (n := read(None, 0)) < 0:
+            return None
+        buffer = ctypes.create_string_buffer(n + 1)
+        read(buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
 
     def chat_template(self, name: str | None = None) -> str | None:
         """Return the model's chat template (Jinja), or the one with this name: some files have one for tools."""

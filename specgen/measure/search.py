@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.drafters.kinds import words_for
+from specgen.drafters.kinds import kinds
 from specgen.llama import default_threads
 from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_draft
 from specgen.models.files import FileIdentity, identify, identity_of
@@ -113,7 +113,8 @@ def search_drafts(
     n_answers = len(baseline.answers)
     plain = DraftFigures(1.0, 1.0, 1.0, n_answers, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
     tried, failed = [Tried("none", plain)], list(refused)
-    for draft in (*words_for(session.target), *candidates):
+    words: list[DraftSource] = [kind.name for kind in kinds() if kind.suits(session.target)]
+    for draft in (*words, *candidates):
         try:
             session.change_draft(draft)
             if tunes_threads and isinstance(draft, Path) and draft == candidates[0]:

@@ -32,7 +32,7 @@ from specgen.session.session import Session
 from specgen.system.arrays import Logits, ProbArray
 from specgen.system.files import as_json
 from specgen.text.answer_state import AnswerState
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Shaper, TextState
 
 #: How many answers are made at once. The third may get the cells that the first left, while the second goes on.

@@ -272,7 +272,9 @@ def fetch_reference(
     """Return the first file of a model in a repository, downloading it if need be. The cache decides without the hub,
     unless the `newest` is wanted, and if the hub is silent. Raise `FetchError`, `UnknownModelError`."""
     repo, progress = reference.repo, progress or ProgressView(None)
-    usual = reference if reference.names_a_model else HubReference(repo, hub.USUAL_QUANTS[0])
+    usual = reference
+    if reference == HubReference(repo):
+        usual = HubReference(repo, hub.USUAL_QUANTS[0])
     if not newest and (path := hub.find_in_cache(usual)) is not None:
         return path
     with _writing_to_cache(), closing(progress):

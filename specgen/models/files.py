@@ -55,7 +55,6 @@ def size_of(path: Path) -> int:
 
 
 def file_sha256(path: Path, report: Callable[[int], None] = lambda _n_bytes: None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal; `report` receives the bytes read so far."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -101,5 +100,4 @@ def heads_file(cache: Path, target: FileIdentity) -> Path:
 
 
 def learning_folder(data: Path, target: FileIdentity) -> Path:
-    """Return the folder of the target's kept answers and of what drafts learnt from them."""
     return data / "learning" / f"{Path(target.name).stem}-{target.key}"

@@ -46,17 +46,12 @@ class HubReference:
         rest = f"/{self.file}" if self.file else f":{self.quant}" if self.quant else ""
         return f"{PREFIX}{self.repo}{rest}"
 
-    @property
-    def names_a_model(self) -> bool:
-        return self.quant is not None or self.file is not None
-
 
 def is_reference(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
 def looks_like_reference(name: str) -> bool:
-    """Return whether a name may be USER/REPO or USER/REPO:QUANT on the hub."""
     return _REFERENCE.fullmatch(name) is not None and not name.endswith(".gguf")
 
 

@@ -135,8 +135,7 @@ class Registry:
     general_draft: str | None = None
 
     def model(self, name: str, others: Iterable[str] = ()) -> CatalogueModel:
-        """Return a model, or raise `UnknownModelError`. `others` are words that may have been meant."""
-        return self._find(name, self.models, "model", others)
+        return self._find(name, self.models, "model", others)  # `others` may have been meant
 
     def pair(self, name: str) -> Pair:
         return self._find(name, self.pairs, "pair")

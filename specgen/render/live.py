@@ -41,9 +41,8 @@ _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"
 _ERASE_RIGHT, _ERASE_BELOW = "\x1b[K", "\x1b[J"
 
-#: The rows of the unfinished line that are repainted in each round, and laid out again when the window
-#: changes; earlier rows belong to the terminal. There may be this many if rows of one line are to be copied in one
-#: piece.
+#: The rows of the unfinished line that are repainted in each round, and laid out again when the window changes; there
+#: may be more if rows of one line are to be copied in one piece. Earlier rows belong to the terminal.
 _MOVING_ROWS, _MOST_MOVING_ROWS = 3, 12
 _GAP = "    "
 
@@ -157,8 +156,7 @@ class LiveRenderer(Renderer):
         self._region.close(self._settled(self._flow.finish()))
 
     def _fit(self) -> None:
-        """Lay the text out again if the window's width has changed. Call this before text is added: rows
-        that become settled must have been laid out for the present width."""
+        """Lay the text out again if the window's width has changed: before text is added, which settles rows."""
         columns = max(2, self._console.width)
         for flow in (self._flow, *([self._thought.flow] if self._thought is not None else ())):
             if columns != flow.columns:
@@ -167,8 +165,7 @@ class LiveRenderer(Renderer):
     def _paint(self) -> None:
         self._fit()
         height = self._console.height
-        # A spare row between text and status line keeps the latter in place if rejected text needs a second
-        # row.
+        # A spare row keeps the status line in place if rejected text needs a second row.
         n_spare, n_status = (0, 0) if self._show == "none" else (height >= 6, height >= 4)
         room, last_column = max(1, height - n_spare - n_status - 1), self._flow.columns - 1
         status = [Line(self._status.codes(last_column, self._pens))] if n_status else []
@@ -194,8 +191,7 @@ class LiveRenderer(Renderer):
         return "".join(row.codes(self._pens) + end for row, end in zip(rows, ends, strict=False))
 
     def _rejected_codes(self, columns: int, last: Row) -> tuple[str, str]:
-        """Return the rejected text of this round within `columns` columns: the part after the text's last
-        row, and the part in the row below."""
+        """Return this round's rejected text: the part behind the `last` row, and the part in the row below."""
         cells: list[Cell] = []
         for text in self._rejected:
             append_cells(cells, "  " if cells else "", "plain", join=False)

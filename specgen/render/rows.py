@@ -188,8 +188,7 @@ _N_BEGINNING = 16
 _FENCE = dict.fromkeys(("accepted", "corrected", "bonus", "plain", "forced"), "faint")
 #: Distance of the tab stops, in columns.
 TAB_COLUMNS = 8
-#: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not writing,
-#: and would not fit a narrow window.
+#: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not writing.
 _MAX_CELL_LENGTH, _MAX_CELL_WIDTH = 24, 8
 
 
@@ -328,8 +327,7 @@ class Flow:
         self.rows: list[Row] = [EMPTY_ROW]
         #: Columns of the last line before its last row; tab stops depend on it.
         self._columns_before = 0
-        #: Whether the text is in a block of code, and whether its last line begins or ends one, and is broken at any
-        #: character.
+        #: Whether the text is in a block of code; whether its last line is the edge of one, or is broken anywhere.
         self._in_code = self._is_fence = self._is_literal = False
 
     def feed(self, runs: Iterable[Run]) -> None:

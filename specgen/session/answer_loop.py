@@ -16,8 +16,7 @@ from specgen.method.tables import CostTable
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.answer_state import AnswerState
 
-#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
-#: beside a round while costs are not known.
+#: The most tokens of a prompt between two rounds of answers, which wait, or beside one while costs are not known.
 N_READ_BESIDE = 32
 #: A piece counts half after so many tokens of later ones; what is expected counts as so many tokens.
 _N_REMEMBERED, _N_EXPECTED = 8192, 128

@@ -21,7 +21,7 @@ from specgen.session.prompts import Prompt
 from specgen.session.request import RequestSettings, Slot
 from specgen.session.session import Session
 from specgen.text.answer_state import AnswerState
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
 
 #: Samplers that change the logits of particular tokens, whatever the other logits are.

@@ -239,7 +239,6 @@ class Engine:
         return n_loaded, tuple(stop for stop in stops if 0 < stop < n)
 
     def _store_prefix(self, request: Request) -> None:
-        """Store what was read of a prompt, where it is due."""
         slot = request.slot
         if self._prefixes is not None and slot is not None:
             sequence = slot.branches(self.target).first
@@ -247,7 +246,6 @@ class Engine:
             self._prefixes.take(sequence, reading_s)
 
     def take_notices(self) -> list[str]:
-        """Take the messages that wait for the next answer."""
         notices = list(self._notices)
         self._notices.clear()
         return notices
@@ -277,7 +275,6 @@ class Engine:
             return events + self._read_piece(reading) + self._round()
 
     def run(self) -> Iterator[Event]:
-        """Generate all queued answers, and yield their events as they come."""
         while not self.is_idle:
             yield from self.step()
 
@@ -307,7 +304,6 @@ class Engine:
     # --- waiting, reading, decoding, done ----------------------------------------------------
 
     def _begin_next(self) -> list[Event]:
-        """Begin the next request, if there is one and a slot is free."""
         request = self._scheduler.take_next()
         if request is None:
             return []
@@ -360,7 +356,6 @@ class Engine:
         return events
 
     def _read_piece(self, request: Request) -> list[Event]:
-        """Read a piece of a prompt between two rounds."""
         events: list[Event] = []
         with self._failing([request]):
             n_most, is_unwanted = self._scheduler.n_piece(), lambda: request.is_cancelled

@@ -230,13 +230,7 @@ def _identity(model: Path) -> str:
 def _placement(context: ContextOptions) -> dict[str, Any]:
     """Return the workers and their layers of the model; empty if this machine alone holds all layers."""
     workers = context.workers
-    if workers is None:
-        return {}
-    return {
-        "workers": workers.endpoints,
-        "tensor_split": workers.tensor_split,
-        "output_here": workers.output_here,
-    }
+    return {} if workers is None else {"workers": asdict(replace(workers, timeout_s=0.0))}
 
 
 def _key(about: Mapping[str, Any]) -> str:

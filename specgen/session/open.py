@@ -204,7 +204,6 @@ def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterato
 
 
 def open_memory() -> Memory:
-    """Return the memory of this machine with this build of llama.cpp and the kernels in use."""
     built, machine = build(), look_at_machine()
     affinity = getattr(os, "sched_getaffinity", None)
     n_usable = len(affinity(0)) if affinity is not None else None

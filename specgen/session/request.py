@@ -18,7 +18,8 @@ from specgen.system.machine import LoadOfOthers
 from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.free_text import ThoughtMarks, grammar_start
-from specgen.text.sampling import DryBreakers, Sampler
+from specgen.text.sampling.chain import Sampler
+from specgen.text.sampling.dry import DryBreakers
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,6 @@ class Slot(CacheSlot):
     request: Request | None = None
     #: The index of the last request that was served there; -1 before any.
     used_last: int = -1
-
-    @property
-    def sequence(self) -> AnswerState | None:
-        request = self.request
-        return None if request is None else request.sequence
 
 
 @dataclass(eq=False)

@@ -35,8 +35,7 @@ class Scheduler:
         self._n_added = 0
         #: What was chosen to be read last: its tokens and seconds before, and whether an older prompt waited.
         self._chosen: tuple[AnswerState, int, float, bool] | None = None
-        #: Tokens that were read of other prompts while the oldest one waited, and the seconds of a token in the last
-        #: piece.
+        #: Tokens that were read of others while the oldest prompt waited; the seconds of a token in the last piece.
         self._n_overtaken, self._token_s = 0, 0.0
         self._is_closed = False
 

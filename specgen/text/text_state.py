@@ -16,7 +16,7 @@ from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.system.arrays import Logits, TokenArray, best
 from specgen.text.grammar.base import GrammarState
-from specgen.text.sampling import Sampler, likeliest
+from specgen.text.sampling.chain import Sampler, likeliest
 
 _Decoder = codecs.getincrementaldecoder("utf-8")
 #: Tokens to make room for behind the text; there is more if a text outgrows it.

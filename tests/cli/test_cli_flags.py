@@ -187,6 +187,12 @@ def test_the_help_ends_with_examples_that_are_commands(
         COMMANDS[path].make_parser(context).parse_args(args=given)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_has_two_options_of_one_name(name: str) -> None:
+    names = [each for one in COMMANDS[name].params for each in (*one.opts, *one.secondary_opts)]
+    assert sorted(set(names)) == sorted(names)
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
     specgen: Specgen, monkeypatch: pytest.MonkeyPatch, columns: int
@@ -226,7 +232,8 @@ def test_a_misspelt_file_names_the_near_one(
 ) -> None:
     (tmp_path / "coder.gguf").touch()
     monkeypatch.chdir(tmp_path)
-    assert 'did you mean "coder.gguf"' in specgen("run", "-m", "coder.ggfu", "hi").err
+    for words in (("-m", "coder.ggfu", "hi"), ("coder.ggfu", "hi")):
+        assert 'did you mean "coder.gguf"' in specgen("run", *words).err
 
 
 def test_the_list_of_commands_says_what_each_command_says() -> None:

@@ -10,7 +10,7 @@ import pytest
 from specgen.method.draft import Distribution
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 
 
 def distribution(logits: Logits, options: SamplerOptions) -> Distribution:

@@ -26,7 +26,7 @@ from specgen.session.drafter_factory import draft_sampling
 from specgen.system.arrays import Logits
 from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 

@@ -26,7 +26,7 @@ from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.answer_state import AnswerState, Tally
 from specgen.text.hidden_trail import LastHidden
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Shaper, TextState, n_common
 from tests.helpers.fake_generations import read_prompt
 from tests.helpers.goodness_of_fit import DepthFit, fits_of

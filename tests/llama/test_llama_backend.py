@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from specgen.method.backend import Batch
 from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
+from tests.helpers.cli import ended
 from tests.helpers.rows import batch_of, decoded_last
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -337,3 +339,24 @@ def test_with_layers_on_a_gpu_a_model_says_what_computes_where(
             assert model.kernels == expected
             # No kernel of specgen's guarantees what a GPU computes.
             assert model.has_kernels == model.has_equal_rows == (n_gpu_layers == 0)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="spins are short elsewhere")
+@pytest.mark.parametrize(
+    ("own", "spins"),
+    [({}, 1000), ({"GOMP_SPINCOUNT": "5000"}, 5000), ({"OMP_WAIT_POLICY": "passive"}, 0)],
+)
+def test_a_thread_that_waits_soon_leaves_its_core_to_others(
+    tiny_models: Path, own: dict[str, str], spins: int
+) -> None:
+    code = (
+        "import os, sys\n"
+        f"del os.environ['OMP_WAIT_POLICY']; os.environ |= {own}\n"
+        "from specgen.cli.app import main; main()"
+    )
+    command = ("run", "-m", tiny_models / "target.gguf", "-md", "none", "-n", "1", "abc")
+    result = ended(*command, code=code, env={"OMP_DISPLAY_ENV": "verbose"})
+    assert result.returncode == 0
+    if "GOMP_" not in result.stderr:
+        pytest.skip("this build of llama.cpp is without GCC's OpenMP")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in result.stderr

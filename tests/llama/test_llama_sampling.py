@@ -15,7 +15,8 @@ from specgen.llama import LlamaVocabulary
 from specgen.method.draft import Distribution
 from specgen.options import DEFAULT_SAMPLERS, SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
-from specgen.text.sampling import DryBreakers, Sampler
+from specgen.text.sampling.chain import Sampler
+from specgen.text.sampling.dry import DryBreakers
 from tests.helpers.common import UNFILTERED
 from tests.helpers.llama_samplers import as_dict, assert_same, native_distribution
 from tests.helpers.tiny import vocabulary_of

@@ -54,7 +54,7 @@ def examined(path: Path, is_open: bool) -> tuple[str, Counter[str], float, list[
         matcher = start.deep_copy()
         is_taken = matcher.try_consume_tokens([*text]) == len(text) and matcher.is_accepting()
         if test["valid"] and not is_taken:
-            ends = _written(start, test["data"], _places(case["schema"]), [_BUDGET])
+            ends = _written(start, test["data"], _orders(case["schema"]), [_BUDGET])
             is_taken = any(end.is_accepting() for end in ends)
         values[f"{kind} values"] += 1
         if is_taken != test["valid"]:
@@ -63,20 +63,19 @@ def examined(path: Path, is_open: bool) -> tuple[str, Counter[str], float, list[
     return how, values, seconds, notes
 
 
-def _places(schema: Any) -> dict[str, int]:
-    """Return the names in a schema, and where each comes first."""
-    names: dict[str, int] = {}
+def _orders(schema: Any) -> list[list[str]]:
+    """Return the names of the properties that are listed together in a schema, in its order."""
+    found: list[list[str]] = []
 
     def note(pairs: list[tuple[str, Any]]) -> None:
-        for name, _ in pairs:
-            names.setdefault(name, len(names))
+        found.append([name for name, _ in pairs])
 
     json.loads(json.dumps(schema), object_pairs_hook=note)
-    return names
+    return found
 
 
 def _written(
-    matcher: LLMatcher, value: Any, places: dict[str, int], budget: list[int]
+    matcher: LLMatcher, value: Any, orders: list[list[str]], budget: list[int]
 ) -> Iterator[LLMatcher]:
     """Yield the states after a value, with its properties in some orders: a grammar has one order."""
 
@@ -91,14 +90,15 @@ def _written(
             yield from after(state, closing)
         for number, (before, item) in enumerate(todo if closing == "}" else todo[:1]):
             for begun in after(state, separator + before):
-                for done in _written(begun, item, places, budget):
+                for done in _written(begun, item, orders, budget):
                     yield from rest(done, todo[:number] + todo[number + 1 :], ", ")
 
     if isinstance(value, (dict, list)):
         closing = "}" if isinstance(value, dict) else "]"
         items = [("", item) for item in value]
         if isinstance(value, dict):
-            names = sorted(value, key=lambda name: places.get(name, len(places)))
+            order = max(orders, key=lambda names: len(value.keys() & {*names}))
+            names = sorted(value, key=lambda name: [*order, name].index(name))
             items = [(f"{json.dumps(name, ensure_ascii=False)}: ", value[name]) for name in names]
         for opened in after(matcher, "{" if closing == "}" else "["):
             yield from rest(opened, items, "")

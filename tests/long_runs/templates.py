@@ -23,18 +23,16 @@ import numpy as np
 from scripts import build_peers
 from specgen.errors import PromptError
 from specgen.llama import LlamaModel
-from specgen.serve.formats.call_forms import ANY, CallForm, form_of
+from specgen.serve.formats.call_forms import CallForm, form_of
 from specgen.serve.formats.tool_calls import Function, ToolCallParser, calls_grammar
 from specgen.session.prompts.template import Message, render
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
-from specgen.text.grammar.free_text import grammar_start
+from specgen.text.grammar.free_text import ANY, grammar_start
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates whose calls are not read, and why.
 UNREAD = {
-    "MiniMax-M3": "writes lists and objects as nested tags",
     "meetkai-functionary-medium-v3.2": "the prompt has the mark of calls, also before other answers",
-    "muse-glimmer": "names the function in the head of the turn, and again in the call",
 }
 #: Control tokens of models whose template offers tools and writes no call.
 _TOKENS = ("<|tool_call_start|>", "<|tool_call|>")
@@ -73,7 +71,7 @@ def _arguments(form: CallForm, given: dict[str, Any]) -> str:
     pair, text = form.pair, ""
     for key, value in given.items():
         middle = pair.middles["string" if isinstance(value, str) else "integer"]
-        text += f"{pair.opening}{key}{middle}{value}{pair.closing}"
+        text += f"{pair.opening}{key}{middle}{value}{pair.closing_of(key)}"
     return text
 
 

@@ -18,7 +18,7 @@ from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
 from specgen.method.tables import Stop
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, Clock, NoDrafter, draft_request, model_drafter

@@ -22,7 +22,7 @@ from specgen.options import Grammar
 from specgen.sampler_options import SamplerOptions
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.tiny import TinyConfig, write_tiny_model
 

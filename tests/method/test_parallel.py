@@ -25,7 +25,7 @@ from specgen.options import DraftOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.session import Session
-from specgen.text.sampling import Sampler
+from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, draft_request

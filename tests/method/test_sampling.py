@@ -13,8 +13,8 @@ from specgen.errors import BackendError, NoTokenAllowedError
 from specgen.method.draft import Distribution
 from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
-from specgen.text.sampling import Sampler, chain, likeliest
-from specgen.text.sampling.chain import mixture
+from specgen.text.sampling import chain
+from specgen.text.sampling.chain import Sampler, likeliest, mixture
 from tests.helpers.exact_distributions import distribution
 
 #: Few distinct values make ties likely.

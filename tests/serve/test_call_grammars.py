@@ -103,7 +103,8 @@ def said_by(
 def test_an_invented_name_is_impossible(tmp_path: Path, name: str) -> None:
     """With any draft, one that wants to say it too among them, and behind text where the family lets it."""
     before = "" if name in ("Llama", "gpt-oss") else "In a < b I look. "
-    text = before + FAMILY[name].call("reread")
+    # gpt-oss may write its channel behind a name: what follows must stand where the model expects it.
+    text = before + FAMILY[name].call("rear" if name == "gpt-oss" else "reread")
     drawn: dict[str, Any] = {
         "temperature": 1.5,
         "seed": 3,
@@ -331,3 +332,58 @@ def test_on_all_apis_a_call_is_one(tmp_path: Path, text: str) -> None:
     assert len(found) == 3
     assert all(is_right(*call) and call == found[0] for call in found)
     assert text != FENCED or found[0] == ("read", {"path": "a.py"})
+
+
+_MUSE = (
+    "{%- for m in messages %}{% for c in m.tool_calls or [] %}<|start|>assistant to={{ c.function.name }}<|message|>"
+    '<atem:function_calls>\n<atem:invoke name="{{ c.function.name }}">\n{% for k, v in c.function.arguments.items() %}'
+    '<atem:parameter name="{{ k }}">{{ v if v is string else v | tojson }}</atem:parameter>\n{% endfor %}'
+    "</atem:invoke>\n</atem:function_calls>{{ '<|eot|>' if loop.last else '<|eom|>' }}{% else %}<|start|>{{ m.role }}"
+    "{{ ' to=user' if m.role == 'assistant' }}<|message|>{{ m.content }}<|eot|>{% endfor %}{% endfor %}"
+    "{#- tools to=self<|message|> #}<|start|>assistant"
+)
+_CALL = FAMILY["Hermes"].call("read", 7)
+_GIGA_MARK = "<|sep|>\n\nfunction call<role>"
+_GIGA = FAMILIES["Hermes"].replace("<tool_call>", _GIGA_MARK)
+_KIMI_3 = FAMILIES["Qwen-Coder"].replace("<tool_call>", "<|close|>response<|sep|><tool_call>")
+#: What models of a family say, with all of its marks: "I think.", then "I look.", then the call.
+SAID: dict[str, tuple[Family, str]] = {
+    "the function is named in the head of its turn, and behind it": (
+        Family(_MUSE, ("<|start|>", "<|message|>", "<|eom|>")),
+        (
+            " to=self<|message|>I think.<|eom|><|start|>assistant to=user<|message|>I look.<|eom|>"
+            '<|start|>assistant to=read<|message|><atem:function_calls>\n<atem:invoke name="read">\n'
+            '<atem:parameter name="path">a.py</atem:parameter>\n<atem:parameter name="lines">7</atem:parameter>\n'
+            "</atem:invoke>\n</atem:function_calls>"
+        ),
+    ),
+    "the function is named in the head of its turn": (
+        FAMILY["gpt-oss"],
+        (
+            "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+            '<|start|>assistant to=functions.read<|channel|>commentary json<|message|>{"path": "a.py", "lines": 7}<|call|>'
+        ),
+    ),
+    "marks of the text before the call": (
+        Family(_KIMI_3 + "{#- <|open|>think<|sep|> #}", ("<|open|>", "<|close|>", "<|sep|>")),
+        "<|open|>think<|sep|>I think.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>"
+        + FAMILY["Qwen-Coder"].call("read", 7),
+    ),
+    "a thought with a heading": (
+        Family(FAMILIES["Hermes"] + "<|begin_assistant|>\nHere are my reasoning steps:\n"),
+        f"I think.\n[BEGIN FINAL RESPONSE]\nI look.\n{_CALL}",
+    ),
+    "the mark of a call ends every turn": (
+        Family(_GIGA + "<think>", ("<|sep|>",)),
+        f"I think.</think>I look.{_CALL.replace('<tool_call>', _GIGA_MARK)}<|sep|>\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_no_mark_of_a_family_is_left_in_an_answer(tmp_path: Path, name: str) -> None:
+    family, text = SAID[name]
+    answer = asked_of(tmp_path, family.template, text, ASKED, controls=family.controls)
+    content, thoughts, calls = message_of(answer)
+    assert (content.strip(), thoughts.strip()) == ("I look.", "I think.")
+    assert calls == [("read", {"path": "a.py", "lines": 7})]

@@ -68,14 +68,8 @@ class Group:
         return dataclasses.replace(self, parameters=kept)
 
     def but(self, **defaults: Any) -> Group:
-        """Return the group with other defaults."""
         changed = (p.replace(default=defaults.get(p.name, p.default)) for p in self.parameters)
         return dataclasses.replace(self, parameters=tuple(changed))
-
-    def spellings(self) -> list[str]:
-        declared = [parameter.annotation.__metadata__[0] for parameter in self.parameters]
-        names = [name for each in declared for name in (each.default, *(each.param_decls or ()))]
-        return [part for name in names if isinstance(name, str) for part in name.split("/")]
 
     def spelling(self, name: str) -> str:
         (found,) = (each for each in self.parameters if each.name == name)
@@ -101,15 +95,12 @@ def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]]
 
 
 def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command]:
-    """Declare a command's options, whose spellings must be unique: by parameter, an option or a `Group`."""
+    """Declare a command's options: by parameter, an option or a `Group`."""
     declared = {name: each for table in (*tables, options) for name, each in table.items()}
 
     def decorate(command: Command) -> Command:
         own = _parameters(command)
         made = _group(command, own, {name: declared[name] for name in own}, {})
-        spellings = made.spellings()
-        if twice := {name for name in spellings if spellings.count(name) > 1}:
-            raise TypeError(f"{command.__name__} has two options named {', '.join(sorted(twice))}")
 
         @functools.wraps(command)
         def whole(**values: Any) -> int:

@@ -304,8 +304,7 @@ class AnswerBody(_Samplers):
         )
 
     def _grammar(self, form: AnswerFormat | None, warnings: list[str]) -> Grammar | None:
-        """Return what the answer must follow; if not strict, without what no grammar enforces, and if that is said, with
-        open objects. Raise `BodyError`."""
+        """Return what the answer must follow; if not strict, without what no grammar enforces. Raise `BodyError`."""
         schema = None if form is None else form.schema_of(self.format_field)
         asked = {"grammar": self.grammar or None, "json_schema": self.json_schema}
         asked[self.format_field] = schema

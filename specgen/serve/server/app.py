@@ -414,7 +414,8 @@ class Server:
                     "id": slot.number,
                     "model": model.name,
                     "n_ctx": model.engine.n_ctx,
-                    "is_processing": (answer := slot.sequence) is not None,
+                    "is_processing": (answer := getattr(slot.request, "sequence", None))
+                    is not None,
                     "n_prompt_tokens": answer.n_prompt if answer else 0,
                     "n_prompt_tokens_processed": answer.n_read if answer else 0,
                     "n_decoded": answer.n_answer if answer else 0,

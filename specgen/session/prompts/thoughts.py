@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from specgen.options import GenerationOptions
-from specgen.text.grammar.free_text import ThoughtMarks
+from specgen.text.grammar.free_text import ANY, ThoughtMarks
 from specgen.text.text_state import n_begun
 
 #: By what an answer begins with, or a prompt ends with.
@@ -14,7 +15,7 @@ FAMILIES = (
     ThoughtMarks("<think>", "</think>"),
     ThoughtMarks("[THINK]", "[/THINK]"),  # Mistral
     ThoughtMarks("<seed:think>", "</seed:think>"),
-    ThoughtMarks("<mm:think>", "</mm:think>"),  # MiniMax M3
+    ThoughtMarks("<mm:think>", "</mm:think>", ("</mm:think>",)),  # MiniMax M3
     ThoughtMarks("<think:opensource>", "</think:opensource>"),  # Hunyuan 3
     ThoughtMarks("<thinking>", "</thinking>"),  # Apriel
     ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
@@ -37,10 +38,22 @@ FAMILIES = (
         (
             "<|start|>assistant<|channel|>final<|message|>",
             "<|channel|>final<|message|>",
+            "<|channel|>commentary<|message|>",
+            "<|channel|>commentary",
             "<|start|>assistant",
+            "<|end|>",
         ),
-        final="<|channel|>final<|message|>",
+        final="<|message|>",
     ),  # gpt-oss
+    ThoughtMarks(
+        "to=self<|message|>",
+        "<|eom|>",
+        (f"<|start|>assistant to={ANY}<|message|>", f"to={ANY}<|message|>"),
+        ("<|eom|>", "<|start|>assistant"),
+    ),  # Muse Glimmer
+    ThoughtMarks(
+        "<|begin_assistant|>\nHere are my reasoning steps:", "[BEGIN FINAL RESPONSE]"
+    ),  # Apriel 1.6
 )
 #: Names of control tokens among the marks: a reader sees them only if the text shows them.
 THOUGHT_CONTROLS = tuple(
@@ -119,15 +132,30 @@ class ThoughtReader:
     def _answer(self, text: str) -> str:
         """Return new text of the answer, without white space at its beginning and marks around it."""
         around = self._marks.around if self._marks is not None else ()
-        for mark in around:
-            text = text.replace(mark, "")
-        n_held = max((n_begun(text, mark) for mark in around), default=0)
-        self._held = text[len(text) - n_held :]
-        text = text[: len(text) - n_held]
+        n_held = max((_n_held(text, mark) for mark in around), default=0)
+        text, self._held = text[: len(text) - n_held], text[len(text) - n_held :]
+        text = without_marks(text, around)
         if self._is_beginning:
             text = text.lstrip()
             self._is_beginning = not text
         return text
+
+
+def without_marks(text: str, marks: Iterable[str]) -> str:
+    for mark in marks:
+        text = re.sub(re.escape(mark).replace(ANY, r"[^\s<>]+"), "", text)
+    return text
+
+
+def _n_held(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may begin a mark."""
+    head, has_name, tail = mark.partition(ANY)
+    place = text.rfind(head)
+    if has_name and place >= 0:
+        behind = re.sub(r"\A[^\s<>]*", "", text[place + len(head) :])
+        if len(behind) < len(tail) and tail.startswith(behind):
+            return len(text) - place
+    return n_begun(text, head)
 
 
 class ThoughtMarker:

@@ -1,13 +1,9 @@
 """The states of a grammar: the interface that constrained decoding needs, for every implementation.
 
-In a draft tree each node has its own state of the grammar, so a state is a value: `after` returns the next
-one and leaves this one unchanged. A drafter and a verifier that ask for the same path get the same objects,
-so that the work is done once.
-
-A state keeps its children, and a child does not know its parent. The loop holds only the state at the end of
-the text. When it moves on, states of the past and of rejected branches are freed, and those of the accepted
-branch stay. (Weak references to children would lose the drafter's results before the verifier asks.) A text that
-moves on lets its old state `forget` the next one, since the request holds the first.
+Each node of a draft tree has a state of its own, so a state is a value, and `after` returns the next one. It keeps its
+children, so that drafter and verifier get the same objects and the work is done once; a child does not know its parent.
+The loop holds only the state at the end of the text and lets the one before `forget`, so that states of the past and of
+rejected branches are freed. (Weak references would lose the drafter's results before the verifier asks.)
 """
 
 from __future__ import annotations
@@ -30,12 +26,8 @@ class GrammarState(Protocol):
         return False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        """Return which of these tokens may come next, bool[m]; end-of-text tokens exactly where the text
-        may end. There may be no such token at all.
-
-        Raise ValueError for ids that are not in the vocabulary.
-        """
-        ...
+        """Return which of these tokens may come next, bool[m]; perhaps none, and end-of-text tokens exactly where the
+        text may end. Raise ValueError for ids that are not in the vocabulary."""
 
     def ending(self, logits: Logits) -> Logits:
         """Return the row of logits, in which a token that ends a number here has the score of any that would end it and
@@ -43,21 +35,26 @@ class GrammarState(Protocol):
         return logits
 
     def after(self, token_id: int) -> GrammarState:
-        """Return the state one token later; after an end-of-text token one that allows nothing.
-
-        Raise ValueError if the token is not allowed here.
-        """
-        ...
+        """Return the state one token later; after an end-of-text token one that allows nothing. Raise ValueError if
+        the token is not allowed here."""
 
     def forget(self) -> None:
-        """Drop the states that follow, as the text moves on: whoever holds the start of a long text would hold them
-        all."""
+        """Drop the states that follow: whoever holds the start of a long text would hold them all."""
         return
 
     def forced(self) -> int | None:
-        """Return the only token that may come next, if there is exactly one; if only end-of-text tokens
-        may, the first of them. This is much cheaper than a model's decode."""
+        """Return the only token that may come next, if there is exactly one, or the first of several end-of-text
+        tokens. This is much cheaper than a model's decode."""
         return None
+
+
+def checked_ids(token_ids: TokenArray, n_tokens: int) -> TokenArray:
+    """Return these tokens. Raise ValueError if one is not in a vocabulary of `n_tokens`."""
+    token_ids = np.asarray(token_ids, np.int64)
+    for token_id in (token_ids.min(), token_ids.max()) if len(token_ids) else ():
+        if not 0 <= token_id < n_tokens:
+            raise ValueError(f"there is no token {token_id}: the vocabulary has {n_tokens}")
+    return token_ids
 
 
 class _Ended(GrammarState):

@@ -12,28 +12,31 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
 from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, Logits, TokenArray
-from specgen.text.grammar.base import ENDED, GrammarState
+from specgen.text.grammar.base import ENDED, GrammarState, checked_ids
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
 from specgen.text.text_state import n_begun
 from specgen.text.vocabulary import Vocabulary
 
 #: A call at the beginning of a text, and what follows it.
 _BARE = "start: bare /(?s:.)+/?"
+#: Stands in a mark or a form for what differs from call to call: an id, a number, or a name.
+ANY: Final = "\ufffc"
 #: The state behind a mark, from the tokens that end with it; None if what is behind it is not allowed.
 _Then: TypeAlias = Callable[[tuple[int, ...]], "GrammarState | None"]
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The marks before and behind a family's thoughts; those before the answer that follows, of which calls lack those
-    that end with `final`, and those behind it. A prompt may have opened the thoughts, or closed them."""
+    """The marks before and behind a family's thoughts; those before the answer that follows, with `ANY` for the name of
+    a function, of which calls lack those that end with `final`, and those behind it. A prompt may have opened the
+    thoughts, or closed them."""
 
     begin: str
     end: str
@@ -49,7 +52,7 @@ class ThoughtMarks:
     @property
     def first(self) -> tuple[str, ...]:
         """What an answer with such marks begins with."""
-        return (self.begin, *self.around)
+        return (self.begin, *(mark.partition(ANY)[0] for mark in self.around))
 
 
 def grammar_start(
@@ -122,14 +125,17 @@ def _around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
     final = thoughts.final if is_call else ""
     before = [each for each in thoughts.before if not (final and each.endswith(final))]
     lead, after = (
-        f"({' | '.join(map(literal, marks))} SPACE?){sign}" if marks else ""
-        for marks, sign in ((before, "?"), (thoughts.behind, "{0,2}"))
+        f"(({' | '.join(' NAME '.join(map(literal, mark.split(ANY))) for mark in marks)}) SPACE?){{0,2}}"
+        if marks
+        else ""
+        for marks in (before, thoughts.behind)
     )
     if thoughts.state == "over":
         return f"start: {lead} answer {after}" if lead or after else ""
     return "\n".join(
         [
-            f"start: (SPACE? thoughts SPACE?)? {lead} answer {after}",
+            f"start: (SPACE? thoughts SPACE?)? {'SPACE?' if lead else ''} {lead} answer {after}",
+            r"NAME: /[^\s<>]{1,128}/",
             f"thoughts: {literal(thoughts.begin)} thought",
             f"thought[suffix={literal(thoughts.end)}]: /(?s:.*)/",
         ]
@@ -248,10 +254,7 @@ class _FreeText(GrammarState):
         return self._forbidden
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        token_ids = np.asarray(token_ids, np.int64)
-        n_tokens = self._marks.n_tokens
-        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < n_tokens:
-            raise ValueError(f"a token is not among the vocabulary's {n_tokens}")
+        token_ids = checked_ids(token_ids, self._marks.n_tokens)
         return np.isin(token_ids, self._found_forbidden(), invert=True)
 
     def after(self, token_id: int) -> GrammarState:

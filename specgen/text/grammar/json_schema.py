@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -199,8 +200,7 @@ def _plain(problem: str) -> str:
         return f"no grammar can enforce {keywords[1]}"
     if reference is not None:
         return f"$ref {reference[1]!r} leads out of the schema"
-    text = " ".join(problem.split())
-    return text if len(text) <= _N_SHOWN else f"{text[:_N_SHOWN]}..."
+    return textwrap.shorten(problem, _N_SHOWN, placeholder="...")
 
 
 # --- keywords that llguidance does not know -------------------------------------------------------
@@ -286,12 +286,7 @@ def _follow_patterns(part: Part, left_out: list[str]) -> None:
 
 
 def _trouble(**keywords: Any) -> str:
-    return _tried(json.dumps(keywords))
-
-
-@functools.lru_cache(maxsize=1000)
-def _tried(schema: str) -> str:
-    return _plain(trouble_with(Grammar("json_schema", schema)))
+    return _plain(trouble_with(Grammar("json_schema", json.dumps(keywords))))
 
 
 def _limit_number_of_properties(part: Part, left_out: list[str]) -> None:
@@ -481,9 +476,8 @@ def _target(root: Part, part: Any) -> Any:
         for escaped in unquote(path).split("/")[1:]:
             name = escaped.replace("~1", "/").replace("~0", "~")
             if isinstance(part, list):
-                part = part[int(name)] if name.isdecimal() and int(name) < len(part) else {}
-            else:
-                part = part.get(name, {}) if isinstance(part, dict) else {}
+                part = {str(number): each for number, each in enumerate(part)}
+            part = part.get(name, {}) if isinstance(part, dict) else {}
     return {}
 
 

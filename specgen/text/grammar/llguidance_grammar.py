@@ -8,6 +8,7 @@ tokens in which the model's own tokenizer writes that text.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 import weakref
@@ -20,7 +21,7 @@ import numpy as np
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, Logits, TokenArray
-from specgen.text.grammar.base import ENDED, GrammarState
+from specgen.text.grammar.base import ENDED, GrammarState, checked_ids
 from specgen.text.grammar.gbnf import to_lark
 from specgen.text.vocabulary import Vocabulary
 
@@ -141,9 +142,7 @@ class _State(GrammarState):
         self._forced: int | None = -1  # not known yet
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        token_ids, n_tokens = np.asarray(token_ids, np.int64), self._grammar.n_tokens
-        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < n_tokens:
-            raise ValueError(f"a token is not among the vocabulary's {n_tokens}")
+        token_ids = checked_ids(token_ids, self._grammar.n_tokens)
         if self._known is None and self._grammar.checks_few and len(token_ids) < _VERY_MANY:
             return self._checked(token_ids)
         found: BoolArray = self.mask()[token_ids]
@@ -252,6 +251,7 @@ def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
         return True, [str(error)]
 
 
+@functools.lru_cache(maxsize=1000)
 def trouble_with(grammar: Grammar) -> str:
     """Follow a grammar for some bytes, and return why llguidance cannot, or nothing. Patterns can become too large for
     it at their second character."""
