@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,7 +131,13 @@ def log_shown(output: Output) -> Iterator[None]:
         return
     from specgen.llama import logging_to
 
+    shown = set[str]()
+
     def show(text: str) -> None:
+        if output.verbose == 1:  # each line once
+            lines = [each for each in text.splitlines() if _MATTERS.search(each)]
+            text = "".join(f"{each}\n" for each in lines if each not in shown)
+            shown.update(lines)
         print(text, end="", file=sys.stderr, flush=True)
 
     own, handler = logging.getLogger("specgen.session"), logging.StreamHandler()
@@ -139,24 +145,9 @@ def log_shown(output: Output) -> Iterator[None]:
     own.setLevel(logging.INFO)
     own.propagate = False  # a server's own log has a handler, too
     try:
-        with logging_to(show if output.verbose > 1 else what_matters(show)):
+        with logging_to(show):
             yield
     finally:
         own.removeHandler(handler)
         own.setLevel(logging.NOTSET)
         own.propagate = True
-
-
-def what_matters(show: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a function that takes a log in pieces, and shows the lines of it that matter to users, each once."""
-    rest, shown = "", set[str]()
-
-    def take(text: str) -> None:
-        nonlocal rest
-        *lines, rest = (rest + text).split("\n")
-        for line in lines:
-            if _MATTERS.search(line) and line not in shown:
-                shown.add(line)
-                show(f"{line}\n")
-
-    return take

@@ -89,7 +89,8 @@ def serve(
 
     def ready() -> None:
         url = url_of(bound)
-        output.note(f"a chat for the browser: {url}; OpenAI's API: {url}/v1; the others': {url}")
+        apis = f"OpenAI's API: {url}/v1; Anthropic's and llama.cpp's: {url}"
+        output.note(f"a chat for the browser: {url}; {apis}")
         print(f"listening on {url}", flush=True)
 
     with contextlib.ExitStack() as stack:

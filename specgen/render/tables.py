@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +12,12 @@ from specgen.render.rows import clean_line
 from specgen.session.choose_models import name_of
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.progress import counted
+
+_F = TypeVar("_F")
+#: A heading and what it shows.
+_Column: TypeAlias = tuple[str, Callable[[_F], float | None]]
+#: For names there is at least so much room, if they are as long, and for a figure.
+_NAME_COLUMNS, _FIGURE_COLUMNS = 24, 7
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,7 +77,8 @@ def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
 
 def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
     """Print the figures for each temperature, those by category, and an explanation."""
-    shown = [(heading, figure) for _, heading, figure in _BENCH if heading]
+    names = [each.contender for each in figures]
+    shown = _fitting([(each[1], each[2]) for each in _BENCH if each[1]], names, console)
     for temperature in dict.fromkeys(each.temperature for each in figures):
         every = [each for each in figures if each.temperature == temperature]
         best = max((each.speedup or 0.0 for each in every), default=0.0)
@@ -95,7 +102,7 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
         "and its least; tokens a second after the first (median); the share of drafted tokens that the target "
         "accepts; tokens per pass of the target; the time to the first token relative to plain decoding."
     )
-    console.print(Text(explanation, style="dim"))
+    console.print(Text(explanation))
 
 
 def draft_lines(tried: Sequence[Tried]) -> list[str]:
@@ -107,9 +114,11 @@ def draft_lines(tried: Sequence[Tried]) -> list[str]:
 
 def print_draft_table(search: Search, sentences: Sequence[str], console: Console) -> None:
     """Print the drafts as a table, an explanation of the figures, and sentences about them."""
-    table = _table("draft", *(heading for _, heading, _ in _DRAFT))
+    names = [name_of(one.draft) for one in search.tried]
+    shown = _fitting([(heading, figure) for _, heading, figure in _DRAFT], names, console)
+    table = _table("draft", *(heading for heading, _ in shown))
     for number, one in enumerate(search.tried):
-        cells = [_cell(figure(one.figures), "-") for _, _, figure in _DRAFT]
+        cells = [_cell(figure(one.figures), "-") for _, figure in shown]
         table.add_row(Text(name_of(one.draft)), *cells, style="" if number else "bold")
     console.print(table)
     print_argument(search, console)
@@ -119,7 +128,7 @@ def print_draft_table(search: Search, sentences: Sequence[str], console: Console
         "accepts; tokens per pass of the target; milliseconds to draft a token, and to begin, since a draft model "
         "reads the prompt too (that is not in the speed-up)."
     )
-    console.print(Text(explanation, style="dim"))
+    console.print(Text(explanation))
     for sentence in sentences:
         console.print(Text(sentence))
 
@@ -147,8 +156,18 @@ def print_argument(search: Search, console: Console) -> None:
         console.print()
 
 
+def _fitting(
+    columns: Sequence[_Column[_F]], names: Sequence[str], console: Console
+) -> Sequence[_Column[_F]]:
+    """Return the first columns, the most telling ones, for which there is room beside the names."""
+    room = console.width - min(_NAME_COLUMNS, max(map(len, names), default=0))
+    while sum(max(_FIGURE_COLUMNS, len(heading) + 1) for heading, _ in columns) > room > 0:
+        columns = columns[:-1]
+    return columns
+
+
 def _table(first: str, *headings: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column(first, overflow="fold")
     for heading in headings:
         table.add_column(Text(heading), justify="right", no_wrap=True)

@@ -32,7 +32,6 @@ from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates whose calls are not read, and why.
 UNREAD = {
-    "MiniMax-M3": "writes lists and objects as nested tags",
     "meetkai-functionary-medium-v3.2": "the prompt has the mark of calls, also before other answers",
 }
 #: Control tokens of models whose template offers tools and writes no call.
@@ -72,7 +71,7 @@ def _arguments(form: CallForm, given: dict[str, Any]) -> str:
     pair, text = form.pair, ""
     for key, value in given.items():
         middle = pair.middles["string" if isinstance(value, str) else "integer"]
-        text += f"{pair.opening}{key}{middle}{value}{pair.closing}"
+        text += f"{pair.opening}{key}{middle}{value}{pair.closing_of(key)}"
     return text
 
 

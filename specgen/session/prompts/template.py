@@ -155,14 +155,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Filters make iterators.
-    text = json.dumps(
-        value,
-        ensure_ascii=False,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-        default=list,
-    )
+    form: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    text = json.dumps(value, ensure_ascii=False, default=list, **form)
     return re.sub("[^\x00-\x7f]", _escaped, text) if ensure_ascii else text
 
 
@@ -365,9 +359,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Allow templates to add to their own lists, as llama.cpp does."""
-        return (attr == "append" and isinstance(obj, list)) or super().is_safe_attribute(
-            obj, attr, value
-        )
+        is_append = attr == "append" and isinstance(obj, list)
+        return is_append or super().is_safe_attribute(obj, attr, value)
 
     def count_step(self) -> None:
         self._n_steps += 1
