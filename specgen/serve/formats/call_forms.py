@@ -526,9 +526,11 @@ def _forms_of_pairs(
 
 
 def _with_any(form: CallForm, pattern: str) -> CallForm:
-    parts = {name: getattr(form, name) for name in ("opening", "after_name", "closing", "between")}
-    found = {name: text and re.sub(pattern, ANY, text) for name, text in parts.items()}
-    return replace(form, **found)
+    names = ("opening", "after_name", "closing", "between")
+    parts: dict[str, Any] = {name: getattr(form, name) for name in names}
+    return replace(
+        form, **{name: text and re.sub(pattern, ANY, text) for name, text in parts.items()}
+    )
 
 
 def _with_two(form: CallForm, two: str | None) -> CallForm:
