@@ -22,7 +22,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from specgen.errors import BackendError
+from specgen.errors import BackendError, OutputError
 from specgen.llama.library import forget_log, ggml, last_error, llama_cpp, procedure
 from specgen.system.files import new_beside, write_errors
 
@@ -343,5 +343,7 @@ def write_copy(source: Path, output: Path, params: Any) -> None:
             forget_log()
             paths = os.fsencode(source), os.fsencode(new)
             if llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)):
+                if "iostream" in last_error():
+                    raise OutputError(f"{output}: cannot be written", "make room on the disk")
                 raise BackendError(f"{source}: llama.cpp cannot copy it: {last_error()}")
             new.replace(output)

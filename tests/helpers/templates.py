@@ -40,6 +40,13 @@ _GEMMA_VALUE = """\
 {{ ',' if not loop.first }}{{ w(x) }}{% endfor %}]{% else %}{{ v }}{% endif %}
 {%- endmacro %}
 """
+_NESTED_VALUE = """\
+{%- macro w(v) %}
+{%- if v is mapping %}{% for k, x in v.items() %}]<]mm[>[<{{ k }}>{{ w(x) }}]<]mm[>[</{{ k }}>{% endfor %}
+{%- elif v is iterable and v is not string %}{% for x in v %}]<]mm[>[<item>{{ w(x) }}]<]mm[>[</item>{% endfor %}
+{%- else %}{{ v if v is string else v | tojson }}{% endif %}
+{%- endmacro %}
+"""
 FAMILIES = {
     "Hermes": _calls(f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n"),
     "Llama": _calls(
@@ -108,6 +115,11 @@ FAMILIES = {
         "{% for k, v in c.function.arguments | dictsort %}{{ ',' if not loop.first }}{{ k }}:{{ w(v) }}{% endfor %}"
         "{{ '}' }}<call|>"
     ).replace("{%- if tools", _GEMMA_VALUE + "{%- if tools", 1),
+    "MiniMax-3": _calls(
+        f']<]mm[>[<invoke name="{_NAME}">{{{{ w(c.function.arguments) }}}}]<]mm[>[</invoke>\n',
+        "]<]mm[>[<tool_call>\n",
+        closing="]<]mm[>[</tool_call>",
+    ).replace("{%- if tools", _NESTED_VALUE + "{%- if tools", 1),
 }
 #: The marks of their calls that are control tokens.
 CONTROLS: dict[str, tuple[str, ...]] = {
@@ -116,6 +128,7 @@ CONTROLS: dict[str, tuple[str, ...]] = {
     "Mistral": ("[TOOL_CALLS]",),
     "Granite": ("<|tool_call|>",),
     "Devstral": ("[TOOL_CALLS]", "[ARGS]"),
+    "MiniMax-3": ("]<]mm[>[",),
     "Kimi": ("<|section|>", "<|one|>", "<|args|>", "<|/one|>", "<|/section|>"),
 }
 #: Takes tools, and writes calls in a way of its own.

@@ -25,14 +25,13 @@ from specgen.errors import PromptError
 from specgen.llama import LlamaModel
 from specgen.serve.formats.call_forms import CallForm, form_of
 from specgen.serve.formats.tool_calls import Function, ToolCallParser, calls_grammar
-from specgen.session.prompts.template import Message, render
+from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
 from specgen.text.grammar.free_text import ANY, grammar_start
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates whose calls are not read, and why.
 UNREAD = {
-    "MiniMax-M3": "writes lists and objects as nested tags",
     "meetkai-functionary-medium-v3.2": "the prompt has the mark of calls, also before other answers",
 }
 #: Control tokens of models whose template offers tools and writes no call.
@@ -72,7 +71,7 @@ def _arguments(form: CallForm, given: dict[str, Any]) -> str:
     pair, text = form.pair, ""
     for key, value in given.items():
         middle = pair.middles["string" if isinstance(value, str) else "integer"]
-        text += f"{pair.opening}{key}{middle}{value}{pair.closing}"
+        text += f"{pair.opening}{key}{middle}{value}{pair.closing_of(key)}"
     return text
 
 
@@ -139,9 +138,14 @@ def about(name: str, template: str, work: Path) -> tuple[str, bool]:
         turns = [Message("user", "hello")]
         now = datetime.datetime(2026, 1, 1)
         prompt = render(template, turns, bos_token="", eos_token="", now=now)
+        if has_tools:  # what an agent sends next
+            calls_made = tuple(ToolCall(f"call_{n}", *call) for n, call in enumerate(CALLS[:2]))
+            turns.append(Message("assistant", "So", calls_made))
+            turns += [Message("tool", "x", (), each.identity, each.name) for each in calls_made]
+            render(template, turns, bos_token="", eos_token="", now=now)
         thoughts += ", begun by the template" if ThoughtReader(prompt).is_open else ""
     except PromptError as error:
-        return f"calls: {calls}; {error.message}", name in UNREAD
+        return f"calls: {calls}; {error.message}", False
     return (
         f"calls: {calls}; thoughts: {thoughts}",
         form is not None or not has_tools or name in UNREAD,

@@ -72,6 +72,10 @@ ANSWERS: dict[str, tuple[CallForm, str, str | None, list[tuple[str, Any]]]] = {
     "Llama marked": (LLAMA, f"<|python_tag|>{CALL}", None, [WEATHER]),
     "Mistral": (MISTRAL, f"[TOOL_CALLS] [{CALL}, {ADD}]", None, [WEATHER, SUM]),
     "Granite": (GRANITE, f"So:<|tool_call|>[{ADD}]", "So:", [SUM]),
+    "nothing between": (MISTRAL, f"[TOOL_CALLS] [{CALL}{ADD}]", None, [WEATHER, SUM]),
+    "a line each": (HERMES, f"<tool_call>\n{CALL}\n{ADD}\n</tool_call> So.", " So.", [WEATHER, SUM]),
+    "bare, one by one": (LLAMA, f"{CALL}; {ADD},\n{ADD}", None, [WEATHER, SUM, SUM]),
+    "bare, then text": (LLAMA, f'{ADD}; {{"a": 1}}', '; {"a": 1}', [SUM]),
     "broken before a call": (
         HERMES,
         f'<tool_call>{{"name": "add", <tool_call>{ADD}</tool_call>',
@@ -359,6 +363,27 @@ def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> Non
         assert calls == [("weather", {"city": CITY, "days": "many"})]
     bare = "<tool_call>\n<function=weather>\n<parameter=city>\n42\n</parameter>\n</function>"
     assert parsed(form("Qwen-Coder"), [bare])[1] == [("weather", {"city": "42"})]
+
+
+def test_lists_and_objects_may_be_tags_within_tags() -> None:
+    edit = {"properties": {"old": TEXT, "line": {"type": "integer"}, "notes": {"items": TEXT}}}
+    numbers = {"type": "array", "items": {"items": {"type": "number"}}}
+    properties = {"path": TEXT, "edits": {"items": edit}, "table": numbers, "none": NUMBERS}
+    found = form("MiniMax-3")
+    given: dict[str, Any] = {
+        "path": "a </item> b",
+        "edits": [{"old": "12\n", "line": 3, "notes": ["5", "x"]}, {"line": 4}],
+        "table": [[1, 2.5], [3]],
+        "none": [],
+        "other": {"k": {"j": "v"}, "b": True},
+    }
+    text = calls_as_written(FAMILIES["MiniMax-3"], ("edit", given), ("edit", {}))
+    for pieces in ([text], list(text)):
+        parser = ToolCallParser(found, [Function("edit", "", {"properties": properties})])
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+        assert not [delta for delta in deltas if delta.kind == "content"]
+        arguments = ["".join(each.text for each in deltas if each.number == n) for n in (0, 1)]
+        assert [json.loads(each) for each in arguments] == [given, {}]
 
 
 def test_names_of_tools_may_have_dots_and_slashes() -> None:

@@ -27,21 +27,30 @@ UNCLEAR: Final = -1
 _MARKED_ID = re.compile(rf"\[[A-Z_]+\]{ANY}")
 _ANY_TEXT = re.compile(r"[\w.\-]*")
 _SPACE = re.compile(r"\s*")
-_KEY = re.compile(r"[^\s<>\"'=:,(){}]+")
-_MARK = re.compile(r"\[[A-Z_]+\]|<[^<>\s]*>|<[^<>\s]+|[^\s{\[]+")
+_KEY = re.compile(r"(?!/)[^\s<>\"'=:,(){}]+")
+_MARK = re.compile(r"\]<\]\S+?\[>\[<[^<>\s]*>|\[[A-Z_]+\]|<[^<>\s]*>|<[^<>\s]+|[^\s{\[]+")
 #: Names of control tokens.
-_CONTROL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+_CONTROL = re.compile(r"\]<\][^<>\s]+\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]")
 _DECODER = json.JSONDecoder()
 _CDATA = "<![CDATA["
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """How one argument is written: `opening`, key, `middles` by the type of its value, value, `closing`."""
+    """How one argument is written: `opening`, key, `middles` by the type of its value, value, `closing`. If that has
+    `ANY` for the key, lists and objects are tags within tags."""
 
     opening: str
     middles: Mapping[str, str]
     closing: str
+
+    def closing_of(self, key: str) -> str:
+        return self.closing.replace(ANY, key)
+
+    @property
+    def nests(self) -> str:
+        """What tags within tags begin with; empty if values are JSON."""
+        return self.opening.lstrip() if ANY in self.closing else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +201,7 @@ class PairsReader:
         self._properties = schema.get("properties", {})
         #: Lines of their own hold the values.
         self._has_lines = any(middle.endswith("\n") for middle in form.pair.middles.values())
-        self._before, self._is_text = "{", False
+        self._before, self._is_text, self._closing = "{", False, ""
 
     def read(self, text: str, *, is_last: bool = False) -> tuple[int, str, bool]:
         place, written, is_over = 0, "", False
@@ -230,6 +239,7 @@ class PairsReader:
             return UNCLEAR if after == UNCLEAR else None
         if self._has_lines and text.startswith("\n", after):
             after += 1
+        self._closing = self._pair.closing_of(key[0]).strip()
         n_begun_value = len(text) - after
         if n_begun_value < len(_CDATA) and _CDATA.startswith(text[after:]) and not is_last:
             return UNCLEAR
@@ -243,12 +253,12 @@ class PairsReader:
         if not is_end:
             return UNCLEAR
         self._before = ", "
-        return end, written + typed_json(raw, schema)
+        return end, written + typed_json(raw, schema, self._pair.nests)
 
     def _value(self, text: str, start: int, is_last: bool) -> tuple[int, str, bool]:
         """Return how far a value is read, what of it is certain, and whether it ends there: where its closing mark is
         followed by what may follow it."""
-        closing, place = self._pair.closing.strip(), start
+        closing, place = self._closing, start
         is_end, line = False, "\n" if self._has_lines else ""
         while (end := text.find(closing, place)) >= 0:
             place = end + len(closing)
@@ -428,7 +438,8 @@ def _whole_tags(text: str) -> int:
 
 def _render(template: str, messages: list[Message]) -> str:
     now = datetime.datetime(2026, 1, 1)
-    text = render(template, messages, bos_token="", eos_token="", now=now, tools=_TOOLS)
+    how: dict[str, Any] = {"bos_token": "", "eos_token": "", "rearranges": False}
+    text = render(template, messages, now=now, tools=_TOOLS, **how)
     return without_marks(text, _MARKS)
 
 
@@ -482,7 +493,8 @@ def _forms_of_pairs(
     behind_text = value + len(str(probe["text"]))
     between = after[behind_text : starts[1]]  # the end of a value, and the beginning of a key
     number = after.find("42", starts[1])
-    cut = max(between.rfind("<"), 0)
+    own_end = between.find(f"</{keys[0]}>")
+    cut = between.find(">", own_end) + 1 if own_end >= 0 else max(between.rfind("<"), 0)
     # Tags that end a value come before the tag that begins a key.
     while cut > 0 and after[: starts[0]].endswith(between[cut:]) is False:
         cut -= 1
@@ -505,9 +517,10 @@ def _forms_of_pairs(
         shape = re.escape(text_middle).replace("true", "(?:true|false)").replace("string", r"\w+")
         found = re.match(shape, middles[kind])
         middles[kind] = found[0] if found else text_middle
-    last = after.rfind(closing.strip()) + len(closing.strip())
+    pair = Pair(opening, middles, closing.replace(f"</{keys[0]}>", f"</{ANY}>"))
+    last_closing = pair.closing_of(keys[-1]).strip()
+    last = after.rfind(last_closing) + len(last_closing)
     after_name = after[: starts[0] - len(opening)]
-    pair = Pair(opening, middles, closing)
     form = CallForm(written[:place], after_name, after[last:], style="pairs", pair=pair)
     yield _with_two(form, two)
 
@@ -536,9 +549,10 @@ def _with_two(form: CallForm, two: str | None) -> CallForm:
         found = read_call(form, two, begin, functions, is_last=True)
     if not isinstance(found, tuple):
         # What ends one call of pairs shows only with what is between two.
-        if form.pair is None or (place := two.rfind(form.pair.closing.strip(), 0, other)) < 0:
+        last = "" if form.pair is None else form.pair.closing_of([*_TYPES][-1]).strip()
+        if not last or (place := two.rfind(last, 0, other)) < 0:
             return form
-        place += len(form.pair.closing.strip())
+        place += len(last)
         return replace(form, between=numbers(any_id(two[place:other])))
     return replace(form, between=numbers(any_id(two[found[0] : other])))
 

@@ -200,17 +200,50 @@ def _word(word: str) -> str:
     return word if is_value else _NAMES.get(word) or json.dumps(word, ensure_ascii=False)
 
 
-def typed_json(text: str, schema: Mapping[str, Any]) -> str:
-    """Return a text without quotes as JSON: as the value that it is by the types that the argument's schema allows."""
+def typed_json(text: str, schema: Any, nests: str = "") -> str:
+    """Return a text without quotes as JSON: as the value that it is by the types that the argument's schema allows.
+    Lists and objects may be tags within tags, which begin with `nests`."""
     try:
-        found = json.dumps(_typed(text, schema), ensure_ascii=False, allow_nan=False)
+        value = _nested(text, schema, nests) if nests else _typed(text, schema)
+        found = json.dumps(value, ensure_ascii=False, allow_nan=False)
         found.encode()
-    except (TypeError, ValueError):  # Python's values that JSON lacks, and half surrogate pairs
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):  # also Python's values, and half surrogate pairs
         found = json.dumps(text, ensure_ascii=False)
     return found
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+def _nested(text: str, schema: Any, nests: str) -> Any:
+    schema = schema if isinstance(schema, Mapping) else {}
+    tags, place, kinds = list[tuple[str, str]](), 0, schema.get("type", ())
+    while (start := text.find(nests, place)) >= 0:
+        name, _, behind = text[start + len(nests) :].partition(">")
+        inner = _inner(behind, name, nests)
+        tags.append((name, inner))
+        place = len(text) - len(behind) + len(inner) + len(f"{nests}/{name}>")
+    if not tags and (text.strip() or kinds not in ("array", "object")):
+        return _typed(text, schema)
+    if "object" not in kinds and all(name == "item" for name, _ in tags):
+        return [_nested(inner, schema.get("items"), nests) for _, inner in tags]
+    properties = schema.get("properties", {})
+    return {name: _nested(inner, properties.get(name), nests) for name, inner in tags}
+
+
+def _inner(text: str, name: str, nests: str) -> str:
+    """Return what comes before the end of a tag that has begun."""
+    depth = 1
+    for found in re.finditer(rf"{re.escape(nests)}(/?){re.escape(name)}>", text):
+        depth += -1 if found[1] else 1
+        if not depth:
+            return text[: found.start()]
+    return text
+
+
+def _typed(text: str, schema: Any) -> Any:
+    schema = schema if isinstance(schema, Mapping) else {}
     text = text.removeprefix("<![CDATA[").removesuffix("]]>") if "<![CDATA[" in text else text
     kinds = schema.get("type", ())
     kinds = {kinds} if isinstance(kinds, str) else set(kinds)

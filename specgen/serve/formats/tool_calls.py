@@ -194,8 +194,12 @@ class _Rules:
         assert pair is not None
         middle = pair.middles.get(kind, pair.middles["string"])
         before = f"{self.text(pair.opening)} {literal(key)} {self.text(middle)}"
-        closing = self.text(pair.closing)
-        if not _may_be_text(schema):
+        closing = self.text(pair.closing_of(key))
+        is_json = not _may_be_text(schema)
+        if is_json and pair.nests and kind not in ("integer", "number", "boolean"):
+            is_json = False  # tags within tags
+            self.warnings.append(f"no grammar can enforce {key} of {function.name}")
+        if is_json:
             value = self._value(schema, function, key)
         elif choices:
             texts = (each if isinstance(each, str) else json.dumps(each) for each in choices)
@@ -203,8 +207,9 @@ class _Rules:
         else:  # it holds also the line breaks around it
             before = f"{self.text(pair.opening)} {literal(key)} {self.text(middle.rstrip())}"
             value = f"rule_{len(self.lines)}"
-            self.lines.append(f"{value}[suffix={literal(pair.closing.strip())}]: /(?s:.*)/")
-            closing = self.text(pair.closing[len(pair.closing.rstrip()) :])
+            end = pair.closing_of(key)
+            self.lines.append(f"{value}[suffix={literal(end.strip())}]: /(?s:.*)/")
+            closing = self.text(end[len(end.rstrip()) :])
         return self._new(f"{before} {value} {closing}")
 
     def _value(self, schema: Mapping[str, Any], function: Function, key: str) -> str:
@@ -281,6 +286,8 @@ _BARE = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=\{)")
 _BARE_BEGUN = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:`{0,2}|```(?:j|js|jso|(?:json)?\s*))")
 _PYTHON_TAG = "<|python_tag|>"
 _FENCE = "```"
+#: What some models write between two objects, whatever their template does.
+_BETWEEN = " \n\t\r,;"
 #: The beginning of an object that names a function.
 _NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
 
@@ -411,6 +418,12 @@ class ToolCallParser:
     def _behind_call(self, *, is_last: bool) -> int | None:
         """Skip the text that ends a call. Return where the next one begins if it follows at once (its name, or its
         object); `UNCLEAR` if only more text can show that, None if something else follows."""
+        if self._form.keys is not None:
+            n_between = len(self._rest) - len(self._rest.lstrip(_BETWEEN))
+            if self._rest.startswith("{", n_between):
+                return n_between
+            if n_between == len(self._rest) and not is_last:
+                return UNCLEAR
         between, closing = self._form.ends
         found = [
             match(literal, self._rest, 0) if literal else None

@@ -168,9 +168,11 @@ class ModelPool:
             return next(iter(self.places.values()))
         if isinstance(name, str) and name in self.places:
             return self.places[name]
-        status, code = (400, "invalid_value") if name is None else (404, "model_not_found")
-        message = f"there is no model {name!r}; there are {', '.join(self.places)}"
-        raise RequestError(status, message, code, "model")
+        names = ", ".join(self.places)
+        if name is None:
+            raise RequestError(400, f"name a model: {names}", "invalid_value", "model")
+        message = f"there is no model {name!r}; there are {names}"
+        raise RequestError(404, message, "model_not_found", "model")
 
     @property
     def failure(self) -> BaseException | None:

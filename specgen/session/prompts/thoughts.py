@@ -15,7 +15,7 @@ FAMILIES = (
     ThoughtMarks("<think>", "</think>"),
     ThoughtMarks("[THINK]", "[/THINK]"),  # Mistral
     ThoughtMarks("<seed:think>", "</seed:think>"),
-    ThoughtMarks("<mm:think>", "</mm:think>"),  # MiniMax M3
+    ThoughtMarks("<mm:think>", "</mm:think>", ("</mm:think>",)),  # MiniMax M3
     ThoughtMarks("<think:opensource>", "</think:opensource>"),  # Hunyuan 3
     ThoughtMarks("<thinking>", "</thinking>"),  # Apriel
     ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
