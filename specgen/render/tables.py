@@ -102,7 +102,7 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
         "and its least; tokens a second after the first (median); the share of drafted tokens that the target "
         "accepts; tokens per pass of the target; the time to the first token relative to plain decoding."
     )
-    console.print(Text(explanation, style="dim"))
+    console.print(Text(explanation))
 
 
 def draft_lines(tried: Sequence[Tried]) -> list[str]:
@@ -128,7 +128,7 @@ def print_draft_table(search: Search, sentences: Sequence[str], console: Console
         "accepts; tokens per pass of the target; milliseconds to draft a token, and to begin, since a draft model "
         "reads the prompt too (that is not in the speed-up)."
     )
-    console.print(Text(explanation, style="dim"))
+    console.print(Text(explanation))
     for sentence in sentences:
         console.print(Text(sentence))
 
@@ -167,7 +167,7 @@ def _fitting(
 
 
 def _table(first: str, *headings: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column(first, overflow="fold")
     for heading in headings:
         table.add_column(Text(heading), justify="right", no_wrap=True)

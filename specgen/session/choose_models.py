@@ -18,7 +18,7 @@ from specgen.models.files import FileIdentity, cache_folder, config_folder, head
 from specgen.models.hub_names import PREFIX, is_reference, locate, looks_like_reference
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
-from specgen.system.files import correct, replace_text, write_errors
+from specgen.system.files import correct, replace_json, write_errors
 from specgen.system.progress import measured_gain
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
@@ -273,8 +273,7 @@ def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
         values["draft"] = str(saved.draft.absolute())
     document["drafts"][_key(target)] = values
     with write_errors(path, "set SPECGEN_CONFIG to another folder"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        replace_json(path, document)
 
 
 def _read() -> dict[str, Any]:

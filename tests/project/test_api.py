@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,11 +68,15 @@ def test_options_of_an_answer(files: Path, model: specgen.Model) -> None:
     assert text.startswith(model.generate(PROMPT, max_tokens=3).text)
     stop = text[2:5]
     assert model.generate(PROMPT, max_tokens=N, stop=[stop]).text == text.partition(stop)[0]
-    drawn = {"temperature": 2.0, "seed": 5}
-    assert model.generate(PROMPT, max_tokens=N, **drawn).text == plain(files, **drawn)  # type: ignore[arg-type]
+    drawn: dict[str, Any] = {"temperature": 2.0, "seed": 5}
+    assert model.generate(PROMPT, max_tokens=N, **drawn).text == plain(files, **drawn)
     assert model.generate(PROMPT, grammar='root ::= "maybe"').text == "maybe"
     schema = {"type": "boolean"}
     assert model.generate(PROMPT, json_schema=schema).text.strip() in ("true", "false")
+    numbers = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
+    for seed in range(4):  # drafts go where the grammar changes scores, too
+        drawn = {"temperature": 2.0, "seed": seed, "json_schema": numbers}
+        assert model.generate(PROMPT, max_tokens=N, **drawn).text == plain(files, **drawn)
 
 
 def test_many_at_once_are_each_as_alone(files: Path, model: specgen.Model) -> None:

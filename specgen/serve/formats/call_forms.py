@@ -438,7 +438,8 @@ def _whole_tags(text: str) -> int:
 
 def _render(template: str, messages: list[Message]) -> str:
     now = datetime.datetime(2026, 1, 1)
-    text = render(template, messages, bos_token="", eos_token="", now=now, tools=_TOOLS)
+    how: dict[str, Any] = {"bos_token": "", "eos_token": "", "rearranges": False}
+    text = render(template, messages, now=now, tools=_TOOLS, **how)
     return without_marks(text, _MARKS)
 
 
