@@ -526,11 +526,11 @@ def _forms_of_pairs(
 
 
 def _with_any(form: CallForm, pattern: str) -> CallForm:
-    names = ("opening", "after_name", "closing", "between")
-    parts: dict[str, Any] = {name: getattr(form, name) for name in names}
-    return replace(
-        form, **{name: text and re.sub(pattern, ANY, text) for name, text in parts.items()}
-    )
+    found: dict[str, Any] = {}
+    for name in ("opening", "after_name", "closing", "between"):
+        text = getattr(form, name)
+        found[name] = text and re.sub(pattern, ANY, text)
+    return replace(form, **found)
 
 
 def _with_two(form: CallForm, two: str | None) -> CallForm:
