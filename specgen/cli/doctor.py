@@ -69,9 +69,10 @@ def _model_file(name: str) -> Path:
     def find(name: str) -> Path:
         is_on_hub = name.startswith(PREFIX)
         path = find_in_cache(parse_reference(name)) if is_on_hub else locate(registry.model(name))
-        if path is not None:
-            return path
-        raise ModelFileError(f"{name} is not on this disk", f"fetch it: specgen models pull {name}")
+        if path is None:
+            hint = f"`specgen models pull {name}` downloads it"
+            raise ModelFileError(f"{name} is not on this disk", hint)
+        return path
 
     return find_model(name, registry, find)
 
