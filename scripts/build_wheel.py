@@ -64,6 +64,23 @@ SETTINGS = (
         )
     ),
 )
+#: What the threads of GGML's own pool do at a barrier, and what they do instead: spin for 30 us, then leave the core to
+#: others, among them maybe the thread that they wait for. To yield it is not enough: that gives it away for 3 ms.
+_SPINS = """\
+    while (atomic_load_explicit(&tp->n_barrier_passed, memory_order_relaxed) == n_passed) {
+        ggml_thread_cpu_relax();
+    }
+"""
+_SLEEPS = """\
+    const int64_t spins_until = ggml_time_us() + 30;
+    while (atomic_load_explicit(&tp->n_barrier_passed, memory_order_relaxed) == n_passed) {
+        if (ggml_time_us() < spins_until) {
+            ggml_thread_cpu_relax();
+        } else {
+            usleep(20);
+        }
+    }
+"""
 #: What is built, by what it is called in the wheel: the name that others are linked to, or that is loaded.
 LIBRARIES = {
     "libggml-base.so": "libggml-base.so.0",
@@ -116,6 +133,7 @@ def build(machine: str, work: Path, out: Path) -> Path:
 
     work.mkdir(parents=True, exist_ok=True)
     source = build_peers.fetch(REQUIRED_VERSION, work)
+    sleep_at_barriers(source / "vendor/llama.cpp/ggml/src/ggml-cpu/ggml-cpu.c")
     work /= machine
     compilers = write_compilers(machine, work / "bin")
     compile_llama(machine, source / "vendor" / "llama.cpp", work / "cmake", compilers)
@@ -136,6 +154,16 @@ def build(machine: str, work: Path, out: Path) -> Path:
     (made,) = WheelBuilder(os.fspath(ROOT)).build(directory=os.fspath(out), versions=["standard"])
     check_platform(machine, Path(made))
     return Path(made)
+
+
+def sleep_at_barriers(file: Path) -> None:
+    """Let threads that wait for others sleep soon. Raises `BuildError` if they wait in another way."""
+    text = file.read_text(encoding="utf-8")
+    if _SLEEPS in text:
+        return
+    if _SPINS not in text:
+        raise build_peers.BuildError(f"{file.name}: the loop of ggml_barrier is another one")
+    file.write_text(text.replace(_SPINS, _SLEEPS), encoding="utf-8")
 
 
 def write_compilers(machine: str, folder: Path) -> dict[str, Path]:

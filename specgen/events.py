@@ -30,14 +30,14 @@ ReasonName: TypeAlias = str
 
 REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(
     {
-        "found": "tokens found in earlier text are worth their rows in the target's batch",
+        "found": "earlier text continues from here, and checking that should save time",
         "model": "the draft model is expected to save time",
         "trial": "the draft model is tried again, to see whether it pays by now",
         "fixed": "the draft length does not depend on costs",
         "threshold": "a whole draft must be likely enough",
         "off": "nothing drafts for this answer",
         "costs unknown": "the cost of the target's decodes is not known yet",
-        "plain decode": "a decode without a draft keeps the cost of a token up to date",
+        "plain decode": "a round without a draft measures what a token costs without one",
         "no room": "the answer, the context or the batch has no room for a draft",
         "nothing found": "no earlier text continues from here",
         "prefill": "the draft model would have to read the text first, and that may not pay off",

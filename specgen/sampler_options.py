@@ -70,7 +70,7 @@ def _parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
 def _parse_breakers(texts: Sequence[str]) -> tuple[str, ...]:
     """Return the texts, with their escapes replaced as llama.cpp replaces them."""
     if "" in texts:
-        raise ValueError("a text is empty; for no breakers at all, give none")
+        raise ValueError("a breaker is empty; for no breakers at all, give none")
     if "none" in texts:
         return ()
     return tuple(

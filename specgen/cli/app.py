@@ -26,7 +26,7 @@ from specgen.errors import (
     OutputError,
     SpecgenError,
 )
-from specgen.system.processes import has_left_running
+from specgen.system.processes import left_running
 
 #: By name: what the help says of a command or a group of commands. Its module is imported when it is called.
 COMMANDS = {
@@ -251,7 +251,7 @@ def _abandon_stdout() -> None:
 
 def end_process(code: int) -> NoReturn:
     """Exit with this code: in the usual way, or at once if native code was left running."""
-    if not has_left_running():
+    if not left_running.is_set():
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

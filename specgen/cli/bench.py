@@ -193,9 +193,9 @@ def bench(
     for note in notes:
         output.note(note)
     if html_file is not None:
-        from specgen.render.pages import write_bench_page
+        from specgen.render.pages import BENCH, write_page
 
-        write_bench_page(html_file, document, notes)
+        write_page(html_file, BENCH, {**document, "notes": notes})
     if runs.error is not None:
         raise runs.error
     return stop.exit_code

@@ -68,13 +68,11 @@ def _model_file(name: str) -> Path:
 
     def find(name: str) -> Path:
         is_on_hub = is_reference(name)
-        if (
-            path := find_in_cache(parse_reference(name))
-            if is_on_hub
-            else locate(registry.model(name))
-        ):
-            return path
-        raise ModelFileError(f"{name} is not on this disk", f"fetch it: specgen models pull {name}")
+        path = find_in_cache(parse_reference(name)) if is_on_hub else locate(registry.model(name))
+        if path is None:
+            hint = f"`specgen models pull {name}` downloads it"
+            raise ModelFileError(f"{name} is not on this disk", hint)
+        return path
 
     return find_model(name, registry, find)
 

@@ -111,7 +111,7 @@ class Output:
     def show_answer(
         self, events: Generator[Event, None, None], *, in_chat: bool = False
     ) -> FinishedEvent | None:
-        from specgen.events import FinishedEvent, PromptEvent
+        from specgen.events import FinishedEvent, PromptEvent, to_json_object
         from specgen.render.live import LiveRenderer
         from specgen.render.summary import print_summary
 
@@ -124,9 +124,9 @@ class Output:
                 seen[type(event)] = event
                 replayed += [event] if self.html is not None else []
         if self.html is not None:
-            from specgen.render.pages import write_replay
+            from specgen.render.pages import REPLAY, write_page
 
-            write_replay(self.html, replayed)
+            write_page(self.html, REPLAY, [*map(to_json_object, replayed)])
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
         if finished is not None and prompt is not None and self.has_summary:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"

@@ -16,7 +16,7 @@ from specgen.cli.output import Interrupt, Output
 from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.options import KernelOptions
 from specgen.serve.server.options import is_loopback
-from specgen.system.processes import leave_running
+from specgen.system.processes import left_running
 from specgen.system.progress import human_bytes
 from specgen.system.worker_probe import probe
 
@@ -96,7 +96,7 @@ def worker(
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
         out = _native_stdout(shows=output.verbose > 0)
-        leave_running("the worker")
+        left_running.set()
         arguments = (endpoint, devices, threads or default_threads(), folder)
         serving = threading.Thread(target=serve_devices, args=arguments, daemon=True)
         serving.start()

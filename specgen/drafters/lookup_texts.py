@@ -314,7 +314,7 @@ class EarlierTexts:
     def add(self, tokens: Sequence[int]) -> None:
         """Keep a text that is not there yet as the newest one; if it is larger than the store, only its end."""
         new = np.array(tokens[-self._n_most :], np.int32)
-        busy = OutputError(f"{self.folder}: another process does not stop writing to it")
+        busy = OutputError(f"{self.folder}: another process is writing to it")
         with contextlib.suppress(OSError, OutputError), locked(self.folder / "lock", busy, _WAIT_S):
             texts = texts_in(self.folder)
             if not len(new) or any(np.array_equal(text, new) for text in texts):

@@ -284,16 +284,16 @@ _BOUNDS = {
 }
 #: The most bytes of a token that a message shows.
 _SHOWN = 60
-#: The name of the list of checked files in the cache folder, and the most of them in it.
-FILE_NAME, _N_KEPT = "checked.json", 256
+#: The name of the list of checked files in the cache folder.
+FILE_NAME = "checked.json"
 #: The files that passed, each in the version that was checked.
-_passed = KeptResults(None, _N_KEPT)
+_passed = KeptResults(None)
 
 
 def remember_checks(folder: Path | None) -> None:
     """Remember checked files in a folder from now on, so that each file is checked only once; None remembers none."""
     global _passed  # noqa: PLW0603 - like the choice of kernels, it holds for the process
-    _passed = KeptResults(None if folder is None else folder / FILE_NAME, _N_KEPT)
+    _passed = KeptResults(None if folder is None else folder / FILE_NAME)
 
 
 def check_file(path: Path) -> None:

@@ -208,7 +208,7 @@ _before_end: list[Callable[[], None]] = []
 _callbacks: list[Any] = []
 _ending = threading.Lock()
 _IN_SOURCE = re.compile(r"(?:\S*[/\\])?(\S+?:\d+): ")
-_ASSERTED = "a damaged model file does this: fetch or convert it again; -v shows what failed"
+_ASSERTED = "the model file may be damaged: fetch or convert it again; -v shows what failed"
 #: Part of the assertion with which GGML checks that memory was allocated.
 _NO_MEMORY = "mem_buffer != NULL"
 _SMALLER = "close other programs, or take a smaller model or --ctx-size"

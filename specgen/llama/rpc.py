@@ -30,7 +30,7 @@ from specgen.llama.library import (
 )
 from specgen.options import Workers
 from specgen.system.machine import LIBRARY, REINSTALL, stamp_of
-from specgen.system.processes import leave_running
+from specgen.system.processes import left_running
 from specgen.system.progress import human_bytes
 from specgen.system.worker_probe import check_protocol, lost_among, probe
 
@@ -210,7 +210,7 @@ class RemoteCalls:
         """Make the waiting call, and all later ones, raise `WorkerLostError`. Any thread may call this."""
         if self._lost is None:
             self._lost = reason, hint
-            leave_running(f"a call to {', '.join(self._endpoints)}")
+            left_running.set()
         if (call := self._waiting) is not None:
             with contextlib.suppress(InvalidStateError):  # it is over
                 call.set_result(None)

@@ -102,8 +102,8 @@ class LlamaVocabulary:
             return self._tokenize(data, add_special, parse_special)
         if longest > LONGEST_RUN and (word := _longest(_WORDS, text)) > LONGEST_RUN:
             raise UsageError(
-                f"{word} characters of the text follow one another without white space, or are white space: "
-                f"{LONGEST_RUN} can be tokenized"
+                f"the text has a word, or white space, of {word} characters: at most {LONGEST_RUN} "
+                "can be tokenized"
             )
         tokenize = partial(self._tokenize, data, add_special, parse_special)
         return _with_stack(min(longest, 4 * LONGEST_RUN) * _FRAME_BYTES, tokenize)
@@ -273,7 +273,7 @@ def _with_stack(n_bytes: int, function: Callable[[], list[int]]) -> list[int]:
         try:
             found = executor.submit(function)  # the thread begins here
         except RuntimeError as error:
-            raise BackendError("there is no memory to tokenize so long a word") from error
+            raise BackendError("there is too little memory to tokenize so long a word") from error
         finally:
             threading.stack_size(before)
         return found.result()

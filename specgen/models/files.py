@@ -40,10 +40,12 @@ def identify(path: Path) -> FileIdentity | None:
 
 
 def identity_of(target: Path) -> FileIdentity:
-    identity = identify(target)
-    if identity is None:
-        raise ModelFileError(f"{target}: no such file")
-    return identity
+    if identity := identify(target):
+        return identity
+    from specgen.llama.gguf_file import check_file
+
+    check_file(target)  # which says what is wrong
+    raise ModelFileError(f"{target}: no such file")
 
 
 def size_of(path: Path) -> int:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-from specgen.events import Event, to_json_object
 from specgen.system.files import write_errors
 
-
-def write_replay(path: Path, events: Sequence[Event]) -> None:
-    """Write the page of one generation. Raise `OutputError`."""
-    # It lies with the server's page, which saves replays as well.
-    _write(path, "specgen.serve.server", "page/replay.html", [*map(to_json_object, events)])
+#: Where a page lies: the package, and the file in it. The server's page saves replays as well.
+REPLAY, BENCH = ("specgen.serve.server", "page/replay.html"), ("specgen.render", "bench.html")
 
 
-def write_bench_page(path: Path, document: Mapping[str, Any], notes: Sequence[str]) -> None:
-    """Write the page of what `specgen bench` measured. Raise `OutputError`."""
-    _write(path, "specgen.render", "bench.html", {**document, "notes": notes})
-
-
-def _write(path: Path, package: str, template: str, data: object) -> None:
-    page = files(package).joinpath(template).read_text(encoding="utf-8")
+def write_page(path: Path, template: tuple[str, str], data: object) -> None:
+    """Write a page with its data: for `REPLAY` the events of a generation. Raise `OutputError`."""
+    page = files(template[0]).joinpath(template[1]).read_text(encoding="utf-8")
     # Nothing in a script may look like the beginning of a tag.
     text = json.dumps(data).replace("<", "\\u003c")
     with write_errors(path):

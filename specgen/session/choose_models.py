@@ -14,11 +14,11 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from specgen.drafters.kinds import WORDS, is_word
 from specgen.errors import ModelFileError, UsageError
-from specgen.models.files import FileIdentity, cache_folder, config_folder, heads_file, identify
+from specgen.models.files import FileIdentity, cache_folder, config_folder, heads_file, identity_of
 from specgen.models.hub_names import PREFIX, is_reference, locate, looks_like_reference
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
-from specgen.system.files import correct, replace_text, write_errors
+from specgen.system.files import correct, replace_json, write_errors
 from specgen.system.progress import measured_gain
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
@@ -61,7 +61,7 @@ def find_models(
 ) -> Sources:
     """Find the target and the drafts; models that are not here are fetched. Without a target it is the default pair's,
     whose draft is fetched if none is saved. A named draft, or that of a named pair, replaces those of `choose_drafts`.
-    Raise `UsageError`, `UnknownModelError` or `FetchError`."""
+    Raise `UsageError`, `UnknownModelError`, `FetchError` or `ModelFileError`."""
     from specgen.llama.gguf_file import mtp_of
 
     registry = registry or load_registry()
@@ -79,11 +79,9 @@ def find_models(
     helpers: list[DraftSource] = [
         name if name == "ngram" else find_model(name, registry, fetch) for name in choice.helpers
     ]
-    identity = identify(path)
+    identity = identity_of(path)
     if draft is not None:
         drafts: tuple[DraftChoice, ...] = (DraftChoice(_named_draft(draft, path, registry, fetch)),)
-    elif identity is None:  # opening the file will report what is wrong
-        drafts = (DraftChoice("ngram"),)
     else:
         saved = saved_draft(identity)
         if pair is not None and saved is None and pair.draft != "ngram":
@@ -104,9 +102,8 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
         return mtp_of(target) or name  # without any, opening the draft says why
     if name != "heads":
         return name
-    identity = identify(target)
-    heads = heads_file(cache_folder(), identity) if identity is not None else None
-    if heads is None or not _exists(heads):
+    heads = heads_file(cache_folder(), identity_of(target))
+    if not _exists(heads):
         hint = f"`specgen draft make -m {target}` makes them"
         raise UsageError(f"--draft heads: none were made for {target.name}", hint)
     return heads
@@ -114,7 +111,9 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
 
 def find_target(name: str, *, quiet: bool) -> Path:
     registry = load_registry()
-    return find_model(name, registry, fetching(registry, quiet=quiet))
+    path = find_model(name, registry, fetching(registry, quiet=quiet))
+    identity_of(path)
+    return path
 
 
 def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str] = ()) -> Path:
@@ -274,8 +273,7 @@ def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
         values["draft"] = str(saved.draft.absolute())
     document["drafts"][_key(target)] = values
     with write_errors(path, "set SPECGEN_CONFIG to another folder"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        replace_json(path, document)
 
 
 def _read() -> dict[str, Any]:

@@ -65,7 +65,7 @@ class KeptAnswers:
             return
         self._unwritten.append(answer)
         make_folder(self.folder)
-        held = OutputError(f"{self._file}: another process does not stop writing to it")
+        held = OutputError(f"{self._file}: another process is writing to it")
         lock = locked(self.folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S)
         with lock, write_errors(self._file):
             first = last_number(self.folder) + 1

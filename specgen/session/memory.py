@@ -21,7 +21,7 @@ from specgen.llama import default_threads
 from specgen.method.tables import N_BINS, AcceptanceCounts, AcceptanceRates, CostTable
 from specgen.models.files import identify
 from specgen.options import ContextOptions, SessionOptions
-from specgen.system.files import read_object, replace_text
+from specgen.system.files import read_object, replace_json
 
 #: Tables by how full the context is, in tokens: below 512, 1024, 2048, ...
 _SHALLOW, _N_DEPTHS = 512, 22
@@ -138,8 +138,7 @@ class Memory:
             learnt = {key: entry for key, entry in new[kind].items() if entry}
             others = {key: entry for key, entry in entries.items() if key not in learnt}
             document[kind] = dict([*others.items(), *learnt.items()][-_N_KEPT:])
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        replace_json(self._file, document)
 
     def _table(self, key: str) -> CostTable:
         if key in self._tables:

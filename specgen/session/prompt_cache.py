@@ -46,7 +46,7 @@ class PromptCache:
         if is_taken is None:
             return f"{self._path} is damaged: it is made anew"
         if not is_taken:
-            return f"{self._path}: llama.cpp does not take its state: the prompt is read again"
+            return f"{self._path}: llama.cpp refused the saved state: the prompt is read again"
         self._restored = list(backend.text(0))
         return ""
 

@@ -88,8 +88,10 @@ def open_private(file: str, flags: int) -> int:
     return os.open(file, flags | os.O_CREAT, 0o600)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file by a JSON text in UTF-8; lone surrogates (in file names) become escapes. Raise `OSError`."""
+def replace_json(path: Path, value: Any) -> None:
+    """Replace a file by a JSON value, and make its folder; lone surrogates become escapes. Raise `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     replace_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
@@ -102,12 +104,15 @@ def read_object(file: Path | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class KeptResults:
-    """The latest `n_kept` results in a JSON file, by key. What cannot be read or written keeps nothing."""
+#: The results that a file keeps.
+_N_KEPT = 512
 
-    def __init__(self, file: Path | None, n_kept: int) -> None:
+
+class KeptResults:
+    """The latest results in a JSON file, by key. What cannot be read or written keeps nothing."""
+
+    def __init__(self, file: Path | None) -> None:
         self._file = file
-        self._n_kept = n_kept
 
     def read(self) -> dict[str, Any]:
         results = read_object(self._file).get("results")
@@ -118,10 +123,9 @@ class KeptResults:
         if self._file is None:
             return
         with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
             known = {key: value for key, value in self.read().items() if key not in new}
-            latest = dict([*known.items(), *new.items()][-self._n_kept :])
-            replace_text(self._file, json.dumps({"results": latest}, indent=1) + "\n")
+            latest = dict([*known.items(), *new.items()][-_N_KEPT:])
+            replace_json(self._file, {"results": latest})
 
 
 def read_toml(file: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,16 +95,8 @@ def _last_line(text: str) -> str:
 
 # --- how this process ends
 
-_running: list[str] = []
-
-
-def leave_running(what: str) -> None:
-    """Record that native code (`what`) runs on in a thread: native destructors must not run meanwhile."""
-    _running.append(what)
-
-
-def has_left_running() -> bool:
-    return bool(_running)
+#: Set where native code runs on in a thread: native destructors must not run meanwhile.
+left_running = threading.Event()
 
 
 def is_failing() -> bool:

@@ -45,7 +45,7 @@ ggml("ggml_init", ctypes.c_void_p, Parameters)(Parameters(2 * limit, None, False
 def test_a_failed_assertion_is_one_line(tmp_path: Path, tiny_models: Path, role: str) -> None:
     damaged = with_a_token_twice(tmp_path / "twice.gguf")
     # Wrongly: it would be refused otherwise.
-    kept = KeptResults(cache_folder() / gguf_file.FILE_NAME, 1)
+    kept = KeptResults(cache_folder() / gguf_file.FILE_NAME)
     kept.add({gguf_file._key(damaged): True})  # noqa: SLF001
     target = damaged if role == "target" else tiny_models / "target.gguf"
     draft = damaged if role == "draft" else "none"

@@ -25,7 +25,7 @@ from specgen.errors import PromptError
 from specgen.llama import LlamaModel
 from specgen.serve.formats.call_forms import CallForm, form_of
 from specgen.serve.formats.tool_calls import Function, ToolCallParser, calls_grammar
-from specgen.session.prompts.template import Message, render
+from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
 from specgen.text.grammar.free_text import ANY, grammar_start
 from tests.tiny import TinyConfig, write_tiny_model
@@ -138,9 +138,14 @@ def about(name: str, template: str, work: Path) -> tuple[str, bool]:
         turns = [Message("user", "hello")]
         now = datetime.datetime(2026, 1, 1)
         prompt = render(template, turns, bos_token="", eos_token="", now=now)
+        if has_tools:  # what an agent sends next
+            calls_made = tuple(ToolCall(f"call_{n}", *call) for n, call in enumerate(CALLS[:2]))
+            turns.append(Message("assistant", "So", calls_made))
+            turns += [Message("tool", "x", (), each.identity, each.name) for each in calls_made]
+            render(template, turns, bos_token="", eos_token="", now=now)
         thoughts += ", begun by the template" if ThoughtReader(prompt).is_open else ""
     except PromptError as error:
-        return f"calls: {calls}; {error.message}", name in UNREAD
+        return f"calls: {calls}; {error.message}", False
     return (
         f"calls: {calls}; thoughts: {thoughts}",
         form is not None or not has_tools or name in UNREAD,

@@ -375,7 +375,7 @@ def find(big: Path) -> Find:
 
         def fetch(name: str) -> Path:
             fetched.append(name)
-            return big.parent / f"{name}.gguf"
+            return big if name == "hf:a/b" else big.parent / f"{name}.gguf"
 
         saved_drafts_file().unlink(missing_ok=True)
         if saved is not None:

@@ -12,11 +12,14 @@ import os
 import platform
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from scripts import build_wheel
+from scripts.build_peers import BuildError
 from specgen import __version__
 from specgen.system.machine import REQUIRED_VERSION
 from tests.helpers.common import ROOT
@@ -127,3 +130,24 @@ def test_the_licences_of_what_it_carries_are_there(run: Run) -> None:
         "print(*(path.read_text() for path in sorted(b.glob('LICENSE*'))))"
     )
     assert run("python", "-c", program).count("MIT License") == 2
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_threads_that_wait_leave_their_cores_to_other_programs(machine: str) -> None:
+    if not wheel_for(machine).is_file():
+        pytest.skip("make dist builds the wheel")
+    with zipfile.ZipFile(wheel_for(machine)) as wheel:
+        variants = [name for name in wheel.namelist() if "/libggml-cpu-" in name]
+        assert variants
+        assert all(b"usleep" in wheel.read(name) for name in variants)
+
+
+def test_another_barrier_of_llama_cpp_is_not_left_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "ggml-cpu.c"
+    file.write_text(f"void ggml_barrier() {{\n{build_wheel._SPINS}}}\n", encoding="utf-8")  # noqa: SLF001
+    for _ in range(2):
+        build_wheel.sleep_at_barriers(file)
+        assert file.read_text(encoding="utf-8").count("usleep") == 1
+    file.write_text("void ggml_barrier() {}\n", encoding="utf-8")
+    with pytest.raises(BuildError):
+        build_wheel.sleep_at_barriers(file)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from playwright.sync_api import Browser
 
-from specgen.render.pages import write_replay
+from specgen.events import to_json_object
+from specgen.render.pages import REPLAY, write_page
 from tests.helpers.browser import browser
 from tests.helpers.events import Script
 
@@ -16,7 +17,8 @@ __all__ = ["browser"]
 def test_an_answer_grows_round_by_round(browser: Browser, tmp_path: Path) -> None:
     script = Script().prompt().plain("The <!--<script>").round([" cat", " sat", " on"], 1, " lay")
     drafted, parents = [" down", " up", " there"], (-1, -1, 0)
-    write_replay(tmp_path / "page.html", script.tree(drafted, parents, (0,), ".").finish().events)
+    events = script.tree(drafted, parents, (0,), ".").finish().events
+    write_page(tmp_path / "page.html", REPLAY, [*map(to_json_object, events)])
     page = browser.new_page(viewport={"width": 375, "height": 800})
     errors: list[object] = []
     page.on("pageerror", lambda error: errors.extend([error]))

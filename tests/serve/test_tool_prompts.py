@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from specgen.llama import LlamaModel
 from specgen.session.prompts.continued import continued
 from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import ThoughtReader
 from tests.helpers.common import NOW
+from tests.helpers.server import running, session_of
 from tests.helpers.sessions import opened
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -102,6 +105,40 @@ def test_templates_are_told_what_llama_cpp_tells_them() -> None:
     assert rendered(template, two) == f'True {date} {NOW.year} ["user","assistant"]'
     added = "{% set ns = namespace(all=[]) %}{% set _ = ns.all.append(1) %}{{ ns.all }}"
     assert rendered(added, two) == "[1]"
+    taken = "{% set ns = namespace(all=['a', 'b']) %}{{ ns.all.pop(0) }} {{ ns.all | join }}"
+    assert rendered(taken, two) == "a b"  # Kimi K2's ids of results
+
+
+#: Templates that refuse most conversations with calls, as Llama 3's and Functionary's do.
+_ONE_CALL = "{% if m.tool_calls | length > 1 %}{{ raise_exception('only single tool-calls at once!') }}{% endif %}"
+_TEXTS = "{% for c in m.tool_calls %}{{ '>' + c.function.name + c.function.arguments }}{% endfor %}"
+_JSON = "{% for c in m.tool_calls %}>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize("calls", [_ONE_CALL + _JSON, _TEXTS, _ONE_CALL + _TEXTS])
+def test_conversations_with_calls_are_as_the_template_takes_them(
+    tmp_path: Path, calls: str
+) -> None:
+    """At the server, where an agent's next request has the calls of the answer before."""
+    template = (
+        "{% for m in messages %}{% if m.tool_calls is defined %}@calls{% endif %}{{ m.content }}|{% endfor %}"
+        "{{ tools }}"
+    ).replace("@calls", calls)
+    target = write_tiny_model(tmp_path / "m.gguf", TinyConfig(chat_template=template))
+    given = [
+        {"id": f"id{n}", "type": "function", "function": {"name": f"f{n}", "arguments": '{"a": 1}'}}
+        for n in (1, 2)
+    ]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "So", "tool_calls": given},
+        *({"role": "tool", "tool_call_id": f"id{n}", "content": f"r{n}"} for n in (1, 2)),
+    ]
+    with running(session_of(target, max_tokens=4)) as server:
+        found = server.post("/apply-template", messages=messages).json()["prompt"]
+        assert server.post("/v1/chat/completions", messages=messages).status_code == 200
+    whole, split = '>f1{"a": 1}>f2{"a": 1}So|r1|r2|', '>f1{"a": 1}So|r1|>f2{"a": 1}|r2|'
+    assert found == f"q|{split if _ONE_CALL in calls else whole}"
 
 
 def test_the_beginning_of_an_answer_is_behind_the_prompt(tmp_path: Path) -> None:

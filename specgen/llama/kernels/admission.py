@@ -151,8 +151,8 @@ def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
 
 #: The command of a child process; `specgen.llama.kernels.trial` has its arguments.
 CHILD: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.trial")
-#: The file of verdicts in the cache folder, and the most of them in it.
-VERDICTS, _N_KEPT = "kernels.json", 512
+#: The file of verdicts in the cache folder.
+VERDICTS = "kernels.json"
 SELF_TEST_TIMEOUT_S = 60.0
 #: The longest that a trial may take: so many seconds, and one more for so many bytes.
 _TRIAL_TIMEOUT_S, _BYTES_PER_S = 120.0, 20e6
@@ -184,7 +184,7 @@ def _parsed(value: Any) -> Verdict | None:
 
 def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
     """Return the verdict of a library's self-test here: the remembered one if there is one, unless `anew`."""
-    kept = KeptResults(cache / VERDICTS, _N_KEPT)
+    kept = KeptResults(cache / VERDICTS)
     key = digest_of(_circumstances(library))
     known = None if anew else _parsed(kept.read().get(key))
     if known is None:
@@ -233,7 +233,7 @@ class ModelTrials:
     def __init__(self, library: Path, cache: Path, *, required: bool = False) -> None:
         self._library = library
         self._cache = cache
-        self._kept = KeptResults(cache / VERDICTS, _N_KEPT)
+        self._kept = KeptResults(cache / VERDICTS)
         self._required = required
         self._circumstances: dict[str, str] = {}
         self._known: dict[str, Verdict] = {}

@@ -438,7 +438,8 @@ def _whole_tags(text: str) -> int:
 
 def _render(template: str, messages: list[Message]) -> str:
     now = datetime.datetime(2026, 1, 1)
-    text = render(template, messages, bos_token="", eos_token="", now=now, tools=_TOOLS)
+    how: dict[str, Any] = {"bos_token": "", "eos_token": "", "rearranges": False}
+    text = render(template, messages, now=now, tools=_TOOLS, **how)
     return without_marks(text, _MARKS)
 
 
@@ -524,24 +525,21 @@ def _forms_of_pairs(
     yield _with_two(form, two)
 
 
+def _with_any(form: CallForm, pattern: str) -> CallForm:
+    found: dict[str, Any] = {}
+    for name in ("opening", "after_name", "closing", "between"):
+        text = getattr(form, name)
+        found[name] = text and re.sub(pattern, ANY, text)
+    return replace(form, **found)
+
+
 def _with_two(form: CallForm, two: str | None) -> CallForm:
     """Return a form with what stands between two calls, and `ANY` for what differs from call to call."""
-    any_id = functools.partial(re.compile("|".join(_IDS)).sub, ANY)
-    form = replace(
-        form,
-        opening=any_id(form.opening),
-        after_name=any_id(form.after_name),
-        closing=any_id(form.closing),
-    )
+    ids, numbers = "|".join(_IDS), r'(?<=[:"])\d(?=[<"])'
+    form = _with_any(form, ids)
     if two is None or (other := two.find(_OTHER)) < 0:
         return form
-    numbers = functools.partial(re.compile(r'(?<=[:"])\d(?=[<"])').sub, ANY)
-    form = replace(
-        form,
-        opening=numbers(form.opening),
-        after_name=numbers(form.after_name),
-        closing=numbers(form.closing),
-    )
+    form = _with_any(form, numbers)
     functions = {_NAME: _SCHEMA, _OTHER: _SCHEMA}
     begin, found = match(form.opening, two, 0), None
     if begin is not None and begin != UNCLEAR:
@@ -551,9 +549,10 @@ def _with_two(form: CallForm, two: str | None) -> CallForm:
         last = "" if form.pair is None else form.pair.closing_of([*_TYPES][-1]).strip()
         if not last or (place := two.rfind(last, 0, other)) < 0:
             return form
-        place += len(last)
-        return replace(form, between=numbers(any_id(two[place:other])))
-    return replace(form, between=numbers(any_id(two[found[0] : other])))
+        end = place + len(last)
+    else:
+        end = found[0]
+    return _with_any(replace(form, between=two[end:other]), f"{ids}|{numbers}")
 
 
 def _gives_back(form: CallForm, written: str, two: str | None, probe: Arguments) -> bool:

@@ -62,11 +62,13 @@ def render(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
     marks_contents: bool = False,
+    rearranges: bool = True,
 ) -> str:
     """Return the conversation as the model expects it, up to where its answer begins. `template` is Jinja from a model
     file, which is not trusted. `tools` are as OpenAI's API describes them. `OWN_VARIABLES` keep their values.
-    `marks_contents` marks all that is not the template's own text. Raise `PromptError` if the template does not accept
-    the messages, fails in any way, or exceeds the sandbox's limits."""
+    `marks_contents` marks all that is not the template's own text; `rearranges` says to try calls in other orders if
+    the template refuses them. Raise `PromptError` if it does not accept the messages, fails in any way, or exceeds the
+    sandbox's limits."""
     mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
     # As llama.cpp: templates ask whether they are defined, and some have a date of long ago.
     given = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
@@ -80,7 +82,13 @@ def render(
         given |= {"functions": functions, "datetime": now.strftime("%b %d %Y")}
     failure: Exception | None = None
     joined = _joined(messages)
-    for tried in (messages, joined) if len(joined) < len(messages) else (messages,):
+    split = _one_by_one(joined)
+    others = (_with_texts(joined), split, _with_texts(split)) if rearranges else ()
+    tries = list[list[Message]]()
+    for tried in (list(messages), joined, *others):
+        if tried in tries:
+            continue
+        tries.append(tried)
         environment = _Sandbox()
         environment.globals["strftime_now"] = now.strftime
         # The role is not the sender's text: templates make control tokens of it.
@@ -105,6 +113,40 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
             found.pop()
         found.append(message)
     return found
+
+
+def _one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation in which a turn has one call, and its result follows, as Llama 3's template wants it."""
+    found, rest = list[Message](), list(messages)
+    while rest:
+        message = rest.pop(0)
+        if len(message.tool_calls) < 2:
+            found.append(message)
+            continue
+        n_results = next((n for n, each in enumerate(rest) if each.role != "tool"), len(rest))
+        results, rest = rest[:n_results], rest[n_results:]
+        for n, call in enumerate(message.tool_calls):
+            found.append(replace(message, content="" if n else message.content, tool_calls=(call,)))
+            found += [each for each in results if each.tool_call_id == call.identity]
+            results = [each for each in results if each.tool_call_id != call.identity]
+        found += results
+    return found
+
+
+def _with_texts(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation whose arguments are texts of JSON, as Functionary's template wants them."""
+    return [
+        replace(
+            message,
+            tool_calls=tuple(
+                call
+                if isinstance(call.arguments, str)
+                else replace(call, arguments=_to_json(call.arguments))
+                for call in message.tool_calls
+            ),
+        )
+        for message in messages
+    ]
 
 
 @functools.lru_cache(maxsize=16)
@@ -358,9 +400,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Allow templates to add to their own lists, as llama.cpp does."""
-        is_append = attr == "append" and isinstance(obj, list)
-        return is_append or super().is_safe_attribute(obj, attr, value)
+        """Allow templates to change their own lists, as llama.cpp does: Kimi K2's takes ids from one."""
+        is_change = attr in ("append", "pop") and isinstance(obj, list)
+        return is_change or super().is_safe_attribute(obj, attr, value)
 
     def count_step(self) -> None:
         self._n_steps += 1

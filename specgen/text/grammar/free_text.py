@@ -124,6 +124,7 @@ def _around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
     """Return rules, in llguidance's form of Lark, for an answer behind thoughts."""
     final = thoughts.final if is_call else ""
     before = [each for each in thoughts.before if not (final and each.endswith(final))]
+    before += thoughts.behind if is_call else ()  # a text before calls may be empty
     lead, after = (
         f"(({' | '.join(' NAME '.join(map(literal, mark.split(ANY))) for mark in marks)}) SPACE?){{0,2}}"
         if marks

@@ -35,11 +35,6 @@ ROOT = "root"
 _Alternatives = list[list[str]]
 
 
-def to_lark(text: str, vocabulary: Vocabulary) -> str:
-    """Return a grammar in Lark. Raise `UsageError` if it is not valid."""
-    return _Reader(text, vocabulary).read()
-
-
 @dataclass(slots=True)
 class _Open:
     """A rule or a group that is being read."""
@@ -50,8 +45,8 @@ class _Open:
     item_start: int = 0
 
 
-class _Reader:
-    """llama.cpp's grammar parser, without its recursion."""
+class GbnfReader:
+    """llama.cpp's grammar parser, without its recursion. `read` raises `UsageError` if the grammar is not valid."""
 
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
         self.text = text

@@ -22,7 +22,7 @@ from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, Logits, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState, checked_ids
-from specgen.text.grammar.gbnf import to_lark
+from specgen.text.grammar.gbnf import GbnfReader
 from specgen.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class LlguidanceGrammar:
         #: (4 ms inside of a JSON string). Where a text is forced, a mask has the model's own tokens only.
         self.checks_few = grammar.form == "gbnf"
         if self.checks_few:
-            grammar = Grammar("lark", to_lark(grammar.text, vocabulary))
+            grammar = Grammar("lark", GbnfReader(grammar.text, vocabulary).read())
         if rules:
             own = in_lark(grammar) if grammar.form == "json_schema" else grammar.text
             grammar = Grammar("lark", f"{rules}\nanswer:{own.removeprefix('start:')}")
