@@ -48,7 +48,7 @@ export PROMPT
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
-		while IFS='|' read -r target text; do printf '%-20s%s\n' "$$target" "$$text"; done
+		while IFS='|' read -r target text; do printf '%-24s%s\n' "$$target" "$$text"; done
 	@printf '\n%s\n%s\n' \
 		'Variables: PROMPT, ARGS (options of specgen run), PYTEST_ARGS, SEARCHES, PYTHON, VENV, and' \
 		'CMAKE_ARGS for the build of llama.cpp, for example CMAKE_ARGS=-DGGML_CUDA=on'

@@ -60,14 +60,14 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
 
 def _model_file(name: str) -> Path:
     """Return a model's file; raise `SpecgenError` for names that are unknown or whose file is not here."""
-    from specgen.models.hub_names import find_in_cache, is_reference, locate, parse_reference
+    from specgen.models.hub_names import PREFIX, find_in_cache, locate, parse_reference
     from specgen.models.registry import load_registry
     from specgen.session.choose_models import find_model
 
     registry = load_registry()
 
     def find(name: str) -> Path:
-        is_on_hub = is_reference(name)
+        is_on_hub = name.startswith(PREFIX)
         path = find_in_cache(parse_reference(name)) if is_on_hub else locate(registry.model(name))
         if path is None:
             hint = f"`specgen models pull {name}` downloads it"

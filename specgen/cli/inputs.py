@@ -122,9 +122,8 @@ def read_template(given: str) -> str:
         model = load_registry().models.get(given)
         path = Path(given).expanduser() if model is None else locate(model)
         if path is None or not path.is_file():
-            what = (
-                "no file" if model is None else "not on this disk: `specgen models pull` fetches it"
-            )
+            away = "not on this disk: `specgen models pull` fetches it"
+            what = "no file" if model is None else away
             hint = f"give a file of Jinja or GGUF, a model's name, or {', '.join(BUILT_IN)}"
             raise UsageError(f"--chat-template {given}: {what}", hint)
         template = _template_in(path) if path.suffix == ".gguf" else read_text(path)

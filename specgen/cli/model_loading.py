@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.cli.output import Output
+from specgen.cli.output import Output, check_file_option
 from specgen.options import (
     Contexts,
     DraftOptions,
@@ -59,6 +59,7 @@ class Setup:
         from specgen.session.choose_models import find_models
         from specgen.session.open import session_options
 
+        check_file_option("--prompt-cache", self.prompt_cache)
         sources = find_models(self.models, quiet=output.quiet)
         drafting, learning = self.drafting, None
         if self.learn and (identity := identify(sources.target)) is not None:

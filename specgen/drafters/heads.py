@@ -131,5 +131,4 @@ KIND = DraftKind(
     "heads",
     matches=lambda source: isinstance(source, Path) and is_heads_file(source),
     open=lambda source, setup: LoadedHeads(Path(source), setup),
-    reads="last states",
 )

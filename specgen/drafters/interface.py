@@ -206,5 +206,4 @@ class DraftKind:
     name: str
     matches: Callable[[DraftSource], bool]
     open: Callable[[DraftSource, DraftSetup], LoadedDraft]
-    reads: Reads = "text"
     suits: Callable[[LlamaModel], bool] = lambda _target: False

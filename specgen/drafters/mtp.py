@@ -100,6 +100,5 @@ KIND = DraftKind(
     "mtp",
     matches=lambda draft: holds_mtp_only(draft) if isinstance(draft, Path) else draft == "mtp",
     open=lambda draft, setup: MtpDraft(setup, draft if isinstance(draft, Path) else None),
-    reads="all states",
     suits=lambda target: not target.why_no_mtp,
 )

@@ -273,7 +273,6 @@ class TrainedDraft(StatesDraft):
             name,
             matches=lambda source: isinstance(source, Path) and architecture_of(source) == name,
             open=lambda source, setup: cls(Path(source), setup),
-            reads=cls.reads,
         )
 
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:

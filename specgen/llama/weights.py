@@ -61,15 +61,6 @@ class LoadedWeights:
     packed: PackedWeights | None = None
     n_users: int = 1
 
-    @property
-    def n_packed_bytes(self) -> int:
-        """Bytes that were packed while it was loaded, since its weights were not kept in the kernels' layout."""
-        return 0 if self.packed is None else self.packed.n_new_bytes
-
-    @property
-    def lacks_disk_room(self) -> bool:
-        return self.packed is not None and self.packed.lacks_room
-
     @cached_property
     def vocabulary(self) -> LlamaVocabulary:
         return LlamaVocabulary(self.handle)

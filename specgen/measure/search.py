@@ -106,7 +106,7 @@ def search_drafts(
         prompts,
         chat=chat,
         interrupted=interrupted,
-        progress=partial(progress, target.name),
+        progress=partial(progress, f"{target.name} alone"),
     )
     if baseline is None:
         return None
@@ -121,7 +121,7 @@ def search_drafts(
                 threads |= _tuned_threads(session, draft, interrupted, progress, is_draft=True)
             if session.draft is not None and session.draft.timed is not None:
                 session.costs.forget(session.draft.timed)
-            shown = partial(progress, name_of(draft))
+            shown = partial(progress, f"with {name_of(draft)}")
             figures = try_draft(session, baseline, interrupted=interrupted, progress=shown)
         except DRAFT_ERRORS as error:
             failed.append(Refused(Path(draft), error.message.removeprefix(f"{draft}: ")))

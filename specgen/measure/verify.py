@@ -87,7 +87,8 @@ def run_checks(
     def each_way(what: str) -> Iterator[dict[str, Any]]:
         for way, drafting in ways.items():
             session.change_drafting(drafting)
-            shown = partial(progress, f"{what}, {way}")
+            how = "a draft in each round" if way == "forced" else f"--policy {way}"
+            shown = partial(progress, f"{what}, {how}")
             yield {"way": way, "interrupted": interrupted, "progress": shown}
 
     if check != "sampled":

@@ -47,10 +47,6 @@ class HubReference:
         return f"{PREFIX}{self.repo}{rest}"
 
 
-def is_reference(name: str) -> bool:
-    return name.startswith(PREFIX)
-
-
 def looks_like_reference(name: str) -> bool:
     return _REFERENCE.fullmatch(name) is not None and not name.endswith(".gguf")
 

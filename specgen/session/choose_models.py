@@ -15,7 +15,7 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from specgen.drafters.kinds import WORDS, is_word
 from specgen.errors import ModelFileError, UsageError
 from specgen.models.files import FileIdentity, cache_folder, config_folder, heads_file, identity_of
-from specgen.models.hub_names import PREFIX, is_reference, locate, looks_like_reference
+from specgen.models.hub_names import PREFIX, locate, looks_like_reference
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
 from specgen.system.files import correct, replace_json, write_errors
@@ -119,7 +119,7 @@ def find_target(name: str, *, quiet: bool) -> Path:
 def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str] = ()) -> Path:
     """Return the file of a model: on the hub (``hf:``), a path, or a model's name in the registry; `others` are words
     that may have been meant. Raise `UnknownModelError` or `FetchError`."""
-    if is_reference(name):
+    if name.startswith(PREFIX):
         return fetch(name)
     path = Path(name).expanduser()
     separators = [os.sep, os.altsep or os.sep]
@@ -139,7 +139,7 @@ def fetching(registry: Registry, *, quiet: bool) -> Fetch:
 
     def get(name: str) -> Path:
         progress = stderr_progress(quiet=quiet)
-        if is_reference(name):
+        if name.startswith(PREFIX):
             return fetch_reference(parse_reference(name), progress=progress)
         return fetch(registry.model(name), progress=progress)
 

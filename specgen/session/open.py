@@ -160,12 +160,13 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
                 f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
                 f"trial ({model.loaded.kernel_problem}); please report this (`specgen doctor -m` tries again)"
             )
-        elif model.loaded.n_packed_bytes and not model.loaded.lacks_disk_room:
+        elif (packed := model.loaded.packed) and packed.n_new_bytes and not packed.lacks_room:
             yield (
-                f"{model.name}: its weights were packed for this machine, and {human_bytes(model.loaded.n_packed_bytes)} are "
+                f"{model.name}: its weights were packed for this machine, and {human_bytes(packed.n_new_bytes)} are "
                 f"written to {packed_folder()}: the next start is quick (--packed-cache off keeps none)"
             )
-    no_room = next((model.name for model in models if model.loaded.lacks_disk_room), None)
+    lacking = (each.name for each in models if each.loaded.packed and each.loaded.packed.lacks_room)
+    no_room = next(lacking, None)
     marker = cache_folder() / f"no-room-for-packed-weights-{__version__}"
     if no_room is not None and is_first_time(marker):
         yield (

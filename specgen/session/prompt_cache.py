@@ -23,8 +23,7 @@ class PromptCache:
             with path.open("rb") as file:
                 begin = file.read(len(MAGIC))
         except FileNotFoundError:
-            if not path.parent.is_dir():
-                raise UsageError(f"--prompt-cache {path}: there is no such folder") from None
+            pass
         except OSError as error:
             raise UsageError(f"--prompt-cache {path}: {error.strerror}") from error
         if begin not in (b"", MAGIC):

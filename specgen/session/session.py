@@ -136,7 +136,8 @@ class Session:
             self._ahead.close()
 
     def _count_loading(self, model: LlamaModel, started_s: float) -> None:
-        name = "packing_s" if model.loaded.n_packed_bytes else "loading_s"
+        packed = model.loaded.packed
+        name = "packing_s" if packed is not None and packed.n_new_bytes else "loading_s"
         self.setup_s[name] += self.clock() - started_s
 
     def _open_ngrams(self) -> None:

@@ -166,7 +166,7 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
     command += ["--draws", "1000000", "--json"]
     with on_terminal(command) as (process, terminal):
         shown = b""
-        while b"sampled, fixed" not in shown:  # texts were compared; its progress says so
+        while b"sampled, --policy fixed" not in shown:  # texts were compared; its progress says so
             shown += os.read(terminal, 4096)
         process.send_signal(signal.SIGINT)
         rest_of(terminal)

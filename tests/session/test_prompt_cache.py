@@ -112,4 +112,4 @@ def test_the_command_line_keeps_a_prompt(folder: Path, tmp_path: Path, specgen: 
     missing = tmp_path / "no folder" / "kept"
     refused = specgen(*command[:-1], missing, PROMPT)
     assert refused.out == ""
-    assert "there is no such folder" in refused.err
+    assert "there is no folder" in refused.err
