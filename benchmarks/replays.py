@@ -10,7 +10,8 @@ said in the recorded answers, and a decode takes what the table of costs says: o
 the same on a busy one. Specgen's own time is left out. With `--row R`, costs are made up: a token
 of the target takes 68 ms, every further row of a batch R of that, and a row of the draft 0.22.
 Several settings of one draft file, and several tables, take little longer than one: what the draft
-model says is remembered. Each learns from answer to answer.
+model says is remembered. A table with `change_ms`, two numbers, is of a device that replays graphs: the first two
+decodes of a size take so much longer. Each learns from answer to answer.
 
 Of each setting with each table, the time of plain decoding after the first token over that of the
 replay: as a geometric mean over categories, of all answers together, and the worst, on stderr; all
@@ -32,12 +33,14 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from benchmarks.answers import begin, read_setting
+from specgen.llama.graphs import GraphCosts
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.method.backend import Backend, Batch
 from specgen.method.tables import CostTable
@@ -58,6 +61,10 @@ _DRAFT_ROW = 0.22
 _MOST_DRAFTED = 16
 #: Far beyond the logits of all other tokens.
 _CERTAIN = 40.0
+
+
+#: What the first two decodes of a size take more, in seconds, by table; empty if sizes do not matter.
+CHANGES: dict[CostTable, tuple[float, ...]] = {}
 
 
 @dataclass
@@ -83,12 +90,19 @@ class Timed:
     n_decoded_rows: int = 0
     #: Seconds of decodes of so many rows that a text was read in them.
     reading_s: float = 0.0
+    #: What the first two decodes of a size take more; how many decodes before had the last one's size.
+    change_s: tuple[float, ...] = ()
+    n_last: int = 0
+    n_same: int = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def decode(self, batch: Batch) -> Logits:
-        seconds = self.costs.seconds(len(batch))
+        n_rows = len(batch)
+        self.n_same = self.n_same + 1 if n_rows == self.n_last else 0
+        self.n_last = n_rows
+        seconds = self.costs.seconds(n_rows) + sum(self.change_s[self.n_same : self.n_same + 1])
         self.decode_s += seconds
         self.clock.now_s += seconds
         self.n_decoded_rows += len(batch)
@@ -156,6 +170,7 @@ def read_costs(path: Path, models: Sequence[Path]) -> dict[str, list[CostTable]]
     for line in path.read_text(encoding="utf-8").splitlines():
         told = json.loads(line)
         table = CostTable({int(n): ms / 1000 for n, ms in told["ms"].items()})
+        CHANGES[table] = tuple(ms / 1000 for ms in told.get("change_ms", ()))
         name = f"{path.stem}, {told['kernels']}, {told['context']} tokens in context"
         found.setdefault(name, {})[told["model"]] = table
     return {name: [tables[model.name] for model in models] for name, tables in found.items()}
@@ -178,6 +193,9 @@ class Entrant:
         )
         self._loaded = Session(options, self._clock, Memory())
         self.found: list[dict[str, Any]] = []
+        self._changes = CHANGES.get(costs[0], ())
+        if self._changes:
+            self._loaded.costs.kind = partial(GraphCosts, n_layer=self._loaded.target.n_layer)
         tables = [self._loaded.costs.table()]
         if isinstance(draft, Path):
             tables.append(self._loaded.costs.table(draft))
@@ -218,7 +236,7 @@ class Entrant:
             n_outputs=loaded.n_rows_max,
             n_sequences=loaded.n_branches_max,
         )
-        target = cast(Backend, Timed(said, self._costs[0], clock))
+        target = cast(Backend, Timed(said, self._costs[0], clock, change_s=self._changes))
         drafting = () if draft is None else (cast(Backend, Timed(draft, self._costs[1], clock)),)
         generation = DrafterFactory(loaded).sequence(prompt, real.n_ctx, drafting, seed=1)
         loop = AnswerLoop(target, clock)
@@ -227,7 +245,8 @@ class Entrant:
         finished = loop.finish(generation, CostTable())
         seconds = finished.wall_s - finished.prompt_s
         reading_s = cast(Timed, drafting[0]).reading_s if drafting else 0.0
-        plain_s = (len(told.tokens) + told.ended - 1) * self._costs[0].seconds(1)
+        n_plain = len(told.tokens) + told.ended - 1
+        plain_s = n_plain * self._costs[0].seconds(1) + sum(self._changes)
         self.found.append(
             {
                 "prompt": told.prompt.number,

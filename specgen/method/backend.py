@@ -67,6 +67,8 @@ class Backend(Protocol):
     n_sequences: int
     rollback: Rollback
     n_decoded_rows: int
+    #: Whether decodes take less time while batches keep their size.
+    replays_graphs: bool
     #: If it is set, it is asked during decodes, where that is possible (not on a GPU). If it returns True, the decode
     #: ends with a `DecodeEndedError`, and the text is as it was before.
     is_unwanted: Callable[[], bool] | None

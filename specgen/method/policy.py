@@ -198,11 +198,11 @@ class CostAwarePolicy:
             return RoundPlan("no room")
         # A sequence pays its part of a batch in which all draft as much as it does.
         rows_s = [self._costs.seconds_each(n) for n in range(1, self.n_max + 2)]
-        recent_s = (self._round_s or rows_s[0]) / self._round_tokens
+        recent_s = (self._round_s or self._plain_s) / self._round_tokens
         stop = WhilePaying(
             origin=offer.drafter or "",
             rates=self.acceptance_of,
-            token_s=min(rows_s[0] / _MARGIN, recent_s),
+            token_s=min(self._plain_s / _MARGIN, recent_s),
             extra_s=[seconds - rows_s[0] for seconds in rows_s],
             next_s=offer.price.next_s,
             p_min=self._p_min,
@@ -227,7 +227,7 @@ class CostAwarePolicy:
     def _plan_model(self, offer: Offer, drafter: str, stop: WhilePaying) -> tuple[RoundPlan, float]:
         """Return the plan for the drafter that decodes, and its expected gain in seconds; -inf for a trial or none."""
         price, extra_s, rates = offer.price, stop.extra_s, self.acceptance_of(drafter)
-        plain_s, credit = self._costs.seconds_each(1), rates.counts.credit
+        plain_s, credit = self._plain_s, rates.counts.credit
         if not self._values:
             self._values = values_of_looks(extra_s, price.next_s, stop.token_s, rates)
         n_max, growing = min(self.n_max, offer.n_most), replace(stop, values=self._values)
@@ -255,7 +255,7 @@ class CostAwarePolicy:
             return replace(plan, reason="trial", n_max=min(n_max, n_tried), stop=tried), -math.inf
         elif price.prefill_s > 0.0:
             reason = "prefill"
-            why = f"the draft must first read the text, {price.prefill_s:.1f} s"
+            why = f"the draft must first read the text, {max(0.1, price.prefill_s):.1f} s"
         else:
             reason, why = "acceptance", self._too_rarely(rates, stop)
         return RoundPlan(reason, stop=stop, detail=why), -math.inf
@@ -270,7 +270,7 @@ class CostAwarePolicy:
         self._n_stale = self._n_stale if n_drafted else 0
         if not costs:
             return
-        plain_s = costs.seconds_each(1)
+        plain_s = self._plain_s
         # Forced tokens count, too, and so do accepted ones behind the end of the answer.
         n_tokens = max(1, len(result.committed), len(result.path) + 1)
         target_s = result.target_s * costs.share_of_batch(n_drafted, result.n_rows)
@@ -293,6 +293,10 @@ class CostAwarePolicy:
         if self._n_rounds % _MAX_AGE == 0:
             self._values = []
 
+    @property
+    def _plain_s(self) -> float:
+        return self._costs.seconds(self._costs.n_sharing) / self._costs.n_sharing
+
     def acceptance_of(self, origin: str, rank: int = 0) -> AcceptanceRates:
         """Return the acceptance rates, in this text, of a drafter's tokens with `rank` better siblings."""
         name = f"{origin}:{min(rank, N_RANKS) + 1}" if rank else origin
@@ -308,4 +312,4 @@ class CostAwarePolicy:
 
     def _row(self, stop: WhilePaying) -> str:
         # A batch of two may have been quicker than one row, by noise: that is no price below nothing.
-        return f"{max(0.0, stop.extra_s[1]) / self._costs.seconds_each(1):.2f}"
+        return f"{max(0.0, stop.extra_s[1]) / self._plain_s:.2f}"

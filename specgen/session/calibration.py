@@ -286,8 +286,10 @@ def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | Non
         return None
     target.checkpoint(0)
     rows = [text[(row - n_rows) % len(text)] for row in range(n_rows)]
-    before_s = target.decode_s
-    target.decode(Batch.of(rows, length, target.n_outputs))
-    seconds = target.decode_s - before_s
-    target.remove(0, length)
-    return seconds
+    took_s: list[float] = []
+    for _ in range(3 if target.replays_graphs else 1):  # a size is slower twice
+        before_s = target.decode_s
+        target.decode(Batch.of(rows, length, target.n_outputs))
+        took_s.append(target.decode_s - before_s)
+        target.remove(0, length)
+    return took_s[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -62,14 +62,20 @@ class Memory:
         self._forgotten: set[str] = set()
         self._unkept: set[str] = set()
 
-    def costs(self, model: Path, context: ContextOptions, n_past: int = 0) -> CostTable:
+    def costs(
+        self,
+        model: Path,
+        context: ContextOptions,
+        n_past: int = 0,
+        kind: Callable[[Mapping[int, float]], CostTable] = CostTable,
+    ) -> CostTable:
         """Return the cost table of a model in contexts of about `n_past` tokens. What it learns is kept."""
         depth = min(max(0, n_past // _SHALLOW).bit_length(), _N_DEPTHS - 1)
         keys = self._cost_keys(model, context)
         table = self._tables.get(keys[depth])
         if table is None:
             known = self._table(keys[depth]) or next(self._nearest(keys, depth), CostTable())
-            table = self._tables[keys[depth]] = CostTable(known.known)
+            table = self._tables[keys[depth]] = kind(known.known)
         if depth:
             self._extend(table, keys, depth)
         return table
@@ -195,6 +201,8 @@ class ModelCosts:
         self._memory = memory
         #: Whether other programs took much of the machine when costs were measured.
         self.was_busy = False
+        #: The kind of the target's tables, which its device decides.
+        self.kind: Callable[[Mapping[int, float]], CostTable] = CostTable
 
     def context_options(self, draft: Key | None = None) -> ContextOptions:
         """Return the options of contexts, with the measured numbers of threads if the user named none."""
@@ -204,7 +212,8 @@ class ModelCosts:
         return with_threads(context, self._memory.threads(model, context))
 
     def table(self, draft: Key | None = None, n_past: int = 0) -> CostTable:
-        return self._memory.costs(*self._named(draft), n_past)
+        kind = self.kind if draft is None else CostTable
+        return self._memory.costs(*self._named(draft), n_past, kind)
 
     def forget(self, draft: Key | None = None) -> None:
         self._memory.forget_costs(*self._named(draft))

@@ -6,6 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from specgen.drafters.interface import DraftSetup, LoadedDraft, Room
@@ -14,6 +15,7 @@ from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context import n_native_sequences
 from specgen.llama.gguf_file import check_file
+from specgen.llama.graphs import GraphCosts, replays_graphs
 from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions
@@ -78,6 +80,8 @@ class Session:
             )
             self._resources.callback(self.target.close)
             self._count_loading(self.target, started_s)
+            if replays_graphs(self.target, options.target_context.n_gpu_layers):
+                self.costs.kind = partial(GraphCosts, n_layer=self.target.n_layer)
             self.target.own_template = options.target_context.chat_template
             #: The settings of a request that has none of its own.
             self.settings = RequestSettings.of(

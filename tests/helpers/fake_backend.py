@@ -214,6 +214,7 @@ class FakeBackend:
     recurrent: bool = False
     decode_s: float = 0.0
     n_decoded_rows: int = 0
+    replays_graphs: bool = False
     is_unwanted: Callable[[], bool] | None = None
     #: Every row decoded so far, in order: what a test counts and compares.
     decoded: list[int] = field(default_factory=list)

@@ -58,6 +58,7 @@ class MemoBackend:
         self.n_sequences = inner.n_sequences
         self.rollback = inner.rollback
         self.n_decoded_rows = 0
+        self.replays_graphs = False
         self.is_unwanted: Callable[[], bool] | None = None
         self._texts: list[Cell] = [()] * inner.n_sequences
         self._cached: Cell = ()
