@@ -394,8 +394,7 @@ class AnswerState:
             return ()
         token_bytes = self.vocabulary.token_bytes
         branches = []
-        for leaf in draft.leaves():
-            path = draft.path(leaf)
+        for path in draft.paths():
             lost = tuple([node for node in path if node not in accepted])
             if lost:
                 data = [token_bytes(draft.tokens[node]) for node in path]
