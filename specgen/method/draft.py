@@ -156,8 +156,10 @@ class Draft:
             return self.tokens[: node + 1]
         return tuple([self.tokens[i] for i in self.path(node)])
 
-    def leaves(self) -> list[int]:
-        return [node for node in range(len(self.tokens)) if not self.children[node]]
+    def paths(self) -> list[list[int]]:
+        """Return the path to each leaf; one without a node if there is no draft."""
+        nodes = range(len(self.tokens))
+        return [self.path(node) for node in nodes if not self.children[node]] or [[]]
 
     def first(self, n: int) -> Draft:
         return self.only(range(min(n, len(self.tokens))))
@@ -192,11 +194,12 @@ class Branches:
     first: int = 0
     n_branches: int = 1
 
-    def of_leaves(self, n: int) -> tuple[int, ...]:
-        """Return the sequences for a tree with n leaves, at least the text's own."""
-        if n > self.n_branches:
+    def paths(self, draft: Draft) -> dict[int, list[int]]:
+        """Return a draft's paths by the sequences that hold them; the first one is the text's own."""
+        paths = draft.paths()
+        if (n := len(paths)) > self.n_branches:
             raise ValueError(f"the draft has {n} branches, the slot room for {self.n_branches}")
-        return tuple(range(self.first, self.first + max(1, n)))
+        return dict(enumerate(paths, self.first))
 
 
 def pack(
@@ -207,20 +210,16 @@ def pack(
     n_past, first_row, n = backend.length(slot.first), len(batch.tokens), len(draft.tokens)
     if n:
         backend.checkpoint(slot.first)
-    branches: tuple[int, ...] = (slot.first,)
-    through = [branches] * n
-    if not draft.is_chain:
-        leaves = draft.leaves()
-        branches, through = slot.of_leaves(len(leaves)), [()] * n
-        for branch in branches[1:]:
+    paths, through = slot.paths(draft), [tuple[int, ...]()] * n
+    for branch, path in paths.items():
+        if branch != slot.first:
             backend.copy(slot.first, branch)
-        for branch, leaf in zip(branches, leaves, strict=True):
-            for node in draft.path(leaf):
-                through[node] += (branch,)
+        for node in path:
+            through[node] += (branch,)
     n_all = n_past + len(pending)
     batch.tokens += [*pending, *draft.tokens]
     batch.positions += [*range(n_past, n_all), *[n_all + depth for depth in draft.depths]]
-    batch.sequences += [*[branches] * len(pending), *through]
+    batch.sequences += [*[tuple(paths)] * len(pending), *through]
     batch.wants_logits += [*[False] * (len(pending) - 1), *[True] * (n + 1)]
     return range(first_row, first_row + len(pending))
 
@@ -230,19 +229,13 @@ def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int
     n_rejected = len(draft.tokens) - len(path)
     if n_rejected == 0:
         return  # all was accepted: it had one branch
-    length = backend.length(slot.first)
-    if draft.is_chain:
-        backend.remove(slot.first, length - n_rejected)
-        return
-    paths = [draft.path(leaf) for leaf in draft.leaves()]
-    branches = slot.of_leaves(len(paths))
-    # The slot's first sequence is the branch that ends at the first leaf.
-    n_before = length - len(paths[0])
+    paths = slot.paths(draft)
+    n_before = backend.length(slot.first) - len(paths[slot.first])
     if path:
-        kept = next(b for b, nodes in zip(branches, paths, strict=True) if path[-1] in nodes)
+        kept = next(branch for branch, nodes in paths.items() if path[-1] in nodes)
         if kept != slot.first:
             backend.remove(slot.first, n_before)
             backend.copy(kept, slot.first, n_before, n_before + len(path))
     backend.remove(slot.first, n_before + len(path))
-    for branch in branches[1:]:
+    for branch in list(paths)[1:]:
         backend.remove(branch)

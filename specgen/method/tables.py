@@ -35,7 +35,6 @@ _MOST_OF_TEXT = 2.5  # the largest such deviation
 _N_HERE = 20.0  # the confidences of all texts count as so many looks in the present one
 _LEAST = 0.002  # rates keep at least this far from 0 and from 1
 N_RANKS = 3  # siblings behind this many others, or more, are counted together
-NGRAM_ORIGINS = ("ngram", "lookup")  # of tokens that need no model
 #: The acceptance rates of an origin's tokens with so many better siblings.
 Rates: TypeAlias = Callable[[str, int], "AcceptanceRates"]
 #: The logarithms of `whole` at which the values of looks are computed.
@@ -152,7 +151,7 @@ class AcceptanceRates:
         # Models are right more often than they say when they are unsure, and less often when sure; n-grams, and tokens
         # behind a better sibling, are less often.
         at_0, slope = (0.0, 0.8) if ":" in origin else (0.15, 0.78)
-        at_0, slope = (0.0, 0.85) if origin in NGRAM_ORIGINS else (at_0, slope)
+        at_0, slope = (0.0, 0.85) if origin in ("ngram", "lookup") else (at_0, slope)
         self._prior = [at_0 + slope * middle for middle in _MIDDLES]
         self._deviation = 0.0
         self._seen_here = [0.0] * N_BINS

@@ -316,9 +316,7 @@ class AnswerState:
             else:
                 token = draft.tokens[node]
                 piece = Piece(token, self.commit(token), "accepted", draft.origins[node])
-            if self.options.logprobs is not None:
-                piece = self._with_logprobs(piece, logits[row + 1])
-            pieces.append(piece)
+            pieces.append(self._with_logprobs(piece, logits[row + 1]))
             if self.finish_reason is not None:
                 break
         if self.state.has_grammar:
@@ -394,8 +392,7 @@ class AnswerState:
             return ()
         token_bytes = self.vocabulary.token_bytes
         branches = []
-        for leaf in draft.leaves():
-            path = draft.path(leaf)
+        for path in draft.paths():
             lost = tuple([node for node in path if node not in accepted])
             if lost:
                 data = [token_bytes(draft.tokens[node]) for node in path]

@@ -161,6 +161,26 @@ def test_a_number_ends(
     assert takes(vocabulary, schema_grammar(json.dumps(schema)), text) is is_taken
 
 
+@pytest.mark.parametrize(
+    ("lengths", "text", "is_taken"),
+    [
+        ({}, r'"K\u00f6ln\u2019\ud83d\ude00\u001e"', True),
+        ({}, r'"\ud83d"', False),
+        ({}, r'"\ude00\ud83d"', False),
+        ({}, r'"\u00fg"', False),
+        ({"minLength": 2, "maxLength": 2}, r'"\u00f6\ud83d\ude00"', True),
+        ({"minLength": 2}, r'"\ud83d\ude00"', False),
+        ({"maxLength": 3}, r'"K\u00f6ln"', False),
+    ],
+)
+def test_a_string_may_escape_any_character(
+    vocabulary: LlamaVocabulary, lengths: dict[str, int], text: str, is_taken: bool
+) -> None:
+    """A pair of surrogates is one character, and half a pair is none."""
+    schema = json.dumps({"type": "string", **lengths})
+    assert takes(vocabulary, schema_grammar(schema), text) is is_taken
+
+
 ONE = {"properties": {"a": {"type": "number"}}, "required": ["a"]}
 
 

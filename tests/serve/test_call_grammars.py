@@ -217,6 +217,18 @@ def test_a_model_that_thinks_may_answer_at_once(tmp_path: Path) -> None:
     assert found == (text, "", [])
 
 
+def test_strings_may_escape_any_character(tmp_path: Path) -> None:
+    """The grammar allowed only control characters, and made a wrong text of "K\\u00f6ln"."""
+    path = json.dumps("Köln ’ 😀 \x1e")
+    schema = {"type": "json_schema", "json_schema": {"schema": PARAMETERS}}
+    text = f'{{"path": {path}}}'
+    found = said_by(tmp_path, "Hermes", text, response_format=schema, tools=[])
+    assert found == (text, "", [])
+    call = FAMILY["Hermes"].call("read", 7).replace('"a.py"', path)
+    found = said_by(tmp_path, "Hermes", call)
+    assert found == ("", "", [("read", {"path": json.loads(path), "lines": 7})])
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_required_answer_ends_behind_its_first_call(tmp_path: Path, name: str) -> None:
     text = FAMILY[name].call("read", 7)

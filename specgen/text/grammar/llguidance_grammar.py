@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 #: The form of JSON: a space after commas and colons, and no other white space, since a model could write any
-#: amount of it. What llguidance cannot enforce, it names as a warning.
+#: amount of it. Strings may escape any character: were only control characters allowed, a model that begins "K\u00f6ln"
+#: would have to write one. What llguidance cannot enforce, it names as a warning.
 JSON_FORM = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
+    "json_allow_general_unicode_escapes": True,
     "lenient": True,
 }
 _BITS_OF_A_WORD = 32
