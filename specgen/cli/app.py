@@ -124,7 +124,7 @@ app = typer.Typer(
     help="Make a local GGUF model generate faster without changing what it says.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 for _name, _help in COMMANDS.items():
     app.command(_name, help=_help)(lambda: None)

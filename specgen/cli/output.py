@@ -87,9 +87,8 @@ class Output:
         return self.stats if self.stats is not None else not (self.json or self.quiet)
 
     def note(self, text: str) -> None:
-        if self.quiet:
-            return
-        say(f"note: {self.prefix}{text}")
+        if not self.quiet:
+            say(f"note: {self.prefix}{text}")
 
     def status(self, text: str) -> contextlib.AbstractContextManager[object]:
         if self.quiet or self.verbose or not sys.stderr.isatty():
@@ -101,10 +100,8 @@ class Output:
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
         check_file_option("--html", self.html)
-        shows_probabilities = (
-            self.show == "rounds" and self.verbose and not self.json
-        ) or self.html
-        if answer.logprobs is None and shows_probabilities:
+        in_rounds = self.show == "rounds" and self.verbose and not self.json
+        if answer.logprobs is None and (in_rounds or self.html):
             return replace(answer, logprobs=_N_LIKELIEST)
         return answer
 

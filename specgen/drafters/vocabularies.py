@@ -35,7 +35,9 @@ def check_pair(
         why = "their tokenizers are of different kinds"
     elif differing:
         shown = [f"{_name(target, i)} and {_name(draft, i)}" for i in differing[:_N_SHOWN]]
-        why = f"{len(differing)} of {n_shared} tokens differ: {_listed(shown, len(differing))}"
+        listed = _listed(shown, len(differing))
+        listed = listed if 2 * len(differing) <= n_shared else "each has a vocabulary of its own"
+        why = f"{len(differing)} of {n_shared} tokens differ: {listed}"
     elif extra:
         shown = [_name(larger, i) for i in extra[:_N_SHOWN]]
         why = f"{len(extra)} tokens exist in {owner} only: {_listed(shown, len(extra))}"
@@ -61,9 +63,7 @@ def _is_padding(table: LlamaVocabulary, token_id: int) -> bool:
 
 
 def _name(table: LlamaVocabulary, token_id: int) -> str:
-    if token_id < 0:
-        return "none"
-    return f"{token_id} {table.token_entry(token_id).decode('utf-8', 'replace')!r}"
+    return f"{token_id} {table.token_text(token_id)!r}" if token_id >= 0 else "none"
 
 
 def _listed(shown: list[str], n_all: int) -> str:

@@ -180,10 +180,9 @@ def holds_mtp_only(path: Path) -> bool:
     """Return whether a file holds MTP layers for another file's model; False if it cannot be read."""
     with contextlib.suppress(OSError, BackendError):
         with path.open("rb") as file:
-            if not path.name.startswith(_PREFIX) and _N_LAYERS_KEY not in file.read(
-                _N_MTP_SEARCHED
-            ):
-                return False
+            begin = file.read(_N_MTP_SEARCHED)
+        if not path.name.startswith(_PREFIX) and _N_LAYERS_KEY not in begin:
+            return False
         names = _layers_of(path).tensors
         return _FIRST_OF_TRUNK not in names and any(".nextn." in name for name in names)
     return False

@@ -129,9 +129,8 @@ class LlamaVocabulary:
         if self._longest is None:
             tokens = range(self.n_tokens)
             # Control tokens are read by their names, and add nothing to a text.
-            self._longest = max(
-                len(self.token_bytes(token) or self.token_entry(token)) for token in tokens
-            )
+            entries = (self.token_bytes(token) or self.token_entry(token) for token in tokens)
+            self._longest = max(map(len, entries))
             self._strips = any(self.token_attributes(token) & _STRIPPING for token in tokens)
         if self._strips:
             data = data.translate(None, b" \t\n\v\f\r")

@@ -93,7 +93,7 @@ def lease_weights(
     vocabulary_only: bool = False,
     workers: Workers | None = None,
     mtp: bool = False,
-    goes_on: Callable[[], bool] | None = None,
+    goes_on: Callable[[], bool] = lambda: True,
 ) -> LoadedWeights:
     """Return the weights of a file, or its vocabulary only, loaded if nothing uses them already; the caller is a user.
     `goes_on` is asked between tensors. Raise `ModelFileError`, `MemoryLimitError`, `WorkerLostError`, `OSError`."""
@@ -183,9 +183,7 @@ def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _interrupt_between_tensors(
-    params: Any, goes_on: Callable[[], bool] | None = None
-) -> Iterator[None]:
+def _interrupt_between_tensors(params: Any, goes_on: Callable[[], bool]) -> Iterator[None]:
     """Let Ctrl-C, or in another thread `goes_on`, stop the loading. The progress callback only asks for a stop, and
     KeyboardInterrupt is raised afterwards: in the callback, ctypes would print and lose it."""
     is_stopped = False
@@ -195,7 +193,7 @@ def _interrupt_between_tensors(
         is_stopped = True
 
     def go_on(_share: float, _data: object) -> bool:
-        return not is_stopped and (goes_on is None or goes_on())
+        return not is_stopped and goes_on()
 
     # Keep the callback until llama.cpp is done, which would call freed memory otherwise.
     callback = llama_cpp.llama_progress_callback(go_on)

@@ -255,7 +255,7 @@ class CostAwarePolicy:
             return replace(plan, reason="trial", n_max=min(n_max, n_tried), stop=tried), -math.inf
         elif price.prefill_s > 0.0:
             reason = "prefill"
-            why = f"the draft must first read the text, {max(0.1, price.prefill_s):.1f} s"
+            why = f"the draft must first read the text, {price.prefill_s:.2f} s"
         else:
             reason, why = "acceptance", self._too_rarely(rates, stop)
         return RoundPlan(reason, stop=stop, detail=why), -math.inf

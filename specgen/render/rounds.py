@@ -10,6 +10,7 @@ from rich.text import Text
 
 from specgen.events import (
     DraftedEvent,
+    DraftNode,
     Event,
     FinishedEvent,
     NoticeEvent,
@@ -59,8 +60,7 @@ class RoundsRenderer(Renderer):
             if not self._has_head:  # it stands behind what notices say before the answer
                 self._has_head = True
                 legend = _LEGEND + "\n41|3: in percent, by draft and target" * self._verbose
-                for line in (*legend.split("\n"), _HEAD.rstrip()):
-                    self._print(Text(line))
+                self._print(Text(f"{legend}\n{_HEAD}", self._styles["faint"]))
             self._show(completed)
         elif isinstance(event, NoticeEvent) and self._notice is not None:
             self._notice(event)
@@ -78,15 +78,13 @@ class RoundsRenderer(Renderer):
         # The branch in whose place the target's own token stands is in the line, and the others are below it.
         inline = places.index(own) if own in places else None
         tokens: list[Text] = []
+        words = event.reason_text or ""
         for place, piece in enumerate(event.pieces):
             node = nodes[found.accepted[place]] if place < own else None
             if inline is not None and place == own:
                 tokens += self._branch(found, inline, piece)
-            probability = node.probability if node is not None else None
-            n_walks = node.n_walks if node is not None else 0
-            tokens.append(self._token(piece.kind, piece.text, probability, piece.logprob, n_walks))
+            tokens.append(self._token(piece.kind, piece, node, piece.logprob))
         if event.reason == "threshold" and nodes:  # in words the first time, then only the bound
-            words = event.reason_text or ""
             bound = f"≥ {words.rpartition(' ')[2]}" if self._is_bound_said else words
             tokens.append(Text(bound, self._styles["faint"]))
             self._is_bound_said = True
@@ -104,7 +102,6 @@ class RoundsRenderer(Renderer):
                 start = f"{' ' * len(_HEAD)}{'  ' * (place + n_shared)}└ "
                 rest = self._branch(found, index)[n_shared:]
                 self._lay_out(Text(start, self._styles["faint"]), rest)
-        words = event.reason_text or ""
         if event.reason not in (None, self._reason) and (self._verbose or not nodes):
             self._say(words if nodes else f"nothing drafted: {words}")
         if found.guesses != self._guesses:
@@ -123,17 +120,20 @@ class RoundsRenderer(Renderer):
         first = {each.token_id: each.logprob for each in likeliest}.get(nodes[0].token_id)
         logprobs = (first, *[None] * len(nodes))
         return [
-            self._token("rejected", node.text, node.probability, logprob, node.n_walks)
+            self._token("rejected", node, node, logprob)
             for node, logprob in zip(nodes, logprobs, strict=False)
         ]
 
     def _token(
-        self, kind: str, text: str, probability: float | None, logprob: float | None, n_walks: int
+        self, kind: str, token: Piece | DraftNode, node: DraftNode | None, logprob: float | None
     ) -> Text:
-        shown = clean_line(text.removeprefix(" ")) or ("␣" if text else "(no text)")
+        shown = clean_line(token.text.removeprefix(" "))
+        if not shown.strip():
+            shown = "␣" * len(token.text) or f"(token {token.token_id}, no text)"
         found = Text.assemble(f"{_MARKS[kind]} ", (shown, self._styles[kind]))
-        if n_walks > 1:
-            found.append(f" ({n_walks} drafts)", self._styles["faint"])
+        if node is not None and node.n_walks > 1:
+            found.append(f" ({node.n_walks} drafts)", self._styles["faint"])
+        probability = None if node is None else node.probability
         if self._verbose and (probability is not None or logprob is not None):
             draft = "–" if probability is None else f"{100 * probability:.0f}"
             target = "–" if logprob is None else f"{100 * math.exp(logprob):.0f}"

@@ -63,9 +63,9 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
     """Return the answer's tokens, time and gain in one sentence, and whether it was cut."""
     speed = finished.tokens_per_s
     rate = f"{three_digits(speed)} tokens/s" if speed and finished.n_tokens >= _FEWEST_TIMED else ""
-    said = _listed(
-        f"{counted(finished.n_tokens, 'token')} in {seconds_text(finished.wall_s)}", rate
-    )
+    tokens = f"{counted(finished.n_tokens, 'token')} in {seconds_text(finished.wall_s)}"
+    said = _listed(tokens, rate)
+    said += "" if finished.finish_reason == "stop" else f" ({_end(finished)})"
     between = _speedup_range(finished)
     if draft != "none" and finished.n_rounds:
         if not finished.n_drafted and between is None:
@@ -78,7 +78,7 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
         said += f"; {seconds_text(finished.prompt_s)} of it reading the prompt"
     if finished.loading_s + finished.packing_s + finished.measuring_s > _LONG_S:
         said += f"; before it {_startup_times(finished)}"
-    return said if finished.finish_reason == "stop" else f"{said} ({_end(finished)})"
+    return said
 
 
 def summary_items(

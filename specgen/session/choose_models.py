@@ -15,7 +15,7 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from specgen.drafters.kinds import WORDS, is_word
 from specgen.errors import ModelFileError, UsageError
 from specgen.models.files import FileIdentity, cache_folder, config_folder, heads_file, identity_of
-from specgen.models.hub_names import PREFIX, locate, looks_like_reference
+from specgen.models.hub_names import PREFIX, locate, looks_like_reference, parse_reference
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
 from specgen.system.files import correct, replace_json, write_errors
@@ -135,7 +135,6 @@ def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str
 
 def fetching(registry: Registry, *, quiet: bool) -> Fetch:
     from specgen.models.download import fetch, fetch_reference, stderr_progress
-    from specgen.models.hub_names import parse_reference
 
     def get(name: str) -> Path:
         progress = stderr_progress(quiet=quiet)

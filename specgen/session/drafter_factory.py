@@ -66,8 +66,9 @@ class DrafterFactory:
             trail = drafter.trail
             if settings.drafting.adds_ngrams and not draft.is_free:
                 free = session.ngrams.drafter(replace(request, branches=session.n_branches_max > 1))
-            pair = (drafter, None) if draft.is_free else (free, drafter)
-            cascade = Cascade(*pair, state=state)
+            cascade = Cascade(free, drafter, state)
+            if draft.is_free:
+                cascade = Cascade(drafter, None, state)
         return AnswerState(
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
@@ -133,11 +134,8 @@ class DrafterFactory:
         def costs_of(key: Key) -> CostTable:
             return self.session.costs.table(key, n_past)
 
-        draws = (
-            draft.can_draw
-            and settings.sampler.is_random
-            and VERIFIERS[settings.verifier].wants_draws
-        )
+        wants_draws = VERIFIERS[settings.verifier].wants_draws
+        draws = draft.can_draw and settings.sampler.is_random and wants_draws
         can_branch = drafting.grows_trees and draft.why_chains is None
         branches = can_branch and (drafting.tree.is_fixed or not draws)
         shaped = draft_sampling(settings.sampler.options, drafting, draws=draws, branches=branches)
@@ -165,12 +163,11 @@ def draft_sampling(
 ) -> SamplerOptions:
     """Return the target's samplers, changed so that more is accepted; penalties and biases stay."""
     if draws:
-        temperature, top_k = drafting.temperature, drafting.top_k
+        temperature = drafting.temperature
         if temperature is None:
             temperature = DRAFT_TEMPERATURE * target.temperature
-        return replace(
-            target, temperature=temperature, top_k=target.top_k if top_k is None else top_k
-        )
+        top_k = target.top_k if drafting.top_k is None else drafting.top_k
+        return replace(target, temperature=temperature, top_k=top_k)
     if branches:  # several of the likeliest tokens, which no sampler cuts off
         order = tuple(name for name in target.samplers if name in _BY_TOKEN)
         tree = drafting.tree

@@ -334,7 +334,6 @@ class Engine:
             self._store_prefix(request)
             slot.request = request
             draft = draft if request.drafts else None
-            grammar = request.settings.generation.grammar
             begun = PromptEvent(
                 sequence=request.index,
                 time_s=self._loop.now_s,
@@ -347,7 +346,7 @@ class Engine:
                 n_ctx=self.n_ctx,
                 sampler=as_json(replace(request.settings.sampling, seed=request.seed)),
                 verifier=request.settings.verifier,
-                grammar=grammar.text if grammar is not None else None,
+                grammar=own.grammar.text if own.grammar is not None else None,
             )
             notices = (
                 NoticeEvent(request.index, begun.time_s, text) for text in self.take_notices()
@@ -367,9 +366,8 @@ class Engine:
 
     def _round(self, reading: Request | None = None) -> list[Event]:
         """Run a round of all answers that have begun. A piece of the prompt of `reading` is read in its batch."""
-        busy = decoding = self._scheduler.decoding
-        if reading is not None:
-            busy = [*decoding, reading]
+        decoding = self._scheduler.decoding
+        busy = decoding if reading is None else [*decoding, reading]
         with self._failing(busy, raises=True):
             decode = None
             if reading is not None:

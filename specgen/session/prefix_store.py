@@ -82,7 +82,6 @@ class CachedContext:
 
     @classmethod
     def of(cls, backend: LlamaBackend, options: ContextOptions) -> CachedContext:
-        """Return a context with these options."""
         model, kernels = backend.model, attached()
         parts = [model.name, *model.versions]
         types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
@@ -445,7 +444,6 @@ class PrefixStore:
             _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
 
     def _file(self, tokens: NDArray[np.int32]) -> Path:
-        """Return the file of an entry."""
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()
         return self._folder / f"{self._context.key}-{digest[:16]}{_SUFFIX}"
 
@@ -458,5 +456,4 @@ class PrefixStore:
 
 
 def stored(folder: Path) -> list[Path]:
-    """Return the entries of a store."""
     return sorted(folder.glob(f"*{_SUFFIX}"))

@@ -316,9 +316,7 @@ class AnswerState:
             else:
                 token = draft.tokens[node]
                 piece = Piece(token, self.commit(token), "accepted", draft.origins[node])
-            if self.options.logprobs is not None:
-                piece = self._with_logprobs(piece, logits[row + 1])
-            pieces.append(piece)
+            pieces.append(self._with_logprobs(piece, logits[row + 1]))
             if self.finish_reason is not None:
                 break
         if self.state.has_grammar:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import AnyStr
 
 import numpy as np
@@ -190,23 +191,19 @@ class TextStream:
         return decoder.decode(token_bytes, final=True)
 
 
+@dataclass(slots=True)
 class Cascade:
     """What drafts for one text: a `free` drafter (n-grams), one that decodes, or both. `look_up` comes first in each
     round, so that its proposal is known to the plan, which `propose` carries out. Nothing is found that the grammar
     forbids."""
 
-    def __init__(
-        self,
-        free: Drafter | None = None,
-        model: Drafter | None = None,
-        *,
-        state: TextState | None = None,
-    ) -> None:
-        self.free = free
-        self.model = model
-        #: The name of the drafter that decodes; None if there is none.
-        self.model_name = None if model is None else model.name
-        self._state = state
+    free: Drafter | None = None
+    model: Drafter | None = None
+    state: TextState | None = None
+
+    @property
+    def model_name(self) -> str | None:
+        return None if self.model is None else self.model.name
 
     def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
         """Begin a round: return what the free drafter finds, at most `n_max` tokens; `n_drafted` are drafts."""
@@ -218,8 +215,8 @@ class Cascade:
             found: Draft = ended.value
         else:
             raise BackendError(f"{self.free.name} asks for a decode")
-        if self._state is not None and self._state.has_grammar:
-            found = self._state.within_grammar(found, context[len(context) - n_drafted :])
+        if self.state is not None and self.state.has_grammar:
+            found = self.state.within_grammar(found, context[len(context) - n_drafted :])
         return found
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:

@@ -53,6 +53,9 @@ class Table:
     def token_entry(self, token_id: int) -> bytes:
         return self.entries[token_id]
 
+    def token_text(self, token_id: int) -> str:
+        return self.entries[token_id].decode("utf-8", "replace")
+
     def token_entries(self) -> Sequence[bytes]:
         return self.entries
 
@@ -66,6 +69,7 @@ class Table:
 TABLE: Any = Table()
 
 
+TEN = replace(TABLE, entries=tuple(b"%d" % i for i in range(10)))
 MORE = replace(TABLE, entries=(*TABLE.entries, b"<|call|>"))
 
 
@@ -95,7 +99,12 @@ def test_padding_at_the_end_of_either_is_fine(padded: Any) -> None:
             replace(TABLE, entries=(b"<s>", b"</s>", b"a", b"c", b"\xff")),
             "2 of 5 tokens differ: 3 'b' and 3 'c', 4 'ab' and 4 '\ufffd'",
         ),
-        (TABLE, replace(TABLE, entries=(b"1", b"2", b"3", b"4", b"5")), "and 3 '4', ..."),
+        (TEN, replace(TEN, entries=(*TEN.entries[:5], *[b"x"] * 5)), "8 '8' and 8 'x', ..."),
+        (
+            TABLE,
+            replace(TABLE, entries=(b"1", b"2", b"3", b"4", b"5")),
+            "5 of 5 tokens differ: each has a vocabulary of its own",
+        ),
         (TABLE, replace(TABLE, kind=1), "their tokenizers are of different kinds"),
         (
             TABLE,

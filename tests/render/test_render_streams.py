@@ -236,7 +236,7 @@ def test_rounds_have_a_line_each_in_a_pipe() -> None:
         "    4   100.0       2  ✓ cat  ✗ sat  → ran",
         "                       └ ✗ dog",
         "                         └ ✗ lay",
-        "    5   100.0       2  ✓ ↵  + (no text)",
+        "    5   100.0       2  ✓ ↵  + (token 99, no text)",
         "",
     ]
 

@@ -105,7 +105,7 @@ class ThoughtReader:
         text, self._held = self._held + text, ""
         if not self.is_open and not self.is_past:
             begun = text.lstrip()
-            if not begun or _is_begun(begun, _FIRST):
+            if any(mark.startswith(begun) and mark != begun for mark in _FIRST):
                 self._held = text
                 return "", ""
             self._marks = next((each for each in FAMILIES if begun.startswith(each.first)), None)
@@ -189,10 +189,6 @@ class ThoughtMarker:
 
 def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
     return replace(options, shown_controls=THOUGHT_CONTROLS)
-
-
-def _is_begun(text: str, marks: tuple[str, ...]) -> bool:
-    return any(len(text) < len(mark) and mark.startswith(text) for mark in marks)
 
 
 def thought_of(prompt: str, text: str) -> str:

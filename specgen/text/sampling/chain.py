@@ -291,9 +291,7 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
 
 #: The function of the kernels' library for this, once it is attached: its source says what it does, and how exactly.
 native_likeliest: Callable[..., float] | None = None
-_MOST = (
-    64  # tokens that it is asked for; to make the types of its results takes longer than to call it
-)
+_MOST = 64  # tokens it is asked for; to make the types of its results takes longer than to call it
 _Tokens, _Scores = ctypes.c_int32 * _MOST, ctypes.c_float * _MOST
 
 
