@@ -118,6 +118,11 @@ def test_a_moment_of_disturbance_does_not_count() -> None:
     assert measure_sizes(slow_once, (1, 2, 3), 1.0)[1] == pytest.approx(0.1)
 
 
+def test_where_graphs_are_replayed_the_third_decode_of_a_size_counts() -> None:
+    model = backend(lambda rows, n: rows * (0.01 if n % 3 == 1 else 0.05), replays_graphs=True)
+    assert measure_sizes(model, (1, 2, 3), 1e9) == pytest.approx({1: 0.01, 2: 0.02, 3: 0.03})
+
+
 def test_an_interrupt_ends_it_between_decodes_and_nothing_is_kept() -> None:
     model, table, answers = backend(), CostTable(), iter([False, False, True])
     with pytest.raises(KeyboardInterrupt):
