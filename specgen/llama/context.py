@@ -206,10 +206,14 @@ class LlamaBackend:
     def decode_rows(self, batch: Batch) -> Logits:
         if self.model.is_closed:
             self.model.check_open()
-        n_wanted, n = self._rows.fill(batch), len(batch.tokens)
-        if self.replays_graphs and self.n_outputs == 1 and 1 < n <= _MOST_BY_ROW:
+        n = len(batch.tokens)
+        # Not with a recurrent state: its snapshots are those of a batch.
+        is_split = self.replays_graphs and self.n_outputs == 1 and self._rewinder is None
+        if is_split and 1 < n <= _MOST_BY_ROW:
+            n_wanted = self._rows.check(batch)
             parts = [replace(batch.part(row, row + 1), wants_logits=[True]) for row in range(n)]
             return [self.decode_rows(part) for part in parts][-1][:n_wanted]
+        n_wanted = self._rows.fill(batch)
         started, rows, status = self._clock(), self.computed_rows, 0
         if rows is None and self.is_unwanted is None:
             status = self._decode_native(self.handle, self._rows.native)

@@ -26,8 +26,8 @@ def replays_graphs(model: LlamaModel, n_gpu_layers: int) -> bool:
 
 
 class GraphCosts(CostTable):
-    """The costs of a target of `n_layer` layers that replays graphs: what a change of size takes is spread over the
-    rounds that are expected to draft, or not to, as long as in the last runs of such rounds."""
+    """The costs of a target of `n_layer` layers that replays graphs. What a change of size takes is spread over as many
+    rounds as the last runs of rounds with a draft (or without one) had."""
 
     def __init__(self, seconds: Mapping[int, float] | None = None, *, n_layer: int) -> None:
         super().__init__(seconds)
