@@ -82,8 +82,7 @@ class ParallelDrafter(ModelDrafter):
         return draft
 
     def _predictions(self, context: Sequence[int], n_rows: int) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; return the logits of the next `n_rows` tokens,
-        float32[n_rows, n_shared_tokens]."""
+        """Bring the cache to `context`; return the logits of the next tokens, float32[n_rows, n_shared_tokens]."""
         backend, missing = self._backend, self._missing(context)
         n_masks = n_rows - 1
         # A prompt is read in batches of its own, and so is everything where a rollback would decode it again.

@@ -1,5 +1,4 @@
-"""Drafts that read the target's hidden states, in a context of their own: what MTP layers and drafts that were trained
-for one target have in common."""
+"""Drafts that read the target's hidden states: what MTP layers and drafts trained for one target have in common."""
 
 from __future__ import annotations
 
@@ -240,8 +239,7 @@ class StatesDraft(LoadedDraft):
         return {**sizes, "clock": room.clock}
 
     def _n_shared(self, model: LlamaModel) -> int:
-        """Take a loaded model as the draft's, and return the number of tokens that it shares with the target. Raise
-        `PairError`."""
+        """Take a loaded model as the draft's; return how many tokens both share. Raise `PairError`."""
         self.models, target = (model,), self._target
         try:
             return check_pair(target.vocabulary, model.vocabulary, target.name, model.name)

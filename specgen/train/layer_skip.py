@@ -76,8 +76,7 @@ class Pruned:
 
 
 def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> Pruned | None:
-    """Search for layers to leave out, and write the draft; None if interrupted. Raise `UsageError` without text or
-    time."""
+    """Search for layers to leave out, and write the draft; None if interrupted. Raise `UsageError`."""
     model, target = session.target, session.options.target
     judging = judged_texts(text.answers, _N_JUDGED, held_back=False)
     held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)

@@ -30,13 +30,11 @@ class GrammarState(Protocol):
         text may end. Raise ValueError for ids that are not in the vocabulary."""
 
     def ending(self, logits: Logits) -> Logits:
-        """Return the row of logits, in which a token that ends a number here has the score of any that would end it and
-        is not allowed."""
+        """Return the row of logits; a token that ends a number has the score of any such one that is forbidden."""
         return logits
 
     def after(self, token_id: int) -> GrammarState:
-        """Return the state one token later; after an end-of-text token one that allows nothing. Raise ValueError if
-        the token is not allowed here."""
+        """Return the state one token later; behind an end nothing is allowed. Raise ValueError if this token is not."""
 
     def forget(self) -> None:
         """Drop the states that follow: whoever holds the start of a long text would hold them all."""

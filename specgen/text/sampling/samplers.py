@@ -72,8 +72,7 @@ class Candidates(NamedTuple):
 
 
 def allowed(scores: Scores, allows: Allows) -> Candidates:
-    """Return all tokens that `allows` permits and whose scores are above minus infinity. Raise
-    `NoTokenAllowedError`."""
+    """Return the tokens above minus infinity that `allows` permits. Raise `NoTokenAllowedError`."""
     possible = np.flatnonzero(scores > -np.inf)
     kept = possible[allows(possible)]
     if not len(kept):
