@@ -33,8 +33,7 @@ class Expansion(ABC):
     """A draft of at most `n_max` tokens on at most `n_deepest` levels, as it grows. Parents come before their children.
 
     To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's children, the
-    likeliest or first drawn one first. The look beyond the root starts the draft.
-    """
+    likeliest or first drawn one first. The look beyond the root starts the draft."""
 
     origin: str
     request: DraftRequest

@@ -1,8 +1,7 @@
 """A kind of draft is one object: what the rest of specgen knows of a way to draft.
 
 A module has a `KIND`, which opens a source (a file, or a word after `--draft`) for a target. The `LoadedDraft` opens
-contexts and makes the `Drafter` of each answer, for a `DraftRequest`. `specgen.drafters.kinds` lists the kinds.
-"""
+contexts and makes the `Drafter` of each answer, for a `DraftRequest`. `specgen.drafters.kinds` lists the kinds."""
 
 from __future__ import annotations
 

@@ -143,8 +143,7 @@ class ModelDrafter(Drafter):
     cost no decode, since one look finds all children of a node. After the round the branch that became text stays.
 
     Tokens from `n_shared_tokens` on exist in only one of the two vocabularies (padding) and are never drafted. With
-    `guesses`, a cheaper drafter speeds up the model itself, which then drafts chains.
-    """
+    `guesses`, a cheaper drafter speeds up the model itself, which then drafts chains."""
 
     name = "model"
 

@@ -98,8 +98,7 @@ class SuffixDrafter(Drafter):
     Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match` tokens counts as one of
     `max_match`. `corpora` are followed where their match is clearly longer than the text's own; of equally long matches
     that in the last corpus. It does not ask the plan: a draft costs microseconds, and its probabilities show where to
-    cut it. With `n_children` above 1 the draft is a tree of at most `n_deepest` levels, of the likeliest paths.
-    """
+    cut it. With `n_children` above 1 the draft is a tree of at most `n_deepest` levels, of the likeliest paths."""
 
     name = TEXT_ORIGIN
 

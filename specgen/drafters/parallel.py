@@ -35,8 +35,7 @@ class ParallelDrafter(ModelDrafter):
     The decode has the tokens that the model has not read yet and K - 1 times the token `mask`, whose rows predict the
     further tokens. There are as many rows as the plan would look at if all were as sure as those before. A row does not
     depend on the tokens drafted before, so each token is drawn from a distribution that is known before, which suits
-    every verifier. In a tree all nodes of one depth have children from one row.
-    """
+    every verifier. In a tree all nodes of one depth have children from one row."""
 
     def __init__(
         self, backend: Backend, request: DraftRequest, *, mask: int, n_shared_tokens: int

@@ -32,8 +32,7 @@ class StatesCache:
     """The rows of a text in one sequence of a cache. The row of a token reads the hidden state before it:
     the target's (`trail`) or, behind what the target has read, a drafted one.
 
-    If states of some tokens are missing, the cache begins behind these tokens.
-    """
+    If states of some tokens are missing, the cache begins behind these tokens."""
 
     def __init__(
         self, backend: StatesBackend, request: DraftRequest, trail: HiddenTrail, n_left_out: int = 0
@@ -173,8 +172,7 @@ class LayerDrafter(StatesDrafter):
 
     The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its last row
     begins the draft. Rows of drafted tokens are dropped afterwards: the target's states of the accepted ones are
-    better.
-    """
+    better."""
 
     name = "mtp"
     #: The first tokens of a text that have no row.

@@ -4,8 +4,7 @@ Training changes the scales of the blocks of its matrices (`gguf_weights.py`), t
 chose or, where they are known, found likeliest (distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). Some
 ten thousand tokens suffice for a gain. The draft is a Llama, Qwen2, Qwen3 or Gemma 3. The tensors in the file show
 biases and norms of queries and keys; Gemma 3 also scales its embeddings, normalises what a layer adds, gates with
-GELU, and limits most layers to a window.
-"""
+GELU, and limits most layers to a window."""
 
 from __future__ import annotations
 

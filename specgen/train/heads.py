@@ -2,8 +2,7 @@
 
 Ridge regression finds a linear map to the target's next hidden state: little text suffices. Then gradient descent
 minimises the cross-entropy with the target's own distribution, several tokens ahead. (Distillation as in DistillSpec,
-Zhou et al., arXiv:2310.08461; unrolled as in a recurrent drafter, Cheng et al., arXiv:2403.09919.)
-"""
+Zhou et al., arXiv:2310.08461; unrolled as in a recurrent drafter, Cheng et al., arXiv:2403.09919.)"""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Training continues from the better of the draft's own weights and those it learnt before. The latest answers judge
 these and the new ones, each as written to a file; what agrees most often with the target is used from then on. As a
 program, which `Learner` starts, it reads its task as a line of JSON from standard input and prints the result;
-`PAUSE` and `GO` on standard input pause it between steps. It has the lowest priority, and ends with its input.
-"""
+`PAUSE` and `GO` on standard input pause it between steps. It has the lowest priority, and ends with its input."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A target's own answers: written with its hidden states and likeliest tokens, and read as rows to train on.
 
 A folder holds a file for each answer, ``000123.npz``: the prompt, its tokens and those of the answer, and for each
-token of the answer the target's final hidden state before it and the likeliest tokens there.
-"""
+token of the answer the target's final hidden state before it and the likeliest tokens there."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Each node of a draft tree has a state of its own, so a state is a value, and `after` returns the next one. It keeps its
 children, so that drafter and verifier get the same objects and the work is done once; a child does not know its parent.
 The loop holds only the state at the end of the text and lets the one before `forget`, so that states of the past and of
-rejected branches are freed. (Weak references would lose the drafter's results before the verifier asks.)
-"""
+rejected branches are freed. (Weak references would lose the drafter's results before the verifier asks.)"""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The text before is free, and its states only look for marks: they allow all tokens without a mask. Like the states of
 any grammar they depend on the text alone, in a draft as in the text. A token that ends a mark and goes on behind it is
-allowed if the grammar takes what is behind.
-"""
+allowed if the grammar takes what is behind."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 JSON is written on one line, with properties in the schema's order. As in llama.cpp and vLLM, an object that lists
 properties has no others, unless `additionalProperties` allows them: left open, small models invent properties, also in
-place of those that are listed. What no grammar can enforce is refused, or left out by name.
-"""
+place of those that are listed. What no grammar can enforce is refused, or left out by name."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 llguidance (https://github.com/guidance-ai/llguidance) finds the allowed tokens of the whole vocabulary in
 some tens of microseconds, and copies a state in a few. If the grammar forces a text, it allows only the
-tokens in which the model's own tokenizer writes that text.
-"""
+tokens in which the model's own tokenizer writes that text."""
 
 from __future__ import annotations
 

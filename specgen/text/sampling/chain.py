@@ -1,7 +1,6 @@
 """The chain of samplers: from a row of logits to the distribution that a token is drawn from.
 
-Logit biases come first, then `SamplerOptions.samplers`; those that are switched off cost nothing.
-"""
+Logit biases come first, then `SamplerOptions.samplers`; those that are switched off cost nothing."""
 
 from __future__ import annotations
 

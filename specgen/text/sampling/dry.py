@@ -2,8 +2,7 @@
 
 By p-e-w (github.com/oobabooga/text-generation-webui/pull/5677), with the sequence breakers of KoboldCpp and
 llama.cpp, over which no repetition reaches back. The score of a token that followed the text's last n tokens before
-is reduced by multiplier * base ** (n - allowed_length), for the longest such n.
-"""
+is reduced by multiplier * base ** (n - allowed_length), for the longest such n."""
 
 from __future__ import annotations
 
