@@ -58,8 +58,7 @@ def least_text(kinds: Sequence[Kind]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time is divided, and the tokens of text and judged prompts that fit into it, which takes `needed_s` at
-    least."""
+    """How the time, at least `needed_s`, is divided, and the tokens of text and judged prompts that fit into it."""
 
     text_s: float
     training_s: float
@@ -77,8 +76,7 @@ def plan_time(
     n_least: int,
     n_kinds: int = 1,
 ) -> TimePlan:
-    """Divide the time by the target's costs; `n_drafts` are compared, and `n_kinds` are made, of a text that lacks at
-    least `n_least` tokens."""
+    """Divide the time; `n_drafts` are compared, and `n_kinds` made, of a text that lacks at least `n_least` tokens."""
     prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
     # A token is written in a batch, and read again with its prompt, in larger ones.
     token_s = 3 * costs.seconds(text.n_parallel) / text.n_parallel
