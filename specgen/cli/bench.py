@@ -193,7 +193,7 @@ def bench(
     for note in notes:
         output.note(note)
     if html_file is not None:
-        from specgen.render.pages import BENCH, write_page
+        from specgen.render.streams import BENCH, write_page
 
         write_page(html_file, BENCH, {**document, "notes": notes})
     if runs.error is not None:

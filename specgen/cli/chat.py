@@ -123,7 +123,6 @@ def _kept(path: Path | None) -> Iterator[Conversation]:
 
 
 def _session_file(name: str) -> Path:
-    """Return the file of a kept conversation. Raise `UsageError` for an invalid name."""
     from specgen.models.files import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
@@ -452,7 +451,6 @@ def without_echo() -> Iterator[None]:
 
 
 def is_person() -> bool:
-    """Return whether a person types the messages at a terminal, and one of the streams can show them."""
     is_shown = sys.stdout.isatty() or sys.stderr.isatty()
     is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
     return sys.stdin is not None and sys.stdin.isatty() and is_shown and not is_dumb

@@ -51,7 +51,6 @@ app = typer.Typer(
 
 
 def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for a target, specgen's own among them, and those that are refused."""
     from specgen.measure.search import find_candidates
     from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
@@ -338,7 +337,6 @@ def make(
 
 
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
-    """Return the model to fit, if any. Raise `UsageError` if a fitted draft is asked for but not possible."""
     from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
 
@@ -405,7 +403,6 @@ def learn(
 
 
 def _draft_model(target: str, draft: str | None, output: Output) -> Path:
-    """Return the model that learns. Raise `UsageError` if none is known."""
     from specgen.drafters.kinds import ANY_FILE, find_kind
 
     for choice in find_models(ModelChoice(target, draft, None), quiet=output.quiet).drafts:

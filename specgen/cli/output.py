@@ -121,7 +121,7 @@ class Output:
                 seen[type(event)] = event
                 replayed += [event] if self.html is not None else []
         if self.html is not None:
-            from specgen.render.pages import REPLAY, write_page
+            from specgen.render.streams import REPLAY, write_page
 
             write_page(self.html, REPLAY, [*map(to_json_object, replayed)])
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)

@@ -143,7 +143,6 @@ def verify(
 
 
 def _checked_instead(session: Session) -> tuple[str, ...]:
-    """Return how drafts differ from those that were asked for, and why."""
     draft, drafting, found = session.draft, session.options.drafting, list[str]()
     if draft is None:
         return ()

@@ -39,7 +39,6 @@ class Trials:
     )
 
     def chosen(self) -> list[BenchPrompt]:
-        """Return the prompts. Raise `PromptError`."""
         from specgen.measure.prompts import evenly_chosen, read_bench_prompts, trial_prompts
 
         every = trial_prompts() if self.prompts is None else read_bench_prompts(self.prompts)
