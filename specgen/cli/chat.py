@@ -19,7 +19,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Interrupt, Output, error_console, say
+from specgen.cli.output import Interrupt, Output, console_on, say
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.sampler_options import utf8
 from specgen.system.progress import counted
@@ -214,7 +214,7 @@ class _Dialogue:
             lines = answer.strip().splitlines()
             cut = ["..."] if len(lines) > _N_LINES else []
             text = "\n".join([f"> {clean(turn.question)}", *cut, *lines[-_N_LINES:]])
-            error_console().print(f"{text}\n", style="dim")
+            console_on(sys.stderr).print(f"{text}\n", style="dim")
 
     # --- commands
 
@@ -273,7 +273,7 @@ class _Dialogue:
         last = self._chat.last
         if last is None or not (thought := thought_of(last[0].text, last[1].text)):
             raise UsageError("the last answer of this run has no thinking block")
-        error_console().print(clean(thought), style="dim", soft_wrap=True)
+        console_on(sys.stderr).print(clean(thought), style="dim", soft_wrap=True)
 
     def stats(self, _argument: str) -> None:
         from specgen.render.summary import print_summary
@@ -282,7 +282,7 @@ class _Dialogue:
         if self._chat.last is None:
             raise UsageError("there is no answer yet")
         prompt, last = self._chat.last
-        print_summary(error_console(), last, draft=prompt.draft, kernels=prompt.kernels)
+        print_summary(console_on(sys.stderr), last, draft=prompt.draft, kernels=prompt.kernels)
         n_used, n_ctx = last.n_prompt_tokens + last.n_tokens, self._chat.n_ctx
         parts = totals(len(self._chat.answers), self._chat.answers)
         say(f"in all: {', '.join(parts)}, {n_used} of {n_ctx} tokens of context in use")

@@ -77,7 +77,7 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
     for temperature in dict.fromkeys(each.temperature for each in figures):
         every = [each for each in figures if each.temperature == temperature]
         console.print(Text(f"temperature {temperature:g}", style="bold"))
-        rows = {each.contender: each for each in every}
+        rows = [(each.contender, each) for each in every]
         console.print(_figures("contender", _BENCH, rows, console))
         speedups = [{own.category: own.speedup for own in each.categories} for each in every]
         if len(categories := dict.fromkeys(name for own in speedups for name in own)) > 1:
@@ -97,7 +97,7 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
 
 def print_draft_table(search: Search, sentences: Sequence[str], console: Console) -> None:
     """Print the drafts as a table, an explanation of the figures, and sentences about them."""
-    rows = {name_of(one.draft): one.figures for one in search.tried}
+    rows = [(name_of(one.draft), one.figures) for one in search.tried]
     console.print(_figures("draft", _DRAFT, rows, console))
     print_argument(search, console)
     explanation = (
@@ -134,17 +134,17 @@ def print_argument(search: Search, console: Console) -> None:
 
 
 def _figures(
-    first: str, columns: Sequence[_Column], rows: Mapping[str, Any], console: Console
+    first: str, columns: Sequence[_Column], rows: Sequence[tuple[str, Any]], console: Console
 ) -> Table:
     """Return a table of the first columns, the most telling ones, for which there is room beside the names. The best
     speed-up is bold."""
     columns = [each for each in columns if each[1]]
-    room = console.width - min(_NAME_COLUMNS, max(map(len, rows), default=0))
+    room = console.width - min(_NAME_COLUMNS, max((len(name) for name, _ in rows), default=0))
     while sum(max(_FIGURE_COLUMNS, len(heading) + 1) for _, heading, _ in columns) > room > 0:
         columns = columns[:-1]
     table = _table(first, *(heading for _, heading, _ in columns))
-    best = max((of.speedup or 0.0 for of in rows.values()), default=0.0)
-    for name, of in rows.items():
+    best = max((of.speedup or 0.0 for _, of in rows), default=0.0)
+    for name, of in rows:
         cells = [_cell(figure(of), "-") for _, _, figure in columns]
         table.add_row(Text(name), *cells, style="bold" if of.speedup == best else "")
     return table
