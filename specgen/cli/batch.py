@@ -114,9 +114,10 @@ def batch(
     _check_files(source, None if is_stream else destination)
     from specgen.serve.batch.lines import continued, read_lines, streaming
     from specgen.serve.batch.runner import Prompting
+    from specgen.serve.formats.request import Defaults
 
     name = "standard input" if source == STDIO else str(source)
-    lines = read_lines(read_bytes(source), name, setup.sampling, setup.answer)
+    lines = read_lines(read_bytes(source), name, Defaults(setup.sampling, setup.answer))
     cluster = ray_cluster(ray, setup.machine, (cpus_per_worker, gpus_per_worker))
     sources, options = setup.find(output)
     kernels, settings = setup.machine.kernels, _settings(options, template)

@@ -112,8 +112,7 @@ class DraftModel(LoadedDraft):
         return n_native_sequences(self.model, n_rows + 1 if self._decodes_branches else 1)
 
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
-        """Open its context, no larger than its training context (if a text does not fit, the draft sees its last
-        tokens), and that of what drafts for it."""
+        """Open its context, no larger than its training context, and that of what drafts for it."""
         self.model.check_parallel(room.n_slots)
         n_ctx = room.n_ctx
         if self._translation is not None:  # it may need more tokens for the same text

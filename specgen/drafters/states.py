@@ -1,5 +1,4 @@
-"""Drafts that read the target's hidden states, in a context of their own: what MTP layers and drafts that were trained
-for one target have in common."""
+"""Drafts that read the target's hidden states: what MTP layers and drafts trained for one target have in common."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class StatesCache:
     """The rows of a text in one sequence of a cache. The row of a token reads the hidden state before it:
     the target's (`trail`) or, behind what the target has read, a drafted one.
 
-    If states of some tokens are missing, the cache begins behind these tokens.
-    """
+    If states of some tokens are missing, the cache begins behind these tokens."""
 
     def __init__(
         self, backend: StatesBackend, request: DraftRequest, trail: HiddenTrail, n_left_out: int = 0
@@ -174,8 +172,7 @@ class LayerDrafter(StatesDrafter):
 
     The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its last row
     begins the draft. Rows of drafted tokens are dropped afterwards: the target's states of the accepted ones are
-    better.
-    """
+    better."""
 
     name = "mtp"
     #: The first tokens of a text that have no row.
@@ -240,8 +237,7 @@ class StatesDraft(LoadedDraft):
         return {**sizes, "clock": room.clock}
 
     def _n_shared(self, model: LlamaModel) -> int:
-        """Take a loaded model as the draft's, and return the number of tokens that it shares with the target. Raise
-        `PairError`."""
+        """Take a loaded model as the draft's; return how many tokens both share. Raise `PairError`."""
         self.models, target = (model,), self._target
         try:
             return check_pair(target.vocabulary, model.vocabulary, target.name, model.name)

@@ -3,8 +3,7 @@
 Training continues from the better of the draft's own weights and those it learnt before. The latest answers judge
 these and the new ones, each as written to a file; what agrees most often with the target is used from then on. As a
 program, which `Learner` starts, it reads its task as a line of JSON from standard input and prints the result;
-`PAUSE` and `GO` on standard input pause it between steps. It has the lowest priority, and ends with its input.
-"""
+`PAUSE` and `GO` on standard input pause it between steps. It has the lowest priority, and ends with its input."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal, NamedTuple, NoReturn, TypeAlias
@@ -101,8 +100,7 @@ def learn(
     folder: Path, target: Path, draft: Path, budget: Budget, *, rate: float = RATE
 ) -> Lesson | None:
     """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raise `UsageError` for
-    too few answers, without JAX, or if another process learns there; `ModelFileError`, `MemoryLimitError`,
-    `OutputError`."""
+    too few answers, without JAX, or if another process learns there; `SpecgenError`."""
     check_library()
     started_s = budget.clock()
     answers = kept_answers.read_answers(folder)
@@ -124,14 +122,18 @@ def learn(
         if not rows.n_labels or not judged.n_labels:
             raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
         former = learnt_weights(folder, draft)
-        starts = list(_starts(draft, former, rows, judged))
+        starts = [_start(draft, rows, judged)]
+        if former is not None:
+            with contextlib.suppress(ModelFileError):  # no draft uses damaged ones
+                starts.append(_start(former, rows, judged))
         as_it_came, in_use = starts[0].score, starts[1].score if starts[1:] else None
         start = max(starts, key=lambda each: each.score.agreement)
         trainer = start.trainer
         state = TrainingState(start.score.loss, trainer.copied())
         n_rows, judged_every = rows.n_rows, max(1, rows.n_rows // _JUDGED_PER_PASS)
-        rising = _N_RISING, _LAST_SHARE
-        schedule = Schedule(n_rows, 1, N_PASSES, rate, *rising, judged_every, _PATIENCE)
+        schedule = Schedule(
+            n_rows, 1, N_PASSES, rate, _N_RISING, _LAST_SHARE, judged_every, _PATIENCE
+        )
         if not train(trainer, state, schedule, budget):
             return None
         if answers[-1].number > last_number(folder):
@@ -178,17 +180,11 @@ class _Start(NamedTuple):
     score: Score
 
 
-def _starts(base: Path, learnt: Path | None, rows: Rows, judged: Rows) -> Iterator[_Start]:
-    """Yield the draft as it came, and the weights in use if it learnt some that are not damaged: no draft uses
-    those."""
+def _start(file: Path, rows: Rows, judged: Rows) -> _Start:
     from specgen.train.distillation import Trainer
 
-    trainer = Trainer(base, rows, judged)
-    yield _Start(base, trainer, trainer.judge())
-    if learnt is not None:
-        with contextlib.suppress(ModelFileError):
-            trainer = Trainer(learnt, rows, judged)
-            yield _Start(learnt, trainer, trainer.judge())
+    trainer = Trainer(file, rows, judged)
+    return _Start(file, trainer, trainer.judge())
 
 
 def _clear(folder: Path) -> None:
@@ -315,7 +311,16 @@ class Learner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(OSError):
+            child.terminate()
+        try:
+            child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        self._last_words(child)
 
     def between_answers(self, *, begins: bool = False) -> None:
         """Start, pause, continue or finish a lesson: after an answer, or before one (`begins`), which pauses it."""
@@ -352,18 +357,6 @@ class Learner:
         with contextlib.suppress(BrokenPipeError):  # the process has ended: the next call notices
             stdin.write(data)
             stdin.flush()
-
-    def close(self) -> None:
-        child, self._child = self._child, None
-        if child is None:
-            return
-        with contextlib.suppress(OSError):
-            child.terminate()
-        try:
-            child.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-        self._last_words(child)
 
     @property
     def _n_new(self) -> int:

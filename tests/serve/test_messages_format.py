@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.messages import error_body, read_messages
 from specgen.serve.formats.openai import read_chat
@@ -28,7 +27,7 @@ USER = {"role": "user", "content": "Hi"}
 
 def read(body: dict[str, Any]) -> Request:
     """The request that a body is for a model with tools."""
-    (asked,) = read_messages(body, SamplerOptions(), GenerationOptions())
+    (asked,) = read_messages(body)
     return with_call_form(asked, HERMES_TEMPLATE)
 
 
@@ -211,7 +210,7 @@ def test_any_body_is_read_or_refused(read_body: Any, agent: dict[str, Any], seed
     if not isinstance(body, dict):
         return
     try:
-        (asked,) = read_body(body, SamplerOptions(), GenerationOptions())
+        (asked,) = read_body(body)
         Answer(with_call_form(asked, HERMES_TEMPLATE))
         written(asked, "x")
     except BodyError as error:

@@ -9,7 +9,6 @@ import openai.types.responses as api
 import pytest
 from pydantic import TypeAdapter
 
-from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.request import BodyError, Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.session.prompts.template import Message, ToolCall
@@ -23,7 +22,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(api.ResponseStreamEvent)
 def read(**body: Any) -> Request:
     """The internal request, as the server makes it."""
     asked = {"input": "hi", **body}
-    (request,) = read_response_request(asked, SamplerOptions(), GenerationOptions())
+    (request,) = read_response_request(asked)
     return with_call_form(request, TEMPLATE)
 
 

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from specgen.errors import UsageError
 from specgen.events import FinishedEvent
-from specgen.options import GenerationOptions, SamplerOptions
+from specgen.options import SamplerOptions
 from specgen.serve.formats.call_forms import CallForm, form_of
 from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.openai import read_chat, read_request
@@ -440,7 +440,7 @@ def sent(chunk: dict[str, Any]) -> tuple[str, str]:
 )  # fmt: skip
 def test_calls_stream_on_all_apis(read: Any, asked: Any, is_custom: bool, is_cut: bool) -> None:
     """A call that was cut is never whole: nobody can run it by mistake."""
-    (request,) = read(asked, SamplerOptions(), GenerationOptions())
+    (request,) = read(asked)
     request = with_call_form(request, FAMILIES["Hermes"])
     tokens, reason = (PIECES[:3], "length") if is_cut else (PIECES, "stop")
     chunks, whole = written(request, *tokens, finish_reason=reason)
@@ -478,7 +478,7 @@ def request(template: str, **body: Any) -> Request:
         for name in ("weather", "heat")
     ]
     asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, **body}
-    read = read_request("chat", asked, SamplerOptions(), GenerationOptions(max_tokens=400))
+    read = read_request("chat", {"max_tokens": 400, **asked})
     return with_call_form(read, template)
 
 

@@ -17,9 +17,8 @@ from pydantic_core import from_json
 
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.models.files import cache_folder
-from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.openai import read_request
-from specgen.serve.formats.request import BodyError, Kind, Request, shown
+from specgen.serve.formats.request import BodyError, Defaults, Kind, Request, shown
 from specgen.system.files import locked, replace_bytes, to_line, write_errors
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -53,16 +52,14 @@ class Line:
         return _hash(f"{self.custom_id}\0{self.digest}".encode())
 
 
-def read_lines(
-    data: bytes, name: str, sampling: SamplerOptions, generation: GenerationOptions
-) -> list[Line]:
+def read_lines(data: bytes, name: str, defaults: Defaults) -> list[Line]:
     """Return the lines that are not empty; an error stands for a request that cannot be read. Raise `PromptError`."""
     lines: list[Line] = []
     numbers: dict[str, int] = {}
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not raw.strip():
             continue
-        line = _read(number, raw.strip(), sampling, generation)
+        line = _read(number, raw.strip(), defaults)
         if (first := numbers.get(line.custom_id)) is not None:
             raise PromptError(
                 f"{name}: custom_id {line.custom_id!r} is on lines {first} and {number}",
@@ -84,7 +81,7 @@ def _numbered(line: Line, taken: Container[str]) -> Line:
     return replace(line, custom_id=custom_id)
 
 
-def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: GenerationOptions) -> Line:
+def _read(number: int, raw: bytes, defaults: Defaults) -> Line:
     """Read a line; its custom_id is empty if it has none. Whatever goes wrong is the line's error."""
     custom_id, digest = "", _hash(raw)
     request: Request | LineError
@@ -100,7 +97,7 @@ def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: Generat
         custom_id = _custom_id(body.pop("custom_id", None))
         # The order of fields, and white space between them, ask for nothing else.
         digest = _hash(json.dumps(body, sort_keys=True).encode())
-        request = read_request(*_asked(body), sampling, generation)
+        request = read_request(*_asked(body), defaults)
     except UnicodeDecodeError as error:
         what = f"the line is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
         request = LineError("invalid_utf8", what)

@@ -7,21 +7,17 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from specgen.errors import BackendError, PromptError, PromptLengthError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
-from specgen.serve.formats.request import BodyError, Request
+from specgen.serve.formats.request import BodyError, Json, Request
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser
 from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
 
 if TYPE_CHECKING:
     from specgen.llama.vocabulary import LlamaVocabulary
-
-#: An object of JSON: a body, an event, or a chunk of a stream.
-Json: TypeAlias = dict[str, Any]
-
 
 #: OpenAI's types of errors by their status; others are ``invalid_request_error``.
 _TYPES = {

@@ -7,21 +7,22 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasPath, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from specgen.events import CommittedEvent
-from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.answers import AnswerWriter, own_figures
 from specgen.serve.formats.call_values import arguments_of
 from specgen.serve.formats.request import (
-    AnswerFormat,
+    NO_DEFAULTS,
     BodyError,
     ChatBody,
     Conversation,
+    Defaults,
     Fields,
+    Json,
     Parts,
-    Request,
+    Requests,
     parse,
     shown,
     text_of,
@@ -72,17 +73,12 @@ class _Body(ChatBody):
         ),
         Field(min_length=1),
     ]
-    format: AnswerFormat | None = Field(None, validation_alias=AliasPath("text", "format"))
-    effort: str | None = Field(None, validation_alias=AliasPath("reasoning", "effort"))
     include: list[str] = []
 
-    format_field: ClassVar[str] = "text.format"
+    form_field: ClassVar[str] = "text.format"
 
 
-def read_response_request(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> tuple[Request, ...]:
-    """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
+def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> Requests:
     for name in _REFUSED:
         if body.get(name):
             raise BodyError(name, "nothing is kept here: send all items as input")
@@ -99,16 +95,7 @@ def read_response_request(
         custom={tool.name for tool in asked.tools if tool.type == "custom"},
         hides=_ENCRYPTED in asked.include,
     )
-    return asked.chat(
-        messages,
-        sampling,
-        generation,
-        warnings,
-        form=asked.format,
-        effort=asked.effort,
-        splits_reasoning=True,
-        writer=writer,
-    )
+    return asked.chat(messages, defaults, warnings, splits_reasoning=True, writer=writer)
 
 
 # --- items ----------------------------------------------------------------------------------------

@@ -29,8 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specgen import __version__
 from specgen.errors import PromptLengthError, SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent
-from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, with_biases
+from specgen.serve.formats.answers import AnswerWriter, RequestError, with_biases
 from specgen.serve.formats.local_servers import (
     ollama_embeddings,
     read_infill,
@@ -46,7 +45,17 @@ from specgen.serve.formats.openai import (
     read_completion,
     read_embedding_request,
 )
-from specgen.serve.formats.request import BodyError, Fields, Integer, Request, parse, with_call_form
+from specgen.serve.formats.request import (
+    BodyError,
+    Defaults,
+    Fields,
+    Integer,
+    Json,
+    Request,
+    Requests,
+    parse,
+    with_call_form,
+)
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import (
     PAGE,
@@ -66,10 +75,8 @@ from specgen.session.prompts import Prompt, template_of
 from specgen.session.prompts.infill import infill_prompt
 from specgen.system.files import as_json
 
-#: Reads a body; the command line gives the defaults of samplers and of ends.
-Reader: TypeAlias = Callable[
-    [Mapping[str, Any], SamplerOptions, GenerationOptions], tuple[Request, ...]
-]
+#: Reads a body; the command line gives the defaults.
+Reader: TypeAlias = Callable[[Json, Defaults], Requests]
 #: Some clients leave out ``/v1``.
 _READERS: Mapping[str, Reader] = {
     "/v1/messages": read_messages,
@@ -180,7 +187,7 @@ class Server:
     def _post(
         self,
         path: str,
-        answer: Callable[[Any, HttpRequest, Mapping[str, Any]], Awaitable[Response]],
+        answer: Callable[[Any, HttpRequest, Json], Awaitable[Response]],
         *,
         embeds: bool = False,
     ) -> Route:
@@ -203,7 +210,7 @@ class Server:
     # --- answers -----------------------------------------------------------------------------
 
     async def _complete(
-        self, read: Reader, model: ServedModel, request: HttpRequest, body: Mapping[str, Any]
+        self, read: Reader, model: ServedModel, request: HttpRequest, body: Json
     ) -> Response:
         loop = asyncio.get_running_loop()
         requests, job = await run_in_threadpool(self._submit, model, read, body, loop)
@@ -226,24 +233,18 @@ class Server:
             )
         return JSONResponse(await while_connected(request.receive, _whole(writer, chunks)))
 
-    def _read(
-        self, model: ServedModel, read: Reader, body: Mapping[str, Any]
-    ) -> tuple[Request, ...]:
+    def _read(self, model: ServedModel, read: Reader, body: Json) -> Requests:
         """Return a request for each prompt of a body. Raise `BodyError`."""
         options = model.session.options
         template = template_of(model.session.target, has_tools=True)
-        found = read(body, options.sampler, options.generation)
+        found = read(body, Defaults(options.sampler, options.generation))
         has_token = model.session.target.vocabulary.has_control
         found = tuple(with_call_form(request, template, has_token) for request in found)
         return tuple(with_biases(request, model.target.vocabulary) for request in found)
 
     def _submit(
-        self,
-        model: ServedModel,
-        read: Reader,
-        body: Mapping[str, Any],
-        loop: asyncio.AbstractEventLoop,
-    ) -> tuple[tuple[Request, ...], Job]:
+        self, model: ServedModel, read: Reader, body: Json, loop: asyncio.AbstractEventLoop
+    ) -> tuple[Requests, Job]:
         """Read a body and submit its answers: all to the first prompt, then those to the next. Raise `RequestError`,
         `SpecgenError`."""
         requests, limits = self._read(model, read, body), self._limits
@@ -282,22 +283,20 @@ class Server:
 
     # --- texts and tokens --------------------------------------------------------------------
 
-    def _work(self, path: str, work: Callable[[ServedModel, Mapping[str, Any]], Any]) -> Route:
+    def _work(self, path: str, work: Callable[[ServedModel, Json], Any]) -> Route:
         """Return a route whose response is what `work` makes of a body, in a thread."""
 
-        async def answer(
-            model: ServedModel, _request: HttpRequest, body: Mapping[str, Any]
-        ) -> Response:
+        async def answer(model: ServedModel, _request: HttpRequest, body: Json) -> Response:
             return JSONResponse(await run_in_threadpool(work, model, body))
 
         return self._post(path, answer)
 
-    def _count_tokens(self, read: Reader, model: ServedModel, body: Mapping[str, Any]) -> Any:
+    def _count_tokens(self, read: Reader, model: ServedModel, body: Json) -> Any:
         (asked,) = self._read(model, read, body)
         counted = {"input_tokens": len(_prompt(asked, model, must_fit=False).tokens)}
         return counted if read is read_messages else {"object": "response.input_tokens", **counted}
 
-    def _apply_template(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
+    def _apply_template(self, model: ServedModel, body: Json) -> Any:
         (asked,) = self._read(model, read_chat, body)
         return {"prompt": _prompt(asked, model, must_fit=False).text}
 
@@ -306,7 +305,7 @@ class Server:
         write: Callable[..., bytes],
         model: ServedEmbedder,
         request: HttpRequest,
-        body: Mapping[str, Any],
+        body: Json,
     ) -> Response:
         asked = await run_in_threadpool(read_embedding_request, body, model.embedder)
         limit_s = self._limits.request_s or None
@@ -351,7 +350,7 @@ class Server:
         ]
         return JSONResponse({"models": found})
 
-    def _show(self, model: ServedModel, _body: Mapping[str, Any]) -> Any:
+    def _show(self, model: ServedModel, _body: Json) -> Any:
         kind = model.target.architecture
         return {
             "capabilities": abilities(model),
@@ -496,7 +495,7 @@ def _prompt(request: Request, model: ServedModel, *, must_fit: bool = True) -> P
     return request.prompt(replace(session.prompts, n_ctx=n_ctx if must_fit else None), now)
 
 
-def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
+def _tokenize(model: ServedModel, body: Json) -> Any:
     asked, vocabulary = parse(_TokenizeBody, body), model.target.vocabulary
     found = vocabulary.tokenize(
         asked.content, add_special=asked.add_special, parse_special=asked.parse_special
@@ -507,7 +506,7 @@ def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
     return {"tokens": pieces}
 
 
-def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
+def _detokenize(model: ServedModel, body: Json) -> Any:
     tokens = parse(_DetokenizeBody, body).tokens
     text = model.session.prompts.of_tokens(tokens).text if tokens else ""
     return {"content": text, "prompt": text}  # in llama.cpp's words, and in vLLM's

@@ -49,7 +49,7 @@ def refusal(error: RequestError, path: str) -> JSONResponse:
     return JSONResponse(body, error.status, headers=error.headers)
 
 
-async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
+async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
     """Return the JSON object in a request's body. Raise `RequestError`."""
     try:
         data = await asyncio.wait_for(_read(request, limits.body_bytes), limits.client_s or None)

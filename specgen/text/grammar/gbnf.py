@@ -2,8 +2,7 @@
 
 llguidance's own reader of GBNF is not used: there `.` excludes the newline, `fooBar` and `foo-bar` are one rule, and
 `("a"*)*` is refused. Here each character is a terminal of its own, so that nothing depends on how a text is cut into
-terminals, and each group and repetition is a rule.
-"""
+terminals, and each group and repetition is a rule."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 llguidance (https://github.com/guidance-ai/llguidance) finds the allowed tokens of the whole vocabulary in
 some tens of microseconds, and copies a state in a few. If the grammar forces a text, it allows only the
-tokens in which the model's own tokenizer writes that text.
-"""
+tokens in which the model's own tokenizer writes that text."""
 
 from __future__ import annotations
 
@@ -60,10 +59,7 @@ _SPECIAL = b"\xff"
 
 class LlguidanceGrammar:
     """A grammar over the tokens of a vocabulary; every text begins at `start`. With `rules`, in llguidance's form of
-    Lark, a text follows these, and what they call `answer` follows the grammar.
-
-    Raises `UsageError` if the grammar is not valid, or no text follows it.
-    """
+    Lark, a text follows these, and what they call `answer` the grammar. Raises `UsageError` if no text follows it."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar, rules: str = "") -> None:
         from llguidance import LLMatcher, LLParserLimits
@@ -242,8 +238,7 @@ class _State(GrammarState):
 
 
 def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
-    """Return whether llguidance refuses a grammar, and its messages. Those about a grammar that it does not
-    refuse say what it ignores."""
+    """Return whether llguidance refuses a grammar, and its messages: else they say what it ignores."""
     from llguidance import LLMatcher
 
     try:
@@ -255,8 +250,7 @@ def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
 
 @functools.lru_cache(maxsize=1000)
 def trouble_with(grammar: Grammar) -> str:
-    """Follow a grammar for some bytes, and return why llguidance cannot, or nothing. Patterns can become too large for
-    it at their second character."""
+    """Follow a grammar for some bytes, and return why llguidance cannot, or nothing: patterns can grow too large."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     is_wrong, messages = objections_to(grammar)

@@ -1,7 +1,6 @@
 """The chain of samplers: from a row of logits to the distribution that a token is drawn from.
 
-Logit biases come first, then `SamplerOptions.samplers`; those that are switched off cost nothing.
-"""
+Logit biases come first, then `SamplerOptions.samplers`; those that are switched off cost nothing."""
 
 from __future__ import annotations
 
@@ -185,8 +184,7 @@ def _within(
 class Edit:
     """Changes the scores of a few tokens: logit bias, penalties, DRY."""
 
-    #: From the text so far, int64[n_history], to the affected tokens and the amounts: increasing ids
-    #: int64[m], float64[m].
+    #: From the text so far, int64[n_history], to the affected tokens, increasing, and amounts: int64[m], float64[m].
     affected: Callable[[TokenArray], tuple[TokenArray, ProbArray]]
     #: From the scores of these tokens and the amounts to the new scores.
     change: Callable[[Scores, ProbArray], Scores]
@@ -297,8 +295,7 @@ _Tokens, _Scores = ctypes.c_int32 * _MOST, ctypes.c_float * _MOST
 
 def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     """Return the n likeliest tokens of a row, float32[n_vocab], the lowest ids first among equals, and their
-    probabilities at temperature 1. The row is written to and restored. Raise `BackendError` if the largest is not
-    finite."""
+    probabilities at temperature 1. Raise `BackendError` if the largest is not finite."""
     found, values, total = list[int](), list[float](), 0.0
     if native_likeliest is not None and n <= _MOST and logits.flags.carray:
         row, tokens, scores = ctypes.c_float.from_buffer(logits.data), _Tokens(), _Scores()

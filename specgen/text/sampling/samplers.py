@@ -2,8 +2,7 @@
 name. `chain.py` puts them in order: a new sampler needs a case in its `_step`.
 
 A vocabulary has 150 thousand tokens, and a usual chain keeps forty: it begins with the row of logits itself, and the
-first sampler that drops tokens picks the few that it keeps, without sorting the others.
-"""
+first sampler that drops tokens picks the few that it keeps, without sorting the others."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Candidates(NamedTuple):
 
 
 def allowed(scores: Scores, allows: Allows) -> Candidates:
-    """Return all tokens that `allows` permits and whose scores are above minus infinity. Raise
-    `NoTokenAllowedError`."""
+    """Return the tokens above minus infinity that `allows` permits. Raise `NoTokenAllowedError`."""
     possible = np.flatnonzero(scores > -np.inf)
     kept = possible[allows(possible)]
     if not len(kept):
