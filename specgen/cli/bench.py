@@ -154,6 +154,12 @@ def bench(
     from specgen.session.open import layers_without_gpu, open_memory
 
     prompts = _prompts(texts, trials.prompts, n_prompts)
+    shapes = list(dict.fromkeys(_tree_shape(text) for text in trees or ["auto"]))
+    chosen = _parse_policies(policies or [drafting.policy])
+    if drafting.n_max == 0:
+        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
+    check_file_option("--json", json_file)
+    check_file_option("--html", html_file)
     use_kernels(machine.kernels, output)
     for note in layers_without_gpu(machine.target, machine.draft):
         output.note(note)
@@ -168,12 +174,6 @@ def bench(
         draft_context=machine.draft,
         cache=cache_folder(),
     )
-    shapes = list(dict.fromkeys(_tree_shape(text) for text in trees or ["auto"]))
-    chosen = _parse_policies(policies or [drafting.policy])
-    if drafting.n_max == 0:
-        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
-    check_file_option("--json", json_file)
-    check_file_option("--html", html_file)
     heats = list(dict.fromkeys(temperatures or [0.0]))
     entries = entries_of(base, found, chosen, shapes, heats, open_memory())
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))

@@ -29,7 +29,14 @@ from specgen.models.files import cache_folder, data_folder, identity_of, learnin
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import DraftChoice, Sources, find_models, find_target, name_of
 from specgen.system.progress import human_bytes
-from specgen.train.draft_builder import JUDGED_TOKENS, OWN_PROMPTS, DraftBuilder, Kind, plan_time
+from specgen.train.draft_builder import (
+    JUDGED_TOKENS,
+    OWN_PROMPTS,
+    DraftBuilder,
+    Kind,
+    least_text,
+    plan_time,
+)
 from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
@@ -282,6 +289,9 @@ def make(
     small = _small_model(draft, kind, path, output)
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
     kinds = kinds if kind is None else [kind]
+    if text.n_tokens < (n_least := least_text(kinds)):
+        what = f"--tokens {text.n_tokens} is too little text for {' and '.join(kinds)}"
+        raise UsageError(what, f"give {n_least} or more")
     use_kernels(machine.kernels, output)
     own = trial_options(_alone(path), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes

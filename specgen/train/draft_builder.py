@@ -49,6 +49,12 @@ def pruned_file(cache: Path, target: FileIdentity) -> Path:
     return cache / "made" / target.key / f"{Path(target.name).stem}-pruned.gguf"
 
 
+def least_text(kinds: Sequence[Kind]) -> int:
+    # A tenth is for judging, and the last tokens of an answer have nothing to learn from.
+    least = (LEAST_TEXT[kind] for kind in kinds)
+    return max(max(int(1.2 * learnt + judged), 10 * judged) for learnt, judged in least)
+
+
 @dataclass(frozen=True, slots=True)
 class TimePlan:
     """How the time, at least `needed_s`, is divided, and the tokens of text and judged prompts that fit into it."""
@@ -107,11 +113,7 @@ class DraftBuilder:
         from specgen.train.target_text import TargetText
 
         answers = TargetText(self.folder, self.text_options.prompts).answers
-        # A tenth is for judging, and the last tokens of an answer have nothing to learn from.
-        needed = max(
-            1.2 * learnt + judged for learnt, judged in (LEAST_TEXT[kind] for kind in kinds)
-        )
-        return max(0, int(needed) - sum(len(answer.tokens) for answer in answers))
+        return max(0, least_text(kinds) - sum(len(answer.tokens) for answer in answers))
 
     def make(self, kinds: Sequence[Kind], small: Path | None, plan: TimePlan) -> list[Path] | None:
         """Make drafts as planned; return their files, or None if interrupted. `small` is what is distilled."""
