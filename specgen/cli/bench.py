@@ -139,15 +139,13 @@ def bench(
 ) -> int:
     """Measure what drafting gains over plain decoding, on your own prompts.
 
-    Plain decoding, and every draft with every policy, answer every prompt
-    at every temperature, taking turns in the same run. Speeds are tokens
-    per second after the first token. The file of --prompts has a "category" for each prompt, if you like.
+    Plain decoding, and every draft with every policy, answer every prompt at every temperature, taking turns.
+    Speeds are tokens per second after the first token. Prompts of the file may have a "category".
 
-    In a pipe, it prints the columns' names, then a line for each contender, followed by one for each
-    category. The columns, separated by tabs: temperature; contender;
-    category, or "overall"; number of answers; speed-up over plain decoding
-    (geometric mean); its first and third quartile, and that of the worst prompt; tokens per
-    second (median); acceptance rate; tokens per pass of the target; time to the first
+    In a pipe, it prints a line for each contender, and one for each category, with the columns' names first.
+    The columns, separated by tabs: temperature; contender; category, or "overall"; number of answers;
+    speed-up over plain decoding (geometric mean); its first and third quartile, and that of the worst
+    prompt; tokens per second (median); acceptance rate; tokens per pass of the target; time to the first
     token relative to plain decoding.
     """
     from specgen.models.files import cache_folder
