@@ -186,12 +186,7 @@ def test_what_the_server_lacks_is_ignored_with_a_warning() -> None:
     nested = ["messages.mood", "messages.content.hue", "speculative.min"]
     names = [warning.partition(":")[0] for warning in request.warnings]
     assert sorted(names) == sorted([*lacking, *nested])
-    asks_nothing = {
-        "store": False,
-        "user": "eva",
-        "metadata": {"a": 1},
-        "functions": [],
-    }
+    asks_nothing = {"store": False, "user": "eva", "metadata": {"a": 1}, "functions": []}
     assert chat(**asks_nothing) == chat()
 
 

@@ -247,9 +247,7 @@ def test_a_stream_has_usage_only_if_asked(client: openai.OpenAI) -> None:
         assert last.timings["predicted_n"] > 0
 
 
-def test_variables_and_earlier_reasoning_reach_the_template(
-    tmp_path: Path,
-) -> None:
+def test_variables_and_earlier_reasoning_reach_the_template(tmp_path: Path) -> None:
     template = """{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}|{% endfor %}{{ mood }}"""
     turns = [
         {"role": "user", "content": "a"},

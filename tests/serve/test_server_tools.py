@@ -96,10 +96,7 @@ def test_required_calls_whole_and_streamed(client: openai.OpenAI, seed: int) -> 
 
 
 def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
-    with (
-        tiny_server(tmp_path, chat_template=CHATML_TEMPLATE) as server,
-        server.client as client,
-    ):
+    with tiny_server(tmp_path, chat_template=CHATML_TEMPLATE) as server, server.client as client:
         asked = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 3}
         answer = server.http.post("/v1/chat/completions", json=asked).json()
         assert "calls stay text" in answer["warnings"][0]
