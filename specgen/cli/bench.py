@@ -139,21 +139,25 @@ def bench(
 ) -> int:
     """Measure what drafting gains over plain decoding, on your own prompts.
 
-    Plain decoding, and every draft with every policy, answer every prompt
-    at every temperature, taking turns in the same run. Speeds are tokens
-    per second after the first token. The file of --prompts has a "category" for each prompt, if you like.
+    Plain decoding, and every draft with every policy, answer every prompt at every temperature, taking turns.
+    Speeds are tokens per second after the first token. Prompts of the file may have a "category".
 
-    In a pipe, it prints the columns' names, then a line for each contender, followed by one for each
-    category. The columns, separated by tabs: temperature; contender;
-    category, or "overall"; number of answers; speed-up over plain decoding
-    (geometric mean); its first and third quartile, and that of the worst prompt; tokens per
-    second (median); acceptance rate; tokens per pass of the target; time to the first
+    In a pipe, it prints a line for each contender, and one for each category, with the columns' names first.
+    The columns, separated by tabs: temperature; contender; category, or "overall"; number of answers;
+    speed-up over plain decoding (geometric mean); its first and third quartile, and that of the worst
+    prompt; tokens per second (median); acceptance rate; tokens per pass of the target; time to the first
     token relative to plain decoding.
     """
     from specgen.models.files import cache_folder
     from specgen.session.open import layers_without_gpu, open_memory
 
     prompts = _prompts(texts, trials.prompts, n_prompts)
+    shapes = list(dict.fromkeys(_tree_shape(text) for text in trees or ["auto"]))
+    chosen = _parse_policies(policies or [drafting.policy])
+    if drafting.n_max == 0:
+        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
+    check_file_option("--json", json_file)
+    check_file_option("--html", html_file)
     use_kernels(machine.kernels, output)
     for note in layers_without_gpu(machine.target, machine.draft):
         output.note(note)
@@ -168,12 +172,6 @@ def bench(
         draft_context=machine.draft,
         cache=cache_folder(),
     )
-    shapes = list(dict.fromkeys(_tree_shape(text) for text in trees or ["auto"]))
-    chosen = _parse_policies(policies or [drafting.policy])
-    if drafting.n_max == 0:
-        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
-    check_file_option("--json", json_file)
-    check_file_option("--html", html_file)
     heats = list(dict.fromkeys(temperatures or [0.0]))
     entries = entries_of(base, found, chosen, shapes, heats, open_memory())
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))

@@ -84,10 +84,11 @@ def chat(
 
         conversation = stack.enter_context(_kept(path))
         kernels, stop = setup.machine.kernels, Interrupt(ends_process=False)
-        session = stack.enter_context(
-            opened(options, kernels, output, sources.drafts, check_template)
-        )
-        news = calibrate(session, status=output.status)
+        with without_echo():  # what is typed meanwhile is the first message
+            session = stack.enter_context(
+                opened(options, kernels, output, sources.drafts, check_template)
+            )
+            news = calibrate(session, status=output.status)
         engine = stack.enter_context(Engine(session, interrupted=stop))
         engine.notify(news)
         stack.callback(session.memory.save)

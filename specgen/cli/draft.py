@@ -29,7 +29,14 @@ from specgen.models.files import cache_folder, data_folder, identity_of, learnin
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import DraftChoice, Sources, find_models, find_target, name_of
 from specgen.system.progress import human_bytes
-from specgen.train.draft_builder import JUDGED_TOKENS, OWN_PROMPTS, DraftBuilder, Kind, plan_time
+from specgen.train.draft_builder import (
+    JUDGED_TOKENS,
+    OWN_PROMPTS,
+    DraftBuilder,
+    Kind,
+    least_text,
+    plan_time,
+)
 from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
@@ -127,16 +134,14 @@ def find(
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
-    It tries the files that you name; without any, the models of `specgen models list` that are on this
-    disk; and in any case n-grams and the target's own MTP layers. The target answers a few prompts
-    once; each draft is then replayed on these answers, and ranked by its
-    speed-up over plain decoding.
+    It tries the files that you name, or else the models on this disk, and in any case n-grams and the
+    target's own MTP layers. The target answers a few prompts once; each draft is then replayed on these
+    answers, and ranked by its speed-up over plain decoding.
 
-    In a pipe, it prints the columns' names, then one line for each draft, the best first. The
-    columns, separated by tabs: the file, "mtp", "ngram" or "none"; the
-    speed-up over plain decoding, and that of the worst prompt; tokens per
-    second; acceptance rate; tokens per pass of the target; milliseconds to draft a token,
-    and to begin.
+    In a pipe, it prints a line for each draft, the best first, with the columns' names first. The columns,
+    separated by tabs: the file, "mtp", "ngram" or "none"; the speed-up over plain decoding, and that of the
+    worst prompt; tokens per second; acceptance rate; tokens per pass of the target; milliseconds to draft a
+    token, and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import saved_draft
@@ -200,11 +205,8 @@ def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
 def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -> int:
     """Let a target write the text that drafts are made from.
 
-    The target answers prompts at temperature 0, many at once. The cache folder keeps the hidden state
-    and the likeliest tokens of each token. Text that is there is not written again: run an
-    interrupted command again to resume.
-
-    It prints the folder.
+    It answers prompts at temperature 0. The cache folder, which is printed, keeps the hidden state and the
+    likeliest tokens of each token. Run an interrupted command again to resume.
     """
     path = find_target(target, quiet=output.quiet)
     own = trial_options(_alone(path), text.max_tokens, machine)
@@ -259,16 +261,12 @@ def make(
 ) -> int:
     """Make drafts for a target, and compare them with others.
 
-    The target writes text (`specgen draft data`); drafts are trained on it, and compared with n-grams and
-    the models on this disk, on other prompts, as `specgen draft find` does. An interrupted command keeps
-    the text.
+    The target writes text (`specgen draft data`); drafts are trained on it, and ranked beside n-grams and the
+    models on this disk, on other prompts, as by `specgen draft find`. An interrupted command keeps the text.
 
-    Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
-    model of their own, and about a millisecond per draft. A small model that is fitted to the target is as
-    fast as before, and agrees with the target more often. Both are trained with JAX (`pip install
-    'specgen-gguf[train]'`). The target without some of its layers gains least.
-
-    It prints the ranking as `specgen draft find` does.
+    Decoder heads predict from the target's hidden state, in about a millisecond a draft. A small model that
+    is fitted to the target agrees with it more often. Both need JAX (`pip install 'specgen-gguf[train]'`).
+    The target without some of its layers gains least.
     """
     from specgen.measure.prompts import evenly_chosen, given_prompts
     from specgen.measure.search import search_drafts
@@ -282,6 +280,9 @@ def make(
     small = _small_model(draft, kind, path, output)
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
     kinds = kinds if kind is None else [kind]
+    if text.n_tokens < (n_least := least_text(kinds)):
+        what = f"--tokens {text.n_tokens} is too little text for {' and '.join(kinds)}"
+        raise UsageError(what, f"give {n_least} or more")
     use_kernels(machine.kernels, output)
     own = trial_options(_alone(path), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
@@ -371,9 +372,8 @@ def learn(
 ) -> int:
     """Let a draft model learn from the answers that --learn kept.
 
-    The latest answers are held back. The new weights are used from then on, where --learn is given, if the
-    draft agrees with the target more often in them; otherwise they are dropped. `specgen chat` and `specgen
-    serve` do this by themselves, between answers.
+    The new weights are kept, for commands with --learn, if the draft then agrees with the target more often
+    in the latest answers, which are held back. `specgen chat` and `specgen serve` do this by themselves.
     """
     from specgen.llama.kernels.admission import wanted_in
     from specgen.train.online_learning import learn as learn_from

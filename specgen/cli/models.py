@@ -14,6 +14,7 @@ import typer
 from specgen.cli.command import Command
 from specgen.cli.flags import model_names, pair_names
 from specgen.cli.inputs import is_terminal
+from specgen.cli.output import check_file_option
 from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
 from specgen.models import hub_names as hub
 from specgen.models.download import fetch, fetch_reference, stderr_progress
@@ -225,6 +226,7 @@ def quantize(
     from specgen.llama.operators import quantize_file
 
     check_file(source)
+    check_file_option("OUTPUT", output)
     if output.exists():
         raise UsageError(f"{output} exists", "name another file")
     quantize_file(source, output, type_name)

@@ -26,9 +26,9 @@ def tune(*, models: ModelChoice, wanted: Comparison) -> int:
     """Measure what drafting is worth for your models on this machine.
 
     It measures the best number of threads, what decodes cost, and the speed-up of the draft, of n-grams, and,
-    if you name no draft, of other drafts on this disk. It takes a few minutes. The results are kept, and
-    `specgen run` with the same models and options uses them. From a busy machine nothing is kept: tune again
-    when it is idle. Ctrl-C shows the results so far and keeps nothing (exit code 130).
+    if you name no draft, of others on this disk, in a few minutes. `specgen run` with the same models and
+    options uses the results. From a busy machine nothing is kept. Ctrl-C shows the results so far and keeps
+    nothing (exit code 130).
     """
     if wanted.drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to tune")

@@ -26,7 +26,6 @@ from specgen.options import DraftOptions, PolicyName, SamplerOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
-from specgen.session.prompts.continued import followed_by
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Logits, ProbArray
@@ -370,7 +369,7 @@ def check_sampled(
     place = max(places, key=lambda each: each.chance)
     # An answer's first token has no draft, and heads have none for the second: so these are forced.
     prompt, forced = prompts[place.prompt], place.answer[-2:]
-    begun = followed_by(session.prompts, prompt, place.answer[: -len(forced)])
+    begun = session.prompts.followed_by(prompt, place.answer[: -len(forced)])
 
     def force_first(_request: Request, sequence: AnswerState) -> None:
         sequence.shaper = _FirstForced(session.settings.sampler, sequence.state, forced)

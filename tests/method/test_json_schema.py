@@ -303,7 +303,7 @@ def test_a_closed_option_takes_nothing_that_conforms_to_another_one() -> None:
 @pytest.mark.parametrize(
     ("pattern", "more", "left_out"),
     [
-        (r"^$|(^(?:\S+\s+){0,99}\S+$)".replace("\\\\", "\\"), {"maxLength": 5000}, "length beside"),
+        (r"^$|(^(?:\S+\s+){0,99}\S+$)".replace("\\\\", "\\"), {"maxLength": 5000}, "the pattern"),
         ("^(?=a)b$", {}, "look-around"),
         ("^[a-z]+$", {"maxLength": 5000}, ""),
     ],

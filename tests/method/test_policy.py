@@ -221,23 +221,6 @@ def test_short_fixed_drafts_are_dropped() -> None:
 # --- an adapting bound
 
 
-def test_the_bound_stays_within_its_limits_and_falls_slowly_where_nothing_is_drafted() -> None:
-    policy = threshold()
-    draft = chain(0.9)
-    for _ in range(100):
-        policy.observe(result(draft, 0))
-    assert bound_of(policy) == pytest.approx(0.9)
-    before = bound_of(policy)
-    policy.observe(result(NO_DRAFT, 0))
-    assert 0.95 * before < bound_of(policy) < before
-    for _ in range(500):
-        policy.observe(result(draft, 1))
-    assert bound_of(policy) == pytest.approx(0.01)
-    for _ in range(500):
-        policy.observe(result(NO_DRAFT, 0))
-    assert bound_of(policy) == pytest.approx(0.01)
-
-
 def test_the_bound_is_on_the_draft_as_a_whole() -> None:
     policy = threshold()
     bound = bound_of(policy)
@@ -465,13 +448,6 @@ def test_a_chain_that_is_known_is_cut_where_it_is_worth_most() -> None:
         assert plan.reason == ("found" if len(plan.found) else "acceptance")
 
 
-def test_before_anything_was_measured_the_first_decodes_are_plain() -> None:
-    policy = CostAwarePolicy(DraftOptions(), CostTable())
-    assert planned(policy) == RoundPlan("costs unknown")
-    policy.observe(result(NO_DRAFT, 0, target_s=1.0))
-    assert planned(policy).n_max == LONGEST_DRAFT
-
-
 def test_what_plain_decoding_costs_does_not_go_stale() -> None:
     confidences, rights = text(4000, lambda _: 1.0, sureness=0.0)
     world = World(CURVES["flat"], 0.01, confidences, rights)
@@ -549,31 +525,6 @@ def test_a_drawn_token_is_judged_by_the_confidence_before_the_draw() -> None:
     counts = acceptance["model"].counts
     assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
     assert np.flatnonzero(counts.n_accepted).tolist() == [9]
-
-
-def test_a_draft_and_its_beginning_are_judged_once() -> None:
-    """What was found is proposed whole, and what is verified of it again as a part of the draft."""
-    acceptance: dict[str, AcceptanceRates] = {}
-    policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, acceptance)
-    plan, whole = planned(policy), chain(0.95, 0.95, 0.95)
-    once = plan.stop.cut(whole)
-    assert len(once) == 1
-    policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (whole, once)))
-    assert acceptance["model"].counts.n_judged.sum() == pytest.approx(2.0, abs=0.1)
-    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
-
-
-def test_drafters_are_learnt_about_apart() -> None:
-    acceptance: dict[str, AcceptanceRates] = {}
-    policy = cost_aware(acceptance=acceptance)
-    for _ in range(30):
-        whole = chain(0.9, 0.9, origin="ngram")
-        plan = planned(policy, whole, drafter=None)
-        policy.observe(result(plan.found, 0, plan=plan, whole=whole))
-    assert set(acceptance) == {"ngram"}
-    stop = planned(policy, drafter=None).stop
-    assert isinstance(stop, WhilePaying)
-    assert stop.rates("ngram", 0).acceptance(0.9) < stop.rates("model", 0).acceptance(0.9)
 
 
 @settings(max_examples=40)

@@ -195,40 +195,6 @@ def test_no_token_reaches_over_a_control_token() -> None:
     assert follow(2, 0, 1) == [7, 7, 0, 1, 4, 2]
 
 
-def test_drafted_tokens_that_the_text_took_stay() -> None:
-    """The draft's own spelling, which is not its tokenizer's: its cache holds it."""
-    target = vocabulary([b"a", b"b"], ["</s>"])
-    draft = vocabulary([b"a", b"b", b"ab"], ["</s>"])
-    text = Translation(target, draft).text([0], [])
-    drafted = Draft.chain([0, 1, 0, 1], "model")
-    text.follow([0, 0, 1, 0], drafted)
-    assert text.tokens == [0, 1, 0]
-    text.follow([0, 0, 1, 0, 0])  # another way
-    assert text.tokens == [0, 1, 0, 0]
-
-
-@given(vocabularies(spells_all=True, merges=False, n_longest=4), st.data())
-def test_a_text_in_pieces_is_spelled_as_the_whole(
-    draft: FakeVocabulary, data: st.DataObject
-) -> None:
-    """A tokenizer that takes the longest piece does not look back, so its spelling is the same."""
-    one = st.integers(0, WHOLE.n_tokens - 2)
-    text, context = Translation(WHOLE, draft).text([0], []), [0]
-    for _ in range(3):
-        context += data.draw(st.lists(one, max_size=12))
-        text.follow(context)
-        n_held = data.draw(st.integers(1, 4))
-        if text.ending(n_held):
-            text.hold_back(n_held)  # the next text brings it again
-    context += data.draw(st.lists(one, max_size=12))
-    text.follow(context)
-    assert text.tokens == spelled(draft, joined(WHOLE, context[1:]))
-
-
-#: Whole characters, and an end.
-WHOLE = vocabulary([character.encode() for character in "thecai:nсx中文字é😀 \n\t."], ["</s>"])
-
-
 @pytest.mark.parametrize("spells_all", [True, False])
 def test_the_cost_of_a_step_does_not_grow_with_the_text(spells_all: bool) -> None:
     """Counted in bytes that are tokenized, not in time."""

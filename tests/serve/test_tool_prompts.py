@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaModel
-from specgen.session.prompts.continued import continued
 from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import ThoughtReader
 from tests.helpers.common import NOW
@@ -151,7 +150,7 @@ def test_the_beginning_of_an_answer_is_behind_the_prompt(tmp_path: Path) -> None
         with opened(target) as loaded:
             prompt = loaded.prompts.of_messages(TURNS[:2], now=NOW)
             for each in (begun, replace(begun, content="")):
-                made = continued(loaded.prompts, prompt, each)
+                made = loaded.prompts.continued(prompt, each)
                 assert made.tokens[: len(prompt.tokens)] == prompt.tokens
                 rest = said(loaded.target, made.tokens[len(prompt.tokens) :])
                 found[name, bool(each.content)] = rest

@@ -36,8 +36,8 @@ from specgen.serve.formats.request import (
     text_of,
 )
 from specgen.serve.formats.tool_calls import Delta
-from specgen.session.prompts.continued import tokens_of
 from specgen.session.prompts.infill import Gap
+from specgen.session.prompts.prompt import tokens_of
 from specgen.session.prompts.template import Message, Role, ToolCall
 from specgen.system.arrays import Hidden
 

@@ -29,7 +29,6 @@ from specgen.sampler_options import LARGEST_FACTOR
 from specgen.serve.formats.call_forms import CallForm, form_of
 from specgen.serve.formats.tool_calls import Function, calls_grammar
 from specgen.session.prompts import Prompt, Prompts
-from specgen.session.prompts.continued import continued, of_tokens
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
@@ -495,9 +494,9 @@ class Request:
             prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
             if not self.splits_reasoning:
                 prompt = replace(prompt, thoughts=None)
-            return continued(prompts, prompt, self.messages[-1]) if continues else prompt
+            return prompts.continued(prompt, self.messages[-1]) if continues else prompt
         if self.tokens is not None:
-            return of_tokens(prompts, self.tokens)
+            return prompts.of_tokens(self.tokens)
         if self.kind == "completion":
             return prompts.of_text(self.text, chat=False)
         return prompts.of_text(self.text, chat=chat, system=system, now=now)

@@ -71,7 +71,6 @@ from specgen.serve.server.model_pool import ModelPool, abilities
 from specgen.serve.server.options import ServerOptions
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
-from specgen.session.prompts.continued import of_tokens
 from specgen.session.prompts.infill import infill_prompt
 from specgen.system.files import as_json
 
@@ -463,7 +462,7 @@ def _tokenize(model: ServedModel, body: Json) -> Any:
 
 def _detokenize(model: ServedModel, body: Json) -> Any:
     tokens = parse(_DetokenizeBody, body).tokens
-    text = of_tokens(model.session.prompts, tokens).text if tokens else ""
+    text = model.session.prompts.of_tokens(tokens).text if tokens else ""
     return {"content": text, "prompt": text}  # in llama.cpp's words, and in vLLM's
 
 
