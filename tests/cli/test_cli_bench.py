@@ -174,11 +174,6 @@ def test_a_draft_may_have_a_draft_of_its_own_or_a_plus_sign_in_its_name(
         assert bench("--draft", wrong).code == 2
 
 
-def test_without_a_draft_n_grams_are_measured(bench: Specgen) -> None:
-    told = [row[1] for row in rows(bench("-N", "1")) if row[2] == "overall"]
-    assert told == ["plain", "ngram"]
-
-
 # --- what goes wrong
 
 
