@@ -14,7 +14,7 @@ from specgen.cli import flags
 from specgen.cli.flags import endpoints_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from rich.console import Console
 
@@ -67,22 +67,22 @@ def _show(report: DoctorReport, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    def show(heading: str, entries: Iterable[tuple[Text, str]]) -> None:
+    marks = {True: Text("ok", "green"), False: Text("FAILED", "bold red")}
+    parts = {
+        name: [(Text(k), v) for k, v in each.items()] for name, each in _sections(report).items()
+    }
+    width = max(len(label) for entries in parts.values() for label, _ in entries)
+    checks = [(marks[each.passed], f"{each.name}: {each.message}") for each in report.checks]
+    for heading, entries in (parts | {"Checks": checks}).items():
         console.print(Text(heading, style="bold"))
         table = Table.grid(padding=(0, 2))
         for label, text in entries:
-            if console.is_terminal:
-                table.add_row("", label, Text(text))
-            else:
+            label.pad_right(width - len(label) if heading in parts else 0)
+            table.add_row("", label, Text(text))
+            if not console.is_terminal:
                 console.print(Text.assemble("  ", label, f"  {text}"), soft_wrap=True)
-        console.print(table, end="")
-
-    sections = _sections(report)
-    width = max(len(label) for entries in sections.values() for label in entries)
-    for heading, entries in sections.items():
-        show(heading, ((Text(f"{label:<{width}}"), text) for label, text in entries.items()))
-    marks = {True: Text("ok", "green"), False: Text("FAILED", "bold red")}
-    show("Checks", ((marks[each.passed], f"{each.name}: {each.message}") for each in report.checks))
+        if console.is_terminal:
+            console.print(table)
 
 
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:

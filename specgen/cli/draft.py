@@ -180,8 +180,7 @@ def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
     """Return the text to make drafts from, with the prompts of a file, each once, or those of the package."""
     from specgen.measure.prompts import read_prompts
 
-    texts = list(dict.fromkeys(read_prompts(prompts or OWN_PROMPTS)))
-    return TextOptions(texts, **others)
+    return TextOptions([*dict.fromkeys(read_prompts(prompts or OWN_PROMPTS))], **others)
 
 
 @app.command(cls=Command)
