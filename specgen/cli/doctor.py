@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from specgen.llama.kernels.admission import KernelStatus
     from specgen.measure.doctor import DoctorReport
 
 
@@ -95,7 +94,10 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     available, total = human_bytes(machine.available_bytes), human_bytes(machine.memory_bytes)
     kept, n_room = human_bytes(kept_bytes(packed)), room_bytes(packed)
     room = f"room for those of a model of {human_bytes(n_room)}" if n_room else "no room for more"
-    software = {"specgen": report.version}
+    status, software = report.kernels, {"specgen": report.version}
+    advice = f"; {status.hint}" if status.hint else ""
+    why = f"'s own, not specgen's: {status.reason}{advice}" if status.reason is not None else ""
+    kernels = f"{status.label}{why}"
     if build is not None:
         software["llama-cpp-python"] = f"{build.version}, llama.cpp {build.llama_version}"
         software["built in"] = build.system_info
@@ -110,7 +112,7 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
             "memory": f"{total}, {available} available",
             "Python": machine.python,
         },
-        "Software": software | {"kernels on the CPU": kernels_line(report.kernels)},
+        "Software": software | {"kernels on the CPU": kernels},
         "Files": {
             "cache": folder_line(cache_folder()),
             "packed weights": f"{kept}, {packed}; {room}",
@@ -118,13 +120,6 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
             "data": folder_line(data_folder()),
         },
     }
-
-
-def kernels_line(status: KernelStatus) -> str:
-    if status.reason is None:
-        return status.label
-    advice = f"; {status.hint}" if status.hint else ""
-    return f"{status.label}'s own, not specgen's: {status.reason}{advice}"
 
 
 def folder_line(folder: Path) -> str:

@@ -180,7 +180,7 @@ def test_a_draft_may_have_a_draft_of_its_own_or_a_plus_sign_in_its_name(
 def test_what_cannot_be_is_told_before_anything_is_loaded(bench: Specgen, tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     for arguments, message in (
-        (("--policy", "fast"), "--policy fast: one of cost, threshold, fixed"),
+        (("--policy", "fast"), "--policy: 'fast' is not one of cost, threshold, fixed"),
         (("--draft-max", "0"), "--draft-max 0"),
         (("--json", missing / "x.json"), "there is no folder"),
         (("--html", tmp_path), "is a folder"),
