@@ -29,8 +29,7 @@ from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prefix_store import CachedContext, PrefixStore, marks_in
-from specgen.session.prompt_cache import PromptCache
+from specgen.session.prefix_store import CachedContext, PrefixStore, PromptCache, marks_in
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, Slot
 from specgen.session.scheduler import Scheduler
