@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         files=Option(
             "--file",
             "-f",
-            help="A file whose text is put before the first message; may be given several times.",
+            help="A file whose text is put before the first message; may be repeated.",
             show_default="none",
         ),
         name=Option(

@@ -150,9 +150,7 @@ def pull(
 ) -> None:
     """Download a model, or the models of a pair, and print where they are.
 
-    Files that are on this disk are not downloaded again, and an interrupted
-    download goes on where it ended. Of a model on the hub the newest version
-    is downloaded.
+    An interrupted download is resumed. Of a model on the hub the newest version is downloaded.
     """
     progress = stderr_progress(quiet=quiet)
     if "/" in name:
@@ -192,8 +190,7 @@ def remove_model(
 ) -> None:
     """Remove a model from this disk, with what interrupted downloads of it left.
 
-    Other programs may use files in the hub's cache, too. Blobs that other
-    files of the cache share stay.
+    Other programs may use files in the hub's cache, too.
     """
     removal = find_removal(name, load_registry())
     names = ", ".join(removal.names)
