@@ -1,7 +1,7 @@
 """What happens during a generation, as plain values: `docs/events.md` and its schema are generated from these.
 
-All times are seconds on a monotonic clock; ``time_s`` counts from the start of the generation. Text fields hold whole
-characters only: bytes of a character that is not complete yet belong to the token that completes it.
+All times are seconds on a monotonic clock. Text fields hold whole characters only: bytes of a character that is not
+complete yet belong to the token that completes it.
 """
 
 from __future__ import annotations
@@ -217,8 +217,9 @@ class CommittedEvent(_Event, event="committed"):
 class ReasonCount:
     """The number of rounds that drafted nothing for one reason."""
 
-    #: A name of the list of reasons, and the reason in words in the last of the rounds.
+    #: A name of the list of reasons.
     reason: str
+    #: The reason in words, in the last of these rounds.
     text: str
     n_rounds: int
 

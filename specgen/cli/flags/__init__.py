@@ -56,10 +56,9 @@ def draft_names(incomplete: str) -> list[str]:
 def target_option(**settings: Any) -> Any:
     """Return the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
     usual: dict[str, Any] = {
-        "help": "The target, the model that answers: a GGUF file, a name from `specgen models list`, or hf:USER/REPO:QUANT on the "
-        "Hugging Face hub, for which -hf USER/REPO:QUANT is the same. Without QUANT it is Q4_K_M, else Q8_0, "
-        "else the repository's first model; --hf-file names one of its files. HF_TOKEN (or --hf-token) opens "
-        "gated and private repositories.",
+        "help": "The target, the model that answers: a GGUF file, a name from `specgen models list`, or "
+        "hf:USER/REPO:QUANT on the hub (-hf USER/REPO:QUANT; --hf-file names a file, HF_TOKEN or --hf-token opens "
+        "gated repositories).",
         "autocompletion": model_names,
     }
     return Option("--target", "--model", "-m", metavar="FILE|NAME", **(usual | settings))
