@@ -246,7 +246,6 @@ def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str,
 def ray_cluster(
     address: str | None, machine: Contexts, per_worker: tuple[float | None, float | None]
 ) -> Cluster | None:
-    """Return the cluster of these options; None without one. Raise `UsageError`."""
     if address is None:
         if per_worker != (None, None):
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")

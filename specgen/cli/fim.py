@@ -141,7 +141,6 @@ def _find_gap(
 
 
 def _in_file(place: str) -> _FileGap:
-    """Return the gap at FILE:LINE[:COLUMN]. Raise `UsageError`, or `PromptError` if there is no such place."""
     found = _LOCATION.fullmatch(place)
     if found is None:
         hint = "give FILE:LINE or FILE:LINE:COLUMN"
