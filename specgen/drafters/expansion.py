@@ -1,5 +1,4 @@
-"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add. A draft model
-looks by a decode, decoder heads look at the target's hidden states."""
+"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add."""
 
 from __future__ import annotations
 
@@ -175,7 +174,6 @@ class Tree(Expansion):
         """Add children: the likeliest tokens, with their probabilities at temperature 1."""
 
     def _draw(self, node: int, source: Distribution) -> None:
-        """Add children that are drawn from a distribution."""
         raise NotImplementedError
 
     def _frontier(self) -> list[int]:
@@ -188,8 +186,7 @@ class Tree(Expansion):
 
 @dataclass(eq=False)
 class Worthwhile(Tree):
-    """A tree that grows for as long as costs say that it is worthwhile: all likely tokens are added, the likeliest
-    paths are followed, and the nodes that are worth a row are verified."""
+    """A tree that grows while it pays: the likeliest paths are followed, and nodes that are worth a row verified."""
 
     #: For each node, its number among its siblings, and the probability that it and all before it are accepted.
     _ranks: list[int] = field(default_factory=list, init=False)
@@ -342,7 +339,6 @@ class NodeBranches:
         self._tips = {self._trunk: ROOT}
 
     def follow(self, node: int, parent: int, position: int) -> int:
-        """Return the sequence for a node that is about to be decoded at a position."""
         sequence = self._sequences[parent]
         if self._tips[sequence] != parent:
             branch = self.free.pop()

@@ -79,9 +79,8 @@ class CacheSlot:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One answer that is to be drafted for. `shaper` makes the distributions that tokens are drafted from: with `draws`
-    they are drawn at random, and the draft carries these distributions; else they are the likeliest. With `branches`
-    the draft may be a tree of this `shape`, and of at most `n_deepest` levels."""
+    """One answer that is to be drafted for. With `draws` tokens are drawn from the distributions that `shaper` makes,
+    else they are the likeliest. With `branches` the draft may be a tree of this `shape`, `n_deepest` levels at most."""
 
     text: TextState
     shaper: Shaper
@@ -128,7 +127,6 @@ class DraftSetup:
 
     @property
     def why_chains(self) -> str | None:
-        """Why no draft for this target can branch; None if there is no reason."""
         if not self.target.has_recurrent_state:
             return None
         return f"{self.target.name} has a recurrent state, which branches cannot share"
@@ -136,8 +134,7 @@ class DraftSetup:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room that a draft's contexts need: for `n_slots` texts of `n_ctx` tokens each, and `n_rows` rows of a text in
-    a batch of the target. `options_of` returns the options of the contexts."""
+    """The room that a draft's contexts need: for `n_slots` texts of `n_ctx` tokens each, with `n_rows` rows a round."""
 
     n_ctx: int
     n_slots: int
@@ -177,7 +174,6 @@ class LoadedDraft:
         return ()
 
     def drafter(self, request: DraftRequest) -> Drafter:
-        """Make the drafter of one answer."""
         raise NotImplementedError
 
     def keep_text(self, tokens: Sequence[int]) -> None:

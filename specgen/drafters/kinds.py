@@ -59,7 +59,6 @@ def find_kind(source: DraftSource) -> DraftKind | None:
 
 
 def is_word(name: str) -> bool:
-    """Return whether a name is a word after --draft, perhaps of another package."""
     return name in WORDS or any(kind.matches(name) for kind in _others())
 
 

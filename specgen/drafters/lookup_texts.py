@@ -86,9 +86,8 @@ class Matches(ABC):
 
 
 class SuffixArray(Matches):
-    """Texts in which the longest match of an ending is found by binary search: the prefixes of the texts, sorted
-    by their last tokens, the last one first (Manber and Myers, "Suffix arrays", 1990). Matches do not run from one
-    text into the next.
+    """Texts in which the longest match of an ending is found by binary search: their prefixes, sorted by their last
+    tokens, the last one first (Manber and Myers, "Suffix arrays", 1990). No match runs from one text into the next.
 
     `tokens` are those of the texts with a separator after each, int32[n]. `places` are the tokens' indices, counted
     from the end, sorted by the `MAX_MATCH` tokens from there backwards."""

@@ -37,8 +37,7 @@ class Guesses:
     def __init__(self, drafters: Cascade, policy: Policy) -> None:
         self._drafters = drafters
         self._policy = policy
-        #: The last guess, which follows the first `_n_before` drafted tokens, and what was found and guessed for it
-        #: before it was cut. Whether its result is still to be reported.
+        #: The last guess, behind `_n_before` drafted tokens, and what it was cut from. Whether its result is to come.
         self._guess = NO_DRAFT
         self._n_before = 0
         self._proposed: tuple[Draft, ...] = ()
@@ -79,7 +78,6 @@ class Guesses:
         return self._guess.tokens
 
     def decoded(self, seconds: float) -> None:
-        """Note how long the draft model took to decode the last guess and the token before it."""
         self._decode_s = seconds
 
     def settle(self, drafted: Sequence[int]) -> None:

@@ -122,6 +122,5 @@ def mask_token(model: LlamaModel, wanted: str) -> int | None:
 
 
 def is_parallel_draft(model: LlamaModel) -> bool:
-    """Return whether a model's names say that it predicts several tokens at once."""
     names = (model.name, *(model.metadata(key) or "" for key in _NAME_KEYS))
     return any(_PARD.search(name) for name in names)

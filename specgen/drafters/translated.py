@@ -26,8 +26,7 @@ from specgen.text.vocabulary import Vocabulary
 
 #: Bytes that are spelled again with what follows, and that a tokenizer sees before a draft: tokenizers look back.
 _BEFORE, _SHOWN = 48, 32
-#: The most tokens that a new spelling may replace. If the spellings differ further back, the text was
-#: cut in the middle of something, and the old spelling stays.
+#: The most tokens that a new spelling may replace: it differs further back where a text was cut in a word.
 _MAX_REPLACED = 4
 _MAX_HELD_BACK = 4  # tokens to take back at the end of the text
 #: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with a letter or a space.
@@ -95,7 +94,6 @@ class Lexicon:
         return token_ids[start : bisect_left(keys, prefix + _BEHIND_ALL, start)]
 
     def spell(self, data: bytes) -> Spelled:
-        """Return the canonical spelling of a text by itself."""
         spelled, offset = Spelled(), 0
         for number, run in enumerate(_STRAY.split(data.decode("utf-8", "surrogateescape"))):
             raw, found = run.encode("utf-8", "surrogateescape"), None
@@ -147,8 +145,7 @@ class Lexicon:
         return spelled
 
     def _exact(self, text: str, offset: int = 0) -> Spelled | None:
-        """Spell a text that starts at an offset with the tokenizer's tokens, without the token or space that it adds at
-        the start; None if the bytes are not those of the text."""
+        """Spell a text at an offset, without what the tokenizer adds; None if the bytes are not those of the text."""
         data, vocabulary = text.encode(), self.vocabulary
         tokens = vocabulary.tokenize(self._anchor + text, add_special=False, parse_special=False)
         pieces = list(map(vocabulary.token_bytes, tokens))
@@ -303,8 +300,7 @@ class Translation:
     def translate(
         self, draft: Draft, before: bytes, held_back: bytes, looks: Sequence[float] = ()
     ) -> Draft:
-        """Translate a chain to the target's tokens. `before` is the end of the text so far; `held_back` is
-        the end of `before`, and the draft's tokens start with it. `looks` are those of the result."""
+        """Translate a chain behind `before`, with whose end, `held_back`, it starts; `looks` are those of the result."""
         data, end, end_chance = b"", None, None
         starts: list[tuple[int, float | None]] = []
         for token, probability in zip(draft.tokens, draft.probabilities, strict=True):
@@ -373,8 +369,7 @@ class PrefixShaper(Shaper):
 
 class TranslatedDrafter(Drafter):
     """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens. `shaper` is
-    that of `inner`. `holds_back` allows tokens at the end of the text to be taken back, which is not worth it for a
-    model whose cache cannot easily drop cells."""
+    that of `inner`. `holds_back` allows tokens at the end to be taken back, for caches that easily drop cells."""
 
     name = "model"
 

@@ -167,7 +167,6 @@ def try_draft(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DraftFigures | None:
-    """Return the figures of the loaded draft; None if interrupted. Raise `MemoryLimitError` or `BackendError`."""
     if session.draft is not None and session.draft.reads == "cache":
         raise BackendError(
             f"{session.draft_name}: it reads the target's cache, so it cannot draft for kept answers",

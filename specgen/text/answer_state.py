@@ -175,7 +175,6 @@ class Tally:
 
 
 def interrupted_event(index: int, time_s: float, n_prompt: int) -> FinishedEvent:
-    """Return the summary of an answer that was interrupted before its prompt was read."""
     return FinishedEvent(
         sequence=index,
         time_s=time_s,
@@ -332,7 +331,6 @@ class AnswerState:
         return [self._committed([piece], now_s, self.tally.n_rounds)] if piece.text else []
 
     def _forced(self) -> list[Piece]:
-        """Commit the tokens that the grammar forces: no decode is needed before them."""
         pieces: list[Piece] = []
         while not self.is_finished and (token := self.state.forced()) is not None:
             pieces.append(Piece(token, self.commit(token), "forced", "grammar"))
@@ -352,7 +350,6 @@ class AnswerState:
         return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *known)
 
     def _with_logprobs(self, piece: Piece, row: Logits) -> Piece:
-        """Return the piece with the target's log-probabilities, if they were asked for."""
         n_top = self.options.logprobs
         if n_top is None:
             return piece
@@ -383,8 +380,7 @@ class AnswerState:
     def _rejected_branches(
         self, draft: Draft, accepted: tuple[int, ...]
     ) -> tuple[RejectedBranch, ...]:
-        """Return the rejected branches, one for each leaf, from where it left the accepted path. Called before the
-        commit: a branch may start in the middle of a character."""
+        """Return the rejected branches, one for each leaf. Called before the commit: one may start inside a character."""
         if len(accepted) == len(draft):
             return ()
         token_bytes = self.vocabulary.token_bytes

@@ -182,7 +182,6 @@ class TextStream:
         return text
 
     def preview(self, before: bytes, token_bytes: bytes) -> str:
-        """Decode `token_bytes` after `before` without consuming them."""
         decoder = _Decoder(errors="replace")
         decoder.setstate(self._decoder.getstate())
         decoder.decode(before)

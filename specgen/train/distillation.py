@@ -2,9 +2,7 @@
 
 Training changes the scales of the blocks of its matrices (`gguf_weights.py`), towards the tokens that the target
 chose or, where they are known, found likeliest (distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). Some
-ten thousand tokens suffice for a gain. The draft is a Llama, Qwen2, Qwen3 or Gemma 3. The tensors in the file show
-biases and norms of queries and keys; Gemma 3 also scales its embeddings, normalises what a layer adds, gates with
-GELU, and limits most layers to a window."""
+ten thousand tokens suffice for a gain. The draft is a Llama, Qwen2, Qwen3 or Gemma 3."""
 
 from __future__ import annotations
 
@@ -263,8 +261,7 @@ class Score:
 
 
 class Trainer:
-    """Trains factors for the blocks of a draft's weights on rows of text, and judges by others. Raises `ModelFileError`,
-    `MemoryLimitError`."""
+    """Trains factors for the blocks of a draft's weights on rows of text, and judges by others."""
 
     def __init__(self, draft: Path, learnt: Rows, judged: Rows) -> None:
         weights = read_weights(draft)

@@ -33,8 +33,7 @@ OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 _SHARE_OF_TEXT, _TRAINING_S, _SLACK = 0.6, 20.0, 1.3
 #: The number of prompts on which drafts are compared, and of tokens of their answers.
 N_JUDGED, _LEAST_JUDGED, JUDGED_TOKENS = 8, 2, 96
-#: The share of the time for which drafts are compared. About how long it takes to open a draft and time its
-#: decodes, in seconds, and to replay an answer with it, as a share of the target's time.
+#: The share of the time for comparing drafts; seconds to open one; the share of the target's time to replay an answer.
 _SHARE_OF_JUDGING, _OPENING_S, _TRIAL_SHARE = 0.4, 3.0, 0.5
 
 

@@ -135,8 +135,6 @@ def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
 
 
 class _Trainer:
-    """The heads' parameters, steps on the training data, and the agreement on held-back positions."""
-
     def __init__(
         self,
         target: Path,

@@ -313,8 +313,8 @@ def _candidates(
 def _expected_improvements(
     known: dict[Layers, float], new: Sequence[Layers], independent: _Floats, n_layer: int
 ) -> _Floats:
-    """Return how much faster than the best each new set is expected to be; being slower counts as 0. `independent`
-    are the speed-ups of the known and the new sets if layers did harm independently."""
+    """Return how much faster than the best each new set is expected to be; `independent` are the speed-ups of known and
+    new sets if layers did harm independently."""
     values = np.array(list(known.values()))
     beyond = values - independent[: len(known)]
     centre, scale = beyond.mean(), beyond.std() + 1e-6

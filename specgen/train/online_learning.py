@@ -2,8 +2,8 @@
 
 Training continues from the better of the draft's own weights and those it learnt before. The latest answers judge
 these and the new ones, each as written to a file; what agrees most often with the target is used from then on. As a
-program, which `Learner` starts, it reads its task as a line of JSON from standard input and prints the result;
-`PAUSE` and `GO` on standard input pause it between steps. It has the lowest priority, and ends with its input."""
+program, which `Learner` starts, it gets its task as JSON and prints the result; `PAUSE` and `GO` on standard input pause
+it between steps. It has the lowest priority, and ends with its input."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import IO, TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from specgen.errors import ModelFileError, OutputError, SpecgenError, UsageError
 from specgen.llama import LlamaModel, default_threads
@@ -90,7 +89,6 @@ class Lesson:
 
 
 def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAnswer]]:
-    """Return the answers to learn from, and the latest ones, which judge."""
     latest = list(answers[-MOST_ANSWERS:])
     n_judging = min(_MOST_JUDGING, math.ceil(_JUDGING_SHARE * len(latest)))
     return latest[: len(latest) - n_judging], latest[len(latest) - n_judging :]
@@ -173,8 +171,6 @@ def learn(
 
 
 class _Start(NamedTuple):
-    """Weights that training may start from, and their score."""
-
     file: Path
     trainer: Trainer
     score: Score
@@ -210,8 +206,6 @@ class Pauses:
         self._is_running = threading.Event()
         self._is_running.set()
         self._paused_s = 0.0
-
-    def listen(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait(self) -> bool:
@@ -225,7 +219,8 @@ class Pauses:
         return time.monotonic() - self._paused_s
 
     def _read(self) -> None:
-        while command := sys.stdin.buffer.read(1):
+        # Read without Python's lock on the file, which would not let the process end.
+        while command := os.read(sys.stdin.fileno(), 1):
             if command == PAUSE:
                 self._is_running.clear()
             elif command == GO:
@@ -234,9 +229,7 @@ class Pauses:
 
 
 def main() -> int:
-    asked = json.loads(sys.stdin.buffer.readline())
-    pauses = Pauses()
-    pauses.listen()
+    asked, pauses = json.loads(sys.argv[1]), Pauses()
     if hasattr(os, "nice"):
         os.nice(_LOWEST_PRIORITY)
     try:
@@ -252,18 +245,6 @@ def main() -> int:
     assert found is not None, "nothing interrupts it"
     sys.stdout.write(json.dumps(asdict(found)))
     return 0
-
-
-def _end() -> NoReturn:
-    """Run `main`, then end the process at once: at its usual end the interpreter aborts if a thread waits for input."""
-    code = 1
-    try:
-        code = main()
-        sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - the parent shows the last line
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 # --- the command that starts it ---------------------------------------------------------------------
@@ -367,17 +348,16 @@ class Learner:
     def _start_lesson(self) -> None:
         n_threads = max(1, default_threads() // _CORES_SHARE)
         paths = {"folder": self._folder, "target": self._target, "draft": self._draft}
-        line = json.dumps(paths | {"minutes": _MINUTES}, default=os.fspath)
+        task = json.dumps(paths | {"minutes": _MINUTES}, default=os.fspath)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it outlives this call
         self._child = subprocess.Popen(
-            COMMAND,
+            (*COMMAND, task),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,  # Ctrl-C ends the answer, not the lesson
             env=os.environ | {"NPROC": str(n_threads), "OMP_NUM_THREADS": str(n_threads)},
         )
-        self._send(line.encode() + b"\n")
         self._is_running = True
 
     def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
@@ -405,4 +385,4 @@ class Learner:
 
 
 if __name__ == "__main__":
-    _end()
+    sys.exit(main())

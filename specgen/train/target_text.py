@@ -173,7 +173,6 @@ def write_text(
 
 
 def _write_answer(path: Path, answer: TargetAnswer, reader: LlamaBackend) -> None:
-    """Write an answer, with what the target computes for it."""
     pieces = [
         (states.astype(np.float16), *_likeliest(logits))
         for logits, states in read_answer(reader, answer.prompt_tokens, answer.tokens)
@@ -359,7 +358,6 @@ class Rows(NamedTuple):
 
 
 def pack_split(texts: Sequence[TrainingText]) -> tuple[Rows, Rows]:
-    """Return rows of the texts to learn from, and rows of those that are held back."""
     learnt, judged = (
         [text for text in texts if text.is_held_back == is_judged] for is_judged in (False, True)
     )

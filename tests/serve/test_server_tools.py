@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import openai
-import pydantic
 import pytest
 
 from tests.helpers.server import Running, serves, tiny_server
@@ -96,10 +95,7 @@ def test_required_calls_whole_and_streamed(client: openai.OpenAI, seed: int) -> 
 
 
 def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
-    with (
-        tiny_server(tmp_path, chat_template=CHATML_TEMPLATE) as server,
-        server.client as client,
-    ):
+    with tiny_server(tmp_path, chat_template=CHATML_TEMPLATE) as server, server.client as client:
         asked = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 3}
         answer = server.http.post("/v1/chat/completions", json=asked).json()
         assert "calls stay text" in answer["warnings"][0]
@@ -112,26 +108,6 @@ def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
 
 TEXT = "the cat is in the"
 TOOL: Any = {"type": "function", "strict": True, **tool("weather", "C", "F")["function"]}
-
-
-def test_a_text_whole_and_streamed_is_the_one_of_a_chat(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "any", "input": TEXT, "max_output_tokens": 20}
-    whole = client.responses.create(**asked)
-    chat = client.chat.completions.create(
-        model="any", messages=[{"role": "user", "content": TEXT}], max_tokens=20
-    )
-    assert whole.output_text == chat.choices[0].message.content
-    assert (whole.status, whole.error) == ("incomplete", None)
-    assert whole.incomplete_details is not None
-    assert whole.incomplete_details.reason == "max_output_tokens"
-    events: list[Any] = list(client.responses.create(**asked, stream=True))
-    final = events[-1].response
-    assert final.output_text == whole.output_text
-    deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
-    assert len(deltas) > 1
-    assert "".join(deltas) == whole.output_text
-    assert whole.usage is not None
-    assert final.usage.output_tokens == whole.usage.output_tokens == 20
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -160,14 +136,6 @@ def test_a_call_and_its_result(client: openai.OpenAI, streams: bool) -> None:
     second = client.responses.create(**asked, input=[*turns, item, result], max_output_tokens=9)
     assert second.usage is not None
     assert second.usage.input_tokens_details.cached_tokens > response.usage.input_tokens // 2
-
-
-def test_a_form(client: openai.OpenAI) -> None:
-    class Form(pydantic.BaseModel):
-        colour: Literal["red", "blue"]
-
-    found = client.responses.parse(model="any", input=TEXT, text_format=Form).output_parsed
-    assert isinstance(found, Form)
 
 
 def test_thoughts_are_apart(tmp_path: Path) -> None:

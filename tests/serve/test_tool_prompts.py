@@ -144,11 +144,7 @@ def test_the_beginning_of_an_answer_is_behind_the_prompt(tmp_path: Path) -> None
     """Where the template opens a thinking block, the beginning closes it, or goes on in it."""
     begun = Message("assistant", "So it is", reasoning="I see")
     found = {}
-    for name, begins in (
-        ("plain", ""),
-        ("thinks", "<think>"),
-        ("gpt-oss", "<|start|>assistant"),
-    ):
+    for name, begins in (("plain", ""), ("thinks", "<think>"), ("gpt-oss", "<|start|>assistant")):
         target = tmp_path / f"{name}.gguf"
         write_tiny_model(target, TinyConfig(chat_template=CHATML_TEMPLATE + begins))
         with opened(target) as loaded:

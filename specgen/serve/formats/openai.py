@@ -13,14 +13,7 @@ from pydantic import AliasChoices, AliasPath, Field
 
 from specgen import __version__
 from specgen.errors import PromptError
-from specgen.events import (
-    CommittedEvent,
-    Event,
-    Piece,
-    ReadingEvent,
-    TokenLogprob,
-    to_json_object,
-)
+from specgen.events import CommittedEvent, Event, Piece, ReadingEvent, TokenLogprob, to_json_object
 from specgen.serve.formats.answers import AnswerWriter, own_figures
 from specgen.serve.formats.call_values import arguments_of
 from specgen.serve.formats.request import (
@@ -392,10 +385,7 @@ def _call(delta: Delta) -> Json:
 def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
     """Return an entry for each token that the target chose; forced tokens have no log-probabilities."""
     return [
-        {
-            **_entry(own),
-            "top_logprobs": [_entry(top) for top in piece.top_logprobs[:n_top]],
-        }
+        {**_entry(own), "top_logprobs": [_entry(top) for top in piece.top_logprobs[:n_top]]}
         for piece in pieces
         for own in _own(piece)
     ]

@@ -282,8 +282,10 @@ def calls_grammar(
 # --- reading --------------------------------------------------------------------------------------
 
 #: The text that may come before a bare call, and the beginnings of that text.
-_BARE = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=\{)")
-_BARE_BEGUN = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:`{0,2}|```(?:j|js|jso|(?:json)?\s*))")
+_BARE = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=\{|\[\s*\{)")
+_BARE_BEGUN = re.compile(
+    r"\s*(?:<\|python_tag\|>\s*)?(?:`{0,2}|```(?:j|js|jso)|(?:```(?:json)?\s*)?(?:\[\s*)?)"
+)
 _PYTHON_TAG = "<|python_tag|>"
 _FENCE = "```"
 #: What some models write between two objects, whatever their template does.
@@ -484,7 +486,8 @@ class ToolCallParser:
 
     def _objects(self, begin: int) -> tuple[int, list[tuple[str, str | None]]]:
         """Read an object of JSON that is a call, up to its arguments, or a whole one, or a list of them."""
-        if self._rest[begin] == "[" and "[" in self._form.opening:  # one after the other
+        is_listed = self._form.keys is not None and "[" in self._form.opening
+        if self._rest[begin] == "[" and is_listed:  # one after the other
             begin += 1 + len(self._rest[begin + 1 :]) - len(self._rest[begin + 1 :].lstrip())
             if begin == len(self._rest):
                 return UNCLEAR, []

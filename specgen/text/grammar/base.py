@@ -21,7 +21,6 @@ class GrammarState(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether every token is allowed."""
         return False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
@@ -40,8 +39,7 @@ class GrammarState(Protocol):
         return
 
     def forced(self) -> int | None:
-        """Return the only token that may come next, if there is exactly one, or the first of several end-of-text
-        tokens. This is much cheaper than a model's decode."""
+        """Return the only token that may come next, or the first if only ends may; None if there are others."""
         return None
 
 
@@ -55,8 +53,6 @@ def checked_ids(token_ids: TokenArray, n_tokens: int) -> TokenArray:
 
 
 class _Ended(GrammarState):
-    """After an end-of-text token: nothing is allowed."""
-
     def allows(self, token_ids: TokenArray) -> BoolArray:
         return np.zeros(len(token_ids), np.bool_)
 

@@ -181,8 +181,7 @@ def _in_free_text(
 
 
 class _Marks:
-    """Free text up to one of these marks, and what holds from it on; with `otherwise`, that holds as soon as the text
-    does not begin with a mark. It `may_end` before."""
+    """Free text up to a mark, and what holds from it on; `otherwise` holds where the text begins with none."""
 
     def __init__(
         self,
@@ -296,7 +295,6 @@ _found: weakref.WeakKeyDictionary[Vocabulary, dict[bytes, list[int]]] = weakref.
 
 
 def _ending(vocabulary: Vocabulary, mark: bytes) -> list[int]:
-    """Return the tokens that may end a mark."""
     found = _found.setdefault(vocabulary, {})
     if mark not in found:
         ends = tuple(mark[n:] for n in range(len(mark)))

@@ -36,8 +36,6 @@ _Alternatives = list[list[str]]
 
 @dataclass(slots=True)
 class _Open:
-    """A rule or a group that is being read."""
-
     rule: int
     alternatives: _Alternatives
     #: Where in the last alternative the item begins that a repetition sign would repeat.
@@ -102,7 +100,6 @@ class GbnfReader:
         return self.text[self.position : self.position + 1]
 
     def _has(self, sign: str) -> bool:
-        """Read a sign if it comes next."""
         is_next = self.text.startswith(sign, self.position)
         self.position += len(sign) if is_next else 0
         return is_next
@@ -296,7 +293,6 @@ class GbnfReader:
 
 
 def _rules_that_end(rules: list[_Alternatives]) -> set[int]:
-    """Return the rules that derive some text, perhaps the empty one."""
 
     def ends(item: str) -> bool:
         if not item.startswith("r"):

@@ -133,7 +133,6 @@ def _parse(schema: str) -> Part:
 
 
 def _n_parts(schema: dict[str, Any]) -> int:
-    """Return the number of parts of a schema, as `_MOST_PARTS` counts them."""
     n_parts, multiples, are_joined = 0, [1], False
     todo: list[tuple[str, Any]] = [("", schema)]
     while todo:
@@ -160,7 +159,6 @@ def _n_parts(schema: dict[str, Any]) -> int:
 
 
 def _coefficient(number: float) -> int:
-    """Return a number without its decimal point."""
     digits = Decimal(repr(number)).normalize()
     return abs(int(digits.scaleb(-min(0, int(digits.as_tuple().exponent))))) or 1
 
@@ -453,7 +451,6 @@ class _Choices:
 
 
 def _target(root: Part, part: Any) -> Any:
-    """Return the schema that a schema refers to, or itself."""
     for _ in range(_DEPTH):
         if not isinstance(part, dict) or not isinstance(part.get("$ref"), str):
             return part

@@ -70,8 +70,7 @@ class Sampler:
         """Return the chain's distribution for a row of logits, float32[n_vocab], which is written to and restored.
         `history` are the last tokens of the text, int64[n], at least `n_history` if there are so many. `allows` is a
         grammar, asked about as few tokens as possible. Raise `BackendError` without a finite maximum,
-        `NoTokenAllowedError`. XTC removes tokens with a given probability: the result is the mixture of both cases, so
-        it is exact for speculative sampling, and no random number is used here."""
+        `NoTokenAllowedError`. XTC gives the mixture of both cases: exact, and without a random number."""
         if not self._edits:
             return self._of_row(logits, history, allows)
         edited: list[tuple[TokenArray, Logits]] = []

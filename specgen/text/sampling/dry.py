@@ -133,7 +133,6 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
 
 
 def _words(vocabulary: Vocabulary, *, strip: bool) -> Iterator[bytes]:
-    """Return every token's text, also that of control tokens; `strip` removes a leading space."""
     for token_id in range(vocabulary.n_tokens):
         word = vocabulary.token_bytes(token_id) or _control_text(vocabulary, token_id)
         yield word[1:] if strip and word.startswith(b" ") else word

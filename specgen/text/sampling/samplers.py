@@ -125,8 +125,7 @@ def last(history: TokenArray, n: int) -> TokenArray:
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """Divide scores by t; t <= 0 keeps only the likeliest, the lowest id among equals. The result is float64, so that
-    different scores stay different, and top-k may come before or after."""
+    """Divide scores by t, as float64, which keeps them different; t <= 0 keeps only the likeliest with the lowest id."""
     if t <= 0.0:
         position = 0 if candidates.is_ranked else int(candidates.scores.argmax())
         return candidates.take(np.array([position]), candidates.size, is_ranked=True)
