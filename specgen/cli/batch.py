@@ -105,8 +105,7 @@ def batch(
     """Answer each line of a file, many at once; run it again to resume.
 
     A line is a request in the form of OpenAI's batches, an object with a prompt or with messages, or
-    plain text. The options set what a line leaves out. Each result is a line of JSON, written as soon
-    as it is finished. Started again, the command answers only what is missing.
+    plain text. The options set what a line leaves out. Each result is a line of JSON.
     """
     is_stream = destination == STDIO or destination.is_fifo()
     if is_stream and (retry_errors or allow_mixed):

@@ -65,7 +65,7 @@ _MODELS = flags.panel(
         "-md",
         metavar="FILE|NAME|ngram|none",
         autocompletion=flags.draft_names,
-        help="What drafts; may be given several times. In large.gguf+small.gguf the "
+        help="What drafts; may be repeated. In large.gguf+small.gguf the "
         "small one drafts for the large one.",
         show_default="the one that `specgen run` would use, and ngram",
     ),
@@ -83,7 +83,7 @@ _CONTEST = flags.panel(
         "--tree",
         metavar="auto|off|3,2,1|4x5",
         parser=lambda given: tuple(dict.fromkeys(map(parse_tree, given))),
-        help="Whether drafts branch, as for `specgen run`; may be given several times.",
+        help="Whether drafts branch, as for `specgen run`; may be repeated.",
         show_default=str(DraftOptions().tree),
     ),
     temperatures=Option(
@@ -91,7 +91,7 @@ _CONTEST = flags.panel(
         "--temperature",
         min=0.0,
         max=100.0,
-        help="A temperature; may be given several times.",
+        help="A temperature; may be repeated.",
         show_default="0",
     ),
     n_prompts=Option(
@@ -117,7 +117,7 @@ _CONTEST = flags.panel(
     html_file=Option(
         "--html",
         metavar="FILE",
-        help="Write a page of the results: all prompts with their answers and speed-ups, charts, and the settings.",
+        help="Write a page of the results, with all answers, charts and settings.",
     ),
     chat=flags.CHAT,
     drafting=flags.drafting.without("policy", "tree"),

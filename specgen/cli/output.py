@@ -56,8 +56,7 @@ class Output:
     html: Path | None = _output(
         None,
         "--html",
-        "Write a page to look at: the answer grows round by round as it did, with what was drafted, accepted and "
-        "rejected, and the probabilities by both models.",
+        "Write a page on which the answer grows round by round as it did, with the probabilities by both models.",
         metavar="FILE",
     )
     newline: bool = _output(
