@@ -105,8 +105,7 @@ def batch(
     """Answer each line of a file, many at once; run it again to resume.
 
     A line is a request in the form of OpenAI's batches, an object with a prompt or with messages, or
-    plain text. The options set what a line leaves out. Each result is a line of JSON, written as soon
-    as it is finished. Started again, the command answers only what is missing.
+    plain text. The options set what a line leaves out. Each result is a line of JSON.
     """
     is_stream = destination == STDIO or destination.is_fifo()
     if is_stream and (retry_errors or allow_mixed):
@@ -247,7 +246,6 @@ def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str,
 def ray_cluster(
     address: str | None, machine: Contexts, per_worker: tuple[float | None, float | None]
 ) -> Cluster | None:
-    """Return the cluster of these options; None without one. Raise `UsageError`."""
     if address is None:
         if per_worker != (None, None):
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")

@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,9 @@ from typer import Argument, Option
 
 from specgen.cli import flags
 from specgen.cli.command import Command
-from specgen.cli.flags.trials import COMPARISON, Comparison, trial_options
+from specgen.cli.flags.trials import COMPARISON, Comparison, check_drafts, trial_options
 from specgen.cli.model_loading import load, log_shown, opened, use_kernels
-from specgen.cli.output import Output
+from specgen.cli.output import Output, console_on
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
@@ -40,7 +39,7 @@ from specgen.train.draft_builder import (
 from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
-    from specgen.measure.search import Refused, Search
+    from specgen.measure.search import Search
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
@@ -48,16 +47,6 @@ app = typer.Typer(
 
 
 # --- a search for the best draft, as `draft find`, `draft make` and `tune` show it ------------------
-
-
-def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for a target, specgen's own among them, and those that are refused."""
-    from specgen.measure.search import find_candidates
-    from specgen.models.hub_names import locate
-    from specgen.models.registry import load_registry
-
-    known = [path for path in map(locate, load_registry().models.values()) if path is not None]
-    return find_candidates(named, known, target)
 
 
 def _alone(target: Path) -> Sources:
@@ -75,9 +64,7 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
     if as_json:
         print(json.dumps(search.to_json_object(), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
-        from specgen.render.streams import make_console
-
-        print_draft_table(search, advice(search), make_console(sys.stdout, os.environ))
+        print_draft_table(search, advice(search), console_on(sys.stdout))
     else:
         for line in draft_lines(search.tried):
             print(line)
@@ -146,8 +133,7 @@ def find(
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import saved_draft
 
-    if wanted.drafting.n_max == 0:
-        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
+    check_drafts(wanted.drafting, "find")
     prompts, output = wanted.trials.chosen(), wanted.output
     for file in files or ():
         if not file.is_file():
@@ -157,7 +143,7 @@ def find(
         saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
     options, kernels = wanted.options(_alone(path)), wanted.machine.kernels
     with opened(options, kernels, output) as loaded, output.measuring() as (progress, stop):
-        found = find_candidates(files, [], path) if files else known_candidates([], path)
+        found = find_candidates(files or (), path, tries_known=not files)
         search = search_drafts(
             loaded, *found, prompts, chat=wanted.chat, interrupted=stop, progress=progress
         )
@@ -269,7 +255,7 @@ def make(
     The target without some of its layers gains least.
     """
     from specgen.measure.prompts import evenly_chosen, given_prompts
-    from specgen.measure.search import search_drafts
+    from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.calibration import target_costs
     from specgen.session.open import open_session
     from specgen.train.target_text import is_held_back
@@ -286,7 +272,7 @@ def make(
     use_kernels(machine.kernels, output)
     own = trial_options(_alone(path), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
-    n_drafts = 1 + len(kinds) + len(known_candidates([], path)[0])
+    n_drafts = 1 + len(kinds) + len(find_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):
         with load(own, output) as loaded:
             costs = target_costs(loaded, stop)
@@ -317,7 +303,7 @@ def make(
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with open_session(judged, clock=time.perf_counter, memory=loaded.memory) as loaded:
             texts = given_prompts(evenly_chosen(held_back, plan.n_judged))
-            found = known_candidates(made, path)
+            found = find_candidates(made, path)
             search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
     saved = _save_and_show(search, output, save=save, as_json=as_json)
     if saved is not None and kind is None:
@@ -329,7 +315,6 @@ def make(
 
 
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
-    """Return the model to fit, if any. Raise `UsageError` if a fitted draft is asked for but not possible."""
     from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
 
@@ -395,7 +380,6 @@ def learn(
 
 
 def _draft_model(target: str, draft: str | None, output: Output) -> Path:
-    """Return the model that learns. Raise `UsageError` if none is known."""
     from specgen.drafters.kinds import ANY_FILE, find_kind
 
     for choice in find_models(ModelChoice(target, draft, None), quiet=output.quiet).drafts:

@@ -80,7 +80,6 @@ def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file, or standard input's for `STDIO`. Raise `PromptError`."""
     try:
         return sys.stdin.buffer.read() if path == STDIO else path.read_bytes()
     except OSError as error:

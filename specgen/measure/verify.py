@@ -150,7 +150,6 @@ class GreedyResult:
 def plain_texts(
     session: Session, prompts: Mapping[int, Prompt], interrupted: Callable[[], bool] = lambda: False
 ) -> dict[int, list[int]]:
-    """Return the tokens of plain answers, each made alone, by the prompts' numbers; fewer if interrupted."""
     n = session.options.generation.max_tokens
     asked = [(prompt, n) for prompt in prompts.values()]
     answers = _answers(session, asked, 1, interrupted, draft=False)
@@ -236,7 +235,6 @@ def _check_drafting(request: Request) -> None:
 
 
 def tokens_of(events: Iterable[Event]) -> list[int]:
-    """Return the tokens that events commit to the text, the one that ends it too."""
     committed = (event for event in events if isinstance(event, CommittedEvent))
     return [piece.token_id for event in committed for piece in event.pieces]
 

@@ -58,18 +58,6 @@ def predicted(text: Sequence[int], n: int) -> list[int]:
 # --- one proposal
 
 
-@pytest.mark.parametrize("n_max", [1, 2, 5, 16])
-def test_one_decode_of_the_text_and_masks_predicts_all_tokens(n_max: int) -> None:
-    drafter, backend = parallel()
-    draft = propose(drafter, [1, 2, 3], n_max)
-    assert list(draft.tokens) == predicted([1, 2, 3], n_max)
-    assert draft.is_chain
-    assert not draft.is_drawn
-    assert backend.n_decodes == 1
-    assert backend.decoded == [1, 2, 3, *[MASK] * (n_max - 1)]
-    assert backend.text(0) == (1, 2, 3)
-
-
 # --- the cache
 
 

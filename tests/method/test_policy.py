@@ -201,17 +201,6 @@ def test_the_lengths_where_the_user_names_none_are_those_of_the_policy() -> None
 # --- fixed lengths
 
 
-def test_of_fixed_drafts_the_first_drafter_that_has_one_is_used() -> None:
-    found = chain(0.1, 0.1, origin="ngram")
-    plan = planned(fixed(4), found)
-    assert (plan.found, plan.n_max) == (found, 0)
-    plan = planned(fixed(4))
-    assert (plan.found, plan.n_max) == (NO_DRAFT, 4)
-    assert planned(fixed(4), drafter=None).reason == "nothing found"
-    assert fixed(4).plan(Offer(100, 0, found, "model")).reason == "no room"
-    assert len(fixed(4).plan(Offer(100, 1, found, "model")).found) == 1
-
-
 def test_short_fixed_drafts_are_dropped() -> None:
     policy = fixed(4, min_tokens=3)
     assert cut(policy, chain(0.9, 0.9)) is NO_DRAFT
@@ -562,13 +551,3 @@ def test_whatever_happens_its_answers_are_finite(
 
 
 # --- plans
-
-
-def test_given_tokens_are_no_choice() -> None:
-    """A translated draft drafts the end of the text again first."""
-    plan = planned(fixed(5, p_min=0.5))
-    plan = replace(plan, n_max=plan.n_max + 2, n_given=2)
-    assert plan.n_max == 7
-    assert [takes for takes, _ in looked(plan, [0.0] * 3)] == [True, True, False]
-    looks = looked(plan, [0.0, 0.0, *[0.9] * 6])
-    assert looks == [*[(True, True)] * 6, (True, False), (False, False)]
