@@ -24,9 +24,10 @@ import requests
 from benchmarks.answers import drafts_of, opened, parser_of, prompts_of, running, write_json
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.models.files import cache_folder
-from specgen.options import DraftSource, GenerationOptions, SamplerOptions
+from specgen.options import DraftSource, GenerationOptions
 from specgen.serve.batch.lines import read_lines
 from specgen.serve.batch.runner import Batch, Prompting
+from specgen.serve.formats.request import Defaults
 from specgen.session.memory import Memory
 
 N_AT_ONCE = (1, 2, 4, 8)
@@ -89,7 +90,7 @@ def _specgen(
         prompting = Prompting(None, None, datetime.datetime.now().astimezone())
         job = Batch(loaded, prompting, kept.write, {}, parallel=n, wall_clock=time.time)
         started = time.perf_counter()
-        for _ in job.run(read_lines(lines, "prompts", SamplerOptions(), generation)):
+        for _ in job.run(read_lines(lines, "prompts", Defaults(generation=generation))):
             pass
         return time.perf_counter() - started, job.tally.n_tokens, kept.texts
 

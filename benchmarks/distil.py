@@ -22,7 +22,7 @@ from pathlib import Path
 from specgen.llama import LlamaModel
 from specgen.measure.prompts import NOW, read_prompts
 from specgen.system.machine import look_at_machine
-from specgen.train.distillation import RATE, SOFTNESS, distil
+from specgen.train.distillation import RATE, distil
 from specgen.train.draft_builder import OWN_PROMPTS
 from specgen.train.target_text import TargetText, TrainingText, training_texts
 from specgen.train.training_loop import Budget
@@ -39,7 +39,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=sys.maxsize)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=RATE)
-    parser.add_argument("--softness", type=float, default=SOFTNESS)
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
     target, draft = LlamaModel(asked.target), LlamaModel(asked.draft)
@@ -49,16 +48,13 @@ def main() -> None:
         texts = training_texts(text, target, draft, NOW)
     texts = _first(texts, asked.tokens)
     budget = Budget(time.monotonic, time.monotonic() + 60.0 * asked.minutes, progress=_tell)
-    found = distil(
-        asked.draft, texts, asked.output, budget, rate=asked.rate, softness=asked.softness
-    )
+    found = distil(asked.draft, texts, asked.output, budget, rate=asked.rate)
     assert found is not None, "nothing interrupts it"
     print(file=sys.stderr)
     figures = {
         "target": target.name,
         "draft": draft.name,
         "rate": asked.rate,
-        "softness": asked.softness,
         "n_tokens_learnt": _n_tokens(texts, is_held_back=False),
         "n_tokens_judged": _n_tokens(texts, is_held_back=True),
         **dataclasses.asdict(found),

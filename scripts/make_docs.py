@@ -131,7 +131,7 @@ def command_sections(root: Any, program: str) -> Iterator[str]:
         yield f"## {name}"
         yield prose_of(command)
         yield usage(name, command)
-        below = [each for each, child in commands(command, name) if child is not command]
+        below = [f"{name} {word}" for word in getattr(command, "commands", {})]
         if below:
             yield f"Commands: {', '.join(f'[`{each}`](#{anchor(each)})' for each in below)}."
         known = {item for items in shared.values() for item in items.values()}
@@ -388,6 +388,7 @@ def records_of_events() -> list[Record]:
 def events_page() -> str:
     source = inspect.getsource(events)
     fields = fields_of_classes(source)
+    common = fields["_Event"]
 
     def section(heading: str, record: Record) -> str:
         hints = typing.get_type_hints(record)
@@ -398,12 +399,14 @@ def events_page() -> str:
                 flowing(field.description).replace("\n", " "),
             )
             for field in fields[record.__name__]
+            if field not in common or record not in events.EVENT_TYPES
         ]
         return "\n\n".join([heading, prose(record), table(("field", "type", "meaning"), rows)])
 
     introduction = (
         "`specgen run --json` prints one of these a line, as a JSON object. `event` names its "
-        "kind; every field is always there. [events.schema.json](events.schema.json) is the JSON "
+        "kind, `sequence` which of several answers it is about (0 for `run`), and `time_s` the seconds since the start "
+        "of the generation; every field is always there. [events.schema.json](events.schema.json) is the JSON "
         "Schema (2020-12) of a line. Later versions may add fields: ignore those you do not "
         "know."
     )
@@ -418,8 +421,7 @@ def events_page() -> str:
         "## Parts of events",
         *(section(f"### `{record.__name__}`", record) for record in records_of_events()),
         *aliases,
-        "### Reasons\n\nWhy a round drafted what it drafted, the `reason` of `committed` events. "
-        "`reason_text` has the numbers.",
+        "### Reasons\n\nThe list is closed. `reason_text` has the numbers.",
         table(("reason", "meaning"), [(f"`{name}`", text) for name, text in REASONS.items()]),
     )
 
@@ -450,6 +452,8 @@ def type_in_words(hint: Any) -> str:
         return f"array of {type_in_words(arguments[0])}"
     if is_union(hint):
         return " or ".join(type_in_words(argument) for argument in arguments)
+    if hint == events.TokenKind:
+        return "[TokenKind](#tokenkind)"
     if typing.get_origin(hint) is Literal:
         return " or ".join(f'`"{value}"`' for value in arguments)
     return _JSON_TYPES[hint]

@@ -63,7 +63,8 @@ def parts(file: Path = FILE) -> list[str]:
             "- **exact**: greedy texts are plain decoding's: with n-grams, with a draft that agrees, with one that "
             "never does, with trees, up to a full context, and with four answers at once. With llama.cpp's own "
             "code a near-tie counts as equal ([what lossless means](lossless.md)).\n"
-            "- **batch-invariant**: with the kernels a row is bit-identical in batches of 2 to 33 rows as alone."
+            "- **batch-invariant**: with the kernels a row is bit-identical in batches of 2 to 33 rows as alone.\n"
+            "- **\\***: with experts."
         ),
         "## Exact and batch-invariant",
         f"Drafts are chains and trees: {_names(name for name in sound if loaded[name].can_branch)}.",
@@ -119,6 +120,6 @@ def _not_run(names: Iterable[str]) -> Iterator[Sequence[str]]:
 
 
 def _title(name: str) -> str:
-    """As people write it: without the ending that the generator gives to mixtures of experts."""
+    """As people write it; an asterisk replaces the ending that the generator gives to mixtures of experts."""
     title = name.removesuffix("-moe")
-    return title if title == name else f"{title} with experts"
+    return title if title == name else f"{title}\\*"

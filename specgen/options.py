@@ -319,8 +319,7 @@ class KernelOptions:
     packed_cache: Literal["auto", "off"] = _machine(
         "auto",
         "--packed-cache",
-        "Keep the weights on the disk as specgen's kernels read them, for a quick start: auto (if there is "
-        "room), or off.",
+        "Keep the weights on the disk as specgen's kernels read them: auto (if there is room), or off.",
         envvar="SPECGEN_PACKED_CACHE",
     )
 
@@ -340,8 +339,8 @@ class PrefixOptions:
     kept: Literal["shared", "all", "off"] = option(
         "shared",
         "--prefix-store",
-        "Store on the disk what was computed of long prompts, so that the next run need not read them: what two prompts "
-        "begin with (shared), all, or nothing (off).",
+        "What to store on the disk of what was computed of long prompts: what two prompts begin with (shared), all, "
+        "or nothing (off).",
         panel="Prompt",
         envvar="SPECGEN_PREFIX_STORE",
     )

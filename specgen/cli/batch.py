@@ -105,8 +105,7 @@ def batch(
     """Answer each line of a file, many at once; run it again to resume.
 
     A line is a request in the form of OpenAI's batches, an object with a prompt or with messages, or
-    plain text. The options set what a line leaves out. Each result is a line of JSON, written as soon
-    as it is finished. Started again, the command answers only what is missing.
+    plain text. The options set what a line leaves out. Each result is a line of JSON.
     """
     is_stream = destination == STDIO or destination.is_fifo()
     if is_stream and (retry_errors or allow_mixed):
@@ -114,9 +113,10 @@ def batch(
     _check_files(source, None if is_stream else destination)
     from specgen.serve.batch.lines import continued, read_lines, streaming
     from specgen.serve.batch.runner import Prompting
+    from specgen.serve.formats.request import Defaults
 
     name = "standard input" if source == STDIO else str(source)
-    lines = read_lines(read_bytes(source), name, setup.sampling, setup.answer)
+    lines = read_lines(read_bytes(source), name, Defaults(setup.sampling, setup.answer))
     cluster = ray_cluster(ray, setup.machine, (cpus_per_worker, gpus_per_worker))
     sources, options = setup.find(output)
     kernels, settings = setup.machine.kernels, _settings(options, template)
@@ -246,7 +246,6 @@ def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str,
 def ray_cluster(
     address: str | None, machine: Contexts, per_worker: tuple[float | None, float | None]
 ) -> Cluster | None:
-    """Return the cluster of these options; None without one. Raise `UsageError`."""
     if address is None:
         if per_worker != (None, None):
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.flags.trials import TRIALS, Trials
+from specgen.cli.flags.trials import TRIALS, Trials, check_drafts
 from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
-from specgen.cli.output import Output, check_file_option
+from specgen.cli.output import Output, check_file_option, console_on
 from specgen.errors import UsageError
 from specgen.measure.bench import (
     PLAIN,
@@ -57,7 +57,7 @@ _MODELS = flags.panel(
         "-md",
         metavar="FILE|NAME|ngram|none",
         autocompletion=flags.draft_names,
-        help="What drafts; may be given several times. In large.gguf+small.gguf the "
+        help="What drafts; may be repeated. In large.gguf+small.gguf the "
         "small one drafts for the large one.",
         show_default="the one that `specgen run` would use, and ngram",
     ),
@@ -73,7 +73,7 @@ _CONTEST = flags.panel(
     trees=Option(
         "--tree",
         metavar="auto|off|3,2,1|4x5",
-        help="Whether drafts branch, as for `specgen run`; may be given several times.",
+        help="Whether drafts branch, as for `specgen run`; may be repeated.",
         show_default=str(DraftOptions().tree),
     ),
     temperatures=Option(
@@ -81,7 +81,7 @@ _CONTEST = flags.panel(
         "--temperature",
         min=0.0,
         max=100.0,
-        help="A temperature; may be given several times.",
+        help="A temperature; may be repeated.",
         show_default="0",
     ),
     n_prompts=Option(
@@ -107,7 +107,7 @@ _CONTEST = flags.panel(
     html_file=Option(
         "--html",
         metavar="FILE",
-        help="Write a page of the results: all prompts with their answers and speed-ups, charts, and the settings.",
+        help="Write a page of the results, with all answers, charts and settings.",
     ),
     chat=flags.CHAT,
     drafting=flags.drafting.without("policy", "tree"),
@@ -139,21 +139,24 @@ def bench(
 ) -> int:
     """Measure what drafting gains over plain decoding, on your own prompts.
 
-    Plain decoding, and every draft with every policy, answer every prompt
-    at every temperature, taking turns in the same run. Speeds are tokens
-    per second after the first token. The file of --prompts has a "category" for each prompt, if you like.
+    Plain decoding, and every draft with every policy, answer every prompt at every temperature, taking turns.
+    Speeds are tokens per second after the first token. Prompts of the file may have a "category".
 
-    In a pipe, it prints the columns' names, then a line for each contender, followed by one for each
-    category. The columns, separated by tabs: temperature; contender;
-    category, or "overall"; number of answers; speed-up over plain decoding
-    (geometric mean); its first and third quartile, and that of the worst prompt; tokens per
-    second (median); acceptance rate; tokens per pass of the target; time to the first
+    In a pipe, it prints a line for each contender, and one for each category, with the columns' names first.
+    The columns, separated by tabs: temperature; contender; category, or "overall"; number of answers;
+    speed-up over plain decoding (geometric mean); its first and third quartile, and that of the worst
+    prompt; tokens per second (median); acceptance rate; tokens per pass of the target; time to the first
     token relative to plain decoding.
     """
     from specgen.models.files import cache_folder
     from specgen.session.open import layers_without_gpu, open_memory
 
     prompts = _prompts(texts, trials.prompts, n_prompts)
+    shapes = list(dict.fromkeys(_tree_shape(text) for text in trees or ["auto"]))
+    chosen = _parse_policies(policies or [drafting.policy])
+    check_drafts(drafting, "compare")
+    check_file_option("--json", json_file)
+    check_file_option("--html", html_file)
     use_kernels(machine.kernels, output)
     for note in layers_without_gpu(machine.target, machine.draft):
         output.note(note)
@@ -168,12 +171,6 @@ def bench(
         draft_context=machine.draft,
         cache=cache_folder(),
     )
-    shapes = list(dict.fromkeys(_tree_shape(text) for text in trees or ["auto"]))
-    chosen = _parse_policies(policies or [drafting.policy])
-    if drafting.n_max == 0:
-        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
-    check_file_option("--json", json_file)
-    check_file_option("--html", html_file)
     heats = list(dict.fromkeys(temperatures or [0.0]))
     entries = entries_of(base, found, chosen, shapes, heats, open_memory())
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))
@@ -193,7 +190,7 @@ def bench(
     for note in notes:
         output.note(note)
     if html_file is not None:
-        from specgen.render.pages import BENCH, write_page
+        from specgen.render.streams import BENCH, write_page
 
         write_page(html_file, BENCH, {**document, "notes": notes})
     if runs.error is not None:
@@ -230,9 +227,7 @@ def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> No
     if json_file == STDIO:
         print(text)
     elif sys.stdout.isatty():
-        from specgen.render.streams import make_console
-
-        print_bench_tables(figures, make_console(sys.stdout, os.environ))
+        print_bench_tables(figures, console_on(sys.stdout))
     else:
         for line in bench_lines(figures):
             print(line)

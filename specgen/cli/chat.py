@@ -19,7 +19,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Interrupt, Output, error_console, say
+from specgen.cli.output import Interrupt, Output, console_on, say
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.sampler_options import utf8
 from specgen.system.progress import counted
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         files=Option(
             "--file",
             "-f",
-            help="A file whose text is put before the first message; may be given several times.",
+            help="A file whose text is put before the first message; may be repeated.",
             show_default="none",
         ),
         name=Option(
@@ -84,10 +84,11 @@ def chat(
 
         conversation = stack.enter_context(_kept(path))
         kernels, stop = setup.machine.kernels, Interrupt(ends_process=False)
-        session = stack.enter_context(
-            opened(options, kernels, output, sources.drafts, check_template)
-        )
-        news = calibrate(session, status=output.status)
+        with without_echo():  # what is typed meanwhile is the first message
+            session = stack.enter_context(
+                opened(options, kernels, output, sources.drafts, check_template)
+            )
+            news = calibrate(session, status=output.status)
         engine = stack.enter_context(Engine(session, interrupted=stop))
         engine.notify(news)
         stack.callback(session.memory.save)
@@ -122,7 +123,6 @@ def _kept(path: Path | None) -> Iterator[Conversation]:
 
 
 def _session_file(name: str) -> Path:
-    """Return the file of a kept conversation. Raise `UsageError` for an invalid name."""
     from specgen.models.files import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
@@ -214,7 +214,7 @@ class _Dialogue:
             lines = answer.strip().splitlines()
             cut = ["..."] if len(lines) > _N_LINES else []
             text = "\n".join([f"> {clean(turn.question)}", *cut, *lines[-_N_LINES:]])
-            error_console().print(f"{text}\n", style="dim")
+            console_on(sys.stderr).print(f"{text}\n", style="dim")
 
     # --- commands
 
@@ -268,12 +268,12 @@ class _Dialogue:
 
     def think(self, _argument: str) -> None:
         from specgen.render.rows import clean
-        from specgen.session.prompts.thoughts import thought_of
+        from specgen.session.prompts.thoughts import split_thought
 
         last = self._chat.last
-        if last is None or not (thought := thought_of(last[0].text, last[1].text)):
+        if last is None or not (thought := split_thought(last[0].text, last[1].text)[0]):
             raise UsageError("the last answer of this run has no thinking block")
-        error_console().print(clean(thought), style="dim", soft_wrap=True)
+        console_on(sys.stderr).print(clean(thought), style="dim", soft_wrap=True)
 
     def stats(self, _argument: str) -> None:
         from specgen.render.summary import print_summary
@@ -282,7 +282,7 @@ class _Dialogue:
         if self._chat.last is None:
             raise UsageError("there is no answer yet")
         prompt, last = self._chat.last
-        print_summary(error_console(), last, draft=prompt.draft, kernels=prompt.kernels)
+        print_summary(console_on(sys.stderr), last, draft=prompt.draft, kernels=prompt.kernels)
         n_used, n_ctx = last.n_prompt_tokens + last.n_tokens, self._chat.n_ctx
         parts = totals(len(self._chat.answers), self._chat.answers)
         say(f"in all: {', '.join(parts)}, {n_used} of {n_ctx} tokens of context in use")
@@ -451,7 +451,6 @@ def without_echo() -> Iterator[None]:
 
 
 def is_person() -> bool:
-    """Return whether a person types the messages at a terminal, and one of the streams can show them."""
     is_shown = sys.stdout.isatty() or sys.stderr.isatty()
     is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
     return sys.stdin is not None and sys.stdin.isatty() and is_shown and not is_dumb

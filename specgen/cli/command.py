@@ -82,7 +82,6 @@ _WORDS = (
 
 
 def without_flag_types(parameters: Any) -> Any:
-    """Return options; the help shows no type of flags."""
     for each in parameters:
         if getattr(each, "is_flag", False) or getattr(each, "count", False):
             each.metavar = ""
@@ -161,11 +160,8 @@ class Command(typer.core.TyperCommand):
                 raise
             eager = [each.name for each in self.get_params(ctx) if each.is_eager]
             if not any(given.get(name) for name in eager):  # no help is asked for
-                ctx.default_map = self._defaults(ctx, given)
+                ctx.default_map = user_defaults(ctx, given)
         return super().parse_args(ctx, args)
-
-    def _defaults(self, ctx: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return user_defaults(ctx, given)
 
     def get_params(self, ctx: Any) -> Any:
         return without_flag_types(super().get_params(ctx))

@@ -50,10 +50,8 @@ def _text(value: Any) -> str:
 def config(*, setup: Setup, template: flags.Template, output: Output) -> int:  # noqa: ARG001
     """Show the defaults of options, and where each comes from.
 
-    Defaults are those of specgen, of your file config.toml in the configuration folder, of environment
-    variables, and of the options that you give here; later ones count. A key of the file is the long name of
-    an option. The table [targets."NAME"] holds for one target.
-
-    It prints what could stand in the file; lines of specgen's own defaults are comments.
+    They come from specgen, your file config.toml in the configuration folder, environment variables, and the
+    options that you give here; later ones count. It prints what could stand in the file; lines of specgen's
+    own defaults are comments.
     """
     raise AssertionError("ConfigCommand shows the options")

@@ -12,7 +12,6 @@ from typer import Option
 
 from specgen.cli import flags
 from specgen.cli.flags import endpoints_of
-from specgen.errors import ModelFileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,9 +40,14 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
     """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
     from rich.console import Console
 
+    from specgen.cli.models import on_disk
     from specgen.measure.doctor import diagnose
+    from specgen.models.registry import load_registry
+    from specgen.session.choose_models import find_model
 
-    path = None if model is None else _model_file(model)
+    path = None
+    if model is not None:  # it is not fetched
+        path = find_model(model, load_registry(), lambda name: on_disk(name)[0])
     endpoints = () if rpc is None else endpoints_of(rpc)
     console = Console(stderr=True)
     with console.status("checking this machine") if console.is_terminal else nullcontext() as line:
@@ -56,25 +60,6 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
         _show(report, Console(highlight=False))
     report.raise_first_error()
     return 0
-
-
-def _model_file(name: str) -> Path:
-    """Return a model's file; raise `SpecgenError` for names that are unknown or whose file is not here."""
-    from specgen.models.hub_names import PREFIX, find_in_cache, locate, parse_reference
-    from specgen.models.registry import load_registry
-    from specgen.session.choose_models import find_model
-
-    registry = load_registry()
-
-    def find(name: str) -> Path:
-        is_on_hub = name.startswith(PREFIX)
-        path = find_in_cache(parse_reference(name)) if is_on_hub else locate(registry.model(name))
-        if path is None:
-            hint = f"`specgen models pull {name}` downloads it"
-            raise ModelFileError(f"{name} is not on this disk", hint)
-        return path
-
-    return find_model(name, registry, find)
 
 
 def _show(report: DoctorReport, console: Console) -> None:
@@ -136,7 +121,6 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
 
 
 def kernels_line(status: KernelStatus) -> str:
-    """Return what computes on the CPU; if that is llama.cpp, with the reason and what to do."""
     if status.reason is None:
         return status.label
     advice = f"; {status.hint}" if status.hint else ""

@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,19 +20,26 @@ from typer import Argument, Option
 
 from specgen.cli import flags
 from specgen.cli.command import Command
-from specgen.cli.flags.trials import COMPARISON, Comparison, trial_options
+from specgen.cli.flags.trials import COMPARISON, Comparison, check_drafts, trial_options
 from specgen.cli.model_loading import load, log_shown, opened, use_kernels
-from specgen.cli.output import Output
+from specgen.cli.output import Output, console_on
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import DraftChoice, Sources, find_models, find_target, name_of
 from specgen.system.progress import human_bytes
-from specgen.train.draft_builder import JUDGED_TOKENS, OWN_PROMPTS, DraftBuilder, Kind, plan_time
+from specgen.train.draft_builder import (
+    JUDGED_TOKENS,
+    OWN_PROMPTS,
+    DraftBuilder,
+    Kind,
+    least_text,
+    plan_time,
+)
 from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
-    from specgen.measure.search import Refused, Search
+    from specgen.measure.search import Search
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
@@ -41,16 +47,6 @@ app = typer.Typer(
 
 
 # --- a search for the best draft, as `draft find`, `draft make` and `tune` show it ------------------
-
-
-def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try as drafts for a target, specgen's own among them, and those that are refused."""
-    from specgen.measure.search import find_candidates
-    from specgen.models.hub_names import locate
-    from specgen.models.registry import load_registry
-
-    known = [path for path in map(locate, load_registry().models.values()) if path is not None]
-    return find_candidates(named, known, target)
 
 
 def _alone(target: Path) -> Sources:
@@ -68,9 +64,7 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
     if as_json:
         print(json.dumps(search.to_json_object(), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
-        from specgen.render.streams import make_console
-
-        print_draft_table(search, advice(search), make_console(sys.stdout, os.environ))
+        print_draft_table(search, advice(search), console_on(sys.stdout))
     else:
         for line in draft_lines(search.tried):
             print(line)
@@ -127,22 +121,19 @@ def find(
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
-    It tries the files that you name; without any, the models of `specgen models list` that are on this
-    disk; and in any case n-grams and the target's own MTP layers. The target answers a few prompts
-    once; each draft is then replayed on these answers, and ranked by its
-    speed-up over plain decoding.
+    It tries the files that you name, or else the models on this disk, and in any case n-grams and the
+    target's own MTP layers. The target answers a few prompts once; each draft is then replayed on these
+    answers, and ranked by its speed-up over plain decoding.
 
-    In a pipe, it prints the columns' names, then one line for each draft, the best first. The
-    columns, separated by tabs: the file, "mtp", "ngram" or "none"; the
-    speed-up over plain decoding, and that of the worst prompt; tokens per
-    second; acceptance rate; tokens per pass of the target; milliseconds to draft a token,
-    and to begin.
+    In a pipe, it prints a line for each draft, the best first, with the columns' names first. The columns,
+    separated by tabs: the file, "mtp", "ngram" or "none"; the speed-up over plain decoding, and that of the
+    worst prompt; tokens per second; acceptance rate; tokens per pass of the target; milliseconds to draft a
+    token, and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import saved_draft
 
-    if wanted.drafting.n_max == 0:
-        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
+    check_drafts(wanted.drafting, "find")
     prompts, output = wanted.trials.chosen(), wanted.output
     for file in files or ():
         if not file.is_file():
@@ -152,7 +143,7 @@ def find(
         saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
     options, kernels = wanted.options(_alone(path)), wanted.machine.kernels
     with opened(options, kernels, output) as loaded, output.measuring() as (progress, stop):
-        found = find_candidates(files, [], path) if files else known_candidates([], path)
+        found = find_candidates(files or (), path, tries_known=not files)
         search = search_drafts(
             loaded, *found, prompts, chat=wanted.chat, interrupted=stop, progress=progress
         )
@@ -200,11 +191,8 @@ def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
 def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -> int:
     """Let a target write the text that drafts are made from.
 
-    The target answers prompts at temperature 0, many at once. The cache folder keeps the hidden state
-    and the likeliest tokens of each token. Text that is there is not written again: run an
-    interrupted command again to resume.
-
-    It prints the folder.
+    It answers prompts at temperature 0. The cache folder, which is printed, keeps the hidden state and the
+    likeliest tokens of each token. Run an interrupted command again to resume.
     """
     path = find_target(target, quiet=output.quiet)
     own = trial_options(_alone(path), text.max_tokens, machine)
@@ -259,19 +247,15 @@ def make(
 ) -> int:
     """Make drafts for a target, and compare them with others.
 
-    The target writes text (`specgen draft data`); drafts are trained on it, and compared with n-grams and
-    the models on this disk, on other prompts, as `specgen draft find` does. An interrupted command keeps
-    the text.
+    The target writes text (`specgen draft data`); drafts are trained on it, and ranked beside n-grams and the
+    models on this disk, on other prompts, as by `specgen draft find`. An interrupted command keeps the text.
 
-    Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
-    model of their own, and about a millisecond per draft. A small model that is fitted to the target is as
-    fast as before, and agrees with the target more often. Both are trained with JAX (`pip install
-    'specgen-gguf[train]'`). The target without some of its layers gains least.
-
-    It prints the ranking as `specgen draft find` does.
+    Decoder heads predict from the target's hidden state, in about a millisecond a draft. A small model that
+    is fitted to the target agrees with it more often. Both need JAX (`pip install 'specgen-gguf[train]'`).
+    The target without some of its layers gains least.
     """
     from specgen.measure.prompts import evenly_chosen, given_prompts
-    from specgen.measure.search import search_drafts
+    from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.calibration import target_costs
     from specgen.session.open import open_session
     from specgen.train.target_text import is_held_back
@@ -282,10 +266,13 @@ def make(
     small = _small_model(draft, kind, path, output)
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
     kinds = kinds if kind is None else [kind]
+    if text.n_tokens < (n_least := least_text(kinds)):
+        what = f"--tokens {text.n_tokens} is too little text for {' and '.join(kinds)}"
+        raise UsageError(what, f"give {n_least} or more")
     use_kernels(machine.kernels, output)
     own = trial_options(_alone(path), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
-    n_drafts = 1 + len(kinds) + len(known_candidates([], path)[0])
+    n_drafts = 1 + len(kinds) + len(find_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):
         with load(own, output) as loaded:
             costs = target_costs(loaded, stop)
@@ -316,7 +303,7 @@ def make(
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with open_session(judged, clock=time.perf_counter, memory=loaded.memory) as loaded:
             texts = given_prompts(evenly_chosen(held_back, plan.n_judged))
-            found = known_candidates(made, path)
+            found = find_candidates(made, path)
             search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
     saved = _save_and_show(search, output, save=save, as_json=as_json)
     if saved is not None and kind is None:
@@ -328,7 +315,6 @@ def make(
 
 
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
-    """Return the model to fit, if any. Raise `UsageError` if a fitted draft is asked for but not possible."""
     from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
 
@@ -371,9 +357,8 @@ def learn(
 ) -> int:
     """Let a draft model learn from the answers that --learn kept.
 
-    The latest answers are held back. The new weights are used from then on, where --learn is given, if the
-    draft agrees with the target more often in them; otherwise they are dropped. `specgen chat` and `specgen
-    serve` do this by themselves, between answers.
+    The new weights are kept, for commands with --learn, if the draft then agrees with the target more often
+    in the latest answers, which are held back. `specgen chat` and `specgen serve` do this by themselves.
     """
     from specgen.llama.kernels.admission import wanted_in
     from specgen.train.online_learning import learn as learn_from
@@ -395,7 +380,6 @@ def learn(
 
 
 def _draft_model(target: str, draft: str | None, output: Output) -> Path:
-    """Return the model that learns. Raise `UsageError` if none is known."""
     from specgen.drafters.kinds import ANY_FILE, find_kind
 
     for choice in find_models(ModelChoice(target, draft, None), quiet=output.quiet).drafts:

@@ -39,6 +39,8 @@ def read_prompt(
     if argument is not None and option is not None:
         raise UsageError("the prompt is given twice: PROMPT and --prompt", hint="give it once")
     question = argument if argument is not None else option
+    if question is not None and question.endswith(".gguf") and Path(question).is_file():
+        raise UsageError(f"the prompt is the name of a model: {question}", "-md names the draft")
     sources: list[Path | str] = [*files, *([] if question is None else [question])]
     sources = [STDIO if source == "-" else source for source in sources]
     if sources.count(STDIO) > 1:
@@ -78,7 +80,6 @@ def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file, or standard input's for `STDIO`. Raise `PromptError`."""
     try:
         return sys.stdin.buffer.read() if path == STDIO else path.read_bytes()
     except OSError as error:

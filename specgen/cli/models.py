@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
 from specgen.cli.command import Command
 from specgen.cli.flags import model_names, pair_names
 from specgen.cli.inputs import is_terminal
+from specgen.cli.output import check_file_option
 from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
 from specgen.models import hub_names as hub
 from specgen.models.download import fetch, fetch_reference, stderr_progress
@@ -22,9 +24,6 @@ from specgen.models.hub_names import locate, parse_reference
 from specgen.models.registry import CatalogueModel, Pair, Registry, load_registry
 from specgen.options import SourceChoice
 from specgen.system.progress import human_bytes
-
-if TYPE_CHECKING:
-    from huggingface_hub import DeleteCacheStrategy
 
 app = typer.Typer(
     name="models", help="List, show, download and remove models.", invoke_without_command=True
@@ -149,9 +148,7 @@ def pull(
 ) -> None:
     """Download a model, or the models of a pair, and print where they are.
 
-    Files that are on this disk are not downloaded again, and an interrupted
-    download goes on where it ended. Of a model on the hub the newest version
-    is downloaded.
+    An interrupted download is resumed. Of a model on the hub the newest version is downloaded.
     """
     progress = stderr_progress(quiet=quiet)
     if "/" in name:
@@ -167,15 +164,20 @@ def path(name: _NameOrRepo) -> None:
 
     Of a model in several files it is the first one.
     """
+    print(*on_disk(name), sep="\n")
+
+
+def on_disk(name: str) -> list[Path]:
+    """Return where a model is, or the models of a pair. Raise `ModelFileError` if one is not on this disk."""
     if "/" in name:
         found = {name: hub.find_in_cache(parse_reference(name))}
     else:
-        found = {model.name: locate(model) for model in models_of(name, load_registry())}
+        found = {model.name: hub.locate(model) for model in models_of(name, load_registry())}
     for model_name, model_path in found.items():
         if model_path is None:
             hint = f"`specgen models pull {name}` downloads it"
             raise ModelFileError(f"{model_name} is not on this disk", hint)
-    print(*found.values(), sep="\n")
+    return list(filter(None, found.values()))
 
 
 @app.command("rm", cls=Command)
@@ -191,18 +193,24 @@ def remove_model(
 ) -> None:
     """Remove a model from this disk, with what interrupted downloads of it left.
 
-    Other programs may use files in the hub's cache, too. Blobs that other
-    files of the cache share stay.
+    Other programs may use files in the hub's cache, too.
     """
-    removal = find_removal(name, load_registry())
-    names = ", ".join(removal.names)
-    freed = human_bytes(removal.freed_bytes)
-    question = f"remove {names} ({freed})?"
+    names, files, storage = find_removal(name, load_registry())
+    what = ", ".join(names)
+    freed = human_bytes(sum(size_of(path) for path in files if not path.is_symlink()))
+    question = f"remove {what} ({freed})?"
     if not yes and not is_terminal():
         raise UsageError(f"there is no terminal to ask: {question}", "add --yes to do it")
-    if yes or typer.confirm(question, err=True):
-        removal.execute()
-        print(f"removed {names}: {freed} freed")
+    if not yes and not typer.confirm(question, err=True):
+        return
+    for path in files:
+        with suppress(OSError):
+            path.unlink()
+        if path.exists():
+            raise FetchError(f"cannot remove {path}", "make its folder writable")
+    if storage is not None and not any(map(Path.is_file, storage.glob("snapshots/**/*"))):
+        shutil.rmtree(storage, ignore_errors=True)
+    print(f"removed {what}: {freed} freed")
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -225,6 +233,7 @@ def quantize(
     from specgen.llama.operators import quantize_file
 
     check_file(source)
+    check_file_option("OUTPUT", output)
     if output.exists():
         raise UsageError(f"{output} exists", "name another file")
     quantize_file(source, output, type_name)
@@ -300,33 +309,9 @@ def _print_json(document: object) -> None:
 # --- removal
 
 
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """What is to be removed: files of our own, and from the cache, where blobs that other files share stay."""
-
-    names: tuple[str, ...]
-    files: tuple[Path, ...]
-    cached: tuple[CachedModel, ...]
-    strategy: DeleteCacheStrategy | None
-
-    @property
-    def freed_bytes(self) -> int:
-        in_cache = 0 if self.strategy is None else self.strategy.expected_freed_size
-        return sum(map(size_of, self.files)) + in_cache
-
-    def execute(self) -> None:
-        for path in self.files:
-            with suppress(OSError):
-                path.unlink()
-        if self.strategy is not None:
-            self.strategy.execute()  # it only logs what it cannot delete
-        for path in (*self.files, *(model.path for model in self.cached)):
-            if path.exists():
-                raise FetchError(f"cannot remove {path}", "make its folder writable")
-
-
-def find_removal(name: str, registry: Registry) -> Removal:
-    """Return what a name stands for, with what interrupted downloads left. Raise `ModelFileError`."""
+def find_removal(name: str, registry: Registry) -> tuple[list[str], list[Path], Path | None]:
+    """Return the names of the models that a name stands for, their files with what interrupted downloads left, and the
+    folder of their repository in the hub's cache. Raise `ModelFileError`."""
     files: list[Path] = []
     if "/" in name:
         reference = parse_reference(name)
@@ -348,33 +333,24 @@ def find_removal(name: str, registry: Registry) -> Removal:
             cached = [each for each in cached_models(known.hub.repo) if file in each.names]
     if not files and not cached:
         raise ModelFileError(f"{name} is not on this disk", "`specgen models list` shows what is")
-    return Removal(tuple(names), tuple(files), tuple(cached), _strategy(cached))
+    storage = hub.storage_of(cached[0].reference.repo) if cached else None
+    return names, files + _in_cache(storage, cached), storage
 
 
-def _strategy(models: Sequence[CachedModel]) -> DeleteCacheStrategy | None:
-    """Return how to remove models of one repository in all their versions."""
-    if not models:
-        return None
-    from huggingface_hub import scan_cache_dir
-
-    info, repo = scan_cache_dir(hub.cache_of_hub()), models[0].reference.repo
-    found = [each for each in info.repos if (each.repo_type, each.repo_id) == ("model", repo)]
-    # A copy of the repository may have the same commits, by which revisions are deleted.
-    info = replace(info, repos=frozenset(found))
-    revisions = [revision for each in found for revision in each.revisions]
-    names = {name for model in models for name in model.names}
-    goes = {
-        file: file.file_path.relative_to(revision.snapshot_path).as_posix() in names
-        for revision in revisions
-        for file in revision.files
+def _in_cache(storage: Path | None, models: Sequence[CachedModel]) -> list[Path]:
+    """Return the files of models in all versions of their repository, and the blobs that only they use."""
+    if storage is None:
+        return []
+    names, snapshots = {name for model in models for name in model.names}, storage / "snapshots"
+    every = [path for path in snapshots.glob("*/**/*") if path.is_file()]
+    goes = {p for p in every if "/".join(p.relative_to(snapshots).parts[1:]) in names}
+    blobs = {path.resolve() for path in goes} - {
+        path.resolve() for path in every if path not in goes
     }
-    if all(goes.values()):
-        return info.delete_revisions(*(revision.commit_hash for revision in revisions))
-    return info.delete_files(*(file for file in goes if goes[file]))
+    return [*goes, *(blobs - goes)]
 
 
 def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:
-    """Return a model, or the target and the draft of a pair. Raise `UnknownModelError`."""
     if (pair := registry.pairs.get(name)) is not None:
         return tuple(map(registry.model, pair.model_names))
     return (registry.model(name, registry.pairs),)

@@ -56,8 +56,7 @@ class Output:
     html: Path | None = _output(
         None,
         "--html",
-        "Write a page to look at: the answer grows round by round as it did, with what was drafted, accepted and "
-        "rejected, and the probabilities by both models.",
+        "Write a page on which the answer grows round by round as it did, with the probabilities by both models.",
         metavar="FILE",
     )
     newline: bool = _output(
@@ -93,7 +92,7 @@ class Output:
     def status(self, text: str) -> contextlib.AbstractContextManager[object]:
         if self.quiet or self.verbose or not sys.stderr.isatty():
             return contextlib.nullcontext()
-        return error_console().status(text)
+        return console_on(sys.stderr).status(text)
 
     def needs(self, answer: GenerationOptions) -> GenerationOptions:
         """Return the options of an answer, with the probabilities that are shown. Raise `UsageError`."""
@@ -121,7 +120,7 @@ class Output:
                 seen[type(event)] = event
                 replayed += [event] if self.html is not None else []
         if self.html is not None:
-            from specgen.render.pages import REPLAY, write_page
+            from specgen.render.streams import REPLAY, write_page
 
             write_page(self.html, REPLAY, [*map(to_json_object, replayed)])
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
@@ -129,7 +128,7 @@ class Output:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
             whole = self.stats is True
             print_summary(
-                error_console(),
+                console_on(sys.stderr),
                 finished,
                 draft=prompt.draft,
                 kernels=prompt.kernels,
@@ -205,10 +204,10 @@ def _status_of(stream: TextIO) -> os.stat_result | None:
         return None
 
 
-def error_console() -> Console:
+def console_on(stream: TextIO) -> Console:
     from specgen.render.streams import make_console
 
-    return make_console(sys.stderr, os.environ)
+    return make_console(stream, os.environ)
 
 
 def say(text: str) -> None:

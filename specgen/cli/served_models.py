@@ -205,7 +205,6 @@ def read_models(
 
 
 def _in_its_folder(value: Any, folder: Path) -> Any:
-    """Return the value of an option; the name of a file in the folder is that file."""
     if isinstance(value, list):
         return [_in_its_folder(each, folder) for each in value]
     file = folder / str(value)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli import flags
-from specgen.cli.draft import known_candidates, show_search
-from specgen.cli.flags.trials import COMPARISON, Comparison
+from specgen.cli.draft import show_search
+from specgen.cli.flags.trials import COMPARISON, Comparison, check_drafts
 from specgen.cli.model_loading import opened
 from specgen.errors import UsageError
 from specgen.options import ModelChoice
@@ -26,15 +26,14 @@ def tune(*, models: ModelChoice, wanted: Comparison) -> int:
     """Measure what drafting is worth for your models on this machine.
 
     It measures the best number of threads, what decodes cost, and the speed-up of the draft, of n-grams, and,
-    if you name no draft, of other drafts on this disk. It takes a few minutes. The results are kept, and
-    `specgen run` with the same models and options uses them. From a busy machine nothing is kept: tune again
-    when it is idle. Ctrl-C shows the results so far and keeps nothing (exit code 130).
+    if you name no draft, of others on this disk, in a few minutes. `specgen run` with the same models and
+    options uses the results. From a busy machine nothing is kept. Ctrl-C shows the results so far and keeps
+    nothing (exit code 130).
     """
-    if wanted.drafting.n_max == 0:
-        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to tune")
+    check_drafts(wanted.drafting, "tune")
     if models.helpers:
         raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
-    from specgen.measure.search import search_drafts
+    from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import find_models
 
     prompts, output = wanted.trials.chosen(), wanted.output
@@ -44,7 +43,7 @@ def tune(*, models: ModelChoice, wanted: Comparison) -> int:
     is_named = models.draft is not None or models.pair is not None
     if not is_named:  # the first draft that works is tuned, and no error of one ends the command
         options = replace(options, draft="none")
-        drafts += [path for path in known_candidates([], sources.target)[0] if path not in drafts]
+        drafts += [path for path in find_candidates([], sources.target)[0] if path not in drafts]
     with (
         opened(options, wanted.machine.kernels, output) as session,
         output.measuring() as (progress, stop),

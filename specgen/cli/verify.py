@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.flags.trials import TRIALS, Trials
+from specgen.cli.flags.trials import TRIALS, Trials, check_drafts
 from specgen.cli.model_loading import opened
-from specgen.cli.output import Output
+from specgen.cli.output import Output, console_on
 from specgen.errors import DefectError, UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoice, SamplerOptions
 from specgen.session.choose_models import find_models
@@ -62,11 +61,10 @@ def verify(
 ) -> int:
     """Check that drafting does not change what your model says.
 
-    It drafts as `specgen run` does with the same options; if costs decide how much, each check is made
-    again with a draft in every round. Greedy: answers with and without drafts are compared token by
-    token; a difference is traced to a near-tie and rounding in batches, or is a defect. Some prompts are
-    answered again, three at once. Sampled: draws of the next token are tested against the target's exact
-    distribution. Exit code 0 means that no defect was found, 11 that one was, or that nothing was drafted.
+    It drafts as `specgen run` does, and again with a draft in every round. Greedy: answers with and without
+    drafts are compared, some of them three at once; a difference is a near-tie and rounding in batches, or a
+    defect. Sampled: draws of the next token are tested against the target's exact distribution. Exit code 0
+    means that no defect was found, 11 that one was, or that nothing was drafted.
     """
     from specgen.measure.trial import fitting_prompts
     from specgen.measure.verify import (
@@ -79,8 +77,7 @@ def verify(
 
     if models.draft == "none":
         raise UsageError("--draft none drafts nothing, so there is nothing to verify")
-    if drafting.n_max == 0:
-        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to verify")
+    check_drafts(drafting, "verify")
     texts = [(prompt.number, prompt.text) for prompt in trials.chosen()]
     sources = find_models(models, quiet=output.quiet)
     if sources.draft == "none":
@@ -125,10 +122,9 @@ def verify(
     if json:
         print(json_module.dumps(report.to_json_object(), ensure_ascii=False))
     else:
-        from specgen.render.streams import make_console
         from specgen.render.verify_report import print_report
 
-        print_report(report, make_console(sys.stdout, os.environ))
+        print_report(report, console_on(sys.stdout))
     if stop():
         return stop.exit_code
     if report.verdict == "defect":
@@ -143,7 +139,6 @@ def verify(
 
 
 def _checked_instead(session: Session) -> tuple[str, ...]:
-    """Return how drafts differ from those that were asked for, and why."""
     draft, drafting, found = session.draft, session.options.drafting, list[str]()
     if draft is None:
         return ()

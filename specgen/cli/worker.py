@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 
@@ -15,7 +14,7 @@ from specgen.cli.model_loading import use_kernels
 from specgen.cli.output import Interrupt, Output
 from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.options import KernelOptions
-from specgen.serve.server.options import is_loopback
+from specgen.serve.server.options import bound_socket, is_loopback
 from specgen.system.processes import left_running
 from specgen.system.progress import human_bytes
 from specgen.system.worker_probe import probe
@@ -125,15 +124,7 @@ def _check_address(host: str, port: int, *, insecure: bool) -> None:
             f"--host {host} can be reached by other machines, and a worker has no passwords and no encryption",
             hint="connect through a tunnel (ssh -L) or, in a private network only, add --insecure-network",
         )
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((host, port))
-        except OSError as error:
-            raise UsageError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}",
-                hint="use another --port, or end the program that listens there",
-            ) from error
+    bound_socket(host, port).close()
 
 
 def _native_stdout(*, shows: bool) -> int:

@@ -19,8 +19,7 @@ class DflashDrafter(StatesDrafter):
 
     Before it, the cache gets what the target's layers read for the tokens that were accepted since the last draft:
     this decodes no token. The row of a mask predicts that mask's own token; with `predicts_from_last` each row predicts
-    the token behind it. A row does not depend on what is drawn before it, which suits every verifier.
-    """
+    the token behind it. A row does not depend on what is drawn before it, which suits every verifier."""
 
     name = "dflash"
     n_most_unread = 0  # a block begins with a single token

@@ -1,5 +1,4 @@
-"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add. A draft model
-looks by a decode, decoder heads look at the target's hidden states."""
+"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 from specgen.text.vocabulary import Vocabulary
 
-#: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
-#: least probability of guesses after the first.
+#: The guesses for a position, if the shape asks for no more; where costs decide, the least chance of further ones.
 _N_GUESSES = 4
 _LEAST = 0.02
 #: The most nodes that are looked beyond at once.
@@ -34,8 +32,7 @@ class Expansion(ABC):
     """A draft of at most `n_max` tokens on at most `n_deepest` levels, as it grows. Parents come before their children.
 
     To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's children, the
-    likeliest or first drawn one first. The look beyond the root starts the draft.
-    """
+    likeliest or first drawn one first. The look beyond the root starts the draft."""
 
     origin: str
     request: DraftRequest
@@ -177,7 +174,6 @@ class Tree(Expansion):
         """Add children: the likeliest tokens, with their probabilities at temperature 1."""
 
     def _draw(self, node: int, source: Distribution) -> None:
-        """Add children that are drawn from a distribution."""
         raise NotImplementedError
 
     def _frontier(self) -> list[int]:
@@ -190,8 +186,7 @@ class Tree(Expansion):
 
 @dataclass(eq=False)
 class Worthwhile(Tree):
-    """A tree that grows for as long as costs say that it is worthwhile: all likely tokens are added, the likeliest
-    paths are followed, and the nodes that are worth a row are verified."""
+    """A tree that grows while it pays: the likeliest paths are followed, and nodes that are worth a row verified."""
 
     #: For each node, its number among its siblings, and the probability that it and all before it are accepted.
     _ranks: list[int] = field(default_factory=list, init=False)
@@ -243,8 +238,7 @@ class Worthwhile(Tree):
 
 
 class Levels(Tree):
-    """A tree with a fixed number of children for each node of a depth: the likeliest tokens, or tokens drawn
-    without replacement."""
+    """A tree with a fixed number of children for each depth: the likeliest, or drawn without replacement."""
 
     def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
         n_children = self._n_children(node)
@@ -289,8 +283,7 @@ class Walks(Tree):
 
 
 def price_after(costs: CostTable, n_new: int, n_usual: int, n_more: int = 0) -> Price:
-    """Return the price of a draft that begins with a decode of `n_new` rows, of which more than `n_usual` are prefill,
-    and `n_more` decodes of a row each."""
+    """Return the price of a draft after decodes of `n_new` rows, prefill beyond `n_usual`, and `n_more` single ones."""
     first_s, next_s = costs.seconds_each(min(n_new, n_usual)), costs.seconds_each(1)
     return Price(first_s + n_more * next_s, next_s, max(0.0, costs.seconds_each(n_new) - first_s))
 
@@ -320,9 +313,8 @@ def expansion(
 
 
 class NodeBranches:
-    """The branches of a draft, each in its own sequence of the model's cache. A sequence ends on a node, its tip. The
-    first child of a tip continues the sequence; any other node gets one of its own, which shares the cells up to its
-    parent."""
+    """The branches of a draft, each in its own sequence of the model's cache, which ends on a node, its tip. The first
+    child of a tip continues the sequence; any other node gets one of its own, which shares its parent's cells."""
 
     def __init__(self, backend: Backend, slot: Branches) -> None:
         self._backend = backend
@@ -347,7 +339,6 @@ class NodeBranches:
         self._tips = {self._trunk: ROOT}
 
     def follow(self, node: int, parent: int, position: int) -> int:
-        """Return the sequence for a node that is about to be decoded at a position."""
         sequence = self._sequences[parent]
         if self._tips[sequence] != parent:
             branch = self.free.pop()

@@ -15,10 +15,8 @@ from specgen.system.arrays import Logits
 
 
 class AssistantDrafter(StatesDrafter):
-    """Drafts chains with layers that attend to the target's keys and values, and have none of their own. So
-    nothing is read before a draft, and nothing is dropped after it. The first row reads the target's hidden
-    state, each further one that of the row before. All rows have the position behind the target's last
-    token."""
+    """Drafts chains with layers that attend to the target's keys and values, and have none of their own. The first row
+    reads the target's hidden state, each further one that of the row before, at the position behind its last token."""
 
     name = "gemma4-assistant"
 

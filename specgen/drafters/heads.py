@@ -23,19 +23,16 @@ from specgen.text.vocabulary import Vocabulary
 
 #: The most tokens behind those that the target has read: its own, and those that a grammar or another drafter added.
 _MOST_UNREAD = 16
-_LOOKS, _N_REPEATS = (
-    (1, 2, 4, 8),
-    5,
-)  # the numbers of states whose looks are timed, and how often each is
+#: The numbers of states whose looks are timed, and how often each is.
+_LOOKS, _N_REPEATS = (1, 2, 4, 8), 5
 
 
 class HeadsDrafter(Drafter):
     """Drafts with decoder heads: a chain or a tree.
 
-    Heads start from the target's hidden state after its last decoded token. Their input is the tokens after that one,
-    usually the one token that the target chose. There is no cache and no decode of a model: a look beyond a node is two
-    products with small matrices. Tokens outside the frequent part of the vocabulary are never drafted.
-    """
+    Heads start from the target's hidden state after its last decoded token; their input is the tokens after that one.
+    There is no cache and no decode of a model: a look beyond a node is two products with small matrices. Tokens outside
+    the frequent part of the vocabulary are never drafted."""
 
     name = "heads"
 

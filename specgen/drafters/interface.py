@@ -1,8 +1,7 @@
 """A kind of draft is one object: what the rest of specgen knows of a way to draft.
 
 A module has a `KIND`, which opens a source (a file, or a word after `--draft`) for a target. The `LoadedDraft` opens
-contexts and makes the `Drafter` of each answer, for a `DraftRequest`. `specgen.drafters.kinds` lists the kinds.
-"""
+contexts and makes the `Drafter` of each answer, for a `DraftRequest`. `specgen.drafters.kinds` lists the kinds."""
 
 from __future__ import annotations
 
@@ -28,15 +27,13 @@ if TYPE_CHECKING:
 
 #: What a draft is named by in the memory of costs and acceptance: its file, or a word.
 Key: TypeAlias = Path | str
-#: What a draft reads: tokens, the target's final hidden states of the last rows, the states of all rows, or the
-#: target's cache beside them.
+#: What a draft reads: tokens, the target's hidden states of the last rows or of all rows, or its cache beside these.
 Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
 
 
 @dataclass(slots=True, eq=False)
 class CacheSlot:
-    """One of `n` equal shares of all caches, counted from 0: the place of one text. All slots of a cache have
-    equal numbers of sequences and cells."""
+    """One of `n` equal shares of the sequences and cells of all caches, counted from 0: the place of one text."""
 
     number: int = 0
     n: int = 1
@@ -82,9 +79,8 @@ class CacheSlot:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One answer that is to be drafted for. `shaper` makes the distributions that tokens are drafted from: with `draws`
-    they are drawn at random, and the draft carries these distributions; else they are the likeliest. With `branches`
-    the draft may be a tree of this `shape`, and of at most `n_deepest` levels."""
+    """One answer that is to be drafted for. With `draws` tokens are drawn from the distributions that `shaper` makes,
+    else they are the likeliest. With `branches` the draft may be a tree of this `shape`, `n_deepest` levels at most."""
 
     text: TextState
     shaper: Shaper
@@ -118,9 +114,8 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """What a draft is opened for: a target, with options. `helpers` are the sources of what drafts for the draft, and
-    so on; `learnt` is a file of weights that it learnt from answers, and `cache` a folder for what can be made
-    again."""
+    """What a draft is opened for: a target, with options. `helpers` are the sources of what drafts for the draft;
+    `learnt` is a file of weights that it learnt from answers, and `cache` a folder for what can be made again."""
 
     target: LlamaModel
     drafting: DraftOptions
@@ -132,7 +127,6 @@ class DraftSetup:
 
     @property
     def why_chains(self) -> str | None:
-        """Why no draft for this target can branch; None if there is no reason."""
         if not self.target.has_recurrent_state:
             return None
         return f"{self.target.name} has a recurrent state, which branches cannot share"
@@ -140,8 +134,7 @@ class DraftSetup:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room that the contexts of a draft need: for `n_slots` texts of `n_ctx` tokens each, and `n_rows` rows of a
-    text in a batch of the target. `options_of` returns the options of the contexts of a draft."""
+    """The room that a draft's contexts need: for `n_slots` texts of `n_ctx` tokens each, with `n_rows` rows a round."""
 
     n_ctx: int
     n_slots: int
@@ -152,8 +145,7 @@ class Room:
 
 
 class LoadedDraft:
-    """A draft that is loaded for a target; subclasses change what differs. `name` is shown, `key` names it in the
-    memory of acceptance."""
+    """A draft that is loaded for a target. `name` is shown, `key` names it in the memory of acceptance."""
 
     reads: Reads = "text"
     is_free = False  # it decodes nothing, so that its draft is known before a round is planned
@@ -182,7 +174,6 @@ class LoadedDraft:
         return ()
 
     def drafter(self, request: DraftRequest) -> Drafter:
-        """Make the drafter of one answer."""
         raise NotImplementedError
 
     def keep_text(self, tokens: Sequence[int]) -> None:

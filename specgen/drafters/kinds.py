@@ -1,8 +1,7 @@
 """All kinds of drafts: the first that matches a source opens it. No kind is imported before it is needed.
 
 A new kind is a module of this folder with a `KIND`, which is a `DraftKind` (`interface.py`) and makes drafters
-(`specgen/method/drafter.py`), and a line of `KINDS`; one of another package is an entry point of `GROUP`.
-"""
+(`specgen/method/drafter.py`), and a line of `KINDS`; one of another package is an entry point of `GROUP`."""
 
 from __future__ import annotations
 
@@ -60,7 +59,6 @@ def find_kind(source: DraftSource) -> DraftKind | None:
 
 
 def is_word(name: str) -> bool:
-    """Return whether a name is a word after --draft, perhaps of another package."""
     return name in WORDS or any(kind.matches(name) for kind in _others())
 
 

@@ -35,23 +35,20 @@ _DAMAGE: Final = (
 #: The longest match that is looked for, in tokens, and the most occurrences of it that are looked at.
 MAX_MATCH, MAX_PLACES = 32, 100
 SEPARATOR = -1  # behind each text of a corpus; no token
-#: Larger files in folders are left out: people hardly write such files. More in all is refused: sorting takes a
-#: hundred and fifty bytes of memory a token.
+#: Larger files in folders are left out. More in all is refused: sorting takes 150 bytes of memory a token.
 MAX_FILE_BYTES, MAX_CORPUS_BYTES = 4 << 20, 16 << 20
 #: The fields of a record that may hold text, in the order in which they are taken.
 FIELDS = ("prompt", "turns", "content", "text", "answer")
 _RECORD_ENDINGS = (".jsonl", ".ndjson")
 _VERSION = 2  # of the arrays in the cache: to be raised if the same files give another array
 MAX_STORE_BYTES = 8 << 20  # of a store; if it grows beyond that, its older half is removed
-#: Texts that are not in the saved array get an array of their own, until they have more tokens than
-#: this, and more than this share of the saved tokens.
+#: Texts that are not in the saved array get their own, up to so many tokens, or this share of the saved ones.
 MAX_NEW, _NEW_PART = 16384, 0.25
 _WAIT_S = 2.0  # the longest wait for another process that adds a text
 
 
 class Match(NamedTuple):
-    """An ending of `length` tokens that occurs in a text, and the indices of the tokens that follow it, at least
-    one."""
+    """An ending of `length` tokens that occurs in a text, and the indices of what follows it, at least one."""
 
     length: int
     places: tuple[int, ...]
@@ -89,9 +86,8 @@ class Matches(ABC):
 
 
 class SuffixArray(Matches):
-    """Texts in which the longest match of an ending is found by binary search: the prefixes of the texts, sorted
-    by their last tokens, the last one first (Manber and Myers, "Suffix arrays", 1990). Matches do not run from one
-    text into the next.
+    """Texts in which the longest match of an ending is found by binary search: their prefixes, sorted by their last
+    tokens, the last one first (Manber and Myers, "Suffix arrays", 1990). No match runs from one text into the next.
 
     `tokens` are those of the texts with a separator after each, int32[n]. `places` are the tokens' indices, counted
     from the end, sorted by the `MAX_MATCH` tokens from there backwards."""
@@ -302,9 +298,8 @@ def texts_in(store: Path) -> list[IntArray]:
 
 
 class EarlierTexts:
-    """The token ids of earlier texts: a file for each vocabulary, the newest text last, and a saved array of most of
-    them. Nothing here raises an error: a store that cannot be read is empty, and one that cannot be written stays as
-    it is."""
+    """The token ids of earlier texts: a file for each vocabulary, the newest text last, and a saved array of most.
+    Nothing here raises an error: a store that cannot be read is empty, one that cannot be written stays as it is."""
 
     def __init__(self, folder: Path, fingerprint: str, *, max_bytes: int = MAX_STORE_BYTES) -> None:
         #: The folder of the texts: a digest, since a fingerprint may not be a valid name.

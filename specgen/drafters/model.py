@@ -112,8 +112,7 @@ class DraftModel(LoadedDraft):
         return n_native_sequences(self.model, n_rows + 1 if self._decodes_branches else 1)
 
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
-        """Open its context, no larger than its training context (if a text does not fit, the draft sees its last
-        tokens), and that of what drafts for it."""
+        """Open its context, no larger than its training context, and that of what drafts for it."""
         self.model.check_parallel(room.n_slots)
         n_ctx = room.n_ctx
         if self._translation is not None:  # it may need more tokens for the same text
@@ -149,7 +148,11 @@ class DraftModel(LoadedDraft):
         if translation is None:
             head, prompt = request.head, request.prompt
             request = replace(request, prompt=(*prompt[: head.start], *prompt[head.stop :]))
-            drafter = self._untranslated(request)
+            drafter = (
+                ModelDrafter(backend, request, n_shared_tokens=n, guesses=self._guesses(request))
+                if self.mask is None
+                else ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
+            )
             return HeadlessDrafter(drafter, head) if head else drafter
         text = translation.text(request.prompt, request.draft_prompt)
         # The target's biases and penalties refer to the target's token ids.
@@ -160,16 +163,8 @@ class DraftModel(LoadedDraft):
         holds_back = backend.rollback == "cells"
         return TranslatedDrafter(inner, translation, text, shaper, holds_back=holds_back)
 
-    def _untranslated(self, request: DraftRequest) -> Drafter:
-        backend, n = request.caches[0], self._n_shared_tokens
-        if self.mask is not None:
-            return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
-        guesses = self._guesses(request)
-        return ModelDrafter(backend, request, n_shared_tokens=n, guesses=guesses)
-
     def _guesses(self, request: DraftRequest) -> Guesses | None:
-        """Return what drafts for this model, over a text in its tokens. A helper has a random generator of its own, so
-        that it cannot change this model's samples."""
+        """Return what drafts for this model. Its random generator is its own: this model's samples stay the same."""
         caches, key = request.caches[1:], Path("ngram")
         if self._guesses_ngrams:
             cascade = Cascade(SuffixDrafter(*DraftOptions().ngrams_of))

@@ -17,12 +17,10 @@ from specgen.method.tables import FREE, Price
 from specgen.system.arrays import Logits
 from specgen.text.text_state import Cascade, n_common
 
-#: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
-#: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).
+#: Tokens at the beginning of the text that a sliding window keeps: attention rests on them (arXiv:2309.17453).
 _N_SINK = 4
-#: If more than twice as many tokens are to be read, a draft model reads the text's first few and so many of its last.
-#: It agrees with the target nearly as often, unless the answer copies the text (there n-grams draft), and starts at
-#: once.
+#: If more than twice as many tokens are to be read, a draft model reads the text's first few and so many of its last:
+#: it agrees with the target nearly as often, unless the answer copies the text (there n-grams draft).
 _N_WINDOW = 64
 #: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
 N_USUAL = 2
@@ -39,17 +37,15 @@ class Guesses:
     def __init__(self, drafters: Cascade, policy: Policy) -> None:
         self._drafters = drafters
         self._policy = policy
-        #: The last guess, which follows the first `_n_before` drafted tokens, and what was found and guessed for it
-        #: before it was cut. Whether its result is still to be reported.
+        #: The last guess, behind `_n_before` drafted tokens, and what it was cut from. Whether its result is to come.
         self._guess = NO_DRAFT
         self._n_before = 0
         self._proposed: tuple[Draft, ...] = ()
         self._is_open = False
         self._plan: RoundPlan = RoundPlan("fixed", 0)
         self._draft_s = self._decode_s = 0.0
-        self._token_s: float | None = (
-            None  # recent seconds for a drafted token; None before the first
-        )
+        #: Recent seconds for a drafted token; None before the first.
+        self._token_s: float | None = None
         #: The drafted tokens behind the text that the drafter was shown, and the text's length then.
         self._shown: tuple[int, ...] = ()
         self._n_text = 0
@@ -82,7 +78,6 @@ class Guesses:
         return self._guess.tokens
 
     def decoded(self, seconds: float) -> None:
-        """Note how long the draft model took to decode the last guess and the token before it."""
         self._decode_s = seconds
 
     def settle(self, drafted: Sequence[int]) -> None:
@@ -137,8 +132,7 @@ class Guesses:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a model: chains, or trees like those of SpecInfer (Miao et al., arXiv:2305.09781) and EAGLE-2 (Li et
-    al., arXiv:2406.16858).
+    """Drafts with a model: chains, or trees like those of SpecInfer (arXiv:2305.09781) and EAGLE-2 (arXiv:2406.16858).
 
     The model's cache keeps all tokens that became text, so no token is decoded twice. If a text outgrows the model's
     context, the cache is filled again with the text's first few tokens and as many of its latest as fill half of it.
@@ -147,8 +141,7 @@ class ModelDrafter(Drafter):
     cost no decode, since one look finds all children of a node. After the round the branch that became text stays.
 
     Tokens from `n_shared_tokens` on exist in only one of the two vocabularies (padding) and are never drafted. With
-    `guesses`, a cheaper drafter speeds up the model itself, which then drafts chains.
-    """
+    `guesses`, a cheaper drafter speeds up the model itself, which then drafts chains."""
 
     name = "model"
 
@@ -173,8 +166,7 @@ class ModelDrafter(Drafter):
         #: The last tree, whose branches the cache holds, and the text's length before it.
         self._tree: Expansion | None = None
         self._n_text = 0
-        #: The rows after the last tokens in the cache, and how many were decoded when they came: the next ones replace
-        #: them.
+        #: The rows after the last tokens in the cache, which the next decode replaces, and how many were decoded then.
         self._rows, self._n_decoded = np.empty((0, 0), np.float32), 0
 
     def price(self, n_context: int) -> Price:
@@ -268,8 +260,7 @@ class ModelDrafter(Drafter):
         return min(_N_WINDOW, self._n_ctx // 2) if lacks_much else 0
 
     def _make_room(self, n_context: int, n_max: int) -> int:
-        """Slide the window if text and draft do not fit the cache, or if it lacks much of the text; return how many
-        tokens may be drafted."""
+        """Slide the window if the text or a draft does not fit, or much is lacking; return how many may be drafted."""
         n_ctx, n_window = self._n_ctx, self._window_to_read(n_context)
         # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
         n_room = n_ctx - (n_context - self.n_skipped) + 1
@@ -283,8 +274,7 @@ class ModelDrafter(Drafter):
         return min(n_max, n_room)
 
     def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; return the logits after it, and after guesses that it holds behind it,
-        float32[n, n_vocab]."""
+        """Bring the cache to `context`; return the logits after it, and after guesses behind it, float32[n, n_vocab]."""
         backend, rows, new = self._backend, self._rows, list(context[self._n_agreed :])
         cached = list(backend.text(self._sequence)[max(0, self._n_agreed - self.n_skipped) :])
         first = len(rows) - 1 - (len(cached) - len(new))
@@ -337,8 +327,7 @@ class ModelDrafter(Drafter):
         return rows_beyond
 
     def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; return the logits after the last `n_wanted`, or fewer if the last batch has
-        fewer."""
+        """Decode tokens in batches; return the logits after the last `n_wanted`, or those in the last batch."""
         backend, logits = self._backend, None
         first = backend.length(self._sequence)
         for start in range(0, len(tokens), backend.n_batch):

@@ -24,8 +24,7 @@ class MtpChainDrafter(StatesDrafter):
 
     Each layer has a cache of its own, whose rows of accepted tokens read the target's states. Behind these, layer k
     decodes k rows of drafted tokens: the first layer's state after the first token, and so on. So a draft has no more
-    tokens than there are layers, and tokens that the target has not read count among them.
-    """
+    tokens than there are layers, and tokens that the target has not read count among them."""
 
     name = "mtp"
 

@@ -27,23 +27,18 @@ from specgen.method.tables import FREE, Price
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN, LOOKUP_ORIGIN = "ngram", "lookup"
-_CLEARLY_LONGER = (
-    2  # a corpus is followed if its match is longer than the text's own by so many tokens
-)
-_CLEARLY_OFTENER = (
-    3  # the token that followed last is drafted, unless another followed so many times as often
-)
+#: A corpus is followed if its match is longer than the text's own by so many tokens.
+_CLEARLY_LONGER = 2
+#: The token that followed last is drafted, unless another followed so many times as often.
+_CLEARLY_OFTENER = 3
 #: A token's odds for each token of the match and occurrence that it followed, and what each other one takes from them.
 _ODDS_A_TOKEN, _DISSENT = 0.35, 2.0
-_MOST_SEARCHED = (
-    1024  # occurrences of an n-gram, the latest, among which the longest match is looked for
-)
+_MOST_SEARCHED = 1024  # the latest occurrences of an n-gram, among which the longest match is
 _N_BRANCHES = 3  # the most continuations at one position of a tree without a fixed shape
 
 
 class TextIndex(Matches):
-    """A text to which tokens are added, and from whose end they are taken back. It finds endings of at least
-    `min_match` tokens; of many occurrences the latest."""
+    """A text that grows and is taken back. It finds endings of at least `min_match` tokens; of many the latest."""
 
     def __init__(self, min_match: int) -> None:
         self._min_match = min_match
@@ -98,14 +93,12 @@ class _Guess(NamedTuple):
 
 
 class SuffixDrafter(Drafter):
-    """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the text's ending and the
-    draft so far.
+    """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the ending.
 
     Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match` tokens counts as one of
     `max_match`. `corpora` are followed where their match is clearly longer than the text's own; of equally long matches
     that in the last corpus. It does not ask the plan: a draft costs microseconds, and its probabilities show where to
-    cut it. With `n_children` above 1 the draft is a tree of at most `n_deepest` levels, of the likeliest paths.
-    """
+    cut it. With `n_children` above 1 the draft is a tree of at most `n_deepest` levels, of the likeliest paths."""
 
     name = TEXT_ORIGIN
 

@@ -35,8 +35,7 @@ class ParallelDrafter(ModelDrafter):
     The decode has the tokens that the model has not read yet and K - 1 times the token `mask`, whose rows predict the
     further tokens. There are as many rows as the plan would look at if all were as sure as those before. A row does not
     depend on the tokens drafted before, so each token is drawn from a distribution that is known before, which suits
-    every verifier. In a tree all nodes of one depth have children from one row.
-    """
+    every verifier. In a tree all nodes of one depth have children from one row."""
 
     def __init__(
         self, backend: Backend, request: DraftRequest, *, mask: int, n_shared_tokens: int
@@ -82,8 +81,7 @@ class ParallelDrafter(ModelDrafter):
         return draft
 
     def _predictions(self, context: Sequence[int], n_rows: int) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; return the logits of the next `n_rows` tokens,
-        float32[n_rows, n_shared_tokens]."""
+        """Bring the cache to `context`; return the logits of the next tokens, float32[n_rows, n_shared_tokens]."""
         backend, missing = self._backend, self._missing(context)
         n_masks = n_rows - 1
         # A prompt is read in batches of its own, and so is everything where a rollback would decode it again.
@@ -124,6 +122,5 @@ def mask_token(model: LlamaModel, wanted: str) -> int | None:
 
 
 def is_parallel_draft(model: LlamaModel) -> bool:
-    """Return whether a model's names say that it predicts several tokens at once."""
     names = (model.name, *(model.metadata(key) or "" for key in _NAME_KEYS))
     return any(_PARD.search(name) for name in names)

@@ -1,5 +1,4 @@
-"""Drafts that read the target's hidden states, in a context of their own: what MTP layers and drafts that were trained
-for one target have in common."""
+"""Drafts that read the target's hidden states: what MTP layers and drafts trained for one target have in common."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class StatesCache:
     """The rows of a text in one sequence of a cache. The row of a token reads the hidden state before it:
     the target's (`trail`) or, behind what the target has read, a drafted one.
 
-    If states of some tokens are missing, the cache begins behind these tokens.
-    """
+    If states of some tokens are missing, the cache begins behind these tokens."""
 
     def __init__(
         self, backend: StatesBackend, request: DraftRequest, trail: HiddenTrail, n_left_out: int = 0
@@ -51,12 +49,10 @@ class StatesCache:
         return self.n_held - self.n_skipped
 
     def n_missing(self, n_read: int) -> int:
-        """Return the number of rows that the next draft decodes before it drafts."""
         return max(1, n_read + 1 - max(self.n_held, self._trail.first))
 
     def find_start(self, n_read: int) -> bool:
-        """Drop the rows that the first batch decodes again, and return whether the state that its last row
-        reads is known. If other states are missing, the cache begins behind them."""
+        """Drop the rows that are decoded again; return whether the last row's state is known. Behind others it begins."""
         if n_read and self._trail.after(n_read - 1) is None:
             return False
         n_held = min(self.n_held, n_read)
@@ -105,12 +101,10 @@ class StatesCache:
 
 
 class StatesDrafter(Drafter):
-    """The base of drafters that read the target's hidden states along the text (`states`, which the loop fills).
-    Nothing is read before the plan asks for a draft, so what does not pay costs nothing."""
+    """The base of drafters that read the target's hidden states, and nothing before the plan asks for a draft."""
 
     name: ClassVar[str]
-    #: The most tokens behind those that the target has read: its own next token, and tokens that a grammar or another
-    #: drafter added. Each but the first takes a decode of its own.
+    #: The most tokens behind those that the target has read; each but the first takes a decode of its own.
     n_most_unread = 16
 
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
@@ -154,7 +148,6 @@ class StatesDrafter(Drafter):
             cache.drop_drafted()
 
     def _n_read(self, n_context: int) -> int:
-        """Return the number of tokens of a text that the target has read, at most all but the last."""
         return min(self.trail.n_read, n_context - 1)
 
     def _row_after(
@@ -173,9 +166,7 @@ class LayerDrafter(StatesDrafter):
     """Drafts with a layer that has a cache: a chain or a tree.
 
     The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its last row
-    begins the draft. Rows of drafted tokens are dropped afterwards: the target's states of the accepted ones are
-    better.
-    """
+    begins the draft. Rows of drafted tokens are dropped afterwards: the target's states are better."""
 
     name = "mtp"
     #: The first tokens of a text that have no row.
@@ -234,14 +225,12 @@ class StatesDraft(LoadedDraft):
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
     def _sizes(self, room: Room) -> dict[str, Any]:
-        """Return the sizes of its context."""
         n_ctx, n_branches = room.n_ctx + CELLS_BEHIND, self._n_branches(room.n_rows)
         sizes = {"n_ctx": n_ctx, "n_branches": n_branches, "n_slots": room.n_slots}
         return {**sizes, "clock": room.clock}
 
     def _n_shared(self, model: LlamaModel) -> int:
-        """Take a loaded model as the draft's, and return the number of tokens that it shares with the target. Raise
-        `PairError`."""
+        """Take a loaded model as the draft's; return how many tokens both share. Raise `PairError`."""
         self.models, target = (model,), self._target
         try:
             return check_pair(target.vocabulary, model.vocabulary, target.name, model.name)
@@ -251,8 +240,7 @@ class StatesDraft(LoadedDraft):
 
 
 class TrainedDraft(StatesDraft):
-    """A loaded draft that was trained for one target, in a GGUF file with an architecture of its own, by which its
-    tokens are named. A subclass names what makes its parts."""
+    """A loaded draft that was trained for one target, in a GGUF file with an architecture of its own."""
 
     model_type: ClassVar[type[TrainedModel]]
     context_type: ClassVar[type[Any]]

@@ -1,6 +1,5 @@
 """Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202, Algorithm 2). The drafter sees the
-text in its own tokens (`DraftText`). What it drafts is spelled as the target's tokenizer would after the text so
-far."""
+text in its own tokens. What it drafts is spelled as the target's tokenizer would after the text so far."""
 
 from __future__ import annotations
 
@@ -25,11 +24,9 @@ from specgen.text.sampling.chain import Sampler, likeliest
 from specgen.text.text_state import Shaper, TextState, n_common
 from specgen.text.vocabulary import Vocabulary
 
-#: Bytes of the text that are spelled again with what follows them, and those that the target's tokenizer is shown
-#: before a draft: tokenizers look back.
+#: Bytes that are spelled again with what follows, and that a tokenizer sees before a draft: tokenizers look back.
 _BEFORE, _SHOWN = 48, 32
-#: The most tokens that a new spelling may replace. If the spellings differ further back, the text was
-#: cut in the middle of something, and the old spelling stays.
+#: The most tokens that a new spelling may replace: it differs further back where a text was cut in a word.
 _MAX_REPLACED = 4
 _MAX_HELD_BACK = 4  # tokens to take back at the end of the text
 #: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with a letter or a space.
@@ -37,14 +34,12 @@ _ANCHOR = "\n"
 _BEHIND_ALL = b"\xff" * 64  # longer than any run of this byte in a vocabulary
 #: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
 _STRAY = re.compile("([\udc80-\udcff]+)")
-#: Tokens, and the end of each in bytes from the start of the text. Bytes that the vocabulary cannot represent belong
-#: to no token.
+#: Tokens, and the end of each in bytes from the start of the text. Bytes without a token may be between.
 Spelled: TypeAlias = list[tuple[int, int]]
 
 
 def n_unfinished(data: bytes) -> int:
-    """Count the bytes of an incomplete character at the end of `data`: 0 to 3. Bytes that cannot start a
-    character are not counted."""
+    """Count the bytes of an incomplete character at the end, 0 to 3, without those that start none."""
     if data[-1:].isascii():
         return 0
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -53,9 +48,8 @@ def n_unfinished(data: bytes) -> int:
 
 
 def counterpart(token: int, source: Vocabulary, destination: Vocabulary) -> int | None:
-    """Return another vocabulary's token for a control token: by name if the other has a token of the
-    same name, else by role; None if there is none. In the middle of a text the only roles are those of ends: of a
-    turn, or of a text. (Each tokenizer decides how a text begins.)"""
+    """Return another vocabulary's token for a control token: that of the same name, else of the same role; None if there
+    is none. In the middle of a text the only roles are those of ends: of a turn, or of a text."""
     is_end = source.is_end(token)
     named = destination.tokenize(source.token_text(token), add_special=False, parse_special=True)
     is_one_control = len(named) == 1 and not destination.token_bytes(named[0])
@@ -100,7 +94,6 @@ class Lexicon:
         return token_ids[start : bisect_left(keys, prefix + _BEHIND_ALL, start)]
 
     def spell(self, data: bytes) -> Spelled:
-        """Return the canonical spelling of a text by itself."""
         spelled, offset = Spelled(), 0
         for number, run in enumerate(_STRAY.split(data.decode("utf-8", "surrogateescape"))):
             raw, found = run.encode("utf-8", "surrogateescape"), None
@@ -113,9 +106,8 @@ class Lexicon:
         return spelled
 
     def spell_after(self, before: bytes, data: bytes) -> Spelled:
-        """Return the spelling of `data` where `before` precedes it; the ends count from the start of `data`. Tokenizers
-        look at the text before, so both are spelled together. The bytes of a token that reaches over the border are
-        spelled by themselves behind it."""
+        """Return the spelling of `data` behind `before`; ends count from the start of `data`. Both are spelled together,
+        but a token that reaches over the border is spelled by itself behind it."""
         if not data:
             return []
         border = len(before)
@@ -153,8 +145,7 @@ class Lexicon:
         return spelled
 
     def _exact(self, text: str, offset: int = 0) -> Spelled | None:
-        """Spell a text that starts at an offset with the tokenizer's tokens, without the token or space that it adds at
-        the start; None if the bytes are not those of the text."""
+        """Spell a text at an offset, without what the tokenizer adds; None if the bytes are not those of the text."""
         data, vocabulary = text.encode(), self.vocabulary
         tokens = vocabulary.tokenize(self._anchor + text, add_special=False, parse_special=False)
         pieces = list(map(vocabulary.token_bytes, tokens))
@@ -208,8 +199,7 @@ class DraftText:
         return bytes(self._bytes[start:])
 
     def follow(self, context: Sequence[int], drafted: Draft = NO_DRAFT) -> None:
-        """Add the new tokens of `context`, which holds all of the target's tokens. `drafted` is the
-        last draft, after `tokens`, in the draft's own tokens."""
+        """Add the new tokens of `context`. `drafted` is the last draft, after `tokens`, in the draft's own tokens."""
         self.n_unchanged = len(self.tokens)
         for token in context[self.n_followed :]:
             data = self._target.token_bytes(token)
@@ -291,8 +281,7 @@ class DraftText:
 
 
 class Translation:
-    """The translation between the vocabularies of a target and a draft. A translated draft has no distributions:
-    verifiers match its tokens."""
+    """Translates between two vocabularies. A translated draft has no distributions: verifiers match its tokens."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
         self.target, self.draft = target, draft
@@ -311,8 +300,7 @@ class Translation:
     def translate(
         self, draft: Draft, before: bytes, held_back: bytes, looks: Sequence[float] = ()
     ) -> Draft:
-        """Translate a chain to the target's tokens. `before` is the end of the text so far; `held_back` is
-        the end of `before`, and the draft's tokens start with it. `looks` are those of the result."""
+        """Translate a chain behind `before`, with whose end, `held_back`, it starts; `looks` are those of the result."""
         data, end, end_chance = b"", None, None
         starts: list[tuple[int, float | None]] = []
         for token, probability in zip(draft.tokens, draft.probabilities, strict=True):
@@ -328,8 +316,7 @@ class Translation:
         if not data.startswith(held_back):
             return nothing
         data = data[len(held_back) :]
-        # A part of a character is left out, since the whole character may be spelled differently;
-        # unless the text itself has broken off in the middle of it.
+        # Part of a character is left out: the whole may be spelled differently. But the text may have begun it.
         n_open = n_unfinished(before + data)
         if n_open <= len(data):
             data = data[: len(data) - n_open]
@@ -382,8 +369,7 @@ class PrefixShaper(Shaper):
 
 class TranslatedDrafter(Drafter):
     """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens. `shaper` is
-    that of `inner`. `holds_back` allows tokens at the end of the text to be taken back, which is not worth it for a
-    model whose cache cannot easily drop cells."""
+    that of `inner`. `holds_back` allows tokens at the end to be taken back, for caches that easily drop cells."""
 
     name = "model"
 

@@ -23,8 +23,7 @@ def check_pair(
 ) -> int:
     """Return the number of tokens that both models share; ids from there on are padding of one of them.
 
-    Raise `PairError`, which names the tokens that differ.
-    """
+    Raise `PairError`, which names the tokens that differ."""
     n_shared = min(target.n_tokens, draft.n_tokens)
     larger, owner = (target, target_name) if target.n_tokens > n_shared else (draft, draft_name)
     differing = list(compress(count(), map(ne, target.token_entries(), draft.token_entries())))

@@ -34,7 +34,10 @@ try:
         llama_cpp = importlib.import_module(BUNDLE)
         llama_cpp_ext = importlib.import_module(f"{BUNDLE}.llama_cpp_ext")
 except (ImportError, OSError, RuntimeError) as error:
-    raise BackendError(f"llama-cpp-python cannot be loaded: {error}", hint=REBUILD) from error
+    own = os.environ.get("LLAMA_CPP_LIB_PATH")
+    where = f" from LLAMA_CPP_LIB_PATH={own}" if own else ""
+    hint = "name a folder with its libraries, or unset it" if own else REBUILD
+    raise BackendError(f"llama-cpp-python cannot be loaded{where}: {error}", hint) from error
 
 LogSink = Callable[[str], None]
 

@@ -409,7 +409,6 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def gains(figures: Sequence[Figures]) -> Iterator[str]:
-    """Yield a sentence for each contender that drafts."""
     for of in figures:
         if of.contender != PLAIN and of.speedup and of.worst_speedup and of.best_speedup:
             said = measured_gain(of.speedup, of.worst_speedup, of.best_speedup, of.n_answers)
@@ -423,7 +422,6 @@ def gains(figures: Sequence[Figures]) -> Iterator[str]:
 def to_json_object(
     entries: Sequence[Entry], prompts: Sequence[BenchPrompt], runs: Runs, command: str
 ) -> dict[str, Any]:
-    """Return everything as JSON values, with times in seconds."""
     from specgen.llama import build
     from specgen.system.machine import look_at_machine
 

@@ -100,12 +100,10 @@ class DoctorReport:
 def diagnose(
     model: Path | None = None,
     endpoints: Sequence[str] = (),
-    *,
-    child: Sequence[str] | None = None,
     on_check: Callable[[str], None] = lambda _name: None,
 ) -> DoctorReport:
-    """Run all checks. `child` is the command that starts a child process; `on_check` gets each check's name before."""
-    report, command = DoctorReport(), child or CHILD_COMMAND
+    """Run all checks; `on_check` gets each check's name before."""
+    report = DoctorReport()
 
     def run(name: str, do: Callable[[], str]) -> None:
         on_check(name)
@@ -113,9 +111,9 @@ def diagnose(
 
     def decode(place: str, *file: str) -> str:
         timeout_s = _MODEL_TIMEOUT_S if file else _TINY_TIMEOUT_S
-        return str(run_child([*command, "decode", place, *file], timeout_s)["message"])
+        return str(run_child(["decode", place, *file], timeout_s)["message"])
 
-    run("loading llama.cpp", partial(_load, report, command))
+    run("loading llama.cpp", partial(_load, report))
     if report.build is not None:
         places = places_of(report.build)
         for place in places:
@@ -132,8 +130,8 @@ def places_of(build: Build) -> list[str]:
     return ["GPU", "CPU"] if build.gpu_offload else ["CPU"]
 
 
-def _load(report: DoctorReport, command: Sequence[str]) -> str:
-    answer = run_child([*command, "build"], _TINY_TIMEOUT_S)
+def _load(report: DoctorReport) -> str:
+    answer = run_child(["build"], _TINY_TIMEOUT_S)
     devices = tuple(Device(**device) for device in answer["devices"])
     report.build = Build(**{**answer, "devices": devices})
     version = f"llama-cpp-python {report.build.version}"
@@ -174,9 +172,9 @@ def _ask_worker(endpoint: str) -> str:
 # --- the child, seen from the parent ----------------------------------------------------------
 
 
-def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
+def run_child(task: Sequence[str], timeout_s: float) -> dict[str, Any]:
     try:
-        answer = ask_child(command, timeout_s)
+        answer = ask_child([*CHILD_COMMAND, *task], timeout_s)
     except ChildError as error:
         raise explained(error) from error
     if "error" in answer:
@@ -304,14 +302,11 @@ def write_tiny_model(path: Path) -> None:
 
     writer = GGUFWriter(path, "llama")
     writer.add_quantization_version(2)
-    writer.add_vocab_size(len(_TOKENS))
-    writer.add_context_length(4096)
-    writer.add_embedding_length(_N_EMBD)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(_N_FF)
-    writer.add_head_count(_N_HEAD)
+    sizes = {"vocab_size": len(_TOKENS), "context_length": 4096, "embedding_length": _N_EMBD}
+    sizes |= {"block_count": 2, "feed_forward_length": _N_FF, "attention.head_count": _N_HEAD}
+    for name, size in (sizes | {"rope.dimension_count": _N_EMBD // _N_HEAD}).items():
+        writer.add_uint32(f"llama.{name}", size)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(_N_EMBD // _N_HEAD)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(_TOKENS)
     writer.add_token_types([2, 3, 3, *[6] * 256, 1])  # unknown, control, bytes, normal

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from specgen.drafters.kinds import kinds
 from specgen.llama import default_threads
 from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_draft
+from specgen.models import hub_names
 from specgen.models.files import FileIdentity, identify, identity_of
+from specgen.models.registry import load_registry
 from specgen.session.calibration import Costs, begin, break_even, short_context, time_batch
 from specgen.session.choose_models import name_of
 from specgen.session.memory import Threads
@@ -184,9 +186,12 @@ def pays_text(baseline: Baseline, figures: DraftFigures) -> str:
 
 
 def find_candidates(
-    named: Sequence[Path], known: Iterable[Path], target: Path
+    named: Sequence[Path], target: Path, *, tries_known: bool = True
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try for `target`, without larger and equal ones, and the `named` that are refused."""
+    """Return the files to try for `target`, the registry's on this disk among them if `tries_known`, without larger and
+    equal ones; and the `named` that are refused."""
+    models = load_registry().models.values() if tries_known else ()
+    known = filter(None, map(hub_names.locate, models))
     candidates: list[Path] = []
     refused: list[Refused] = []
     of_target = identity_of(target)
@@ -229,7 +234,6 @@ def _tuned_threads(
     *,
     is_draft: bool,
 ) -> dict[str, Threads]:
-    """Measure and keep the best numbers of threads of a model, unless the user named one."""
     options = session.options.draft_context if is_draft else session.options.target_context
     if (options.n_threads, options.n_threads_batch) != (None, None) or interrupted():
         return {}

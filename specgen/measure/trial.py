@@ -24,7 +24,6 @@ from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
     measure_if_new,
-    speedup,
     time_batch,
     timed_batch_sizes,
 )
@@ -85,7 +84,7 @@ class Replay:
 
     @property
     def speedup(self) -> float:
-        return speedup(self.n_tokens, self.tally.target_s + self.tally.draft_s, self.token_s)
+        return self.token_s * self.n_tokens / (self.tally.target_s + self.tally.draft_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,6 @@ def try_draft(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DraftFigures | None:
-    """Return the figures of the loaded draft; None if interrupted. Raise `MemoryLimitError` or `BackendError`."""
     if session.draft is not None and session.draft.reads == "cache":
         raise BackendError(
             f"{session.draft_name}: it reads the target's cache, so it cannot draft for kept answers",

@@ -26,7 +26,6 @@ from specgen.options import DraftOptions, PolicyName, SamplerOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
-from specgen.session.prompts.continued import followed_by
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Logits, ProbArray
@@ -151,7 +150,6 @@ class GreedyResult:
 def plain_texts(
     session: Session, prompts: Mapping[int, Prompt], interrupted: Callable[[], bool] = lambda: False
 ) -> dict[int, list[int]]:
-    """Return the tokens of plain answers, each made alone, by the prompts' numbers; fewer if interrupted."""
     n = session.options.generation.max_tokens
     asked = [(prompt, n) for prompt in prompts.values()]
     answers = _answers(session, asked, 1, interrupted, draft=False)
@@ -237,7 +235,6 @@ def _check_drafting(request: Request) -> None:
 
 
 def tokens_of(events: Iterable[Event]) -> list[int]:
-    """Return the tokens that events commit to the text, the one that ends it too."""
     committed = (event for event in events if isinstance(event, CommittedEvent))
     return [piece.token_id for event in committed for piece in event.pieces]
 
@@ -370,7 +367,7 @@ def check_sampled(
     place = max(places, key=lambda each: each.chance)
     # An answer's first token has no draft, and heads have none for the second: so these are forced.
     prompt, forced = prompts[place.prompt], place.answer[-2:]
-    begun = followed_by(session.prompts, prompt, place.answer[: -len(forced)])
+    begun = session.prompts.followed_by(prompt, place.answer[: -len(forced)])
 
     def force_first(_request: Request, sequence: AnswerState) -> None:
         sequence.shaper = _FirstForced(session.settings.sampler, sequence.state, forced)

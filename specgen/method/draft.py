@@ -57,7 +57,6 @@ class Distribution:
         return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
 
     def excess(self, other: Distribution, scale: float = 1.0) -> float:
-        """Return the sum of max(0, scale * self - other)."""
         difference = scale * self.probs - other.probabilities(self.token_ids)
         return float(np.maximum(difference, 0.0).sum())
 

@@ -70,7 +70,6 @@ class Drafter(Protocol):
 
 
 def ready(draft: Draft) -> Drafting:
-    """Return a drafting that needs no decode."""
     yield from ()
     return draft
 

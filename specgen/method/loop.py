@@ -159,7 +159,6 @@ class Loop:
     def decode(
         self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
-        """Decode a round's batch; see `Decode`."""
         # The same draft serves all sequences.
         trail = next((each.trail for each in active if each.trail is not None), None)
         if trail is None or not (trail.all_rows or len(batch.tokens) <= self.target.n_outputs):

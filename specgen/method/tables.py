@@ -112,7 +112,6 @@ class CostTable:
         return (plain_s / n + n_drafted / (n_rows - n) * (batch_s - plain_s)) / batch_s
 
     def set_seconds(self, n_rows: int, seconds: float) -> None:
-        """Set the measured seconds of a size; they replace earlier ones."""
         if n_rows > 0 and seconds > 0.0:
             self._seconds[n_rows] = seconds / self._slowness
 
@@ -169,7 +168,6 @@ class AcceptanceRates:
         return acceptance
 
     def curve(self) -> list[float]:
-        """Return the acceptance probabilities of all bins."""
         return [self.acceptance(middle) for middle in _MIDDLES]
 
     def frequencies(self) -> ProbArray:

@@ -276,7 +276,6 @@ class Thought:
 
     @property
     def is_open(self) -> bool:
-        """Whether its rows are shown in the answer's place."""
         return self._folds and self._reader.is_open
 
     def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:

@@ -18,7 +18,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.render.rows import Round, RoundReader, clean_line, styles_on
-from specgen.render.streams import Renderer, in_encoding
+from specgen.render.streams import Renderer
 
 _MARKS = {
     "accepted": "✓",
@@ -153,5 +153,4 @@ class RoundsRenderer(Renderer):
 
     def _print(self, line: Text) -> None:
         line.rstrip()
-        line.plain = in_encoding(self._console, line.plain)
         self._console.print(line, soft_wrap=True)

@@ -166,7 +166,6 @@ class RoundReader:
         self._verified: VerifiedEvent | None = None
 
     def read(self, event: Event) -> Round | None:
-        """Return the round at its last event; None at the others."""
         if isinstance(event, DraftedEvent):
             self._drafted = event
         elif isinstance(event, VerifiedEvent):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from rich.console import Console, RenderableType
@@ -23,7 +26,7 @@ from specgen.events import (
 )
 from specgen.render.rows import Cleaner, clean, clean_line
 from specgen.session.prompts.thoughts import ThoughtMarker
-from specgen.system.files import to_line
+from specgen.system.files import to_line, write_errors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -177,14 +180,21 @@ def print_notice(
             say(console, Text(f"  {line}"))
 
 
-#: What stands for our signs on a terminal without Unicode.
-_ASCII = str.maketrans("✓✗→·└␣↵≥▁▂▃▄▅▆▇█", "vx>.`_/>########")
-
-
-def in_encoding(console: Console, text: str) -> str:
-    return text if console.encoding.startswith("utf") else text.translate(_ASCII)
-
-
 def say(console: Console, what: RenderableType) -> None:
     """Print something that is not the answer, wrapped only on a terminal."""
     console.print(what, soft_wrap=not console.is_terminal, highlight=False)
+
+
+# --- pages of one file each: a replay, in which an answer grows round by round as it did, and a benchmark
+
+#: The package of a page, and the file in it. The server's page saves replays as well.
+REPLAY, BENCH = ("specgen.serve.server", "page/replay.html"), ("specgen.render", "bench.html")
+
+
+def write_page(path: Path, template: tuple[str, str], data: object) -> None:
+    """Write a page with its data: for `REPLAY` the events of a generation. Raise `OutputError`."""
+    page = files(template[0]).joinpath(template[1]).read_text(encoding="utf-8")
+    # Nothing in a script may look like the beginning of a tag.
+    text = json.dumps(data).replace("<", "\\u003c")
+    with write_errors(path):
+        path.write_text(page.replace("DATA_HERE", text, 1), encoding="utf-8")

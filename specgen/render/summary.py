@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +10,7 @@ from rich.text import Text
 
 from specgen.events import FinishedEvent, undrafted_text
 from specgen.render.rows import LEGEND, clean_line, styles_on
-from specgen.render.streams import in_encoding, say
+from specgen.render.streams import say
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.progress import counted, gain_text, seconds_text, three_digits, times_text
 
@@ -45,8 +44,7 @@ def print_summary(
         say(console, Text("  ").join(Text(mark, styles[mark]) for mark in LEGEND))
     if not whole:
         return
-    told = summary_items(finished, draft, kernels)
-    items = [(label, Text(in_encoding(console, text))) for label, text in told]
+    items = [(label, Text(text)) for label, text in summary_items(finished, draft, kernels)]
     if not console.is_terminal:
         for label, text in items:
             say(console, Text.assemble(f"{label}: ", text))
@@ -60,7 +58,6 @@ def print_summary(
 
 
 def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
-    """Return the answer's tokens, time and gain in one sentence, and whether it was cut."""
     speed = finished.tokens_per_s
     rate = f"{three_digits(speed)} tokens/s" if speed and finished.n_tokens >= _FEWEST_TIMED else ""
     tokens = f"{counted(finished.n_tokens, 'token')} in {seconds_text(finished.wall_s)}"
@@ -109,8 +106,6 @@ def summary_items(
             f"{share}{finished.n_accepted} of {counted(finished.n_drafted, 'token')} accepted",
         )
         yield "a round", _histogram(finished.rounds_by_tokens)
-        if len(finished.drafted_by_rank) > 1:  # second guesses for a position beside the first ones
-            yield "by guess", _shares(finished.accepted_by_rank, finished.drafted_by_rank)
     elif finished.n_rounds and draft not in (None, "none"):
         yield "drafts", "nothing was drafted"
     n_undrafted = sum(each.n_rounds for each in finished.undrafted)
@@ -139,15 +134,6 @@ def _startup_times(finished: FinishedEvent) -> str:
     parts = {"loading": finished.loading_s, "loading and packing": finished.packing_s}
     parts |= {"measuring what drafting costs": finished.measuring_s}
     return _listed(*(f"{n} {seconds_text(s)}" for n, s in parts.items() if s > 0))
-
-
-def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int]) -> str:
-    # Depths at which nothing was ever accepted may be missing at the end.
-    counts = zip_longest(n_accepted, n_drafted, fillvalue=0)
-    shares = [accepted / drafted if drafted else 0.0 for accepted, drafted in counts]
-    numbers = " ".join(f"{share:.0%}" for share in shares)
-    bars = "".join(_BARS[min(7, int(share * 8))] for share in shares)
-    return f"{bars}  {numbers}"
 
 
 def _histogram(n_rounds: Sequence[int]) -> str:

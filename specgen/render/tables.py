@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.table import Table
 from rich.text import Text
@@ -13,9 +13,8 @@ from specgen.session.choose_models import name_of
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.progress import counted
 
-_F = TypeVar("_F")
-#: A heading and what it shows.
-_Column: TypeAlias = tuple[str, Callable[[_F], float | None]]
+#: A figure's name in a pipe, its heading on a terminal (none there if empty), and the figure.
+_Column: TypeAlias = tuple[str, str, Callable[[Any], float | None]]
 #: For names there is at least so much room, if they are as long, and for a figure.
 _NAME_COLUMNS, _FIGURE_COLUMNS = 24, 7
 
@@ -25,12 +24,10 @@ if TYPE_CHECKING:
     from specgen.events import FinishedEvent
     from specgen.measure.bench import Figures
     from specgen.measure.search import Search, Tried
-    from specgen.measure.trial import DraftFigures
     from specgen.serve.batch.runner import Tally
 
-#: The figures of a contender: the column's name in a pipe, its heading on a terminal (none there if empty), and
-#: the figure.
-_BENCH: tuple[tuple[str, str, Callable[[Figures], float | None]], ...] = (
+#: The figures of a contender.
+_BENCH: Sequence[_Column] = (
     ("answers", "", lambda of: of.n_answers),
     ("speedup", "speed-up", lambda of: of.speedup),
     ("first_quartile", "25%", lambda of: of.quartiles[0] if of.quartiles else None),
@@ -41,18 +38,10 @@ _BENCH: tuple[tuple[str, str, Callable[[Figures], float | None]], ...] = (
     ("tokens_per_pass", "per-pass", lambda of: of.mean_accepted_length),
     ("first_token", "first", lambda of: of.first_token),
 )
-#: The figures of a draft, in the same form.
-_DRAFT: tuple[tuple[str, str, Callable[[DraftFigures], float | None]], ...] = (
-    ("speedup", "speed-up", lambda of: of.speedup),
-    ("worst_speedup", "worst", lambda of: of.worst_speedup),
-    ("tokens_per_s", "tokens/s", lambda of: of.tokens_per_s),
-    ("acceptance_rate", "accepted", lambda of: of.acceptance_rate),
-    ("tokens_per_pass", "per-pass", lambda of: of.mean_accepted_length),
-    (
-        "draft_token_ms",
-        "ms",
-        lambda of: None if of.draft_token_s is None else 1000 * of.draft_token_s,
-    ),
+#: The figures of a draft.
+_DRAFT: Sequence[_Column] = (
+    *(each for each in _BENCH[1:-1] if "quartile" not in each[0]),
+    ("draft_token_ms", "ms", lambda of: of.draft_token_s and 1000 * of.draft_token_s),
     ("start_ms", "start", lambda of: 1000 * of.start_s),
 )
 
@@ -63,32 +52,33 @@ def _cell(value: float | None, missing: str = "") -> str:
     return str(value) if isinstance(value, int) else f"{value:.2f}"
 
 
+def _lines(headings: str, columns: Sequence[_Column], rows: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the columns' names, and the figures of each row behind its beginning, with tabs between."""
+    yield "\t".join((headings, *(name for name, _, _ in columns)))
+    for beginning, of in rows.items():
+        yield "\t".join((beginning, *(_cell(figure(of)) for _, _, figure in columns)))
+
+
 def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
-    """Yield the columns' names, then a line for each contender, followed by one for each of its categories if
-    there are several, with tabs between. Without figures there are no lines."""
-    if figures:
-        names = [name for name, _, _ in _BENCH]
-        yield "\t".join(("temperature", "contender", "category", *names))
-    for whole in figures:
-        for each in (whole, *(whole.categories if len(whole.categories) > 1 else ())):
-            own = (f"{each.temperature:g}", each.contender, each.category)
-            yield "\t".join((*own, *(_cell(figure(each)) for _, _, figure in _BENCH)))
+    """Yield a line for each contender, followed by one for each of its categories if there are several."""
+    rows = {
+        f"{each.temperature:g}\t{each.contender}\t{each.category}": each
+        for whole in figures
+        for each in (whole, *(whole.categories if len(whole.categories) > 1 else ()))
+    }
+    return _lines("temperature\tcontender\tcategory", _BENCH, rows) if rows else iter(())
+
+
+def draft_lines(tried: Sequence[Tried]) -> Iterator[str]:
+    return _lines("draft", _DRAFT, {str(one.draft): one.figures for one in tried})
 
 
 def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
-    """Print the figures for each temperature, those by category, and an explanation."""
-    names = [each.contender for each in figures]
-    shown = _fitting([(each[1], each[2]) for each in _BENCH if each[1]], names, console)
     for temperature in dict.fromkeys(each.temperature for each in figures):
         every = [each for each in figures if each.temperature == temperature]
-        best = max((each.speedup or 0.0 for each in every), default=0.0)
-        table = _table("contender", *(heading for heading, _ in shown))
-        for each in every:
-            style = "bold" if each.speedup == best else ""
-            cells = [_cell(figure(each), "-") for _, figure in shown]
-            table.add_row(Text(each.contender), *cells, style=style)
         console.print(Text(f"temperature {temperature:g}", style="bold"))
-        console.print(table)
+        rows = [(each.contender, each) for each in every]
+        console.print(_figures("contender", _BENCH, rows, console))
         speedups = [{own.category: own.speedup for own in each.categories} for each in every]
         if len(categories := dict.fromkeys(name for own in speedups for name in own)) > 1:
             table = _table("category", *(each.contender for each in every))
@@ -105,22 +95,10 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
     console.print(Text(explanation))
 
 
-def draft_lines(tried: Sequence[Tried]) -> list[str]:
-    rows = [
-        (str(one.draft), *(_cell(figure(one.figures)) for _, _, figure in _DRAFT)) for one in tried
-    ]
-    return ["\t".join(row) for row in (("draft", *(name for name, _, _ in _DRAFT)), *rows)]
-
-
 def print_draft_table(search: Search, sentences: Sequence[str], console: Console) -> None:
     """Print the drafts as a table, an explanation of the figures, and sentences about them."""
-    names = [name_of(one.draft) for one in search.tried]
-    shown = _fitting([(heading, figure) for _, heading, figure in _DRAFT], names, console)
-    table = _table("draft", *(heading for heading, _ in shown))
-    for number, one in enumerate(search.tried):
-        cells = [_cell(figure(one.figures), "-") for _, figure in shown]
-        table.add_row(Text(name_of(one.draft)), *cells, style="" if number else "bold")
-    console.print(table)
+    rows = [(name_of(one.draft), one.figures) for one in search.tried]
+    console.print(_figures("draft", _DRAFT, rows, console))
     print_argument(search, console)
     explanation = (
         f"For {search.target.name} at temperature 0, on {counted(len(search.baseline.answers), 'answer')}: the "
@@ -128,8 +106,7 @@ def print_draft_table(search: Search, sentences: Sequence[str], console: Console
         "accepts; tokens per pass of the target; milliseconds to draft a token, and to begin, since a draft model "
         "reads the prompt too (that is not in the speed-up)."
     )
-    console.print(Text(explanation))
-    for sentence in sentences:
+    for sentence in (explanation, *sentences):
         console.print(Text(sentence))
 
 
@@ -156,14 +133,21 @@ def print_argument(search: Search, console: Console) -> None:
         console.print()
 
 
-def _fitting(
-    columns: Sequence[_Column[_F]], names: Sequence[str], console: Console
-) -> Sequence[_Column[_F]]:
-    """Return the first columns, the most telling ones, for which there is room beside the names."""
-    room = console.width - min(_NAME_COLUMNS, max(map(len, names), default=0))
-    while sum(max(_FIGURE_COLUMNS, len(heading) + 1) for heading, _ in columns) > room > 0:
+def _figures(
+    first: str, columns: Sequence[_Column], rows: Sequence[tuple[str, Any]], console: Console
+) -> Table:
+    """Return a table of the first columns, the most telling ones, for which there is room beside the names. The best
+    speed-up is bold."""
+    columns = [each for each in columns if each[1]]
+    room = console.width - min(_NAME_COLUMNS, max((len(name) for name, _ in rows), default=0))
+    while sum(max(_FIGURE_COLUMNS, len(heading) + 1) for _, heading, _ in columns) > room > 0:
         columns = columns[:-1]
-    return columns
+    table = _table(first, *(heading for _, heading, _ in columns))
+    best = max((of.speedup or 0.0 for _, of in rows), default=0.0)
+    for name, of in rows:
+        cells = [_cell(figure(of), "-") for _, _, figure in columns]
+        table.add_row(Text(name), *cells, style="bold" if of.speedup == best else "")
+    return table
 
 
 def _table(first: str, *headings: str) -> Table:

@@ -43,8 +43,8 @@ _HOW_ESTIMATED = "from the measured costs of the target's batches"
 _NOT_KNOWN = "not known: plain decoding was measured while the machine was slower"
 #: The least equal decodes of a kind, and in all, from which their noise is learnt; else it is usual.
 _MIN_OF_A_KIND, _MIN_DECODES, _USUAL_NOISE = 3, 6, 0.1
-#: The least uncertainty of a comparison with plain decoding.
-_LEAST_ERROR = 0.02
+#: The least uncertainty of a comparison with plain decoding, whose price was measured at another moment.
+_LEAST_ERROR = 0.1
 #: A speed-up may exceed the tokens per pass by this factor before it counts as impossible.
 _LEEWAY = 1.05
 
@@ -147,9 +147,8 @@ class Tally:
         return (self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s) / self.wall_s
 
     def speedup_error(self) -> float:
-        """Return two standard errors of the speed-up, as a share of it. Plain decoding's token counts as one
-        measurement, this answer's as all its rounds; both vary as equal decodes do here, the sixth at either end aside:
-        a hiccup decides nothing."""
+        """Return two standard errors of the speed-up, as a share of it. Plain decoding counts as one measurement, this
+        answer as all its rounds; both vary as equal decodes do here, without the sixth at either end."""
         ratios: list[float] = []
         for each in self.target_s_by_rows.values():
             if len(each) >= _MIN_OF_A_KIND and min(each) > 0.0:
@@ -176,7 +175,6 @@ class Tally:
 
 
 def interrupted_event(index: int, time_s: float, n_prompt: int) -> FinishedEvent:
-    """Return the summary of an answer that was interrupted before its prompt was read."""
     return FinishedEvent(
         sequence=index,
         time_s=time_s,
@@ -193,10 +191,9 @@ def interrupted_event(index: int, time_s: float, n_prompt: int) -> FinishedEvent
 
 @dataclass(slots=True)
 class AnswerState:
-    """The state of one answer, which the loop changes. `n_ctx` is the most tokens, prompt and answer together. `state`
-    starts with the prompt. `cascade` is None if nothing drafts, or drafting failed (`why_undrafted`). `trail` takes the
-    target's hidden states for drafters. `ends` are tokens that end it besides the vocabulary's. `failure` ended it
-    early."""
+    """The state of one answer, which the loop changes. `n_ctx` is the most tokens, prompt and answer together. `cascade`
+    is None if nothing drafts, or drafting failed (`why_undrafted`). `trail` takes the target's hidden states for
+    drafters. `ends` are tokens that end it besides the vocabulary's. `failure` ended it early."""
 
     vocabulary: Vocabulary
     options: GenerationOptions
@@ -221,8 +218,7 @@ class AnswerState:
     stopped_by: str | None = None
     failure: SpecgenError | None = None
     n_prompt: int = field(init=False)
-    #: The number of prompt tokens that the cache held already, those of them that came from the disk, and what it holds
-    #: now.
+    #: The prompt tokens that the cache held already, those of them that came from the disk, and what it holds now.
     n_cached: int = 0
     n_loaded: int = 0
     n_read: int = 0
@@ -335,7 +331,6 @@ class AnswerState:
         return [self._committed([piece], now_s, self.tally.n_rounds)] if piece.text else []
 
     def _forced(self) -> list[Piece]:
-        """Commit the tokens that the grammar forces: no decode is needed before them."""
         pieces: list[Piece] = []
         while not self.is_finished and (token := self.state.forced()) is not None:
             pieces.append(Piece(token, self.commit(token), "forced", "grammar"))
@@ -355,7 +350,6 @@ class AnswerState:
         return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *known)
 
     def _with_logprobs(self, piece: Piece, row: Logits) -> Piece:
-        """Return the piece with the target's log-probabilities, if they were asked for."""
         n_top = self.options.logprobs
         if n_top is None:
             return piece
@@ -386,8 +380,7 @@ class AnswerState:
     def _rejected_branches(
         self, draft: Draft, accepted: tuple[int, ...]
     ) -> tuple[RejectedBranch, ...]:
-        """Return the rejected branches, one for each leaf, from where it left the accepted path. Called before the
-        commit: a branch may start in the middle of a character."""
+        """Return the rejected branches, one for each leaf. Called before the commit: one may start inside a character."""
         if len(accepted) == len(draft):
             return ()
         token_bytes = self.vocabulary.token_bytes

@@ -9,14 +9,12 @@ from specgen.method.backend import Backend
 from specgen.system.arrays import Hidden
 from specgen.text.text_state import n_common
 
-#: The most states that wait for a draft to read them: of a longer text it reads the end. And the number of those that
-#: are kept after they were read, for a text that goes back to an earlier place.
+#: The most states that wait for a draft to read them, and of those it has read, for a text that goes back.
 _N_UNREAD, _N_KEPT = 256, 32
 
 
 class HiddenTrail:
-    """The target's hidden states after the last tokens that it has read. A trail outlives an answer: the next one in
-    the same part of the caches often continues its text."""
+    """The target's hidden states after the last tokens that it has read. The next answer often continues the text."""
 
     all_rows: ClassVar[bool] = True
 

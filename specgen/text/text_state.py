@@ -1,5 +1,4 @@
-"""The committed text of a sequence, its grammar state, the characters of its tokens, what drafts for it, and where two
-texts agree."""
+"""The committed text of a sequence, its grammar state, its characters, and what drafts for it."""
 
 from __future__ import annotations
 
@@ -132,8 +131,7 @@ class Shaper:
         return source.token_ids[order].tolist(), (source.probs[order] * scale).tolist()
 
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
-        """Return the largest probability of a token: 1 if the grammar forces it, else that of the logits at
-        temperature 1."""
+        """Return a token's largest probability: 1 if the grammar forces it, else that at temperature 1."""
         return 1.0 if self._state.forced(path) is not None else likeliest(logits, 1)[1][0]
 
 
@@ -184,7 +182,6 @@ class TextStream:
         return text
 
     def preview(self, before: bytes, token_bytes: bytes) -> str:
-        """Decode `token_bytes` after `before` without consuming them."""
         decoder = _Decoder(errors="replace")
         decoder.setstate(self._decoder.getstate())
         decoder.decode(before)
@@ -193,9 +190,8 @@ class TextStream:
 
 @dataclass(slots=True)
 class Cascade:
-    """What drafts for one text: a `free` drafter (n-grams), one that decodes, or both. `look_up` comes first in each
-    round, so that its proposal is known to the plan, which `propose` carries out. Nothing is found that the grammar
-    forbids."""
+    """What drafts for one text: a `free` drafter (n-grams), one that decodes, or both. In each round `look_up` comes
+    first, so that the plan, which `propose` carries out, knows what it found. The grammar allows all that is found."""
 
     free: Drafter | None = None
     model: Drafter | None = None

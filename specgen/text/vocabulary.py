@@ -15,8 +15,7 @@ class Vocabulary(Protocol):
     def add_bos(self) -> bool: ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokenize, with `add_special` behind the beginning-of-text token if the model wants one (`add_bos`), and with
-        `parse_special` names of control tokens as these tokens."""
+        """Tokenize, with `add_special` behind a bos token if `add_bos`, with `parse_special` control tokens by name."""
 
     def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]:
         """Tokenize a text in the middle of other text."""

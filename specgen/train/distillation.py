@@ -2,10 +2,7 @@
 
 Training changes the scales of the blocks of its matrices (`gguf_weights.py`), towards the tokens that the target
 chose or, where they are known, found likeliest (distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). Some
-ten thousand tokens suffice for a gain. The draft is a Llama, Qwen2, Qwen3 or Gemma 3. The tensors in the file show
-biases and norms of queries and keys; Gemma 3 also scales its embeddings, normalises what a layer adds, gates with
-GELU, and limits most layers to a window.
-"""
+ten thousand tokens suffice for a gain. The draft is a Llama, Qwen2, Qwen3 or Gemma 3."""
 
 from __future__ import annotations
 
@@ -46,8 +43,6 @@ _NO_WINDOW = np.iinfo(np.int32).max
 _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.99))
 #: The learning rate of Adam at its peak.
 RATE = 6e-3
-#: The share of the target's distribution in the loss, where known: with 1, a second pass does not overfit.
-SOFTNESS = 1.0
 #: The number of rows in a step, and passes over the text at most.
 N_ROWS, N_PASSES = 3, 2
 #: Judgements in a pass over the text, and the number without an improvement after which training ends.
@@ -81,7 +76,6 @@ def distil(
     budget: Budget,
     *,
     rate: float = RATE,
-    softness: float = SOFTNESS,
 ) -> Distilled | None:
     """Train a draft on texts and write it to `output`; None if interrupted. Raise `UsageError` for too little text."""
     learnt, judged = pack_split(texts)
@@ -90,7 +84,7 @@ def distil(
             f"{learnt.n_labels} tokens to learn from and {judged.n_labels} to judge by: too few",
             hint=f"give more --minutes or --prompts: a draft needs {_LEAST_LEARNT} and {_LEAST_JUDGED}",
         )
-    trainer = Trainer(draft, learnt, judged, softness=softness)
+    trainer = Trainer(draft, learnt, judged)
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     n_batch = min(N_ROWS, learnt.n_rows)
@@ -262,19 +256,17 @@ class Score:
 
     #: The share of tokens that the draft finds likeliest.
     agreement: float
-    #: The mean negative log-probability of the tokens.
+    #: The mean cross-entropy with the target's likeliest tokens or, where these are not known, its tokens.
     loss: float
 
 
 class Trainer:
-    """Trains factors for the blocks of a draft's weights, which stay, on rows of text, and judges by others. `softness`
-    is the loss's share of the cross-entropy with the target's likeliest tokens. Raises `ModelFileError`,
-    `MemoryLimitError`."""
+    """Trains factors for the blocks of a draft's weights on rows of text, and judges by others."""
 
-    def __init__(self, draft: Path, learnt: Rows, judged: Rows, *, softness: float = 0.0) -> None:
+    def __init__(self, draft: Path, learnt: Rows, judged: Rows) -> None:
         weights = read_weights(draft)
         _check_memory(draft, weights)
-        self._learnt, self._judged, self._softness = learnt, judged, softness
+        self._learnt, self._judged = learnt, judged
         self._shape = weights.hyperparameters
         layers, others = stack_layers(weights)
         self._frozen = jax.tree.map(jnp.asarray, (layers, others))
@@ -293,13 +285,13 @@ class Trainer:
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
         rows = _arrays(self._learnt.pick(batch))
         own = self._changes, self._moments, self._frozen
-        self._changes, self._moments = _step(self._shape, *own, rows, rate, self._softness)
+        self._changes, self._moments = _step(self._shape, *own, rows, rate)
 
     def judge(self) -> Score:
         loss = n_right = 0.0
         for index in range(self._judged.n_rows):
             row = _arrays(self._judged.pick(np.array([index])))
-            sums = _sums(self._shape, self._changes, self._frozen, row, 0.0)
+            sums = _sums(self._shape, self._changes, self._frozen, row)
             loss, n_right = loss + float(sums[0]), n_right + float(sums[1])
         n_labels = self._judged.n_labels
         return Score(n_right / n_labels, loss / n_labels)
@@ -314,16 +306,10 @@ class Trainer:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def _step(
-    shape: Hyperparameters,
-    changes: Any,
-    moments: Any,
-    frozen: Any,
-    rows: Any,
-    rate: float,
-    softness: float,
+    shape: Hyperparameters, changes: Any, moments: Any, frozen: Any, rows: Any, rate: float
 ) -> tuple[Parameters, Any]:
     def mean_loss(changes: Parameters) -> Any:
-        loss, _, n_labels = _sums(shape, changes, frozen, rows, softness)
+        loss, _, n_labels = _sums(shape, changes, frozen, rows)
         return loss / n_labels
 
     gradients = jax.grad(mean_loss)(changes)
@@ -333,10 +319,9 @@ def _step(
 
 @partial(jax.jit, static_argnums=0)
 def _sums(
-    shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any, softness: float
+    shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return three sums over the rows' labels: their losses, how many are the likeliest token, and how many there
-    are."""
+    """Return three sums over the rows' labels: of losses, of those that are the likeliest token, and of all."""
     layers, others = frozen
     tokens, texts, positions, labels, top_tokens, top_probabilities = rows
     states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)
@@ -345,12 +330,11 @@ def _sums(
     def of_row(row: Any) -> tuple[jax.Array, jax.Array]:
         states, labels, top_tokens, shares = row
         logits = states @ output.T
-        wanted = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
-        if top_tokens.shape[-1]:
+        if top_tokens.shape[-1]:  # with the target's distribution, a second pass does not overfit
             of_top = jnp.take_along_axis(logits, top_tokens, axis=1)
-            mass = jnp.maximum(shares.sum(axis=-1), 1e-6)
-            mean_of_top = (of_top * shares).sum(axis=-1) / mass
-            wanted = (1.0 - softness) * wanted + softness * mean_of_top
+            wanted = (of_top * shares).sum(axis=-1) / jnp.maximum(shares.sum(axis=-1), 1e-6)
+        else:
+            wanted = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
         losses = jax.nn.logsumexp(logits, axis=-1) - wanted
         is_label = labels >= 0
         is_right = is_label & (logits.argmax(axis=-1) == labels)

@@ -33,8 +33,7 @@ OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 _SHARE_OF_TEXT, _TRAINING_S, _SLACK = 0.6, 20.0, 1.3
 #: The number of prompts on which drafts are compared, and of tokens of their answers.
 N_JUDGED, _LEAST_JUDGED, JUDGED_TOKENS = 8, 2, 96
-#: The share of the time for which drafts are compared. About how long it takes to open a draft and time its
-#: decodes, in seconds, and to replay an answer with it, as a share of the target's time.
+#: The share of the time for comparing drafts; seconds to open one; the share of the target's time to replay an answer.
 _SHARE_OF_JUDGING, _OPENING_S, _TRIAL_SHARE = 0.4, 3.0, 0.5
 
 
@@ -50,10 +49,15 @@ def pruned_file(cache: Path, target: FileIdentity) -> Path:
     return cache / "made" / target.key / f"{Path(target.name).stem}-pruned.gguf"
 
 
+def least_text(kinds: Sequence[Kind]) -> int:
+    # A tenth is for judging, and the last tokens of an answer have nothing to learn from.
+    least = (LEAST_TEXT[kind] for kind in kinds)
+    return max(max(int(1.2 * learnt + judged), 10 * judged) for learnt, judged in least)
+
+
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time is divided, and the tokens of text and judged prompts that fit into it, which takes `needed_s` at
-    least."""
+    """How the time, at least `needed_s`, is divided, and the tokens of text and judged prompts that fit into it."""
 
     text_s: float
     training_s: float
@@ -71,8 +75,7 @@ def plan_time(
     n_least: int,
     n_kinds: int = 1,
 ) -> TimePlan:
-    """Divide the time by the target's costs; `n_drafts` are compared, and `n_kinds` are made, of a text that lacks at
-    least `n_least` tokens."""
+    """Divide the time; `n_drafts` are compared, and `n_kinds` made, of a text that lacks at least `n_least` tokens."""
     prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
     # A token is written in a batch, and read again with its prompt, in larger ones.
     token_s = 3 * costs.seconds(text.n_parallel) / text.n_parallel
@@ -110,11 +113,7 @@ class DraftBuilder:
         from specgen.train.target_text import TargetText
 
         answers = TargetText(self.folder, self.text_options.prompts).answers
-        # A tenth is for judging, and the last tokens of an answer have nothing to learn from.
-        needed = max(
-            1.2 * learnt + judged for learnt, judged in (LEAST_TEXT[kind] for kind in kinds)
-        )
-        return max(0, int(needed) - sum(len(answer.tokens) for answer in answers))
+        return max(0, least_text(kinds) - sum(len(answer.tokens) for answer in answers))
 
     def make(self, kinds: Sequence[Kind], small: Path | None, plan: TimePlan) -> list[Path] | None:
         """Make drafts as planned; return their files, or None if interrupted. `small` is what is distilled."""

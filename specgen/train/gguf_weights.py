@@ -2,8 +2,7 @@
 
 A GGUF file stores a matrix in blocks with a float16 scale each. Training finds a factor for every scale (PEQA, Kim et
 al., arXiv:2305.14152): the file keeps its size, speed and tokenizer, and nothing learnt is lost by quantising again.
-(Low-rank changes, LoRA, are smaller than the steps of a four-bit type, which rounds them away.)
-"""
+(Low-rank changes, LoRA, are smaller than the steps of a four-bit type, which rounds them away.)"""
 
 from __future__ import annotations
 

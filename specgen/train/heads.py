@@ -2,8 +2,7 @@
 
 Ridge regression finds a linear map to the target's next hidden state: little text suffices. Then gradient descent
 minimises the cross-entropy with the target's own distribution, several tokens ahead. (Distillation as in DistillSpec,
-Zhou et al., arXiv:2310.08461; unrolled as in a recurrent drafter, Cheng et al., arXiv:2403.09919.)
-"""
+Zhou et al., arXiv:2310.08461; unrolled as in a recurrent drafter, Cheng et al., arXiv:2403.09919.)"""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def train_heads(
     text: TargetText, target: Path, model: LlamaModel, output: Path, budget: Budget
 ) -> TrainedHeads | None:
     """Train heads for `model` on its own text, and write those that agreed best on held-back answers; None if
-    interrupted. Raise `UsageError` for too little text or an `n_embd` that is no multiple of 32, `ModelFileError`,
-    `OutputError`."""
+    interrupted. Raise `UsageError` for too little text or a wrong `n_embd`, `ModelFileError`, `OutputError`."""
     learnt, judged = _samples(text, held_back=False), _samples(text, held_back=True)
     n_learnt, n_judged = len(learnt.hidden), len(judged.hidden)
     if n_learnt < _LEAST_SAMPLES or n_judged < _LEAST_JUDGED:
@@ -137,8 +135,6 @@ def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
 
 
 class _Trainer:
-    """The heads' parameters, steps on the training data, and the agreement on held-back positions."""
-
     def __init__(
         self,
         target: Path,

@@ -4,8 +4,7 @@ The layers are searched for as in Draft & Verify (Zhang et al., arXiv:2309.08168
 layers chooses the next set to judge, by its expected improvement of the expected speed. One pass over some hundred
 tokens of the target's own answers judges a set (SWIFT, Xia et al., arXiv:2410.06916), with the layers left out in
 memory: llama.cpp calls back with their results, which are replaced by their inputs. The logits are, bit for bit, those
-of a file without these layers. The chosen draft is such a file, and drafts like any other model.
-"""
+of a file without these layers. The chosen draft is such a file, and drafts like any other model."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ class Pruned:
 
 
 def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> Pruned | None:
-    """Search for layers to leave out, and write the draft; None if interrupted. Raise `UsageError` without text or
-    time."""
+    """Search for layers to leave out, and write the draft; None if interrupted. Raise `UsageError`."""
     model, target = session.target, session.options.target
     judging = judged_texts(text.answers, _N_JUDGED, held_back=False)
     held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)
@@ -89,7 +87,7 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
 
     def speedup(n_left_out: int, agreement: float) -> float:
         token_s = batch_s[1] * (1.0 - n_left_out * layer_share)
-        return expected_gain(Costs(batch_s, token_s), agreement).speedup
+        return expected_gain(Costs(batch_s, token_s), agreement)
 
     context = session.costs.context_options()
     with Judge(model, context, judging, session.clock) as judge:
@@ -315,8 +313,8 @@ def _candidates(
 def _expected_improvements(
     known: dict[Layers, float], new: Sequence[Layers], independent: _Floats, n_layer: int
 ) -> _Floats:
-    """Return how much faster than the best each new set is expected to be; being slower counts as 0. `independent`
-    are the speed-ups of the known and the new sets if layers did harm independently."""
+    """Return how much faster than the best each new set is expected to be; `independent` are the speed-ups of known and
+    new sets if layers did harm independently."""
     values = np.array(list(known.values()))
     beyond = values - independent[: len(known)]
     centre, scale = beyond.mean(), beyond.std() + 1e-6

@@ -2,9 +2,8 @@
 
 Training continues from the better of the draft's own weights and those it learnt before. The latest answers judge
 these and the new ones, each as written to a file; what agrees most often with the target is used from then on. As a
-program, which `Learner` starts, it reads its task as a line of JSON from standard input and prints the result;
-`PAUSE` and `GO` on standard input pause it between steps. It has the lowest priority, and ends with its input.
-"""
+program, which `Learner` starts, it gets its task as JSON and prints the result; `PAUSE` and `GO` on standard input pause
+it between steps. It has the lowest priority, and ends with its input."""
 
 from __future__ import annotations
 
@@ -19,11 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import IO, TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from specgen.errors import ModelFileError, OutputError, SpecgenError, UsageError
 from specgen.llama import LlamaModel, default_threads
@@ -91,7 +89,6 @@ class Lesson:
 
 
 def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAnswer]]:
-    """Return the answers to learn from, and the latest ones, which judge."""
     latest = list(answers[-MOST_ANSWERS:])
     n_judging = min(_MOST_JUDGING, math.ceil(_JUDGING_SHARE * len(latest)))
     return latest[: len(latest) - n_judging], latest[len(latest) - n_judging :]
@@ -101,8 +98,7 @@ def learn(
     folder: Path, target: Path, draft: Path, budget: Budget, *, rate: float = RATE
 ) -> Lesson | None:
     """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raise `UsageError` for
-    too few answers, without JAX, or if another process learns there; `ModelFileError`, `MemoryLimitError`,
-    `OutputError`."""
+    too few answers, without JAX, or if another process learns there; `SpecgenError`."""
     check_library()
     started_s = budget.clock()
     answers = kept_answers.read_answers(folder)
@@ -124,14 +120,18 @@ def learn(
         if not rows.n_labels or not judged.n_labels:
             raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
         former = learnt_weights(folder, draft)
-        starts = list(_starts(draft, former, rows, judged))
+        starts = [_start(draft, rows, judged)]
+        if former is not None:
+            with contextlib.suppress(ModelFileError):  # no draft uses damaged ones
+                starts.append(_start(former, rows, judged))
         as_it_came, in_use = starts[0].score, starts[1].score if starts[1:] else None
         start = max(starts, key=lambda each: each.score.agreement)
         trainer = start.trainer
         state = TrainingState(start.score.loss, trainer.copied())
         n_rows, judged_every = rows.n_rows, max(1, rows.n_rows // _JUDGED_PER_PASS)
-        rising = _N_RISING, _LAST_SHARE
-        schedule = Schedule(n_rows, 1, N_PASSES, rate, *rising, judged_every, _PATIENCE)
+        schedule = Schedule(
+            n_rows, 1, N_PASSES, rate, _N_RISING, _LAST_SHARE, judged_every, _PATIENCE
+        )
         if not train(trainer, state, schedule, budget):
             return None
         if answers[-1].number > last_number(folder):
@@ -171,24 +171,16 @@ def learn(
 
 
 class _Start(NamedTuple):
-    """Weights that training may start from, and their score."""
-
     file: Path
     trainer: Trainer
     score: Score
 
 
-def _starts(base: Path, learnt: Path | None, rows: Rows, judged: Rows) -> Iterator[_Start]:
-    """Yield the draft as it came, and the weights in use if it learnt some that are not damaged: no draft uses
-    those."""
+def _start(file: Path, rows: Rows, judged: Rows) -> _Start:
     from specgen.train.distillation import Trainer
 
-    trainer = Trainer(base, rows, judged)
-    yield _Start(base, trainer, trainer.judge())
-    if learnt is not None:
-        with contextlib.suppress(ModelFileError):
-            trainer = Trainer(learnt, rows, judged)
-            yield _Start(learnt, trainer, trainer.judge())
+    trainer = Trainer(file, rows, judged)
+    return _Start(file, trainer, trainer.judge())
 
 
 def _clear(folder: Path) -> None:
@@ -214,8 +206,6 @@ class Pauses:
         self._is_running = threading.Event()
         self._is_running.set()
         self._paused_s = 0.0
-
-    def listen(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait(self) -> bool:
@@ -229,7 +219,8 @@ class Pauses:
         return time.monotonic() - self._paused_s
 
     def _read(self) -> None:
-        while command := sys.stdin.buffer.read(1):
+        # Read without Python's lock on the file, which would not let the process end.
+        while command := os.read(sys.stdin.fileno(), 1):
             if command == PAUSE:
                 self._is_running.clear()
             elif command == GO:
@@ -238,9 +229,7 @@ class Pauses:
 
 
 def main() -> int:
-    asked = json.loads(sys.stdin.buffer.readline())
-    pauses = Pauses()
-    pauses.listen()
+    asked, pauses = json.loads(sys.argv[1]), Pauses()
     if hasattr(os, "nice"):
         os.nice(_LOWEST_PRIORITY)
     try:
@@ -256,18 +245,6 @@ def main() -> int:
     assert found is not None, "nothing interrupts it"
     sys.stdout.write(json.dumps(asdict(found)))
     return 0
-
-
-def _end() -> NoReturn:
-    """Run `main`, then end the process at once: at its usual end the interpreter aborts if a thread waits for input."""
-    code = 1
-    try:
-        code = main()
-        sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - the parent shows the last line
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 # --- the command that starts it ---------------------------------------------------------------------
@@ -315,7 +292,16 @@ class Learner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(OSError):
+            child.terminate()
+        try:
+            child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        self._last_words(child)
 
     def between_answers(self, *, begins: bool = False) -> None:
         """Start, pause, continue or finish a lesson: after an answer, or before one (`begins`), which pauses it."""
@@ -353,18 +339,6 @@ class Learner:
             stdin.write(data)
             stdin.flush()
 
-    def close(self) -> None:
-        child, self._child = self._child, None
-        if child is None:
-            return
-        with contextlib.suppress(OSError):
-            child.terminate()
-        try:
-            child.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-        self._last_words(child)
-
     @property
     def _n_new(self) -> int:
         last = last_number(self._folder)
@@ -374,17 +348,16 @@ class Learner:
     def _start_lesson(self) -> None:
         n_threads = max(1, default_threads() // _CORES_SHARE)
         paths = {"folder": self._folder, "target": self._target, "draft": self._draft}
-        line = json.dumps(paths | {"minutes": _MINUTES}, default=os.fspath)
+        task = json.dumps(paths | {"minutes": _MINUTES}, default=os.fspath)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it outlives this call
         self._child = subprocess.Popen(
-            COMMAND,
+            (*COMMAND, task),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,  # Ctrl-C ends the answer, not the lesson
             env=os.environ | {"NPROC": str(n_threads), "OMP_NUM_THREADS": str(n_threads)},
         )
-        self._send(line.encode() + b"\n")
         self._is_running = True
 
     def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
@@ -412,4 +385,4 @@ class Learner:
 
 
 if __name__ == "__main__":
-    _end()
+    sys.exit(main())

@@ -1,8 +1,7 @@
 """A target's own answers: written with its hidden states and likeliest tokens, and read as rows to train on.
 
 A folder holds a file for each answer, ``000123.npz``: the prompt, its tokens and those of the answer, and for each
-token of the answer the target's final hidden state before it and the likeliest tokens there.
-"""
+token of the answer the target's final hidden state before it and the likeliest tokens there."""
 
 from __future__ import annotations
 
@@ -41,7 +40,6 @@ _SHORTEST = 8
 #: The number of tokens in a row, and the most before a part of a kept answer: most answers fit with their prompt.
 N_COLUMNS, _N_BEFORE = 384, 192
 
-
 _Tokens: TypeAlias = tuple[int, ...]
 
 
@@ -57,8 +55,7 @@ class TargetAnswer:
 
 
 class TargetText:
-    """The answers in a folder: all of them, or those to some `prompts`. Raises `ModelFileError` if a file is
-    damaged."""
+    """The answers in a folder: all, or those to some `prompts`. Raises `ModelFileError` for a damaged file."""
 
     def __init__(self, folder: Path, prompts: Collection[str] | None = None) -> None:
         found = [(_read_answer(path), path) for path in sorted(folder.glob(_FILES))]
@@ -116,11 +113,9 @@ def write_text(
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     busy = OutputError(f"{folder}: another process is writing there", "wait until it is done")
-    with locked(folder / "lock", busy), contextlib.ExitStack() as resources:
-        writer = _Writer(folder, session, resources)
+    with locked(folder / "lock", busy):
         n_tokens, max_tokens = options.n_tokens, options.max_tokens
-        asked = frozenset(options.prompts)
-        answered = [answer for answer in writer.answers if answer.prompt in asked]
+        answered = TargetText(folder, options.prompts).answers
         n_have = sum(len(answer.tokens) for answer in answered)
         budget.progress(n_have, n_tokens)
         known = {answer.prompt for answer in answered}
@@ -143,7 +138,18 @@ def write_text(
             return n_have
         n_ctx = _context_size(session, [len(each.tokens) for each, _ in left.values()], max_tokens)
         sizes: dict[str, Any] = {"n_parallel": options.n_parallel, "n_ctx": n_ctx}
-        with Engine(session, interrupted=is_over, **sizes) as engine:
+        number = max((int(path.stem) for path in folder.glob(_FILES)), default=-1)
+        reader = LlamaBackend(
+            session.target,
+            session.costs.context_options(),
+            n_ctx=n_ctx,
+            clock=session.clock,
+            n_outputs=_N_ROWS,
+        )
+        with (
+            contextlib.closing(reader),
+            Engine(session, interrupted=is_over, **sizes) as engine,
+        ):
             waiting = {
                 engine.insert(prompt): (text, is_judged)
                 for text, (prompt, is_judged) in left.items()
@@ -159,56 +165,32 @@ def write_text(
                     text, is_judged = waiting.pop(done)
                     answer = _whole_answer(session, done, text, is_judged, keeps_cut=is_last)
                     if answer is not None:
-                        writer.add(answer)
+                        number += 1
+                        _write_answer(folder / f"{number:06d}.npz", answer, reader)
                         n_have += len(answer.tokens)
                         budget.progress(n_have, n_tokens)
     return n_have
 
 
-class _Writer:
-    """Writes answers to a folder, with what the target computes for them. `resources` close what it opens."""
-
-    def __init__(self, folder: Path, session: Session, resources: contextlib.ExitStack) -> None:
-        self._folder, self._session, self._resources = folder, session, resources
-        self.answers = TargetText(folder).answers
-        self._number = max((int(path.stem) for path in folder.glob(_FILES)), default=-1)
-        self._backend: LlamaBackend | None = None
-
-    def add(self, answer: TargetAnswer) -> None:
-        backend = self._backend_for(len(answer.prompt_tokens) + len(answer.tokens))
-        pieces = [
-            (states.astype(np.float16), *_likeliest(logits))
-            for logits, states in read_answer(backend, answer.prompt_tokens, answer.tokens)
-        ]
-        hidden, top_tokens, top_probabilities = map(np.concatenate, zip(*pieces, strict=True))
-        self._number += 1
-        path = self._folder / f"{self._number:06d}.npz"
-        with write_errors(path), new_beside(path) as new:
-            with new.open("wb") as file:
-                np.savez(
-                    file,
-                    prompt=np.frombuffer(answer.prompt.encode("utf-8", "replace"), np.uint8),
-                    prompt_tokens=np.array(answer.prompt_tokens, np.int32),
-                    tokens=np.array(answer.tokens, np.int32),
-                    is_held_back=np.array(answer.is_held_back),
-                    hidden=hidden,
-                    top_tokens=top_tokens,
-                    top_probabilities=top_probabilities,
-                )
-            new.replace(path)
-        self.answers.append(answer)
-
-    def _backend_for(self, n_tokens: int) -> LlamaBackend:
-        if self._backend is None or self._backend.n_ctx < n_tokens:
-            self._backend = LlamaBackend(
-                self._session.target,
-                self._session.costs.context_options(),
-                n_ctx=_rounded(n_tokens, 1024),
-                clock=self._session.clock,
-                n_outputs=_N_ROWS,
+def _write_answer(path: Path, answer: TargetAnswer, reader: LlamaBackend) -> None:
+    pieces = [
+        (states.astype(np.float16), *_likeliest(logits))
+        for logits, states in read_answer(reader, answer.prompt_tokens, answer.tokens)
+    ]
+    hidden, top_tokens, top_probabilities = map(np.concatenate, zip(*pieces, strict=True))
+    with write_errors(path), new_beside(path) as new:
+        with new.open("wb") as file:
+            np.savez(
+                file,
+                prompt=np.frombuffer(answer.prompt.encode("utf-8", "replace"), np.uint8),
+                prompt_tokens=np.array(answer.prompt_tokens, np.int32),
+                tokens=np.array(answer.tokens, np.int32),
+                is_held_back=np.array(answer.is_held_back),
+                hidden=hidden,
+                top_tokens=top_tokens,
+                top_probabilities=top_probabilities,
             )
-            self._resources.callback(self._backend.close)
-        return self._backend
+        new.replace(path)
 
 
 def read_answer(
@@ -241,15 +223,11 @@ def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
 def _context_size(session: Session, lengths: Sequence[int], max_tokens: int) -> int:
     """Return a context size, in tokens, in which nine of ten prompts of these lengths fit with their answers."""
     n_prompt = sorted(lengths)[int(0.9 * (len(lengths) - 1))]
-    n_ctx = _rounded(n_prompt + max_tokens, 256)
+    n_ctx = -(-(n_prompt + max_tokens) // 256) * 256
     n_train = session.target.n_ctx_train
     if n_train and n_ctx > n_train:
         raise UsageError(f"{max_tokens} tokens an answer: the target has room for {n_train}")
     return n_ctx
-
-
-def _rounded(n_tokens: int, step: int) -> int:
-    return -(-n_tokens // step) * step
 
 
 def _whole_answer(
@@ -380,7 +358,6 @@ class Rows(NamedTuple):
 
 
 def pack_split(texts: Sequence[TrainingText]) -> tuple[Rows, Rows]:
-    """Return rows of the texts to learn from, and rows of those that are held back."""
     learnt, judged = (
         [text for text in texts if text.is_held_back == is_judged] for is_judged in (False, True)
     )

@@ -123,7 +123,7 @@ def test_make_cuts_a_draft_out_of_the_target(made_and_used: MadeAndUsed, tmp_pat
 def test_a_target_that_cannot_be_cut_is_refused(
     specgen: Specgen, target: Path, asked: Path
 ) -> None:
-    options = ("--prompts", asked, "--tokens", "600", "--kind", "pruned", "-q")
+    options = ("--prompts", asked, "--tokens", "1200", "--kind", "pruned", "-q")
     result = specgen("draft", "make", "-m", target, *options, *MACHINE)
     assert result.code == 4
     assert result.err.splitlines() == [
@@ -167,6 +167,8 @@ def test_too_little_text_is_one_line(specgen: Specgen, target: Path, asked: Path
     assert result.code == 2
     assert "too few" in result.err
     assert len(result.err.splitlines()) == 2
+    least = specgen("draft", "make", "-m", target, "--tokens", "300")
+    assert "--tokens 300 is too little text for heads" in complaint(least, 2)
     loud = specgen("draft", "make", "-m", target, "--prompts", few, *MACHINE)
     assert "tokens to learn from; more time or more --prompts would give more" in loud.err
 

@@ -48,13 +48,14 @@ def test_the_answer_is_alone_on_stdout_and_the_same_with_any_draft(cli: Cli) -> 
 
 
 def test_a_draft_with_another_type_of_weights(cli: Cli, tmp_path: Path) -> None:
-    copy, source = tmp_path / "copies" / "q8.gguf", cli.model("draft")
+    copy, source = tmp_path / "q8.gguf", cli.model("draft")
     command = ("models", "quantize", source, copy, "--type", "q8_0")
     assert ended(*command).stdout.startswith(f"{copy}: ")
     assert copy.stat().st_size < Path(source).stat().st_size
     again = ended(*command)
     assert (again.returncode, again.stdout) == (2, "")
     assert f"error: {copy} exists" in again.stderr
+    assert "there is no folder" in ended(*command[:3], copy / "a" / "b.gguf").stderr
     result = cli.run(PROMPT, "--stats", "--policy", "fixed", draft=str(copy.with_suffix("")))
     assert result.out == cli.run(PROMPT, draft="none").out
     assert "acceptance rate" in result.err

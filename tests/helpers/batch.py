@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
+from specgen.options import ContextOptions, GenerationOptions, SessionOptions
 from specgen.serve.batch.lines import Line, read_lines
 from specgen.serve.batch.on_ray import ActorJob
 from specgen.serve.batch.runner import Prompting
+from specgen.serve.formats.request import Defaults
 from specgen.session.session import Session
 
 PROMPTING = Prompting(None, None, datetime(2026, 1, 1, tzinfo=timezone.utc))
@@ -28,7 +29,7 @@ PATIENCE_S = 120.0
 def lines_of(*rows: str | bytes | Mapping[str, Any]) -> list[Line]:
     texts = [row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows]
     raw = b"\n".join(text.encode() if isinstance(text, str) else text for text in texts)
-    return read_lines(raw, "in", SamplerOptions(), GenerationOptions(max_tokens=20))
+    return read_lines(raw, "in", Defaults(generation=GenerationOptions(max_tokens=20)))
 
 
 class Collected:

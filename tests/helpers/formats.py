@@ -7,9 +7,8 @@ import json
 from typing import Any
 
 from specgen.events import CommittedEvent, FinishedEvent, Piece, ReasonCount
-from specgen.serve.formats.answers import Json
 from specgen.serve.formats.openai import ChatWriter
-from specgen.serve.formats.request import Request
+from specgen.serve.formats.request import Json, Request
 
 FINISHED = FinishedEvent(
     sequence=0,

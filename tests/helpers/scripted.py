@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specgen.options import DraftSource, GenerationOptions, SamplerOptions
+from specgen.options import DraftSource
 from specgen.serve.formats.openai import read_request
 from specgen.serve.formats.request import with_call_form
 from tests.helpers.common import NOW
@@ -75,13 +75,13 @@ def write_scripted_model(
 
 
 def write_model_that_says(
-    target: Path, template: str, text: str, body: Mapping[str, Any], controls: Sequence[str] = ()
+    target: Path, template: str, text: str, body: dict[str, Any], controls: Sequence[str] = ()
 ) -> Path:
     """Write a model that wants to say a text to a chat, and beside it a draft that wants to say it too."""
     config = TinyConfig(chat_template=template, control_tokens=tuple(controls), add_bos=False)
     write_scripted_model(target, config)
     with opened(target) as session:
-        asked = read_request("chat", body, SamplerOptions(), GenerationOptions())
+        asked = read_request("chat", body)
         asked = with_call_form(asked, template, session.target.vocabulary.has_control)
         n_prompt = len(asked.prompt(session.prompts, NOW).tokens)
         tokens = session.target.vocabulary.tokenize(text, add_special=False, parse_special=True)
@@ -93,7 +93,7 @@ def asked_of(
     folder: Path,
     template: str,
     text: str,
-    body: Mapping[str, Any],
+    body: dict[str, Any],
     *,
     controls: Sequence[str] = (),
     draft: str = "none",

@@ -54,9 +54,12 @@ def run_cli(*arguments: str) -> int:
         (signal.SIGKILL, "memory"),
     ],
 )
-def test_signals_are_named_with_their_cure(number: signal.Signals, hint: str) -> None:
+def test_signals_are_named_with_their_cure(
+    number: signal.Signals, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "CHILD_COMMAND", dying(number))
     with pytest.raises(BackendError, match=rf"{number.name} \([a-z ]+\)") as caught:
-        doctor.run_child(dying(number), 60)
+        doctor.run_child(["build"], 60)
     assert hint in str(caught.value.hint)
     assert "\n" not in f"{caught.value.message}{caught.value.hint}"
 
@@ -71,9 +74,12 @@ def test_signals_are_named_with_their_cure(number: signal.Signals, hint: str) ->
         ("print([1])", 60, "gave no answer"),
     ],
 )
-def test_a_child_without_an_answer_has_failed(program: str, limit_s: float, message: str) -> None:
+def test_a_child_without_an_answer_has_failed(
+    program: str, limit_s: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "CHILD_COMMAND", python(program))
     with pytest.raises(BackendError, match=message):
-        doctor.run_child(python(program), limit_s)
+        doctor.run_child([], limit_s)
 
 
 # --- the real thing -------------------------------------------------------------------------
@@ -124,14 +130,17 @@ def test_a_file_that_does_not_generate_is_at_fault_and_nothing_else(
 
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
-def test_without_llama_cpp_the_hint_says_how_to_install_it(tmp_path: Path, error: str) -> None:
+def test_without_llama_cpp_the_hint_says_how_to_install_it(
+    tmp_path: Path, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "llama_cpp.py").write_text(f"raise {error}('libllama.so: not found')")
     child = python(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from specgen.measure.doctor import child_main\n"
         "child_main(sys.argv[1:])"
     )
-    report = doctor.diagnose(child=child)
+    monkeypatch.setattr(doctor, "CHILD_COMMAND", child)
+    report = doctor.diagnose()
     assert report.build is None
     assert [check.passed for check in report.checks] == [False]
     with pytest.raises(BackendError, match="not found") as caught:
@@ -165,7 +174,8 @@ def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed(
     ):
         build = Build(version, "0.6.0", "", gpu_offload=False, devices=())
         child = python(f"print({json.dumps(dataclasses.asdict(build))!r})")
-        loaded, *_ = doctor.diagnose(child=child).checks
+        monkeypatch.setattr(doctor, "CHILD_COMMAND", child)
+        loaded, *_ = doctor.diagnose().checks
         assert loaded.message == f"llama-cpp-python {version}{remark}"
 
 

@@ -101,7 +101,6 @@ def test_one_decode_out_of_line_moves_what_is_expected_by_little(
 # --- how often tokens are accepted, learnt from what became of them
 
 
-CONFIDENCES = st.floats(0.0, 1.0)
 #: One confidence of each bin.
 OF_EACH_BIN = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.98, 1.0)
 
@@ -141,33 +140,6 @@ def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without(
     others = [index for index in range(N_BINS) if OF_EACH_BIN[index] != 0.85]
     assert after[others] == pytest.approx(before[others], abs=1e-9)
     assert after[OF_EACH_BIN.index(0.85)] < before[OF_EACH_BIN.index(0.85)]
-
-
-@given(st.lists(st.tuples(CONFIDENCES, st.booleans()), max_size=300))
-def test_a_chance_is_never_certain_and_what_was_counted_makes_sense(
-    tokens: list[tuple[float, bool]],
-) -> None:
-    acceptance = AcceptanceRates()
-    for confidence, accepted in tokens:
-        acceptance.see([confidence])
-        acceptance.judge(confidence, accepted=accepted)
-    curve = np.array(acceptance.curve())
-    assert np.all((curve > 0.0) & (curve < 1.0))
-    assert acceptance.frequencies().sum() == pytest.approx(1.0)
-    assert curve.min() - 1e-12 <= acceptance.mean() <= curve.max() + 1e-12
-    counts = acceptance.counts
-    assert np.all(counts.n_accepted <= counts.n_judged + 1e-9)
-    assert acceptance.counts.n_judged.sum() <= len(tokens) + 1e-9
-
-
-def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
-    acceptance = AcceptanceRates()
-    judged(acceptance, {0.55: 0.9}, 20_000)
-    # As many as are remembered, not as there were.
-    assert acceptance.counts.n_judged.sum() < 2000
-    judged(acceptance, {0.55: 0.2}, 4000, seed=1)
-    acceptance = AcceptanceRates(counts=acceptance.counts)
-    assert acceptance.acceptance(0.55) < 0.35
 
 
 # --- when to stop: the rule against the search through everything that may happen
@@ -289,11 +261,10 @@ def test_the_uncertainty_follows_from_how_much_decodes_differ() -> None:
     for number in range(30):
         steady.add_round(decode(2, 0.2))
         rough.add_round(decode(2, 0.2 if number % 2 else 0.24))
-    # As much as times of decodes that do not differ at all can say, and single outliers do not count.
-    least = steady.speedup_error()
-    assert 0.0 < least < 0.05
+    # The price of a plain token is of another moment, and single outliers do not count.
+    assert steady.speedup_error() == pytest.approx(0.1)
     steady.add_round(decode(2, 5.0))
-    assert steady.speedup_error() == least
+    assert steady.speedup_error() == pytest.approx(0.1)
     # 0.2 or 0.24: 9 % from their mean, of which two standard errors are 18 %.
     assert rough.speedup_error() == pytest.approx(0.18, abs=0.02)
     # A few decodes do not tell how much they differ.

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.model_drafter import Guesses, ModelDrafter
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.method.draft import Distribution, Draft
-from specgen.method.drafter import Drafting, draft_alone, propose_together
-from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
+from specgen.method.drafter import draft_alone, propose_together
+from specgen.method.policy import RoundPlan
 from specgen.method.tables import Stop
-from specgen.options import DraftOptions, SamplerOptions, parse_tree
+from specgen.options import SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Cascade, Shaper, TextState
+from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import N_VOCAB, Clock, NoDrafter, draft_request, model_drafter
+from tests.helpers.fake_generations import N_VOCAB, Clock, draft_request, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -45,19 +45,6 @@ def test_an_interruption_ends_the_reading_of_a_long_text() -> None:
     )
     assert backend.length(0) == 16  # two pieces of 8
     assert (len(proposal.draft), proposal.error) == (0, None)
-
-
-def test_a_greedy_draft_is_what_the_model_would_say() -> None:
-    drafter, backend = model_drafter(LANGUAGE, LETTERS)
-    context = [1, 2, 3]
-    draft = propose(drafter, context, 4)
-    text = list(context)
-    for token in draft.tokens:
-        assert token == int(LANGUAGE(tuple(text)).argmax())
-        text.append(token)
-    assert draft.is_chain
-    assert not draft.is_drawn
-    assert backend.length(0) == len(context) + 3  # the last drafted token waits
 
 
 def test_drafting_stops_where_the_model_is_unsure() -> None:
@@ -84,17 +71,6 @@ def test_drafting_ends_with_an_end_token_and_skips_what_is_biased_away() -> None
     assert first not in draft.tokens
     drafter, _ = model_drafter(LANGUAGE, LETTERS, n_shared_tokens=4)
     assert max(propose(drafter, [1, 2, 3], 8).tokens) < 4
-
-
-def test_the_cache_follows_a_text_that_went_another_way() -> None:
-    first, second, third, _ = propose(model_drafter(LANGUAGE, LETTERS)[0], [1, 2, 3], 4).tokens
-    other = (first + 1) % N_VOCAB
-    for context in ([1, 2, 3, other, second, third, 5], [1, 2, 3, first, other, third, 7]):
-        drafter, backend = model_drafter(LANGUAGE, LETTERS)
-        propose(drafter, [1, 2, 3], 4)
-        fresh, _ = model_drafter(LANGUAGE, LETTERS)
-        assert propose(drafter, context, 1) == propose(fresh, context, 1)
-        assert backend.text(0) == tuple(context)
 
 
 # --- a text that outgrows the draft model's context
@@ -193,22 +169,6 @@ def test_of_a_long_text_a_window_is_read() -> None:
 TEXT = [1, 2, 3]
 
 
-class Scripted(NoDrafter):
-    """Proposes what it is told to, and notes what it is asked and told."""
-
-    name = "model"
-
-    def __init__(self, *drafts: Sequence[int]) -> None:
-        self.drafts, self.told = [*drafts], list[object]()
-
-    def draft(self, context: Sequence[int], n_max: int) -> Draft:
-        self.told.append((list(context), n_max))
-        return Draft.chain(self.drafts.pop(0)[:n_max], self.name)
-
-    def observe(self, result: RoundResult) -> None:
-        self.told.append("observe")
-
-
 # --- what stands before a draft
 
 
@@ -238,65 +198,3 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool)
 
 
 # --- a draft for the draft model
-
-
-def after(
-    guesses: Guesses, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int = 0
-) -> list[int]:
-    """What is guessed; the drafters here need no decodes."""
-    try:
-        next(guesses.after(context, drafted, n_room, n_before))
-    except StopIteration as ended:
-        return list(ended.value)
-    raise AssertionError("a decode was asked for")
-
-
-class Noting(FixedPolicy):
-    """Of up to three tokens; notes what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__(DraftOptions(policy="fixed", max_tokens=3, p_min=0.0))
-        self.results: list[RoundResult] = []
-
-    def observe(self, result: RoundResult) -> None:
-        self.results.append(result)
-
-
-def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
-    class Noted(Scripted):
-        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-            self.told.append(n_drafted)
-            return super().propose(context, plan)
-
-    drafter = Noted([4])
-    after(Guesses(Cascade(model=drafter), Noting()), [*TEXT, 7, 7], [9, 8], 5, 2)
-    assert drafter.told[0] == 4
-
-
-@pytest.mark.parametrize(
-    ("said", "n_right", "told"),
-    [
-        ([9, 4, 5, 6, 7], 3, (4, 5, 6, 7)),
-        ([9, 4, 5, 6], 3, (4, 5, 6)),
-        ([9, 4, 8], 1, (4, 8)),
-        ([9, 8], 0, (8,)),
-    ],
-)
-def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
-    said: list[int], n_right: int, told: tuple[int, ...]
-) -> None:
-    drafter, policy = Scripted([4, 5, 6, 7]), Noting()
-    guesses = Guesses(Cascade(model=drafter), policy)
-    assert list(after(guesses, TEXT, [9], 5)) == [4, 5, 6]
-    assert drafter.told == [([*TEXT, 9], 3)]
-    guesses.decoded(2.0)
-    guesses.settle(said)
-    guesses.settle(said)  # it is settled once
-    (result,) = policy.results
-    # What stands behind the last token that the model said is not judged.
-    assert (result.draft.tokens, result.target_s) == ((4, 5, 6)[: len(told)], 2.0)
-    assert (result.path, result.committed) == (tuple(range(n_right)), told)
-    assert drafter.told[1:] == ["observe"]
-    # A drafted token takes what the decode took, shared by those that came of it.
-    assert guesses.token_s(9.0) == pytest.approx(2.0 / (n_right + 1))
-    assert guesses.token_s(0.1) == 0.1

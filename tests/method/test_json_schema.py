@@ -24,6 +24,7 @@ from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_gram
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
 from specgen.text.sampling.chain import Sampler
 from specgen.text.text_state import Shaper, TextState
+from tests.helpers.tiny import vocabulary_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 PERSON: dict[str, Any] = {
@@ -81,16 +82,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("schemas") / "model.gguf"
-    return write_tiny_model(path, TinyConfig(logit_scale=1.0, control_scale=1.0, n_ctx_train=2048))
-
-
-@pytest.fixture(scope="module")
-def vocabulary(model: Path) -> Iterator[LlamaVocabulary]:
-    opened = LlamaModel(model, vocabulary_only=True)
-    yield opened.vocabulary
-    opened.close()
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaVocabulary]:
+    with vocabulary_of(tmp_path_factory.mktemp("schemas")) as found:
+        yield found
 
 
 def followed(vocabulary: LlamaVocabulary, grammar: Grammar, seed: int) -> str:
@@ -303,7 +297,7 @@ def test_a_closed_option_takes_nothing_that_conforms_to_another_one() -> None:
 @pytest.mark.parametrize(
     ("pattern", "more", "left_out"),
     [
-        (r"^$|(^(?:\S+\s+){0,99}\S+$)".replace("\\\\", "\\"), {"maxLength": 5000}, "length beside"),
+        (r"^$|(^(?:\S+\s+){0,99}\S+$)".replace("\\\\", "\\"), {"maxLength": 5000}, "the pattern"),
         ("^(?=a)b$", {}, "look-around"),
         ("^[a-z]+$", {"maxLength": 5000}, ""),
     ],

@@ -195,40 +195,25 @@ def test_the_oldest_texts_go(tmp_path: Path) -> None:
     assert kept_texts(store) == [list(range(88, 100))]
 
 
-def test_the_array_is_kept_and_new_texts_stand_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sorted_: list[int] = []
-    original = SuffixArray.build
+def test_what_is_sorted_stays_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = EarlierTexts(tmp_path, "v")
+    monkeypatch.setattr(lookup_texts, "MAX_NEW", 20)
+    sorted_, original = list[int](), SuffixArray.build
 
     def build(texts: list[IntArray]) -> SuffixArray:
         sorted_.append(len(texts))
         return original(texts)
 
     monkeypatch.setattr(SuffixArray, "build", build)
-    monkeypatch.setattr(lookup_texts, "MAX_NEW", 20)
-    store = EarlierTexts(tmp_path, "v")
-    for first in range(3):
-        store.add([first] * 10)
-
-    def check(*n_sorted: int) -> None:
+    # All are sorted once; then a new text alone, until there are many; and where what was saved is damaged.
+    for n_new, expected in ((3, [3, 0]), (0, [0]), (1, [1]), (1, [5, 0]), (0, [5, 0])):
+        for _ in range(n_new):
+            store.add([len(kept_texts(store))] * 11)
         sorted_.clear()
         assert in_arrays(store) == kept_texts(store)
-        assert sorted_ == list(n_sorted)
-
-    check(3, 0)
-    check(0)  # once
-    store.add([3] * 10)
-    check(1)  # the new one alone
-    store.add([4] * 11)
-    check(5, 0)
-    # A damaged array, and one of other texts, is made again.
-    for damage in (b"damaged", None):
-        if damage is None:
-            original([[7] * 9]).save(store.folder / "texts.npz")
-        else:
-            (store.folder / "texts.npz").write_bytes(damage)
-        assert [text[0] for text in in_arrays(store)] == [0, 1, 2, 3, 4]
+        assert sorted_ == expected
+        if len(kept_texts(store)) == 5:
+            (store.folder / "texts.npz").write_bytes(b"damaged")
 
 
 def test_a_store_that_is_damaged_or_cannot_be_written_breaks_nothing(

@@ -1,10 +1,14 @@
-"""Greedy speculative text equals plain text, whatever drafts and wherever the answer ends."""
+"""Greedy speculative text equals plain text, whatever drafts and wherever the answer ends; and log-probabilities."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from specgen.drafters.model_drafter import ModelDrafter
@@ -15,6 +19,7 @@ from specgen.events import (
     Event,
     FinishedEvent,
     NoticeEvent,
+    Piece,
     ReadingEvent,
     VerifiedEvent,
 )
@@ -22,7 +27,9 @@ from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
+from specgen.system.arrays import Logits
 from specgen.text.text_state import Cascade, TextState
+from tests.helpers.common import UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     GREEDY,
@@ -34,6 +41,7 @@ from tests.helpers.fake_generations import (
     Setup,
     model_drafter,
 )
+from tests.helpers.fake_grammar import FakeGrammar
 from tests.registry import DRAFTERS as DRAFTER_CASES
 from tests.registry import ON_FAKES, VERIFIERS, Text
 
@@ -284,3 +292,95 @@ def test_events_tell_the_answer_and_account_for_every_token() -> None:
             assert lost | set(verdict.accepted) == set(range(len(draft_event.nodes)))
             assert not lost & set(verdict.accepted)
         assert summary.wall_s == pytest.approx(summary.draft_s + summary.target_s + summary.loop_s)
+
+
+# --- log-probabilities: the raw model's, whatever drafts, samplers and grammars do
+
+#: Samplers that leave little of the raw model's opinion.
+SHAPED = SamplerOptions(
+    temperature=0.7,
+    top_k=3,
+    repeat_penalty=1.5,
+    frequency_penalty=0.5,
+    dry_multiplier=0.8,
+    dry_allowed_length=1,
+    logit_bias=((2, 3.0), (4, -math.inf)),
+)
+
+
+def log_softmax(row: Logits) -> npt.NDArray[np.float64]:
+    """From the definition, in float64."""
+    exact = row.astype(np.float64)
+    shifted = exact - exact.max()
+    with np.errstate(divide="ignore"):
+        result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+#: Two choices, then two tokens that are forced.
+GRAMMAR = FakeGrammar(
+    {0: dict.fromkeys(range(9), 1), 1: dict.fromkeys(range(9), 2), 2: {10: 3}, 3: {9: 0}}
+)
+
+
+def pieces_of(
+    kind: str | None,
+    sampler: SamplerOptions,
+    *,
+    logprobs: int | None = 3,
+    grammar: FakeGrammar | None = None,
+) -> list[Piece]:
+    setup = Setup(
+        drafter=None if kind is None else drafter(kind, sampler=sampler),
+        sampler=sampler,
+        grammar=grammar.start if grammar else None,
+        options=GenerationOptions(max_tokens=40, logprobs=logprobs),
+    )
+    _, events = setup.run()
+    return [p for event in events if isinstance(event, CommittedEvent) for p in event.pieces]
+
+
+@pytest.mark.parametrize(
+    "sampler", [SamplerOptions(), UNFILTERED, SHAPED, replace(SHAPED, temperature=0)]
+)
+@pytest.mark.parametrize("kind", [None, "perfect", "good", "ngram", "random tree"])
+@pytest.mark.parametrize("constrained", [False, True])
+def test_every_token_has_the_raw_models(
+    kind: str | None, sampler: SamplerOptions, constrained: bool
+) -> None:
+    pieces = pieces_of(kind, sampler, grammar=GRAMMAR if constrained else None)
+    text = list(PROMPT)
+    kinds = set()
+    for piece in pieces:
+        expected = log_softmax(LANGUAGE(tuple(text)))
+        text.append(piece.token_id)
+        kinds.add(piece.kind)
+        if piece.kind == "forced":
+            assert (piece.logprob, piece.top_logprobs) == (None, ())
+            continue
+        assert piece.logprob == pytest.approx(expected[piece.token_id], abs=1e-5)
+        top = (-expected).argsort(kind="stable")[:3].tolist()
+        expected_tokens = top if piece.token_id in top else [*top, piece.token_id]
+        assert [other.token_id for other in piece.top_logprobs] == expected_tokens
+        for other in piece.top_logprobs:
+            assert other.logprob == pytest.approx(expected[other.token_id], abs=1e-5)
+            assert other.text == LETTERS.token_text(other.token_id)
+    assert len(pieces) == 40
+    assert kinds >= {"plain"}
+    if kind in ("good", "random tree") and sampler != SHAPED:
+        assert kinds >= {"accepted", "corrected"}
+    if kind == "perfect" and sampler.temperature == 0:
+        assert kinds >= {"accepted", "bonus"}
+    if kind is None or not constrained:
+        assert ("forced" in kinds) == constrained
+
+
+def test_how_many_are_told_is_as_asked() -> None:
+    for n in (0, 1, N_VOCAB, 100):
+        for piece in pieces_of("good", UNFILTERED, logprobs=n):
+            assert piece.logprob is not None
+            others = [other.token_id for other in piece.top_logprobs]
+            assert piece.token_id in others
+            assert len(others) == min(n, N_VOCAB) or others.index(piece.token_id) == n
+    for piece in pieces_of("good", UNFILTERED, logprobs=None):
+        assert (piece.logprob, piece.top_logprobs) == (None, ())

@@ -189,15 +189,3 @@ def test_a_huge_repetition() -> None:
     assert longer is not None
     assert longer.length == MAX_MATCH + 1
     assert array.longer(match, [6]) is None
-
-
-def test_a_frequent_match_is_sampled_evenly() -> None:
-    """Occurrences are sorted by what stands before them; the last third goes on differently."""
-    texts = [[before, 9, 1 if before < 2010 else 2] for before in range(10, 3010)]
-    array = SuffixArray.build(texts)
-    match = array.longest([9])
-    assert match is not None
-    counts = {token: count for token, (count, _) in array.followers(match).items()}
-    assert set(counts) == {1, 2}
-    assert sum(counts.values()) <= MAX_PLACES
-    assert counts[1] > counts[2] > MAX_PLACES / 5

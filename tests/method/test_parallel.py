@@ -58,18 +58,6 @@ def predicted(text: Sequence[int], n: int) -> list[int]:
 # --- one proposal
 
 
-@pytest.mark.parametrize("n_max", [1, 2, 5, 16])
-def test_one_decode_of_the_text_and_masks_predicts_all_tokens(n_max: int) -> None:
-    drafter, backend = parallel()
-    draft = propose(drafter, [1, 2, 3], n_max)
-    assert list(draft.tokens) == predicted([1, 2, 3], n_max)
-    assert draft.is_chain
-    assert not draft.is_drawn
-    assert backend.n_decodes == 1
-    assert backend.decoded == [1, 2, 3, *[MASK] * (n_max - 1)]
-    assert backend.text(0) == (1, 2, 3)
-
-
 # --- the cache
 
 
@@ -138,23 +126,6 @@ def test_the_decode_predicts_the_more_tokens_the_cheaper_its_rows_are() -> None:
     assert chosen[0] > 4
     assert chosen[-1] <= 1
     assert predicted_rows(1.5, 1.5) == 0
-
-
-def test_the_price_is_that_of_one_decode() -> None:
-    costs = CostTable({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5, 64: 10.0})
-    drafter, backend = parallel(costs=costs, n_max=6)
-    price = drafter.price(1)
-    assert price.seconds(1) == costs.seconds(1)
-    assert price.seconds(6) == costs.seconds(6)
-    propose(drafter, [1, 2, 3], 4)
-    # Two accepted tokens and the target's own are read with the masks.
-    price = drafter.price(6)
-    assert price.seconds(1) == pytest.approx(costs.seconds(3))
-    assert price.seconds(4) == pytest.approx(costs.seconds(6))
-    assert price.prefill_s == 0.0
-    # More than a round can bring is prefill.
-    assert drafter.price(60).prefill_s > 0.0
-    assert backend.text(0) == (1, 2, 3)
 
 
 # --- the mask: where it comes from, and what it changes for models of llama.cpp

@@ -201,17 +201,6 @@ def test_the_lengths_where_the_user_names_none_are_those_of_the_policy() -> None
 # --- fixed lengths
 
 
-def test_of_fixed_drafts_the_first_drafter_that_has_one_is_used() -> None:
-    found = chain(0.1, 0.1, origin="ngram")
-    plan = planned(fixed(4), found)
-    assert (plan.found, plan.n_max) == (found, 0)
-    plan = planned(fixed(4))
-    assert (plan.found, plan.n_max) == (NO_DRAFT, 4)
-    assert planned(fixed(4), drafter=None).reason == "nothing found"
-    assert fixed(4).plan(Offer(100, 0, found, "model")).reason == "no room"
-    assert len(fixed(4).plan(Offer(100, 1, found, "model")).found) == 1
-
-
 def test_short_fixed_drafts_are_dropped() -> None:
     policy = fixed(4, min_tokens=3)
     assert cut(policy, chain(0.9, 0.9)) is NO_DRAFT
@@ -219,23 +208,6 @@ def test_short_fixed_drafts_are_dropped() -> None:
 
 
 # --- an adapting bound
-
-
-def test_the_bound_stays_within_its_limits_and_falls_slowly_where_nothing_is_drafted() -> None:
-    policy = threshold()
-    draft = chain(0.9)
-    for _ in range(100):
-        policy.observe(result(draft, 0))
-    assert bound_of(policy) == pytest.approx(0.9)
-    before = bound_of(policy)
-    policy.observe(result(NO_DRAFT, 0))
-    assert 0.95 * before < bound_of(policy) < before
-    for _ in range(500):
-        policy.observe(result(draft, 1))
-    assert bound_of(policy) == pytest.approx(0.01)
-    for _ in range(500):
-        policy.observe(result(NO_DRAFT, 0))
-    assert bound_of(policy) == pytest.approx(0.01)
 
 
 def test_the_bound_is_on_the_draft_as_a_whole() -> None:
@@ -465,13 +437,6 @@ def test_a_chain_that_is_known_is_cut_where_it_is_worth_most() -> None:
         assert plan.reason == ("found" if len(plan.found) else "acceptance")
 
 
-def test_before_anything_was_measured_the_first_decodes_are_plain() -> None:
-    policy = CostAwarePolicy(DraftOptions(), CostTable())
-    assert planned(policy) == RoundPlan("costs unknown")
-    policy.observe(result(NO_DRAFT, 0, target_s=1.0))
-    assert planned(policy).n_max == LONGEST_DRAFT
-
-
 def test_what_plain_decoding_costs_does_not_go_stale() -> None:
     confidences, rights = text(4000, lambda _: 1.0, sureness=0.0)
     world = World(CURVES["flat"], 0.01, confidences, rights)
@@ -551,31 +516,6 @@ def test_a_drawn_token_is_judged_by_the_confidence_before_the_draw() -> None:
     assert np.flatnonzero(counts.n_accepted).tolist() == [9]
 
 
-def test_a_draft_and_its_beginning_are_judged_once() -> None:
-    """What was found is proposed whole, and what is verified of it again as a part of the draft."""
-    acceptance: dict[str, AcceptanceRates] = {}
-    policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, acceptance)
-    plan, whole = planned(policy), chain(0.95, 0.95, 0.95)
-    once = plan.stop.cut(whole)
-    assert len(once) == 1
-    policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (whole, once)))
-    assert acceptance["model"].counts.n_judged.sum() == pytest.approx(2.0, abs=0.1)
-    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
-
-
-def test_drafters_are_learnt_about_apart() -> None:
-    acceptance: dict[str, AcceptanceRates] = {}
-    policy = cost_aware(acceptance=acceptance)
-    for _ in range(30):
-        whole = chain(0.9, 0.9, origin="ngram")
-        plan = planned(policy, whole, drafter=None)
-        policy.observe(result(plan.found, 0, plan=plan, whole=whole))
-    assert set(acceptance) == {"ngram"}
-    stop = planned(policy, drafter=None).stop
-    assert isinstance(stop, WhilePaying)
-    assert stop.rates("ngram", 0).acceptance(0.9) < stop.rates("model", 0).acceptance(0.9)
-
-
 @settings(max_examples=40)
 @given(
     st.lists(st.floats(0.001, 10.0), min_size=1, max_size=17),
@@ -611,13 +551,3 @@ def test_whatever_happens_its_answers_are_finite(
 
 
 # --- plans
-
-
-def test_given_tokens_are_no_choice() -> None:
-    """A translated draft drafts the end of the text again first."""
-    plan = planned(fixed(5, p_min=0.5))
-    plan = replace(plan, n_max=plan.n_max + 2, n_given=2)
-    assert plan.n_max == 7
-    assert [takes for takes, _ in looked(plan, [0.0] * 3)] == [True, True, False]
-    looks = looked(plan, [0.0, 0.0, *[0.9] * 6])
-    assert looks == [*[(True, True)] * 6, (True, False), (False, False)]

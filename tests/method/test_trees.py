@@ -76,39 +76,8 @@ def test_shapes_are_read() -> None:
 # --- drafts as trees -------------------------------------------------------------------------
 
 
-@st.composite
-def trees(draw: st.DrawFn, n_max: int = 9) -> Draft:
-    """Trees whose siblings differ, of two drafters."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    for _ in range(draw(st.integers(0, n_max))):
-        parent = draw(st.integers(ROOT, len(tokens) - 1))
-        token = draw(st.integers(0, 3))
-        if (parent, token) not in zip(parents, tokens, strict=True):
-            tokens.append(token)
-            parents.append(parent)
-    n = len(tokens)
-    origins = tuple(draw(st.sampled_from(["model", "ngram"])) for _ in range(n))
-    return Draft(tuple(tokens), tuple(parents), origins, (0.5,) * n, (None,) * n)
-
-
 def texts(draft: Draft) -> set[tuple[int, ...]]:
     return {draft.text(node) for node in range(len(draft))}
-
-
-@given(trees())
-def test_ranks_count_the_siblings(draft: Draft) -> None:
-    for node, rank in enumerate(draft.ranks):
-        assert list(draft.children[draft.parents[node]]).index(node) == rank
-
-
-def test_a_walk_leads_from_the_root_down() -> None:
-    tokens, parents = (1, 2, 3), (ROOT, 0, ROOT)
-    rest = (("m",) * 3, (None,) * 3, (None,) * 3)
-    Draft(tokens, parents, *rest, walks=((0, 1), (2,), (0,)))
-    for walk in [(1,), (0, 2), ()]:
-        with pytest.raises(ValueError, match="no walk"):
-            Draft(tokens, parents, *rest, walks=(walk,))
 
 
 def test_independent_walks_stay_whole() -> None:

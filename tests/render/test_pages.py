@@ -7,7 +7,7 @@ from pathlib import Path
 from playwright.sync_api import Browser
 
 from specgen.events import to_json_object
-from specgen.render.pages import REPLAY, write_page
+from specgen.render.streams import REPLAY, write_page
 from tests.helpers.browser import browser
 from tests.helpers.events import Script
 

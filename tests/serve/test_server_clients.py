@@ -303,6 +303,12 @@ def test_tokens_are_counted_for_every_api(server: Running) -> None:
             usage = server.post(f"/v1/{path}", **body, max_tokens=1).json()["usage"]
             assert counted["object"] == "response.input_tokens"
             assert counted["input_tokens"] == usage.get("prompt_tokens", usage.get("input_tokens"))
+    said: dict[str, Any] = {"messages": TURNS, "system": "Be short."}
+    counted = server.post("/v1/messages/count_tokens", **said).json()["input_tokens"]
+    usage = server.post("/v1/messages", **said, max_tokens=1).json()["usage"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    long = [{"role": "user", "content": "the cat " * 20_000}]  # far more than the context
+    assert server.post("/v1/messages/count_tokens", messages=long).json()["input_tokens"] > 20_000
 
 
 def test_a_tokenizer_at_a_distance(server: Running) -> None:
@@ -315,7 +321,7 @@ def test_a_tokenizer_at_a_distance(server: Running) -> None:
 
 
 def test_a_full_context_is_named(server: Running) -> None:
-    asked: dict[str, Any] = {"ignore_eos": True, "max_tokens": -1}
+    asked: dict[str, Any] = {"ignore_eos": True, "max_tokens": 64_000}
     for path, body in (
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/messages", {"messages": TURNS}),

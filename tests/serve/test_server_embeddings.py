@@ -180,8 +180,7 @@ def test_wrong_requests_name_the_field(
 ) -> None:
     n_before = len(server.embedded)
     response = server.http.post(
-        "/v1/embeddings",
-        content=json.dumps({"model": "encoder", **body}).encode(),
+        "/v1/embeddings", content=json.dumps({"model": "encoder", **body}).encode()
     )
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, field)

@@ -23,13 +23,7 @@ from tests.helpers.server import Running, running, session_of, wait_until
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
 
-LIMITS = Limits(
-    body_bytes=200_000,
-    prompt_tokens=100,
-    answer_tokens=40,
-    n_waiting=2,
-    client_s=0.5,
-)
+LIMITS = Limits(body_bytes=200_000, prompt_tokens=100, answer_tokens=40, n_waiting=2, client_s=0.5)
 
 
 @pytest.fixture(scope="module")

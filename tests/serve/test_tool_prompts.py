@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaModel
-from specgen.session.prompts.continued import continued
 from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import ThoughtReader
 from tests.helpers.common import NOW
@@ -145,17 +144,13 @@ def test_the_beginning_of_an_answer_is_behind_the_prompt(tmp_path: Path) -> None
     """Where the template opens a thinking block, the beginning closes it, or goes on in it."""
     begun = Message("assistant", "So it is", reasoning="I see")
     found = {}
-    for name, begins in (
-        ("plain", ""),
-        ("thinks", "<think>"),
-        ("gpt-oss", "<|start|>assistant"),
-    ):
+    for name, begins in (("plain", ""), ("thinks", "<think>"), ("gpt-oss", "<|start|>assistant")):
         target = tmp_path / f"{name}.gguf"
         write_tiny_model(target, TinyConfig(chat_template=CHATML_TEMPLATE + begins))
         with opened(target) as loaded:
             prompt = loaded.prompts.of_messages(TURNS[:2], now=NOW)
             for each in (begun, replace(begun, content="")):
-                made = continued(loaded.prompts, prompt, each)
+                made = loaded.prompts.continued(prompt, each)
                 assert made.tokens[: len(prompt.tokens)] == prompt.tokens
                 rest = said(loaded.target, made.tokens[len(prompt.tokens) :])
                 found[name, bool(each.content)] = rest

@@ -8,54 +8,23 @@ from specgen.errors import PromptError
 from specgen.session.prompts.template import Message, render
 from tests.helpers.common import NOW
 
-_DOUBLED = (
-    "{%% set n = namespace(a='x') %%}{%% for _ in range(99) %%}{%% set n.a = %s %%}{%% endfor %%}"
-)
-
 
 def rendered(template: str) -> str:
     messages = [Message("user", "x"), Message("assistant", "y")]
     return render(template, messages, bos_token="", eos_token="", now=NOW)
 
 
-_ENDLESS = {
-    "division by zero": ("{{ 1 / 0 }}",),
-    "recursion": (
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
-    ),
-    "Range too big": ("{% for i in range(10**9) %}x{% endfor %}",),
-    "steps": (
-        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    ),
-    "more than": (
-        "{% for i in range(300) %}{{ 'x' * 10**5 }}{% endfor %}",
-        *(
-            "{{ 'x' * 10**10 }}",
-            "{{ 10**10 * [1] }}",
-            _DOUBLED % "n.a ~ n.a",
-            _DOUBLED % "n.a + n.a",
-        ),
-        *("{{ 'x'.ljust(10**10) }}", "{{ 'x'.zfill(10**10) }}", "{{ 'x' | center(10**10) }}"),
-        *("{{ 'x' | indent(10**10) }}", "{{ ('\\t' * 10**5).expandtabs(10**6) }}"),
-        "{{ ('x' * 10**5).replace('x', 'y' * 10**5) }}",
-        "{{ ('x' * 10**5) | replace('x', 'y' * 10**5) }}",
-        *("{{ ('x' * 10**6).join(['a'] * 10**4) }}", "{{ (['a'] * 10**4) | join('x' * 10**6) }}"),
-    ),
-    "digits": ("{{ 2 ** (10 ** 8) }}", "{{ 2 ** 1000 ** 1000 }}"),
-    "widths": (
-        *("{{ '%10000000000d' % 1 }}", "{{ '%*d' | format(10**10, 1) }}"),
-        *("{{ '{:>9999999999}'.format('a') }}", "{{ '{:>{w}}'.format('a', w=10**10) }}"),
-    ),
-    "unsafe": ("{{ ''.__class__.__mro__ }}",),
-}
-
-
 @pytest.mark.parametrize(
-    ("template", "why"), [(template, why) for why, each in _ENDLESS.items() for template in each]
+    ("template", "why"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "recursion"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
 )
-def test_a_template_without_end_is_one_line(template: str, why: str) -> None:
+def test_a_template_that_fails_is_one_line(template: str, why: str) -> None:
     with pytest.raises(PromptError, match=why) as caught:
         rendered(template)
     assert "\n" not in caught.value.message

@@ -27,8 +27,8 @@ from specgen.session.engine import Engine
 from specgen.session.kept_answers import (
     ANSWERS,
     KeptAnswer,
-    KeptAnswers,
     Learnt,
+    keep_answer,
     learnt_weights,
     read_answers,
     read_learnt,
@@ -199,7 +199,7 @@ def test_damaged_weights_and_what_a_killed_lesson_left_end_no_lesson(
 def test_a_lesson_that_does_not_come_to_its_end_changes_nothing(models: Path, folder: Path) -> None:
     def forget() -> bool:
         (folder / ANSWERS).unlink(missing_ok=True)
-        KeptAnswers(folder).add(KeptAnswer((1, 2), tuple(range(20))))
+        keep_answer(folder, KeptAnswer((1, 2), tuple(range(20))))
         return False
 
     with pytest.raises(UsageError, match="0 answers are kept for target.gguf: too few"):
@@ -231,7 +231,7 @@ _CHILD = """
 import json, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-asked = json.loads(sys.stdin.buffer.readline())
+asked = json.loads(sys.argv[1])
 folder = Path(asked["folder"])
 {does}
 """
@@ -354,12 +354,11 @@ def test_the_process_that_learns_ends_by_itself_or_with_its_input(
     the command that started it is killed."""
     pytest.importorskip("jax")
     paths = {"folder": folder, "target": models / "target.gguf", "draft": models / "draft.gguf"}
-    command, pipe = online_learning.COMMAND, subprocess.PIPE
+    task, pipe = json.dumps(paths | {"minutes": minutes}, default=str), subprocess.PIPE
+    command = (*online_learning.COMMAND, task)
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        child.stdin.write(json.dumps(paths | {"minutes": minutes}, default=str).encode() + b"\n")
-        child.stdin.flush()
         if closes:
             child.stdin.close()
         said = child.stdout.read()

@@ -56,10 +56,9 @@ def draft_names(incomplete: str) -> list[str]:
 def target_option(**settings: Any) -> Any:
     """Return the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
     usual: dict[str, Any] = {
-        "help": "The target, the model that answers: a GGUF file, a name from `specgen models list`, or hf:USER/REPO:QUANT on the "
-        "Hugging Face hub, for which -hf USER/REPO:QUANT is the same. Without QUANT it is Q4_K_M, else Q8_0, "
-        "else the repository's first model; --hf-file names one of its files. HF_TOKEN (or --hf-token) opens "
-        "gated and private repositories.",
+        "help": "The target, the model that answers: a GGUF file, a name from `specgen models list`, or "
+        "hf:USER/REPO:QUANT on the hub (-hf USER/REPO:QUANT; --hf-file names a file, HF_TOKEN or --hf-token opens "
+        "gated repositories).",
         "autocompletion": model_names,
     }
     return Option("--target", "--model", "-m", metavar="FILE|NAME", **(usual | settings))
@@ -122,8 +121,7 @@ _MACHINE = panel(
     ),
     output_here=Option(
         "--output-here",
-        help="With --rpc: keep the output matrix here, so that hidden states travel in place of logits, which "
-        "are 20 to 100 times as large.",
+        help="With --rpc: keep the output matrix here: hidden states travel in place of logits, a 20th or less.",
     ),
     rpc_timeout=Option(
         "--rpc-timeout",
@@ -138,8 +136,8 @@ _TEMPLATE = panel(
         "--chat-template",
         "--chat-template-file",
         metavar="FILE|NAME",
-        help="A chat template in place of the target's own: a file of Jinja, the template itself, a model's (a GGUF "
-        f"file, or its name), or {', '.join(BUILT_IN)}.",
+        help="A chat template: a file of Jinja, the template itself, a model's (a GGUF file, or its name), or "
+        f"{', '.join(BUILT_IN)}.",
         show_default="the target's own",
     ),
     template_variables=Option(
@@ -264,21 +262,17 @@ _GRAMMAR = panel(
         "--grammar",
         metavar="GBNF",
         parser=utf8,
-        help="A grammar that the answer must follow, in llama.cpp's GBNF.",
+        help="A grammar for the answer, in llama.cpp's GBNF.",
     ),
-    grammar_file=Option(
-        "--grammar-file", help="A file with a grammar that the answer must follow."
-    ),
+    grammar_file=Option("--grammar-file", help="A file with a grammar."),
     json_schema=Option(
         "--json-schema",
         "-j",
         metavar="SCHEMA",
         parser=utf8,
-        help="A JSON schema that the answer must follow; {} is any JSON object.",
+        help="A JSON schema for the answer; {} is any JSON object.",
     ),
-    json_schema_file=Option(
-        "--json-schema-file", "-jf", help="A file with a JSON schema that the answer must follow."
-    ),
+    json_schema_file=Option("--json-schema-file", "-jf", help="A file with a JSON schema."),
 )
 
 
@@ -341,16 +335,15 @@ setup = group(
         "learn": Option(
             "--learn/--no-learn",
             envvar="SPECGEN_LEARN",
-            help="Keep prompts and answers in the data folder, readable by you alone. The draft model learns from "
-            "them (`specgen draft learn`), and repetitions of them draft. `specgen draft forget` deletes them.",
+            help="Keep prompts and answers in the data folder, readable by you alone: the draft model learns from "
+            "them, and repetitions of them draft. `specgen draft forget` deletes them.",
             rich_help_panel="Learning",
         ),
         "prefixes": group(PrefixOptions)(PrefixOptions),
         "prompt_cache": Option(
             "--prompt-cache",
             metavar="FILE",
-            help="Keep in this file what was computed of the prompt; one that begins with the same text is then "
-            "not read again.",
+            help="Keep in this file what was computed of the prompt, for prompts that begin with the same text.",
             show_default="not kept",
             rich_help_panel="Prompt",
         ),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from specgen.cli import flags
 from specgen.cli.flags.typer_groups import group
 from specgen.cli.output import Output
+from specgen.errors import UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.sampler_options import option
 
@@ -39,7 +40,6 @@ class Trials:
     )
 
     def chosen(self) -> list[BenchPrompt]:
-        """Return the prompts. Raise `PromptError`."""
         from specgen.measure.prompts import evenly_chosen, read_bench_prompts, trial_prompts
 
         every = trial_prompts() if self.prompts is None else read_bench_prompts(self.prompts)
@@ -75,6 +75,11 @@ COMPARISON = group(
         "output": flags.loudness,
     },
 )(Comparison)
+
+
+def check_drafts(drafting: DraftOptions, purpose: str) -> None:
+    if drafting.n_max == 0:
+        raise UsageError(f"--draft-max 0 drafts nothing, so there is nothing to {purpose}")
 
 
 def trial_options(

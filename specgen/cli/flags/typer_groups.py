@@ -63,7 +63,6 @@ class Group:
         return self.make(**values)
 
     def without(self, *names: str) -> Group:
-        """Return the group without these parameters, which keep their defaults."""
         kept = tuple(each for each in self.parameters if each.name not in names)
         return dataclasses.replace(self, parameters=kept)
 
@@ -149,7 +148,6 @@ def _group(
 
 
 def sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
-    """Give a function these parameters, as typer sees it."""
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {each.name: each.annotation for each in parameters}
 

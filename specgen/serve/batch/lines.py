@@ -11,20 +11,27 @@ import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 from pydantic_core import from_json
 
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.models.files import cache_folder
-from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.openai import read_request
-from specgen.serve.formats.request import BodyError, Kind, Request, shown
+from specgen.serve.formats.request import BodyError, Defaults, Fields, Kind, Request, parse
 from specgen.system.files import locked, replace_bytes, to_line, write_errors
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-#: The fields of a line in OpenAI's form; only such lines have a `body`.
-_ENVELOPE = frozenset(["custom_id", "method", "url", "body"])
+
+
+class _Envelope(Fields, extra="forbid"):
+    """A line in OpenAI's form."""
+
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    method: Literal["POST"] = "POST"
+    body: dict[str, Any]
+
+
 #: The field of a result with specgen's own data for a restart: what was asked, and with what settings.
 OWN = "specgen"
 _log = logging.getLogger("specgen.serve.batch")
@@ -53,16 +60,14 @@ class Line:
         return _hash(f"{self.custom_id}\0{self.digest}".encode())
 
 
-def read_lines(
-    data: bytes, name: str, sampling: SamplerOptions, generation: GenerationOptions
-) -> list[Line]:
+def read_lines(data: bytes, name: str, defaults: Defaults) -> list[Line]:
     """Return the lines that are not empty; an error stands for a request that cannot be read. Raise `PromptError`."""
     lines: list[Line] = []
     numbers: dict[str, int] = {}
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not raw.strip():
             continue
-        line = _read(number, raw.strip(), sampling, generation)
+        line = _read(number, raw.strip(), defaults)
         if (first := numbers.get(line.custom_id)) is not None:
             raise PromptError(
                 f"{name}: custom_id {line.custom_id!r} is on lines {first} and {number}",
@@ -84,7 +89,7 @@ def _numbered(line: Line, taken: Container[str]) -> Line:
     return replace(line, custom_id=custom_id)
 
 
-def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: GenerationOptions) -> Line:
+def _read(number: int, raw: bytes, defaults: Defaults) -> Line:
     """Read a line; its custom_id is empty if it has none. Whatever goes wrong is the line's error."""
     custom_id, digest = "", _hash(raw)
     request: Request | LineError
@@ -100,7 +105,7 @@ def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: Generat
         custom_id = _custom_id(body.pop("custom_id", None))
         # The order of fields, and white space between them, ask for nothing else.
         digest = _hash(json.dumps(body, sort_keys=True).encode())
-        request = read_request(*_asked(body), sampling, generation)
+        request = read_request(*_asked(body), defaults)
     except UnicodeDecodeError as error:
         what = f"the line is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
         request = LineError("invalid_utf8", what)
@@ -132,17 +137,8 @@ def _custom_id(value: Any) -> str:
 def _asked(body: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
     if not {"body", "url", "method"} & body.keys():
         return ("chat" if "messages" in body else "prompt"), body
-    for name in body.keys() - _ENVELOPE:
-        raise BodyError(name, f"a line with a body has {', '.join(sorted(_ENVELOPE))} only")
-    if body.get("method", "POST") != "POST":
-        raise BodyError("method", f"{body['method']!r} is not POST")
-    url = body.get("url")
-    if not isinstance(url, str) or url not in _URLS:
-        what = "it is missing; give one of" if url is None else f"{shown(url)} is none of"
-        raise BodyError("url", f"{what} {', '.join(_URLS)}")
-    if not isinstance(body.get("body"), dict):
-        raise BodyError("body", "it is not an object")
-    return _URLS[url], body["body"]
+    asked = parse(_Envelope, body)
+    return _URLS[asked.url], asked.body
 
 
 # --- results

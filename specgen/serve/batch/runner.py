@@ -13,12 +13,12 @@ from typing import Any
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
-from specgen.serve.formats.answers import with_biases
+from specgen.serve.formats.answers import for_model
 from specgen.serve.formats.openai import ChatWriter
-from specgen.serve.formats.request import Request, with_call_form
+from specgen.serve.formats.request import Request
 from specgen.session.calibration import calibrate, target_costs
 from specgen.session.engine import Engine
-from specgen.session.prompts import Prompt, template_of
+from specgen.session.prompts import Prompt
 from specgen.session.request import Request as EngineRequest
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.text.text_state import n_common
@@ -131,10 +131,7 @@ class Batch:
                 self._fail(line, line.request)
                 continue
             with self._line_errors(line):
-                template = template_of(session.target, has_tools=True)
-                vocabulary = session.target.vocabulary
-                request = with_call_form(line.request, template, vocabulary.has_control)
-                request = with_biases(request, vocabulary)
+                request = for_model(line.request, session.target)
                 prompt = self._prompting.prompt(session, request)
                 n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
                 tasks.append(_Task(line, request, prompt, n_ctx))
@@ -181,7 +178,7 @@ class Batch:
             if answer.failure is not None:
                 self._fail(line, _line_error(answer.failure))
             elif finished is not None and finished.finish_reason != "interrupted":
-                response: dict[str, Any] | None = None
+                result: dict[str, Any] | None = None
                 with self._line_errors(line):
                     writer = ChatWriter(
                         [task.request],
@@ -190,13 +187,14 @@ class Batch:
                         created=int(self._wall_clock()),
                         model=self._session.target.name,
                     )
-                    for event in committed:
+                    events: list[Event] = [*committed, finished]
+                    for event in events:
                         writer.feed(0, event)
-                    writer.feed(0, finished)
                     about = {"status_code": 200, "request_id": f"req-{line.identity}"}
                     response = {**about, "body": writer.whole()}
-                if response is not None:
-                    self._write(result_of(line, self._settings, response, None))
+                    result = result_of(line, self._settings, response, None)
+                if result is not None:
+                    self._write(result)
                     self.tally.n_answers += 1
                     for name in _SUMMED:
                         n = getattr(self.tally, name) + getattr(finished, name)

@@ -7,21 +7,19 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from specgen.errors import BackendError, PromptError, PromptLengthError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
-from specgen.serve.formats.request import BodyError, Request
+from specgen.serve.formats.request import BodyError, Json, Request, with_call_form
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser
+from specgen.session.prompts import template_of
 from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
 
 if TYPE_CHECKING:
+    from specgen.llama.model import LlamaModel
     from specgen.llama.vocabulary import LlamaVocabulary
-
-#: An object of JSON: a body, an event, or a chunk of a stream.
-Json: TypeAlias = dict[str, Any]
-
 
 #: OpenAI's types of errors by their status; others are ``invalid_request_error``.
 _TYPES = {
@@ -79,7 +77,15 @@ class RequestError(Exception):
         return {"error": {**error, **self.figures}}
 
 
-def with_biases(request: Request, vocabulary: LlamaVocabulary) -> Request:
+def for_model(request: Request, model: LlamaModel) -> Request:
+    """Return the request as this model answers it. Raise `BodyError`."""
+    template = template_of(model, has_tools=True)
+    return _with_biases(
+        with_call_form(request, template, model.vocabulary.has_control), model.vocabulary
+    )
+
+
+def _with_biases(request: Request, vocabulary: LlamaVocabulary) -> Request:
     """Return the request with its biases as those of tokens. Raise `BodyError` for a token that is not there."""
     if request.biases is None:
         return request
@@ -162,15 +168,12 @@ class Answer:
     def calls(self) -> list[Delta]:
         """The whole calls, each with its arguments as its text: nobody can use one that was cut."""
         added = [delta for delta in self.deltas if delta.kind == "arguments"]
+        texts = ["" for delta in self.deltas if delta.kind == "call"]
+        for delta in added:
+            texts[delta.number] += delta.text
         begun = [delta for delta in self.deltas if delta.kind == "call"]
-        return [
-            replace(
-                begun[end.number],
-                text="".join(each.text for each in added if each.number == end.number),
-            )
-            for end in added
-            if end.is_end
-        ]
+        ends = [delta.number for delta in added if delta.is_end]
+        return [replace(begun[number], text=texts[number]) for number in ends]
 
     @property
     def stop_string(self) -> str | None:

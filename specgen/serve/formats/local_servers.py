@@ -6,13 +6,12 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from specgen.events import CommittedEvent, Event
-from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.answers import AnswerWriter, own_figures
 from specgen.serve.formats.openai import (
     ChatWriter,
     TextBody,
@@ -20,7 +19,18 @@ from specgen.serve.formats.openai import (
     read_chat,
     read_completion,
 )
-from specgen.serve.formats.request import BodyError, Fields, Request, Schema, parse, shown
+from specgen.serve.formats.request import (
+    NO_DEFAULTS,
+    BodyError,
+    Defaults,
+    Fields,
+    Json,
+    Request,
+    Requests,
+    Schema,
+    parse,
+    shown,
+)
 from specgen.serve.formats.tool_calls import Delta
 from specgen.session.prompts.infill import ContextFile, Gap
 from specgen.system.files import as_json
@@ -42,30 +52,24 @@ class _InfillBody(TextBody):
 
 
 def read_llama_cpp_completion(
-    body: Mapping[str, Any],
-    sampling: SamplerOptions,
-    generation: GenerationOptions,
-    *,
-    or_openai: bool = False,
-) -> tuple[Request, ...]:
+    body: Json, defaults: Defaults, *, or_openai: bool = False
+) -> Requests:
     """Read a body of llama.cpp's path; what only OpenAI's clients ask for gets their form (`or_openai`)."""
-    found = read_completion(body, sampling, generation)
+    found = read_completion(body, defaults)
     if or_openai and (len(found) > 1 or found[0].n > 1 or found[0].has_usage_alone):
         return found
     asked = parse(TextBody, body)
     return tuple(_as_llama_cpp(asked, each) for each in found)
 
 
-def read_infill(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> tuple[Request, ...]:
+def read_infill(body: Json, defaults: Defaults = NO_DEFAULTS) -> Requests:
     """Read a body for a text with a gap. Editors send one without a text, to warm the server up."""
     asked = parse(_InfillBody, body)
     if asked.n > 1:
         raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
     files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
     gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
-    empty = asked.request("completion", sampling, **asked.common(generation))
+    empty = asked.request("completion", **asked.common(defaults))
     return (_as_llama_cpp(asked, replace(empty, gap=gap)),)
 
 
@@ -202,41 +206,35 @@ class _Body(Fields):
         return found
 
 
-def read_ollama_chat(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> tuple[Request, ...]:
+def read_ollama_chat(body: Json, defaults: Defaults) -> Requests:
     asked = parse(_Body, body)
     if not asked.messages:
-        return _loading(asked, sampling, generation, "message")
+        return _loading(asked, defaults, "message")
     fields = asked.openai(messages=asked.messages)
-    return _written(read_chat(fields, sampling, generation), "message")
+    return _written(read_chat(fields, defaults), "message")
 
 
-def read_ollama_generate(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> tuple[Request, ...]:
+def read_ollama_generate(body: Json, defaults: Defaults) -> Requests:
     """Read a body for the answer to a text, what follows it, or what comes before a suffix."""
     asked = parse(_Body, body)
     if not asked.prompt:
-        return _loading(asked, sampling, generation, "response")
+        return _loading(asked, defaults, "response")
     if asked.raw or asked.suffix:
         fields = asked.openai(prompt=asked.prompt, suffix=asked.suffix)
-        return _written(read_completion(fields, sampling, generation), "response")
+        return _written(read_completion(fields, defaults), "response")
     system = [{"role": "system", "content": asked.system}] if asked.system else []
     turn = {"role": "user", "content": asked.prompt, "images": asked.images}
     fields = asked.openai(messages=[*system, turn])
-    return _written(read_chat(fields, sampling, generation), "response")
+    return _written(read_chat(fields, defaults), "response")
 
 
-def _loading(
-    asked: _Body, sampling: SamplerOptions, generation: GenerationOptions, field: str
-) -> tuple[Request, ...]:
+def _loading(asked: _Body, defaults: Defaults, field: str) -> Requests:
     """Return a request that only lets the model be loaded: for a body without a text."""
     fields = {"prompt": " ", "max_tokens": 0, "stream": asked.stream}
-    return _written(read_completion(fields, sampling, generation), field)
+    return _written(read_completion(fields, defaults), field)
 
 
-def _written(requests: tuple[Request, ...], field: str) -> tuple[Request, ...]:
+def _written(requests: Requests, field: str) -> Requests:
     writer = functools.partial(OllamaWriter, field=field)
     return tuple(replace(request, n=1, writer=writer) for request in requests)
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, AliasPath, Field, model_validator
+from pydantic import Field, model_validator
 
 from specgen.events import CommittedEvent
-from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.answers import AnswerWriter, own_figures
 from specgen.serve.formats.request import (
     AS_PARTS,
-    AnswerFormat,
+    NO_DEFAULTS,
     BodyError,
     ChatBody,
     Conversation,
+    Defaults,
     Fields,
+    Json,
     Part,
-    Request,
+    Requests,
     is_begun,
     parse,
     text_of,
@@ -65,36 +65,18 @@ class _Message(Fields):
 class _Body(ChatBody):
     system: _Blocks = []
     messages: Annotated[list[_Message], Field(min_length=1)]
-    thinking: str | None = Field(None, validation_alias=AliasPath("thinking", "type"))
-    effort: str | None = Field(None, validation_alias=AliasPath("output_config", "effort"))
-    format: AnswerFormat | None = Field(
-        None, validation_alias=AliasChoices(AliasPath("output_config", "format"), "output_format")
-    )
 
-    format_field: ClassVar[str] = "output_config.format"
+    form_field: ClassVar[str] = "output_config.format"
 
 
 _Block.model_rebuild()
 
 
-def read_messages(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> tuple[Request, ...]:
-    """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
+def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> Requests:
     asked = parse(_Body, body)
     messages = _messages(asked)
-    return asked.chat(
-        messages,
-        sampling,
-        generation,
-        form=asked.format,
-        effort=asked.effort,
-        # With other types, ``adaptive`` for example, the model decides.
-        thinks={"enabled": True, "disabled": False}.get(asked.thinking or ""),
-        continues=is_begun(messages),
-        splits_reasoning=True,
-        writer=MessageWriter,
-    )
+    how: dict[str, Any] = {"splits_reasoning": True, "writer": MessageWriter}
+    return asked.chat(messages, defaults, continues=is_begun(messages), **how)
 
 
 def _messages(asked: _Body) -> tuple[Message, ...]:
@@ -233,7 +215,7 @@ class MessageWriter(AnswerWriter):
         return {"usage": counts, **own_figures(found)}
 
 
-def error_body(body: Mapping[str, Any]) -> dict[str, Any]:
+def error_body(body: Json) -> Json:
     """Return the body of an error in Anthropic's form, from that in OpenAI's."""
     error = body["error"]
     kind, message = error["type"], error["message"]

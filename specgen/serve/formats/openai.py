@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,36 +13,31 @@ from pydantic import AliasChoices, AliasPath, Field
 
 from specgen import __version__
 from specgen.errors import PromptError
-from specgen.events import (
-    CommittedEvent,
-    Event,
-    Piece,
-    ReadingEvent,
-    TokenLogprob,
-    to_json_object,
-)
-from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.events import CommittedEvent, Event, Piece, ReadingEvent, TokenLogprob, to_json_object
+from specgen.serve.formats.answers import AnswerWriter, own_figures
 from specgen.serve.formats.call_values import arguments_of
 from specgen.serve.formats.request import (
+    NO_DEFAULTS,
     AnswerBody,
-    AnswerFormat,
     BodyError,
     ChatBody,
     Conversation,
+    Defaults,
     Fields,
+    Json,
     Kind,
     Part,
     Parts,
     Request,
+    Requests,
     is_begun,
     parse,
     shown,
     text_of,
 )
 from specgen.serve.formats.tool_calls import Delta
-from specgen.session.prompts.continued import tokens_of
 from specgen.session.prompts.infill import Gap
+from specgen.session.prompts.prompt import tokens_of
 from specgen.session.prompts.template import Message, Role, ToolCall
 from specgen.system.arrays import Hidden
 
@@ -89,7 +84,6 @@ class _Message(Fields):
 
 
 class _Body(AnswerBody):
-    response_format: AnswerFormat | None = None
     #: A number of likely tokens in a text completion. A chat has a boolean, and the number beside it.
     logprobs: bool | Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = 0
@@ -100,7 +94,9 @@ class _Body(AnswerBody):
     cache_prompt: bool = True
     return_progress: bool = False
 
-    def common(self, generation: GenerationOptions) -> dict[str, Any]:
+    def common(self, defaults: Defaults) -> dict[str, Any]:
+        """Return fields of the request that chats and texts share; the defaults of its end are among them."""
+        generation = defaults.generation
         n_top = generation.logprobs
         if self.logprobs is not None and self.logprobs is not False:
             n_top = self.top_logprobs if self.logprobs is True else self.logprobs
@@ -111,8 +107,7 @@ class _Body(AnswerBody):
             reports_reading=self.return_progress and self.stream,
         )
         return {
-            "generation": generation,
-            "form": self.response_format,
+            "defaults": defaults._replace(generation=generation),
             "n": self.n,
             "has_usage_alone": bool(self.has_usage_alone),
         }
@@ -120,17 +115,9 @@ class _Body(AnswerBody):
 
 class _ChatBody(_Body, ChatBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
-    reasoning_effort: str | None = None
     reasoning_format: str = "auto"
-    enable_thinking: bool | None = None
-    thinking: str | None = Field(None, validation_alias=AliasPath("thinking", "type"))
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-
-    @property
-    def thinks(self) -> bool | None:
-        found = {"enabled": True, "disabled": False}.get(self.thinking or "")
-        return found if self.enable_thinking is None else self.enable_thinking
 
     def continues(self, messages: Sequence[Message], warnings: list[str]) -> bool:
         """Return whether the answer continues the last message, as it does if nothing says otherwise."""
@@ -160,22 +147,20 @@ class _CompletionBody(TextBody):
     echo: bool = False
     system: str | None = None  # the system message of a line of a batch
 
-    def common(self, generation: GenerationOptions) -> dict[str, Any]:
-        found, echoes = super().common(generation), self.echo and not self.suffix
-        generation = found["generation"]
+    def common(self, defaults: Defaults) -> dict[str, Any]:
+        found, echoes = super().common(defaults), self.echo and not self.suffix
+        sampling, generation = found["defaults"]
         if echoes and generation.logprobs is not None:
             generation = replace(generation, prompt_logprobs=True, uses_cache=False)
-        return {**found, "generation": generation, "echoes": echoes}
+        return {**found, "defaults": Defaults(sampling, generation), "echoes": echoes}
 
 
-def read_request(
-    kind: Kind, body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> Request:
-    """Read a body that asks for one answer; `sampling` and `generation` are defaults. Raise `BodyError`."""
+def read_request(kind: Kind, body: Json, defaults: Defaults = NO_DEFAULTS) -> Request:
+    """Read a body that asks for one answer. Raise `BodyError`."""
     if kind == "chat":
-        request, *others = read_chat(body, sampling, generation)
+        request, *others = read_chat(body, defaults)
     else:
-        request, *others = read_completion(body, sampling, generation, kind=kind)
+        request, *others = read_completion(body, defaults, kind=kind)
     if others:
         raise BodyError("prompt", "several prompts in one request are not supported here")
     if request.gap is not None:
@@ -185,20 +170,15 @@ def read_request(
     return request
 
 
-def read_chat(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> tuple[Request, ...]:
+def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> Requests:
     asked, warnings = parse(_ChatBody, body), list[str]()
     messages = _messages(asked.messages)
     return asked.chat(
         messages,
-        sampling,
         continues=asked.continues(messages, warnings),
         warnings=warnings,
-        effort=asked.reasoning_effort,
-        thinks=asked.thinks,
         splits_reasoning=asked.reasoning_format != "none",
-        **asked.common(generation),
+        **asked.common(defaults),
     )
 
 
@@ -228,17 +208,11 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
 
 
 def read_completion(
-    body: Mapping[str, Any],
-    sampling: SamplerOptions,
-    generation: GenerationOptions,
-    *,
-    kind: Kind = "completion",
-) -> tuple[Request, ...]:
+    body: Json, defaults: Defaults = NO_DEFAULTS, *, kind: Kind = "completion"
+) -> Requests:
     """Read a body for the continuation of texts, or with `suffix` for the middle: a request for each prompt."""
     asked = parse(_CompletionBody, body)
-    empty = asked.request(
-        kind, sampling, splits_reasoning=kind == "prompt", **asked.common(generation)
-    )
+    empty = asked.request(kind, splits_reasoning=kind == "prompt", **asked.common(defaults))
     found: list[Request] = []
     for prompt in _inputs("prompt", asked.prompt).values():
         if not isinstance(prompt, str):
@@ -411,10 +385,7 @@ def _call(delta: Delta) -> Json:
 def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
     """Return an entry for each token that the target chose; forced tokens have no log-probabilities."""
     return [
-        {
-            **_entry(own),
-            "top_logprobs": [_entry(top) for top in piece.top_logprobs[:n_top]],
-        }
+        {**_entry(own), "top_logprobs": [_entry(top) for top in piece.top_logprobs[:n_top]]}
         for piece in pieces
         for own in _own(piece)
     ]
@@ -479,7 +450,7 @@ class EmbeddingRequest:
         return json.dumps(vector.tolist())
 
 
-def read_embedding_request(body: Mapping[str, Any], embedder: Embedder) -> EmbeddingRequest:
+def read_embedding_request(body: Json, embedder: Embedder) -> EmbeddingRequest:
     asked = parse(_EmbeddingBody, body)
     warnings = asked.warnings()
     if asked.dimensions is not None and asked.dimensions > embedder.n_embd:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -29,12 +29,13 @@ from specgen.sampler_options import LARGEST_FACTOR
 from specgen.serve.formats.call_forms import CallForm, form_of
 from specgen.serve.formats.tool_calls import Function, calls_grammar
 from specgen.session.prompts import Prompt, Prompts
-from specgen.session.prompts.continued import continued, of_tokens
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 
+#: An object of JSON: a body, an event, or a chunk of a stream.
+Json: TypeAlias = dict[str, Any]
 #: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as `specgen run` does.
 Kind: TypeAlias = Literal["chat", "completion", "prompt"]
 #: Fields whose loss nobody would miss.
@@ -70,6 +71,16 @@ def shown(value: Any) -> str:
     """Return a value as JSON, cut to fit a line."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class Defaults(NamedTuple):
+    """What holds for the fields that a body leaves out."""
+
+    sampling: SamplerOptions = SamplerOptions()
+    generation: GenerationOptions = GenerationOptions()
+
+
+NO_DEFAULTS = Defaults()
 
 
 # --- fields of bodies -----------------------------------------------------------------------------
@@ -109,7 +120,7 @@ class Fields(BaseModel):
 _Model = TypeVar("_Model", bound=Fields)
 
 
-def parse(model: type[_Model], body: Mapping[str, Any]) -> _Model:
+def parse(model: type[_Model], body: Json) -> _Model:
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -141,15 +152,13 @@ Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
     """Return a content's texts as lines. What no local model reads is named: a refusal would end an agent."""
-    return separator.join(filter(None, map(_text_of_part, parts)))
-
-
-def _text_of_part(part: Part) -> str:
-    text = part.refusal if part.text is None else part.text
-    if text is None and not part.type.endswith("text"):
-        kind = part.type.removeprefix("input_").removesuffix("_url")
-        return f"[{kind[:40]} left out: this model reads text]"
-    return text or ""
+    found: list[str | None] = []
+    for part in parts:
+        found.append(part.refusal if part.text is None else part.text)
+        if found[-1] is None and not part.type.endswith("text"):
+            kind = part.type.removeprefix("input_").removesuffix("_url")
+            found[-1] = f"[{kind[:40]} left out: this model reads text]"
+    return separator.join(filter(None, found))
 
 
 class Speculative(Fields):
@@ -270,26 +279,27 @@ class AnswerBody(_Samplers):
     chat_template_kwargs: dict[str, Any] = {}
     stream: bool = False
     speculative: Speculative = Speculative()
-
-    #: Where the body has the form of an answer.
-    format_field: ClassVar[str] = "response_format"
+    #: The form of an answer, where each API has it, and the name of that place in warnings.
+    form: AnswerFormat | None = Field(
+        None,
+        validation_alias=AliasChoices(
+            "response_format",
+            AliasPath("text", "format"),
+            AliasPath("output_config", "format"),
+            "output_format",
+        ),
+    )
+    form_field: ClassVar[str] = "response_format"
 
     def request(
-        self,
-        kind: Kind,
-        sampling: SamplerOptions,
-        generation: GenerationOptions,
-        *,
-        form: AnswerFormat | None = None,
-        warnings: Sequence[str] = (),
-        **more: Any,
+        self, kind: Kind, defaults: Defaults, warnings: Sequence[str] = (), **more: Any
     ) -> Request:
-        """Return the request with these defaults, and `more` of its fields; `form` is the answer's. Raise
-        `BodyError`."""
+        """Return the request with these defaults, and `more` of its fields. Raise `BodyError`."""
+        sampling, generation = defaults
         samplers = self.model_dump(include={*_Samplers.model_fields}, exclude_none=True)
         biases = samplers.pop("logit_bias", None)
         ends, told = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set, [*warnings]
-        grammar = self._grammar(form, told) or generation.grammar
+        grammar = self._grammar(told) or generation.grammar
         if self.ignore_eos and grammar is not None:
             raise BodyError("ignore_eos", "a text that follows a grammar has an end")
         return Request(
@@ -303,11 +313,12 @@ class AnswerBody(_Samplers):
             **more,
         )
 
-    def _grammar(self, form: AnswerFormat | None, warnings: list[str]) -> Grammar | None:
+    def _grammar(self, warnings: list[str]) -> Grammar | None:
         """Return what the answer must follow; if not strict, without what no grammar enforces. Raise `BodyError`."""
-        schema = None if form is None else form.schema_of(self.format_field)
+        form = self.form
+        schema = None if form is None else form.schema_of(self.form_field)
         asked = {"grammar": self.grammar or None, "json_schema": self.json_schema}
-        asked[self.format_field] = schema
+        asked[self.form_field] = schema
         names = [name for name, value in asked.items() if value is not None]
         if not names:
             return None
@@ -333,24 +344,33 @@ class ChatBody(AnswerBody):
     tools: list[Annotated[Tool, BeforeValidator(_flat)]] = []
     tool_choice: Annotated[Choice, BeforeValidator(_flat)] | None = None
     parallel_tool_calls: bool = True
+    enable_thinking: bool | None = None
+    #: With other types, ``adaptive`` for example, the model decides.
+    thinking: str | None = Field(None, validation_alias=AliasPath("thinking", "type"))
+    effort: str | None = Field(
+        None,
+        validation_alias=AliasChoices(
+            "reasoning_effort",
+            AliasPath("reasoning", "effort"),
+            AliasPath("output_config", "effort"),
+        ),
+    )
 
     def chat(
         self,
         messages: tuple[Message, ...],
-        sampling: SamplerOptions,
-        generation: GenerationOptions,
+        defaults: Defaults,
         warnings: Sequence[str] = (),
-        *,
-        effort: str | None = None,
-        thinks: bool | None = None,
         **more: Any,
     ) -> tuple[Request]:
         """Return the request for the turn after these messages, with `more` of its fields. Raise `BodyError`."""
-        told = [*warnings]
-        variables: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks}
-        if effort is not None:
-            variables["reasoning_effort"] = effort
-        if effort == "none":
+        told, variables = [*warnings], dict[str, Any]()
+        thinks = {"enabled": True, "disabled": False}.get(self.thinking or "", self.enable_thinking)
+        if thinks is not None:
+            variables["enable_thinking"] = thinks
+        if self.effort is not None:
+            variables["reasoning_effort"] = self.effort
+        if self.effort == "none":
             variables["enable_thinking"] = False
         for name in OWN_VARIABLES & self.chat_template_kwargs.keys():
             raise BodyError(f"chat_template_kwargs.{name}", "specgen sets this variable")
@@ -359,7 +379,7 @@ class ChatBody(AnswerBody):
             "tools": self._tools(told),
             "variables": variables | self.chat_template_kwargs,
         }
-        return (self.request("chat", sampling, generation, warnings=told, **more),)
+        return (self.request("chat", defaults, told, **more),)
 
     def _tools(self, warnings: list[str]) -> Tools | None:
         """Return the functions that run at the client, and those that the choice allows. Raise `BodyError`."""
@@ -472,12 +492,16 @@ class Request:
             prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
             if not self.splits_reasoning:
                 prompt = replace(prompt, thoughts=None)
-            return continued(prompts, prompt, self.messages[-1]) if continues else prompt
+            return prompts.continued(prompt, self.messages[-1]) if continues else prompt
         if self.tokens is not None:
-            return of_tokens(prompts, self.tokens)
+            return prompts.of_tokens(self.tokens)
         if self.kind == "completion":
             return prompts.of_text(self.text, chat=False)
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
+
+
+#: A request for each prompt of a body.
+Requests: TypeAlias = tuple[Request, ...]
 
 
 def with_call_form(

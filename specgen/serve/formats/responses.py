@@ -7,21 +7,22 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasPath, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from specgen.events import CommittedEvent
-from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.answers import AnswerWriter, own_figures
 from specgen.serve.formats.call_values import arguments_of
 from specgen.serve.formats.request import (
-    AnswerFormat,
+    NO_DEFAULTS,
     BodyError,
     ChatBody,
     Conversation,
+    Defaults,
     Fields,
+    Json,
     Parts,
-    Request,
+    Requests,
     parse,
     shown,
     text_of,
@@ -46,8 +47,9 @@ _ECHO: Json = {
 }
 
 
-#: The kinds of items that are calls, with the field for what is passed.
+#: The kinds of items that are calls, with the field for what is passed, and what ids begin with.
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
 class _Item(Fields):
@@ -72,17 +74,12 @@ class _Body(ChatBody):
         ),
         Field(min_length=1),
     ]
-    format: AnswerFormat | None = Field(None, validation_alias=AliasPath("text", "format"))
-    effort: str | None = Field(None, validation_alias=AliasPath("reasoning", "effort"))
     include: list[str] = []
 
-    format_field: ClassVar[str] = "text.format"
+    form_field: ClassVar[str] = "text.format"
 
 
-def read_response_request(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> tuple[Request, ...]:
-    """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
+def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> Requests:
     for name in _REFUSED:
         if body.get(name):
             raise BodyError(name, "nothing is kept here: send all items as input")
@@ -99,16 +96,7 @@ def read_response_request(
         custom={tool.name for tool in asked.tools if tool.type == "custom"},
         hides=_ENCRYPTED in asked.include,
     )
-    return asked.chat(
-        messages,
-        sampling,
-        generation,
-        warnings,
-        form=asked.format,
-        effort=asked.effort,
-        splits_reasoning=True,
-        writer=writer,
-    )
+    return asked.chat(messages, defaults, warnings, splits_reasoning=True, writer=writer)
 
 
 # --- items ----------------------------------------------------------------------------------------
@@ -217,17 +205,19 @@ class ResponseWriter(AnswerWriter):
     def _add(self, _number: int, deltas: list[Delta], _event: CommittedEvent | None) -> list[Json]:
         events: list[Json] = []
         for delta in deltas:
-            if delta.kind == "call":
-                events += [*self._close("completed"), *self._begin_call(delta)]
-                continue
             if delta.kind == "arguments":
                 events += self._add_arguments(delta)
                 continue
             kind = "message" if delta.kind == "content" else "reasoning"
-            if self._kind != kind:
+            if delta.kind == "call":
+                is_custom = delta.name in self._custom
+                kind = "custom_tool_call" if is_custom else "function_call"
+                self._arguments, self._call = "", delta
+            if self._kind != kind or delta.kind == "call":
                 events += [*self._close("completed"), *self._open(kind)]
-            self._text += delta.text
-            events.append(self._text_event("delta", delta=delta.text))
+            if delta.kind != "call":
+                self._text += delta.text
+                events.append(self._text_event("delta", delta=delta.text))
         return events
 
     def _end(self, _number: int) -> list[Json]:
@@ -276,15 +266,14 @@ class ResponseWriter(AnswerWriter):
         place = {"item_id": self._item_id, "output_index": len(self._output), "content_index": 0}
         return self._event(kind, **place, **fields)
 
-    def _begin(self, prefix: str) -> None:
-        self._item_id = f"{prefix}_{self._identity}_{len(self._output)}"
-
     def _open(self, kind: str) -> list[Json]:
         self._kind, self._text = kind, ""
-        self._begin("rs" if kind == "reasoning" else "msg")
-        item = {**self._item("in_progress"), "content": []}
+        self._item_id = f"{_IDS[kind]}_{self._identity}_{len(self._output)}"
+        item = self._item("in_progress")
+        if kind in _CALLS:
+            return [self._item_event("output_item.added", item=item)]
         return [
-            self._item_event("output_item.added", item=item),
+            self._item_event("output_item.added", item={**item, "content": []}),
             self._item_event("content_part.added", part=self._part()),
         ]
 
@@ -323,13 +312,6 @@ class ResponseWriter(AnswerWriter):
 
     def _text_event(self, step: str, **fields: Any) -> Json:
         return self._item_event(f"{self._part()['type']}.{step}", logprobs=[], **fields)
-
-    def _begin_call(self, call: Delta) -> list[Json]:
-        is_custom = call.name in self._custom
-        self._kind = "custom_tool_call" if is_custom else "function_call"
-        self._text, self._arguments, self._call = "", "", call
-        self._begin("ctc" if is_custom else "fc")
-        return [self._item_event("output_item.added", item=self._item("in_progress"))]
 
     def _add_arguments(self, delta: Delta) -> list[Json]:
         self._arguments += delta.text

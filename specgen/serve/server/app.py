@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import functools
 import logging
 import socket
 import sys
@@ -12,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from pydantic import AliasChoices, Field
@@ -29,8 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specgen import __version__
 from specgen.errors import PromptLengthError, SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent
-from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json, RequestError, with_biases
+from specgen.serve.formats.answers import AnswerWriter, RequestError, for_model
 from specgen.serve.formats.local_servers import (
     ollama_embeddings,
     read_infill,
@@ -46,7 +45,16 @@ from specgen.serve.formats.openai import (
     read_completion,
     read_embedding_request,
 )
-from specgen.serve.formats.request import BodyError, Fields, Integer, Request, parse, with_call_form
+from specgen.serve.formats.request import (
+    BodyError,
+    Defaults,
+    Fields,
+    Integer,
+    Json,
+    Request,
+    Requests,
+    parse,
+)
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import (
     PAGE,
@@ -62,20 +70,17 @@ from specgen.serve.server.metrics import ServerMetrics
 from specgen.serve.server.model_pool import ModelPool, abilities
 from specgen.serve.server.options import ServerOptions
 from specgen.session.engine import Engine
-from specgen.session.prompts import Prompt, template_of
-from specgen.session.prompts.continued import of_tokens
+from specgen.session.prompts import Prompt
 from specgen.session.prompts.infill import infill_prompt
 from specgen.system.files import as_json
 
-#: Reads a body; the command line gives the defaults of samplers and of ends.
-Reader: TypeAlias = Callable[
-    [Mapping[str, Any], SamplerOptions, GenerationOptions], tuple[Request, ...]
-]
+#: Reads a body; the command line gives the defaults.
+Reader: TypeAlias = Callable[[Json, Defaults], Requests]
 #: Some clients leave out ``/v1``.
 _READERS: Mapping[str, Reader] = {
     "/v1/messages": read_messages,
     "/v1/completions": read_completion,
-    "/completions": functools.partial(read_llama_cpp_completion, or_openai=True),
+    "/completions": partial(read_llama_cpp_completion, or_openai=True),
     "/completion": read_llama_cpp_completion,
     **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
     **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
@@ -118,37 +123,26 @@ class Server:
         self._started = int(time.time())
 
     def app(self) -> ASGIApp:
+        counted: list[tuple[str, Reader]] = [("/v1/messages/count_tokens", read_messages)]
+        for path, read in _READERS.items():
+            if path.endswith(("/chat/completions", "/responses")):
+                counted.append((f"{path}/input_tokens", read))
         routes = [
-            Route("/health", self._health),
-            Route("/v1/health", self._health),
-            Route("/version", _version),
-            Route("/api/version", _version),
-            Route("/api/tags", self._tags),
-            Route("/api/ps", self._tags),
+            *(Route(f"{start}/health", self._health) for start in ("", "/v1")),
+            *(Route(f"{start}/version", _version) for start in ("", "/api")),
+            *(Route(f"/api/{name}", self._tags) for name in ("tags", "ps")),
             *(Route(f"{start}/models", self._models) for start in ("", "/v1")),
             *(Route(f"{start}/models/{{model:path}}", self._models) for start in ("", "/v1")),
             Route("/metrics", self._show_metrics),
             Route("/props", self._props),
             Route("/tokenizer_info", self._tokenizer_info),
             Route("/slots", self._slots),
+            *(self._post(path, partial(self._complete, read)) for path, read in _READERS.items()),
             *(
-                self._post(path, functools.partial(self._complete, read))
-                for path, read in _READERS.items()
-            ),
-            *(
-                self._post(path, functools.partial(self._embed, write), embeds=True)
+                self._post(path, partial(self._embed, write), embeds=True)
                 for path, write in _EMBEDDINGS.items()
             ),
-            self._work(
-                "/v1/messages/count_tokens", functools.partial(self._count_tokens, read_messages)
-            ),
-            *(
-                self._work(
-                    f"{path}/input_tokens", functools.partial(self._count_tokens, _READERS[path])
-                )
-                for path in _READERS
-                if path.endswith(("/chat/completions", "/responses"))
-            ),
+            *(self._work(path, partial(self._count_tokens, read)) for path, read in counted),
             self._work("/api/show", self._show),
             self._work("/tokenize", _tokenize),
             self._work("/detokenize", _detokenize),
@@ -157,12 +151,9 @@ class Server:
             Mount("/page", PAGE),
         ]
         options = self._options
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=options.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # the clients' packages send many of their own
-        )
+        # The clients' packages send many headers of their own.
+        allowed: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        cors = Middleware(CORSMiddleware, allow_origins=options.cors_origins, **allowed)
         app = Starlette(
             routes=routes,
             middleware=[
@@ -181,7 +172,7 @@ class Server:
     def _post(
         self,
         path: str,
-        answer: Callable[[Any, HttpRequest, Mapping[str, Any]], Awaitable[Response]],
+        answer: Callable[[Any, HttpRequest, Json], Awaitable[Response]],
         *,
         embeds: bool = False,
     ) -> Route:
@@ -192,7 +183,10 @@ class Server:
             body = await read_json(request, self._limits)
             place = self._pool.find(body.get("model"))
             if place.entry.embeds != embeds:
-                raise _wrong_kind(place.entry.name, embeds=not embeds)
+                what = "is an embedding model and generates no text: ask it at /v1/embeddings"
+                if embeds:
+                    what = "generates text and has no embeddings: serve an embedding model for them"
+                raise RequestError(400, f"{place.entry.name} {what}", "unsupported", "model")
             model = await while_connected(request.receive, self._pool.lease(place))
             try:
                 return await answer(model, request, body)
@@ -204,7 +198,7 @@ class Server:
     # --- answers -----------------------------------------------------------------------------
 
     async def _complete(
-        self, read: Reader, model: ServedModel, request: HttpRequest, body: Mapping[str, Any]
+        self, read: Reader, model: ServedModel, request: HttpRequest, body: Json
     ) -> Response:
         loop = asyncio.get_running_loop()
         requests, job = await run_in_threadpool(self._submit, model, read, body, loop)
@@ -215,36 +209,22 @@ class Server:
             created=int(time.time()),
             model=model.name,
         )
-        end, streams = functools.partial(model.cancel, job), requests[0].streams
+        end, streams = partial(model.cancel, job), requests[0].streams
         chunks = _chunks(writer, job, end, self._limits.request_s, streams=streams)
         if streams:
-            return EventStream(
-                chunks,
-                end,
-                self._limits.client_s,
-                form=writer.form,
-                alive=writer.alive,
-            )
+            how: Any = {"form": writer.form, "alive": writer.alive}
+            return EventStream(chunks, end, self._limits.client_s, **how)
         return JSONResponse(await while_connected(request.receive, _whole(writer, chunks)))
 
-    def _read(
-        self, model: ServedModel, read: Reader, body: Mapping[str, Any]
-    ) -> tuple[Request, ...]:
+    def _read(self, model: ServedModel, read: Reader, body: Json) -> Requests:
         """Return a request for each prompt of a body. Raise `BodyError`."""
         options = model.session.options
-        template = template_of(model.session.target, has_tools=True)
-        found = read(body, options.sampler, options.generation)
-        has_token = model.session.target.vocabulary.has_control
-        found = tuple(with_call_form(request, template, has_token) for request in found)
-        return tuple(with_biases(request, model.target.vocabulary) for request in found)
+        found = read(body, Defaults(options.sampler, options.generation))
+        return tuple(for_model(request, model.target) for request in found)
 
     def _submit(
-        self,
-        model: ServedModel,
-        read: Reader,
-        body: Mapping[str, Any],
-        loop: asyncio.AbstractEventLoop,
-    ) -> tuple[tuple[Request, ...], Job]:
+        self, model: ServedModel, read: Reader, body: Json, loop: asyncio.AbstractEventLoop
+    ) -> tuple[Requests, Job]:
         """Read a body and submit its answers: all to the first prompt, then those to the next. Raise `RequestError`,
         `SpecgenError`."""
         requests, limits = self._read(model, read, body), self._limits
@@ -268,7 +248,7 @@ class Server:
                 raise PromptLengthError(what, n_tokens, n_fits)
             wish, seed = request.speculative, request.sampling.seed
             asks += (
-                functools.partial(
+                partial(
                     Engine.insert,
                     prompt=prompt,
                     sampling=replace(request.sampling, seed=seed + number if seed >= 0 else seed),
@@ -283,31 +263,25 @@ class Server:
 
     # --- texts and tokens --------------------------------------------------------------------
 
-    def _work(self, path: str, work: Callable[[ServedModel, Mapping[str, Any]], Any]) -> Route:
+    def _work(self, path: str, work: Callable[[ServedModel, Json], Any]) -> Route:
         """Return a route whose response is what `work` makes of a body, in a thread."""
 
-        async def answer(
-            model: ServedModel, _request: HttpRequest, body: Mapping[str, Any]
-        ) -> Response:
+        async def answer(model: ServedModel, _request: HttpRequest, body: Json) -> Response:
             return JSONResponse(await run_in_threadpool(work, model, body))
 
         return self._post(path, answer)
 
-    def _count_tokens(self, read: Reader, model: ServedModel, body: Mapping[str, Any]) -> Any:
+    def _count_tokens(self, read: Reader, model: ServedModel, body: Json) -> Any:
         (asked,) = self._read(model, read, body)
         counted = {"input_tokens": len(_prompt(asked, model, must_fit=False).tokens)}
         return counted if read is read_messages else {"object": "response.input_tokens", **counted}
 
-    def _apply_template(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
+    def _apply_template(self, model: ServedModel, body: Json) -> Any:
         (asked,) = self._read(model, read_chat, body)
         return {"prompt": _prompt(asked, model, must_fit=False).text}
 
     async def _embed(
-        self,
-        write: Callable[..., bytes],
-        model: ServedEmbedder,
-        request: HttpRequest,
-        body: Mapping[str, Any],
+        self, write: Callable[..., bytes], model: ServedEmbedder, request: HttpRequest, body: Json
     ) -> Response:
         asked = await run_in_threadpool(read_embedding_request, body, model.embedder)
         limit_s = self._limits.request_s or None
@@ -331,14 +305,13 @@ class Server:
         return JSONResponse(about)
 
     async def _models(self, request: HttpRequest) -> Response:
-        name, places = request.path_params.get("model"), self._pool.places
+        name = request.path_params.get("model")
+        found = {each: place.about(self._started) for each, place in self._pool.places.items()}
         if name is None:
-            return JSONResponse(
-                {"object": "list", "data": [each.about(self._started) for each in places.values()]}
-            )
-        if name not in places:
+            return JSONResponse({"object": "list", "data": [*found.values()]})
+        if name not in found:
             raise RequestError(404, f"there is no model {name!r}", code="model_not_found")
-        return JSONResponse(places[name].about(self._started))
+        return JSONResponse(found[name])
 
     async def _tags(self, request: HttpRequest) -> Response:
         """Return the models in ollama's form: all, or those that are loaded."""
@@ -352,7 +325,7 @@ class Server:
         ]
         return JSONResponse({"models": found})
 
-    def _show(self, model: ServedModel, _body: Mapping[str, Any]) -> Any:
+    def _show(self, model: ServedModel, _body: Json) -> Any:
         kind = model.target.architecture
         return {
             "capabilities": abilities(model),
@@ -382,49 +355,35 @@ class Server:
     async def _props(self, request: HttpRequest) -> Response:
         place = self._pool.find(request.query_params.get("model"))
         model = place.served
-        about = {"model_alias": place.entry.name, "build_info": f"specgen {__version__}"}
-        if not isinstance(model, ServedModel):
-            return JSONResponse(about)
-        session, engine = model.session, model.engine
-        template = session.target.chat_template()
-        return JSONResponse(
-            {
-                **about,
+        about: Json = {"model_alias": place.entry.name, "build_info": f"specgen {__version__}"}
+        if isinstance(model, ServedModel):
+            session, n_ctx = model.session, model.engine.n_ctx
+            template, options = session.target.chat_template(), session.options
+            params = as_json(options.sampler) | {"max_tokens": options.generation.max_tokens}
+            about |= {
                 "model_path": session.target.name,
-                "total_slots": engine.n_parallel,
-                "default_generation_settings": {
-                    "n_ctx": engine.n_ctx,
-                    "params": {
-                        **as_json(session.options.sampler),
-                        "max_tokens": session.options.generation.max_tokens,
-                    },
-                },
+                "total_slots": model.engine.n_parallel,
+                "default_generation_settings": {"n_ctx": n_ctx, "params": params},
                 "draft": session.draft_name,
                 "kernels": session.target.kernels,
                 "chat_template": template or "",
                 "has_chat_template": template is not None,
             }
-        )
+        return JSONResponse(about)
 
     async def _slots(self, request: HttpRequest) -> Response:
-        asked = request.query_params.get("model")
-        return JSONResponse(
-            [
-                {
-                    "id": slot.number,
-                    "model": model.name,
-                    "n_ctx": model.engine.n_ctx,
-                    "is_processing": (answer := getattr(slot.request, "sequence", None))
-                    is not None,
-                    "n_prompt_tokens": answer.n_prompt if answer else 0,
-                    "n_prompt_tokens_processed": answer.n_read if answer else 0,
-                    "n_decoded": answer.n_answer if answer else 0,
-                }
-                for model in self._pool.loaded
-                if isinstance(model, ServedModel) and asked in (None, model.name)
-                for slot in model.engine.slots
-            ]
-        )
+        asked, found = request.query_params.get("model"), list[Json]()
+        for model in self._pool.loaded:
+            if not isinstance(model, ServedModel) or asked not in (None, model.name):
+                continue
+            for slot in model.engine.slots:
+                about = {"id": slot.number, "model": model.name, "n_ctx": model.engine.n_ctx}
+                answer = getattr(slot.request, "sequence", None)
+                counts = (answer.n_prompt, answer.n_read, answer.n_answer) if answer else (0, 0, 0)
+                names = ("n_prompt_tokens", "n_prompt_tokens_processed", "n_decoded")
+                is_processing = {"is_processing": answer is not None}
+                found.append(about | is_processing | dict(zip(names, counts, strict=True)))
+        return JSONResponse(found)
 
 
 async def _version(request: HttpRequest) -> Response:
@@ -477,13 +436,6 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
     return refusal(error, path)
 
 
-def _wrong_kind(name: str, *, embeds: bool) -> RequestError:
-    what = f"{name} generates text and has no embeddings: serve an embedding model for them"
-    if embeds:
-        what = f"{name} is an embedding model and generates no text: ask it at /v1/embeddings"
-    return RequestError(400, what, "unsupported", "model")
-
-
 def _prompt(request: Request, model: ServedModel, *, must_fit: bool = True) -> Prompt:
     """Return the prompt of a request; one that cannot fit is not even tokenized if it `must_fit`. Raise `UsageError`,
     `PromptError`."""
@@ -497,7 +449,7 @@ def _prompt(request: Request, model: ServedModel, *, must_fit: bool = True) -> P
     return request.prompt(replace(session.prompts, n_ctx=n_ctx if must_fit else None), now)
 
 
-def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
+def _tokenize(model: ServedModel, body: Json) -> Any:
     asked, vocabulary = parse(_TokenizeBody, body), model.target.vocabulary
     found = vocabulary.tokenize(
         asked.content, add_special=asked.add_special, parse_special=asked.parse_special
@@ -508,9 +460,9 @@ def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
     return {"tokens": pieces}
 
 
-def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
+def _detokenize(model: ServedModel, body: Json) -> Any:
     tokens = parse(_DetokenizeBody, body).tokens
-    text = of_tokens(model.session.prompts, tokens).text if tokens else ""
+    text = model.session.prompts.of_tokens(tokens).text if tokens else ""
     return {"content": text, "prompt": text}  # in llama.cpp's words, and in vLLM's
 
 

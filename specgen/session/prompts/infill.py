@@ -19,6 +19,7 @@ For the other models, the prefix starts with the texts of the other files, witho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specgen.errors import UsageError
@@ -108,77 +109,65 @@ def infill_prompt(
     then the far ends of prefix and suffix. `own_draft`, a model with another vocabulary, gets the same, or if it was
     not trained for gaps the suffix, then the prefix. Raise `UsageError` if the target was not trained."""
     tokens = check_infill(model)
-    written, left_out = _Writer(model.vocabulary, tokens, n_room).write(gap)
+    written, left_out = _written(model.vocabulary, tokens, gap, n_room)
     draft_tokens = None
     if own_draft is not None:
         own = InfillTokens.of(own_draft.vocabulary) or InfillTokens()
-        draft_tokens = tuple(_Writer(own_draft.vocabulary, own, n_room).write(gap)[0])
+        draft_tokens = tuple(_written(own_draft.vocabulary, own, gap, n_room)[0])
     text = "".join(map(model.vocabulary.control_text, written))
     return Prompt(text, tuple(written), draft_tokens, ends=tokens.ends), left_out
 
 
-class _Writer:
-    """Writes prompts for gaps as a model expects them, of at most `n_room` tokens."""
+def _written(
+    vocabulary: LlamaVocabulary, tokens: InfillTokens, gap: Gap, n_room: int
+) -> tuple[list[int], list[str]]:
+    """Return the prompt for a gap, of at most `n_room` tokens, and descriptions of the texts that did not fit."""
+    inside, knows_files = vocabulary.tokenize_inside, tokens.knows_files
+    bos = [vocabulary.special_tokens()["bos"]] if vocabulary.add_bos else []
+    marks = (tokens.prefix, tokens.suffix, tokens.middle)
+    n_room = max(0, n_room - len(bos) - sum(mark >= 0 for mark in marks))
+    head, heading, begin = _headings(tokens, inside, gap) if knows_files else ([], [], [])
+    n_headings = len(head) + len(heading) + len(begin)
+    n_left, n_lost, files = n_room - n_headings, len(gap.context), list[int]()
+    prefix = vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False)
+    prefix, suffix, left_out = around_gap(prefix, inside(gap.suffix), n_room)
+    if gap.context and n_left > n_headings:
+        around = around_gap(inside(gap.prefix), inside(gap.suffix), n_left)
+        n_left -= len(around[0]) + len(around[1])
+        while n_lost:  # the last files are the nearest
+            file = gap.context[n_lost - 1]
+            text = inside(file.text if knows_files else f"{file.text}\n\n")
+            if knows_files:
+                text = [tokens.separator, *inside(f"{file.name}\n"), *text]
+            if len(text) + len(files) > n_left:
+                break
+            files, n_lost = [*text, *files], n_lost - 1
+        if files:
+            prefix, suffix, left_out = around
+    if not files:
+        head, heading, begin = [], [], []
+    left_out += [file.name for file in gap.context[:n_lost]]
+    before, prefix = [*head, *files, *heading], [*begin, *prefix]
+    if not knows_files:
+        before, prefix = [], [*files, *prefix]
+    if tokens.middle >= 0:
+        parts = [tokens.prefix, *prefix, tokens.suffix, *suffix, tokens.middle]
+    elif tokens.prefix >= 0:
+        parts = [tokens.suffix, *suffix, tokens.prefix, *prefix]
+    else:
+        parts = [*suffix, *prefix]
+    return [*bos, *before, *parts], left_out
 
-    def __init__(self, vocabulary: LlamaVocabulary, tokens: InfillTokens, n_room: int) -> None:
-        self._vocabulary, self._tokens = vocabulary, tokens
-        self._inside = vocabulary.tokenize_inside
-        self._bos = [vocabulary.special_tokens()["bos"]] if vocabulary.add_bos else []
-        marks = (tokens.prefix, tokens.suffix, tokens.middle)
-        self._n_room = max(0, n_room - len(self._bos) - sum(mark >= 0 for mark in marks))
 
-    def write(self, gap: Gap) -> tuple[list[int], list[str]]:
-        """Return the tokens of a prompt, and descriptions of the texts that did not fit."""
-        head, heading, begin = self._headings(gap)
-        n_headings = len(head) + len(heading) + len(begin)
-        n_left, inside = self._n_room - n_headings, self._inside
-        if gap.context and n_left > n_headings:
-            prefix, suffix, left_out = around_gap(inside(gap.prefix), inside(gap.suffix), n_left)
-            files, n_lost = self._files(gap.context, n_left - len(prefix) - len(suffix))
-            if files:
-                left_out += [file.name for file in gap.context[:n_lost]]
-                before, first = [*head, *files, *heading], [*begin, *prefix]
-                if not self._tokens.knows_files:
-                    before, first = [], [*files, *prefix]
-                return self._parts(before, first, suffix), left_out
-        prefix = self._vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False)
-        prefix, suffix, left_out = around_gap(prefix, inside(gap.suffix), self._n_room)
-        left_out += [file.name for file in gap.context]
-        return self._parts([], prefix, suffix), left_out
-
-    def _files(self, context: tuple[ContextFile, ...], n_room: int) -> tuple[list[int], int]:
-        """Return the last files, which are the nearest, as far as there is room, and how many others there are."""
-        files: list[int] = []
-        for n_lost in range(len(context), 0, -1):
-            file = context[n_lost - 1]
-            text = self._inside(file.text if self._tokens.knows_files else f"{file.text}\n\n")
-            if self._tokens.knows_files:
-                text = [self._tokens.separator, *self._inside(f"{file.name}\n"), *text]
-            if len(text) + len(files) > n_room:
-                return files, n_lost
-            files = [*text, *files]
-        return files, 0
-
-    def _parts(self, before: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
-        tokens = self._tokens
-        if tokens.middle >= 0:
-            gap = [tokens.prefix, *prefix, tokens.suffix, *suffix, tokens.middle]
-        elif tokens.prefix >= 0:
-            gap = [tokens.suffix, *suffix, tokens.prefix, *prefix]
-        else:
-            gap = [*suffix, *prefix]
-        return [*self._bos, *before, *gap]
-
-    def _headings(self, gap: Gap) -> tuple[list[int], list[int], list[int]]:
-        """Return the tokens before the first file, before the file with the gap, and before its prefix."""
-        tokens, inside = self._tokens, self._inside
-        if not tokens.knows_files:
-            return [], [], []
-        if tokens.as_starcoder2:
-            head = [tokens.repository, *inside(gap.repository)]
-            return head, [tokens.separator], inside(f"{gap.name}\n")
-        head = [tokens.repository, *inside(f"{gap.repository}\n")]
-        return head, [tokens.separator, *inside(f"{gap.name}\n")], []
+def _headings(
+    tokens: InfillTokens, inside: Callable[[str], list[int]], gap: Gap
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the tokens before the first file, before the file with the gap, and before its prefix."""
+    if tokens.as_starcoder2:
+        head = [tokens.repository, *inside(gap.repository)]
+        return head, [tokens.separator], inside(f"{gap.name}\n")
+    head = [tokens.repository, *inside(f"{gap.repository}\n")]
+    return head, [tokens.separator, *inside(f"{gap.name}\n")], []
 
 
 def around_gap(

@@ -13,7 +13,7 @@ from specgen.errors import PromptError, PromptLengthError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.template import Message, render, unmarked
-from specgen.session.prompts.thoughts import thoughts_behind
+from specgen.session.prompts.thoughts import begun_in, thoughts_behind
 from specgen.text.grammar.free_text import ThoughtMarks
 
 #: The tools that a model may call, in the form of OpenAI's API.
@@ -95,13 +95,54 @@ class Prompts:
             raise UsageError(
                 f"a conversation needs a chat template, and {self.target.name} has none"
             )
-        own = None if self.own_draft is None else chat.draft_tokens(self.own_draft)
-        head = chat.head(self.target.vocabulary, *found)
         template = template_of(self.target, has_tools=bool(tools)) or ""
-        thoughts = thoughts_behind(found[0], template)
-        subject = next((each.content for each in messages if each.role == "user"), "")
-        prompt = replace(make_prompt(*found), head=head, draft_tokens=own, thoughts=thoughts)
-        return replace(prompt, subject=subject)
+        return replace(
+            make_prompt(*found),
+            head=chat.head(self.target.vocabulary, *found),
+            draft_tokens=None if self.own_draft is None else chat.draft_tokens(self.own_draft),
+            thoughts=thoughts_behind(found[0], template),
+            subject=next((each.content for each in messages if each.role == "user"), ""),
+        )
+
+    def of_tokens(self, parts: Sequence[int | str]) -> Prompt:
+        """Return a prompt of these tokens of the target, with the texts among them. Raise `PromptError`."""
+        for part in parts:
+            if isinstance(part, str):
+                check_length(self.target.vocabulary, part, self.n_ctx)
+        tokens = tokens_of(self.target.vocabulary, parts, parse_special=True)
+        return make_prompt(self._text_of(tokens), tokens)
+
+    def followed_by(self, prompt: Prompt, answer: Sequence[int]) -> Prompt:
+        """Return a prompt with the beginning of an answer behind it, for both models."""
+        draft_tokens = prompt.draft_tokens
+        if draft_tokens is not None and self.own_draft is not None:
+            own = self.own_draft.vocabulary.tokenize_inside(self._text_of(answer))
+            draft_tokens = (*draft_tokens, *own)
+        return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
+
+    def continued(self, prompt: Prompt, begun: Message) -> Prompt:
+        """Return a prompt with the beginning of the model's turn behind it, its reasoning in an open thought."""
+        inside, marks = self.target.vocabulary.tokenize_inside, begun_in(prompt.text)
+        check_length(self.target.vocabulary, begun.content, self.n_ctx)
+        if marks is None:
+            # What a model of gpt-oss's family writes before the text of its answer.
+            is_harmony = prompt.text.endswith("<|start|>assistant")
+            mark = "<|channel|>final<|message|>" if is_harmony else ""
+            text, answer = mark + begun.content, inside(mark, parse_special=True)
+            answer += inside(begun.content)
+        else:
+            answer, text = inside(begun.reasoning or ""), ""
+            if begun.content:
+                text = f"{begun.reasoning or ''}{marks.end}\n\n{begun.content}"
+                answer += inside(marks.end, parse_special=True)
+                answer += inside(f"\n\n{begun.content}")
+        # A prompt whose text ends with the mark is one whose answer goes on thinking.
+        thoughts = None if begun.content else prompt.thoughts
+        prompt = replace(prompt, text=prompt.text + text, thoughts=thoughts)
+        return self.followed_by(prompt, answer)
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self.target.vocabulary.token_bytes, tokens)).decode(errors="replace")
 
 
 def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
@@ -114,6 +155,22 @@ def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> 
     # A chat template may have written the beginning-of-text token already.
     add_special = not (parse_special and _begins(vocabulary, text))
     return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+
+def tokens_of(
+    vocabulary: LlamaVocabulary, parts: Sequence[int | str], *, parse_special: bool
+) -> list[int]:
+    """Return the tokens of a text in parts, some of which are tokens already. Raise `PromptError`."""
+    found: list[int] = []
+    for part in parts:
+        if isinstance(part, int):
+            found.append(part)
+        elif found:
+            found += vocabulary.tokenize_inside(part, parse_special=parse_special)
+        else:
+            found += vocabulary.tokenize(part, add_special=True, parse_special=parse_special)
+    vocabulary.check(found)
+    return found
 
 
 def tokenize_marked(

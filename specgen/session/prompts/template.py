@@ -7,8 +7,7 @@ import functools
 import hashlib
 import json
 import re
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, SupportsIndex, TypeAlias
 
@@ -67,13 +66,13 @@ def render(
     """Return the conversation as the model expects it, up to where its answer begins. `template` is Jinja from a model
     file, which is not trusted. `tools` are as OpenAI's API describes them. `OWN_VARIABLES` keep their values.
     `marks_contents` marks all that is not the template's own text; `rearranges` says to try calls in other orders if
-    the template refuses them. Raise `PromptError` if it does not accept the messages, fails in any way, or exceeds the
-    sandbox's limits."""
+    the template refuses them. Raise `PromptError` if it does not accept the messages, or fails in any way."""
     mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
     # As llama.cpp: templates ask whether they are defined, and some have a date of long ago.
     given = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
     given |= {name: mark(value) for name, value in (variables or {}).items()}
     given |= {"add_generation_prompt": True, "bos_token": bos_token, "eos_token": eos_token}
+    given["strftime_now"] = now.strftime
     given.pop("tools", None)
     if tools:  # templates ask whether it is defined
         given["tools"] = mark(list(tools))
@@ -84,18 +83,15 @@ def render(
     joined = _joined(messages)
     split = _one_by_one(joined)
     others = (_with_texts(joined), split, _with_texts(split)) if rearranges else ()
-    tries = list[list[Message]]()
-    for tried in (list(messages), joined, *others):
-        if tried in tries:
+    tries = [list(messages), joined, *others]
+    for n, tried in enumerate(tries):
+        if tried in tries[:n]:
             continue
-        tries.append(tried)
-        environment = _Sandbox()
-        environment.globals["strftime_now"] = now.strftime
         # The role is not the sender's text: templates make control tokens of it.
         turns = (_turn(message, _NEEDS_SHORT_IDS in template) for message in tried)
         given["messages"] = [mark(turn) | {"role": turn["role"]} for turn in turns]
         try:
-            return environment.rendered(_compiled(template), given)
+            return "".join(_compiled(template).generate(given))
         except Exception as error:  # noqa: BLE001 - a template's expressions can raise anything
             failure = failure or error
     reason = " ".join(str(failure).split()) or type(failure).__name__
@@ -150,9 +146,9 @@ def _with_texts(messages: Sequence[Message]) -> list[Message]:
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(template: str) -> types.CodeType:
+def _compiled(template: str) -> jinja2.Template:
     """Compile a template, once for all conversations: that takes longer than to render it."""
-    return _Sandbox().compile(template)
+    return _Sandbox().from_string(template)
 
 
 def check_syntax(template: str) -> str:
@@ -243,9 +239,7 @@ def unmarked(text: str) -> str:
 
 
 def _kept(value: Any) -> Any:
-    """Return the result of an operation, if it is not too large; texts that have marks become `MarkedText` again."""
-    if isinstance(value, (str, list)):
-        _check_size(len(value))
+    """Return the result of an operation, whose texts become `MarkedText` again if they have marks."""
     if isinstance(value, list) and value and type(value[0]) is str:
         value[:] = map(_kept, value)  # it stays the same list, to which a template may add
     return MarkedText(value) if type(value) is str and _MARKED.search(value) else value
@@ -282,6 +276,18 @@ class MarkedText(str):
     def strip(self, characters: str | None = None, /) -> str:
         return self.rstrip(characters).lstrip(characters)
 
+    def rstrip(self, characters: str | None = None, /) -> str:
+        return self[: len(str.rstrip(unmarked(self), _plain(characters)))]
+
+    def lstrip(self, characters: str | None = None, /) -> str:
+        return self[len(self) - len(str.lstrip(unmarked(self), _plain(characters))) :]
+
+    def removesuffix(self, suffix: str, /) -> str:
+        return self[: len(self) - len(suffix)] if self.endswith(suffix) else self
+
+    def removeprefix(self, prefix: str, /) -> str:
+        return self[self.startswith(prefix) * len(prefix) :]
+
 
 def _like_plain(name: str) -> Callable[..., Any]:
     method = getattr(str, name)
@@ -291,17 +297,6 @@ def _like_plain(name: str) -> Callable[..., Any]:
 def _recased(name: str) -> Callable[..., Any]:
     method = getattr(str, name)
     return lambda text: MarkedText(method(unmarked(text)).translate(_MARKS))
-
-
-def _end(name: str, side: Literal["first", "last"]) -> Callable[..., Any]:
-    """Return a method of which the result is the first or the last part of the text."""
-    method = _like_plain(name)
-
-    def call(text: str, *arguments: Any) -> str:
-        n = len(method(text, *arguments))
-        return text[:n] if side == "first" else text[len(text) - n :]
-
-    return call
 
 
 def _pieces(name: str) -> Callable[..., Any]:
@@ -329,31 +324,9 @@ for _name in ("lower", "upper", "capitalize", "title"):
     setattr(MarkedText, _name, _recased(_name))
 for _name in ("split", "rsplit", "partition", "rpartition"):
     setattr(MarkedText, _name, _pieces(_name))
-for _name in ("rstrip", "removesuffix"):
-    setattr(MarkedText, _name, _end(_name, "first"))
-for _name in ("lstrip", "removeprefix"):
-    setattr(MarkedText, _name, _end(_name, "last"))
 
 
 # --- the sandbox ------------------------------------------------------------------------------
-
-
-#: The most steps of a template: a hundred for each of ten thousand messages.
-_MOST_STEPS = 1_000_000
-#: The most characters of the whole output, and of any text, or items of any list, on the way.
-_MOST_CHARACTERS = 16 * 1024 * 1024
-_MOST_BITS = 100_000
-#: Methods of texts, and filters, whose results may be of any length.
-_GROWING = (
-    *("center", "expandtabs", "format", "format_map", "indent", "join"),
-    *("ljust", "replace", "rjust", "wordwrap", "zfill"),
-)
-#: A width in a format: of five digits or more, or one that is an argument.
-_LARGE_WIDTH = re.compile(r"\d{5}|\*|\{[^{}]*\{")
-
-
-class TemplateLimitError(Exception):
-    """A template exceeds a limit of the sandbox."""
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
@@ -366,12 +339,8 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _StepCounter(CodeGenerator):
-    """Generates code that counts each run of the body of a loop or a macro, and limits joined texts."""
-
-    def blockvisit(self, nodes: Iterable[jinja2.nodes.Node], frame: Frame) -> None:
-        self.writeline("environment.count_step()")
-        super().blockvisit(nodes, frame)
+class _CodeGenerator(CodeGenerator):
+    """Generates code that joins texts by a method of the environment."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802 - Jinja's
         self.write("environment.joined((")
@@ -382,11 +351,10 @@ class _StepCounter(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Renders one template, once. Jinja's own sandbox hides unsafe attributes of Python's objects, and bounds
-    `range`; this one also limits steps and sizes, and keeps marks on texts."""
+    """Jinja's own sandbox, which hides unsafe attributes of Python's objects and bounds `range`, with marks on texts."""
 
-    code_generator_class = _StepCounter
-    intercepted_binops = frozenset(["*", "+", "**", "%"])
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset(["*", "+", "%"])
 
     def __init__(self) -> None:
         super().__init__(
@@ -394,20 +362,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
         )
-        self._n_steps = 0
         self.filters["tojson"] = _to_json
-        self.filters = {name: _checked(name, each) for name, each in self.filters.items()}
+        self.filters = {name: _keeping_marks(each) for name, each in self.filters.items()}
         self.globals["raise_exception"] = _raise_exception
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Allow templates to change their own lists, as llama.cpp does: Kimi K2's takes ids from one."""
         is_change = attr in ("append", "pop") and isinstance(obj, list)
         return is_change or super().is_safe_attribute(obj, attr, value)
-
-    def count_step(self) -> None:
-        self._n_steps += 1
-        if self._n_steps > _MOST_STEPS:
-            raise TemplateLimitError(f"it takes more than {_MOST_STEPS} steps")
 
     def concat(self, parts: Iterable[str]) -> str:
         """Return the output of a macro or a block as one text; compiled templates call this."""
@@ -417,61 +379,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self.concat(map(str, parts))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*" and (isinstance(left, Sized) or isinstance(right, Sized)):
-            n_left, n_right = (len(n) if isinstance(n, Sized) else n for n in (left, right))
-            _check_size(n_left * n_right)
-        elif operator == "**" and isinstance(left, int) and left.bit_length() * right > _MOST_BITS:
-            raise TemplateLimitError("it computes a number of very many digits")
-        elif operator == "%" and isinstance(left, str):
-            _check_growth("format", [left])
         return _kept(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
-        """Check the size of the result if the function is a method of a text, and call it."""
-        method = getattr(function, "__wrapped__", function)  # Jinja wraps `str.format`
-        text = getattr(method, "__self__", None)
-        if isinstance(text, str):
-            _check_growth(method.__name__, [text, *arguments, *named.values()])
         return _kept(super().call(context, function, *arguments, **named))
 
-    def rendered(self, code: types.CodeType, variables: dict[str, Any]) -> str:
-        template = jinja2.Template.from_code(self, code, self.make_globals(None))
-        parts, n = [], 0
-        for part in template.generate(variables):
-            n += len(part)
-            _check_size(n)
-            parts.append(part)
-        return "".join(parts)
 
-
-def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter with a check of its result's size, which keeps marks."""
-
+def _keeping_marks(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # keeps Jinja's marks, which say what else to pass to the filter
     def call(*arguments: Any, **named: Any) -> Any:
-        _check_growth(name, [*arguments, *named.values()])
         return _kept(function(*arguments, **named))
 
     return call
-
-
-def _check_growth(name: str, values: Sequence[Any]) -> None:
-    """Raise `TemplateLimitError` if the method or filter `name` could make a very long result."""
-    sized = [value for value in values if isinstance(value, Sized)]
-    if name not in _GROWING or not sized:
-        return
-    subject, *others = sized
-    items = next((value for value in sized if isinstance(value, (list, tuple))), None)
-    if name == "join" and items is not None:
-        between = max(len(value) for value in (*sized, "") if isinstance(value, str))
-        _check_size(sum(len(str(item)) + between for item in items))
-    elif not name.startswith("format"):
-        widths = (value for value in values if isinstance(value, int))
-        _check_size((len(subject) + 1) * max([1, *map(len, others), *widths]))
-    elif isinstance(subject, str) and _LARGE_WIDTH.search(subject):
-        raise TemplateLimitError("it formats values with large widths")
-
-
-def _check_size(n: int) -> None:
-    if n > _MOST_CHARACTERS:
-        raise TemplateLimitError(f"it makes a text or a list of more than {_MOST_CHARACTERS}")

@@ -3,8 +3,7 @@
 Each node of a draft tree has a state of its own, so a state is a value, and `after` returns the next one. It keeps its
 children, so that drafter and verifier get the same objects and the work is done once; a child does not know its parent.
 The loop holds only the state at the end of the text and lets the one before `forget`, so that states of the past and of
-rejected branches are freed. (Weak references would lose the drafter's results before the verifier asks.)
-"""
+rejected branches are freed. (Weak references would lose the drafter's results before the verifier asks.)"""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ class GrammarState(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether every token is allowed."""
         return False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
@@ -30,21 +28,18 @@ class GrammarState(Protocol):
         text may end. Raise ValueError for ids that are not in the vocabulary."""
 
     def ending(self, logits: Logits) -> Logits:
-        """Return the row of logits, in which a token that ends a number here has the score of any that would end it and
-        is not allowed."""
+        """Return the row of logits; a token that ends a number has the score of any such one that is forbidden."""
         return logits
 
     def after(self, token_id: int) -> GrammarState:
-        """Return the state one token later; after an end-of-text token one that allows nothing. Raise ValueError if
-        the token is not allowed here."""
+        """Return the state one token later; behind an end nothing is allowed. Raise ValueError if this token is not."""
 
     def forget(self) -> None:
         """Drop the states that follow: whoever holds the start of a long text would hold them all."""
         return
 
     def forced(self) -> int | None:
-        """Return the only token that may come next, if there is exactly one, or the first of several end-of-text
-        tokens. This is much cheaper than a model's decode."""
+        """Return the only token that may come next, or the first if only ends may; None if there are others."""
         return None
 
 
@@ -58,8 +53,6 @@ def checked_ids(token_ids: TokenArray, n_tokens: int) -> TokenArray:
 
 
 class _Ended(GrammarState):
-    """After an end-of-text token: nothing is allowed."""
-
     def allows(self, token_ids: TokenArray) -> BoolArray:
         return np.zeros(len(token_ids), np.bool_)
 

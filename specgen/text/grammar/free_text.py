@@ -2,8 +2,7 @@
 
 The text before is free, and its states only look for marks: they allow all tokens without a mask. Like the states of
 any grammar they depend on the text alone, in a draft as in the text. A token that ends a mark and goes on behind it is
-allowed if the grammar takes what is behind.
-"""
+allowed if the grammar takes what is behind."""
 
 from __future__ import annotations
 
@@ -34,9 +33,8 @@ _Then: TypeAlias = Callable[[tuple[int, ...]], "GrammarState | None"]
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The marks before and behind a family's thoughts; those before the answer that follows, with `ANY` for the name of
-    a function, of which calls lack those that end with `final`, and those behind it. A prompt may have opened the
-    thoughts, or closed them."""
+    """The marks before and behind a family's thoughts; those before the answer, with `ANY` for a function's name, of
+    which calls lack those that end with `final`; and those behind it. A prompt may have opened thoughts, or closed."""
 
     begin: str
     end: str
@@ -58,8 +56,7 @@ class ThoughtMarks:
 def grammar_start(
     grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None = None
 ) -> GrammarState:
-    """Return the state of a grammar before an answer, whose thoughts are free. Raise `UsageError` if the grammar is
-    invalid."""
+    """Return the state of a grammar before an answer, whose thoughts are free. Raise `UsageError`."""
     if grammar.mark and not grammar.is_call:
         return _in_free_text(grammar, vocabulary, thoughts)
     return _WholeAnswer(grammar, vocabulary, thoughts).start
@@ -146,8 +143,7 @@ def _around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
 def _in_free_text(
     grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None
 ) -> GrammarState:
-    """Return the state of a free text in which the grammar holds from each mark on; one that cannot be followed is
-    left out, since nobody asked for it."""
+    """Return the state of a free text in which the grammar holds from each mark on, if it can be followed."""
     rules = f"start: lead answer /(?s:.)+/?\nlead[suffix={literal(grammar.mark)}]: /(?s:.*)/"
     try:
         own = LlguidanceGrammar(vocabulary, grammar, rules)
@@ -185,8 +181,7 @@ def _in_free_text(
 
 
 class _Marks:
-    """Free text up to one of these marks, and what holds from it on; with `otherwise`, that holds as soon as the text
-    does not begin with a mark. It `may_end` before."""
+    """Free text up to a mark, and what holds from it on; `otherwise` holds where the text begins with none."""
 
     def __init__(
         self,
@@ -300,7 +295,6 @@ _found: weakref.WeakKeyDictionary[Vocabulary, dict[bytes, list[int]]] = weakref.
 
 
 def _ending(vocabulary: Vocabulary, mark: bytes) -> list[int]:
-    """Return the tokens that may end a mark."""
     found = _found.setdefault(vocabulary, {})
     if mark not in found:
         ends = tuple(mark[n:] for n in range(len(mark)))

@@ -2,8 +2,7 @@
 
 llguidance's own reader of GBNF is not used: there `.` excludes the newline, `fooBar` and `foo-bar` are one rule, and
 `("a"*)*` is refused. Here each character is a terminal of its own, so that nothing depends on how a text is cut into
-terminals, and each group and repetition is a rule.
-"""
+terminals, and each group and repetition is a rule."""
 
 from __future__ import annotations
 
@@ -37,8 +36,6 @@ _Alternatives = list[list[str]]
 
 @dataclass(slots=True)
 class _Open:
-    """A rule or a group that is being read."""
-
     rule: int
     alternatives: _Alternatives
     #: Where in the last alternative the item begins that a repetition sign would repeat.
@@ -103,7 +100,6 @@ class GbnfReader:
         return self.text[self.position : self.position + 1]
 
     def _has(self, sign: str) -> bool:
-        """Read a sign if it comes next."""
         is_next = self.text.startswith(sign, self.position)
         self.position += len(sign) if is_next else 0
         return is_next
@@ -297,7 +293,6 @@ class GbnfReader:
 
 
 def _rules_that_end(rules: list[_Alternatives]) -> set[int]:
-    """Return the rules that derive some text, perhaps the empty one."""
 
     def ends(item: str) -> bool:
         if not item.startswith("r"):

@@ -2,8 +2,7 @@
 
 JSON is written on one line, with properties in the schema's order. As in llama.cpp and vLLM, an object that lists
 properties has no others, unless `additionalProperties` allows them: left open, small models invent properties, also in
-place of those that are listed. What no grammar can enforce is refused, or left out by name.
-"""
+place of those that are listed. What no grammar can enforce is refused, or left out by name."""
 
 from __future__ import annotations
 
@@ -49,9 +48,8 @@ _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*?)(?: \(\d+ times\))?$")
 _OUTER_REFERENCE = re.compile("Resource '(.*)' is not present in a registry")
 _N_SHOWN = 300
-#: The most parts of a schema: its values, the characters of its patterns with repetitions written out, and a
-#: tenth of each `multipleOf`. llguidance takes seconds for some schemas of this size. Above, it takes minutes, or
-#: fails in the middle of an answer.
+#: The most parts of a schema: its values, the characters of its patterns with repetitions written out, and a tenth of
+#: each `multipleOf`. For larger ones llguidance takes minutes, or fails in the middle of an answer.
 _MOST_PARTS = 10_000
 #: The most optional properties of an object, any of which may come next; llguidance ends the text above.
 _MOST_OPTIONAL = 500
@@ -71,9 +69,8 @@ Part = dict[str, Any]
 
 
 def schema_grammar(schema: str) -> Grammar:
-    """Return the grammar of the JSON texts that conform to a schema; ``{}`` means any object. References
-    are resolved within the schema, and never fetched. Raise `UsageError` if the text is no schema, nothing
-    conforms to it, or it cannot be enforced."""
+    """Return the grammar of the JSON texts that conform to a schema; ``{}`` means any object. References are never
+    fetched. Raise `UsageError` if the text is no schema, nothing conforms to it, or it cannot be enforced."""
     grammar, left_out = lenient_schema_grammar(schema)
     if left_out:
         names = ", ".join(left_out)
@@ -136,7 +133,6 @@ def _parse(schema: str) -> Part:
 
 
 def _n_parts(schema: dict[str, Any]) -> int:
-    """Return the number of parts of a schema, as `_MOST_PARTS` counts them."""
     n_parts, multiples, are_joined = 0, [1], False
     todo: list[tuple[str, Any]] = [("", schema)]
     while todo:
@@ -163,7 +159,6 @@ def _n_parts(schema: dict[str, Any]) -> int:
 
 
 def _coefficient(number: float) -> int:
-    """Return a number without its decimal point."""
     digits = Decimal(repr(number)).normalize()
     return abs(int(digits.scaleb(-min(0, int(digits.as_tuple().exponent))))) or 1
 
@@ -268,13 +263,8 @@ def _write_dependencies(part: Part) -> None:
 def _follow_patterns(part: Part, left_out: list[str]) -> None:
     pattern, keys = part.get("pattern"), part.get("patternProperties")
     if isinstance(pattern, str):
-        problem = _trouble(
-            **{name: part[name] for name in _LENGTHS if name in part}, pattern=pattern
-        )
-        if problem and not _trouble(pattern=pattern):
-            left_out.append(f"the length beside the pattern {pattern[:_N_NAMED]} ({problem})")
-            part.pop("minLength", None), part.pop("maxLength", None)
-        elif problem:
+        lengths = {name: part[name] for name in _LENGTHS if name in part}
+        if problem := _trouble(**lengths, pattern=pattern):
             left_out.append(f"the pattern {pattern[:_N_NAMED]} ({problem})")
             del part["pattern"]
     if isinstance(keys, dict) and keys:
@@ -290,8 +280,7 @@ def _trouble(**keywords: Any) -> str:
 
 
 def _limit_number_of_properties(part: Part, left_out: list[str]) -> None:
-    """Leave out a number of properties that llguidance cannot enforce: it counts only those that must be there or are
-    not named."""
+    """Leave out a number of properties that llguidance cannot enforce: it does not count named optional ones."""
     named, required = _properties(part), _required(part)
     least, most = _count(part, "minProperties"), part.get("maxProperties")
     if not named.keys() - {*required} or (most is None and least <= len(required)):
@@ -306,9 +295,8 @@ def _limit_number_of_properties(part: Part, left_out: list[str]) -> None:
 
 
 def _close(root: Part) -> set[int]:
-    """Put ``additionalProperties: false`` in objects that list properties and do not mention others, and return which.
-    A schema that holds together with others, for example by ``allOf``, stays open: a property that one of them names is
-    additional for another."""
+    """Put ``additionalProperties: false`` in objects that list properties and mention no others, and return which. What
+    holds together with others, as by ``allOf``, stays open: what one of them names is additional for another."""
     parts = list(_parts(root))
     joined: set[int] = set()
     closed: set[int] = set()
@@ -390,8 +378,7 @@ class _Choices:
     n_left: int = _MOST_COMPARISONS
 
     def write(self, part: Part) -> None:
-        """Write a schema's choice; and leave out a type beside options that have it, since llguidance would join it
-        with each."""
+        """Write a schema's choice, without a type beside options that have it: llguidance would join it with each."""
         options = [part] if "$ref" in part else _list(part.get("anyOf", part.get("oneOf")))
         types = [_types(_target(self.root, option)) <= _types(part) for option in options]
         if types and all(types) and not part.keys() & _CONSTRAINTS:
@@ -430,8 +417,7 @@ class _Choices:
         return whole
 
     def _are_apart(self, one: Any, other: Any, depth: int = _DEPTH) -> bool:
-        """Return whether it is certain that no value conforms to both schemas, of which the second is as it was before
-        it was closed."""
+        """Return whether surely no value conforms to both schemas, the second as it was before it was closed."""
         self.n_left -= 1
         one, other = _target(self.root, one), _target(self.root, other)
         if one is False or other is False:
@@ -465,7 +451,6 @@ class _Choices:
 
 
 def _target(root: Part, part: Any) -> Any:
-    """Return the schema that a schema refers to, or itself."""
     for _ in range(_DEPTH):
         if not isinstance(part, dict) or not isinstance(part.get("$ref"), str):
             return part

@@ -1,9 +1,7 @@
 """Grammars that llguidance follows (JSON schemas, GBNF, and its own form of Lark), with states that are values.
 
-llguidance (https://github.com/guidance-ai/llguidance) finds the allowed tokens of the whole vocabulary in
-some tens of microseconds, and copies a state in a few. If the grammar forces a text, it allows only the
-tokens in which the model's own tokenizer writes that text.
-"""
+llguidance (https://github.com/guidance-ai/llguidance) finds all allowed tokens in some tens of microseconds, and copies
+a state in a few. Of a forced text it allows only the tokens in which the model's own tokenizer writes it."""
 
 from __future__ import annotations
 
@@ -28,9 +26,8 @@ from specgen.text.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-#: The form of JSON: a space after commas and colons, and no other white space, since a model could write any
-#: amount of it. Strings may escape any character: were only control characters allowed, a model that begins "K\u00f6ln"
-#: would have to write one. What llguidance cannot enforce, it names as a warning.
+#: The form of JSON: a space after commas and colons, and no other white space, which models write without end. Strings
+#: may escape any character, as in "K\u00f6ln". What llguidance cannot enforce, it names as a warning.
 JSON_FORM = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -60,10 +57,7 @@ _SPECIAL = b"\xff"
 
 class LlguidanceGrammar:
     """A grammar over the tokens of a vocabulary; every text begins at `start`. With `rules`, in llguidance's form of
-    Lark, a text follows these, and what they call `answer` follows the grammar.
-
-    Raises `UsageError` if the grammar is not valid, or no text follows it.
-    """
+    Lark, a text follows these, and what they call `answer` the grammar. Raises `UsageError` if no text follows it."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar, rules: str = "") -> None:
         from llguidance import LLMatcher, LLParserLimits
@@ -113,7 +107,6 @@ class LlguidanceGrammar:
         return _State(self, self._matcher.deep_copy(), self._first)
 
     def fed(self, tokens: Sequence[int]) -> GrammarState | None:
-        """Return the state after these tokens; None if they are not allowed."""
         matcher = self._matcher.deep_copy()
         with _panics(BackendError, _NO_FURTHER):
             n_taken = matcher.try_consume_tokens(list(tokens))
@@ -242,8 +235,7 @@ class _State(GrammarState):
 
 
 def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
-    """Return whether llguidance refuses a grammar, and its messages. Those about a grammar that it does not
-    refuse say what it ignores."""
+    """Return whether llguidance refuses a grammar, and its messages: else they say what it ignores."""
     from llguidance import LLMatcher
 
     try:
@@ -255,8 +247,7 @@ def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
 
 @functools.lru_cache(maxsize=1000)
 def trouble_with(grammar: Grammar) -> str:
-    """Follow a grammar for some bytes, and return why llguidance cannot, or nothing. Patterns can become too large for
-    it at their second character."""
+    """Follow a grammar for some bytes, and return why llguidance cannot, or nothing: patterns can grow too large."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     is_wrong, messages = objections_to(grammar)
@@ -279,7 +270,6 @@ def literal(text: str) -> str:
 
 
 def in_lark(schema: Grammar) -> str:
-    """Return a JSON schema as an item of Lark."""
     return f"%json {json.dumps({**json.loads(schema.text), 'x-guidance': JSON_FORM})}"
 
 
@@ -354,8 +344,6 @@ def _tokenizer(vocabulary: Vocabulary) -> _Tokenizer:
 
 
 class _Tokens:
-    """A vocabulary in llguidance's interface."""
-
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = weakref.ref(vocabulary)
         ends = list(vocabulary.end_tokens())

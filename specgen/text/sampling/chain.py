@@ -1,7 +1,6 @@
 """The chain of samplers: from a row of logits to the distribution that a token is drawn from.
 
-Logit biases come first, then `SamplerOptions.samplers`; those that are switched off cost nothing.
-"""
+Logit biases come first, then `SamplerOptions.samplers`; those that are switched off cost nothing."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class Sampler:
         """Return the chain's distribution for a row of logits, float32[n_vocab], which is written to and restored.
         `history` are the last tokens of the text, int64[n], at least `n_history` if there are so many. `allows` is a
         grammar, asked about as few tokens as possible. Raise `BackendError` without a finite maximum,
-        `NoTokenAllowedError`. XTC removes tokens with a given probability: the result is the mixture of both cases, so
-        it is exact for speculative sampling, and no random number is used here."""
+        `NoTokenAllowedError`. XTC gives the mixture of both cases: exact, and without a random number."""
         if not self._edits:
             return self._of_row(logits, history, allows)
         edited: list[tuple[TokenArray, Logits]] = []
@@ -185,8 +183,7 @@ def _within(
 class Edit:
     """Changes the scores of a few tokens: logit bias, penalties, DRY."""
 
-    #: From the text so far, int64[n_history], to the affected tokens and the amounts: increasing ids
-    #: int64[m], float64[m].
+    #: From the text so far, int64[n_history], to the affected tokens, increasing, and amounts: int64[m], float64[m].
     affected: Callable[[TokenArray], tuple[TokenArray, ProbArray]]
     #: From the scores of these tokens and the amounts to the new scores.
     change: Callable[[Scores, ProbArray], Scores]
@@ -297,8 +294,7 @@ _Tokens, _Scores = ctypes.c_int32 * _MOST, ctypes.c_float * _MOST
 
 def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     """Return the n likeliest tokens of a row, float32[n_vocab], the lowest ids first among equals, and their
-    probabilities at temperature 1. The row is written to and restored. Raise `BackendError` if the largest is not
-    finite."""
+    probabilities at temperature 1. Raise `BackendError` if the largest is not finite."""
     found, values, total = list[int](), list[float](), 0.0
     if native_likeliest is not None and n <= _MOST and logits.flags.carray:
         row, tokens, scores = ctypes.c_float.from_buffer(logits.data), _Tokens(), _Scores()

@@ -2,8 +2,7 @@
 
 By p-e-w (github.com/oobabooga/text-generation-webui/pull/5677), with the sequence breakers of KoboldCpp and
 llama.cpp, over which no repetition reaches back. The score of a token that followed the text's last n tokens before
-is reduced by multiplier * base ** (n - allowed_length), for the longest such n.
-"""
+is reduced by multiplier * base ** (n - allowed_length), for the longest such n."""
 
 from __future__ import annotations
 
@@ -22,14 +21,11 @@ _MAX_BREAKER_BYTES = 40
 _MAX_TAIL = 20
 #: The logarithm of the largest float32: base ** exponent must stay below.
 _LOG_MAX = 88.7228391
-#: Up to this many positions are quickly compared one by one.
-_FEW = 16
 
 
 @dataclass(frozen=True, slots=True)
 class DryBreakers:
-    """Sequence breakers as tokens of a vocabulary: `tails[token]` complete a breaker after it; an empty one is a whole
-    one."""
+    """Sequence breakers as tokens: `tails[token]` complete a breaker after it; an empty one is a whole one."""
 
     tails: Mapping[int, frozenset[tuple[int, ...]]] = field(default_factory=dict)
 
@@ -131,39 +127,19 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
         lengths[places] = length
         if length >= enough:
             break
-        if length % 8 == 0:  # the places are equal so far, and probably stay so for long
-            places = _measured(backwards, places, lengths, enough)
         places = places[places + 1 + length < len(backwards)]
         places = places[backwards[places + 1 + length] == backwards[length]]
     return lengths
 
 
-def _measured(
-    backwards: TokenArray, places: TokenArray, lengths: TokenArray, enough: int
-) -> TokenArray:
-    """Finish the lengths of some positions, one by one; return the others. If there are few, all are; of many, only the
-    first: once one of a periodic text's many has `enough`, those with the same token after them add nothing."""
-    n_measured = len(places) if len(places) <= _FEW else 1
-    for place in places[:n_measured].tolist():
-        earlier = backwards[place + 1 : place + 1 + enough]
-        differs = (earlier != backwards[: len(earlier)]).argmax()
-        lengths[place] = differs or len(earlier)  # the first tokens are known not to differ
-    rest: TokenArray = places[n_measured:]
-    if lengths[places[0]] >= enough:
-        rest = rest[backwards[rest] != backwards[places[0]]]
-    return rest
-
-
 def _words(vocabulary: Vocabulary, *, strip: bool) -> Iterator[bytes]:
-    """Return every token's text, also that of control tokens; `strip` removes a leading space."""
     for token_id in range(vocabulary.n_tokens):
         word = vocabulary.token_bytes(token_id) or _control_text(vocabulary, token_id)
         yield word[1:] if strip and word.startswith(b" ") else word
 
 
 def _control_text(vocabulary: Vocabulary, token_id: int) -> bytes:
-    """Return the name of a control token; an empty text for a token that no text is tokenized to
-    (padding)."""
+    """Return the name of a control token; nothing for padding, which no text is tokenized to."""
     text = vocabulary.token_text(token_id)
     if text and vocabulary.tokenize(text, add_special=False, parse_special=True) == [token_id]:
         return text.encode()

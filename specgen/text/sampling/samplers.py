@@ -2,8 +2,7 @@
 name. `chain.py` puts them in order: a new sampler needs a case in its `_step`.
 
 A vocabulary has 150 thousand tokens, and a usual chain keeps forty: it begins with the row of logits itself, and the
-first sampler that drops tokens picks the few that it keeps, without sorting the others.
-"""
+first sampler that drops tokens picks the few that it keeps, without sorting the others."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Candidates(NamedTuple):
 
 
 def allowed(scores: Scores, allows: Allows) -> Candidates:
-    """Return all tokens that `allows` permits and whose scores are above minus infinity. Raise
-    `NoTokenAllowedError`."""
+    """Return the tokens above minus infinity that `allows` permits. Raise `NoTokenAllowedError`."""
     possible = np.flatnonzero(scores > -np.inf)
     kept = possible[allows(possible)]
     if not len(kept):
@@ -127,8 +125,7 @@ def last(history: TokenArray, n: int) -> TokenArray:
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """Divide scores by t; t <= 0 keeps only the likeliest, the lowest id among equals. The result is float64, so that
-    different scores stay different, and top-k may come before or after."""
+    """Divide scores by t, as float64, which keeps them different; t <= 0 keeps only the likeliest with the lowest id."""
     if t <= 0.0:
         position = 0 if candidates.is_ranked else int(candidates.scores.argmax())
         return candidates.take(np.array([position]), candidates.size, is_ranked=True)

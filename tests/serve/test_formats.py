@@ -1,0 +1,779 @@
+"""The formats of all APIs: what becomes of their requests, by which name a field is refused, and what is answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from typing import Any
+
+import openai.types.responses as api
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from pydantic_core import from_json
+
+from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.answers import Answer, figures
+from specgen.serve.formats.local_servers import read_infill
+from specgen.serve.formats.messages import error_body, read_messages
+from specgen.serve.formats.openai import read_chat, read_request
+from specgen.serve.formats.request import BodyError, Defaults, Kind, Request, with_call_form
+from specgen.serve.formats.responses import read_response_request
+from specgen.session.prompts.template import Message, ToolCall
+from tests.helpers.formats import CHAT, FINISHED, MESSAGES, RESPONSES, written
+from tests.helpers.templates import FAMILIES
+from tests.long_runs.mutated_json import mutated
+
+DEFAULTS = Defaults(SamplerOptions(top_k=7), GenerationOptions(max_tokens=5, stop=("END",)))
+TEMPLATE = FAMILIES["Hermes"] + "{{ enable_thinking }}"
+EVENT: TypeAdapter[Any] = TypeAdapter(api.ResponseStreamEvent)
+USER = {"role": "user", "content": "hi"}
+LEFT_OUT = "[image left out: this model reads text]"
+
+
+def read(kind: Kind, **body: Any) -> Request:
+    return read_request(kind, body, DEFAULTS)
+
+
+def chat(**body: Any) -> Request:
+    return read("chat", **{"messages": [USER], **body})
+
+
+def responding(**body: Any) -> Request:
+    (request,) = read_response_request({"input": "hi", **body})
+    return with_call_form(request, TEMPLATE)
+
+
+def messaging(**body: Any) -> Request:
+    (request,) = read_messages({"messages": [USER], **body})
+    return with_call_form(request, TEMPLATE)
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def fields(request: Request) -> list[str]:
+    """The fields that warnings name."""
+    return [each.partition(":")[0] for each in request.warnings]
+
+
+def said(role: str, *texts: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"role": role, "content": [{"type": kind, "text": text} for text in texts]}
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+
+def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
+    messages = (Message("user", "hi"),)
+    assert chat() == Request("chat", *DEFAULTS, messages=messages, splits_reasoning=True)
+    assert read("completion", prompt="a b") == Request("completion", *DEFAULTS, text="a b")
+    expected = Request("prompt", *DEFAULTS, text="a b", splits_reasoning=True)
+    assert read("prompt", prompt="a b") == expected
+    assert chat(temperature=None, max_tokens=None, stop=None, model="gpt-9") == chat()
+    assert chat(stream_options={"include_usage": None}) == chat()
+
+
+def test_every_field_of_a_sampler_is_read() -> None:
+    values = {
+        each.name: 3 if isinstance(each.default, int) else 0.5
+        for each in dataclasses.fields(SamplerOptions)
+        if not isinstance(each.default, tuple)
+    }
+    expected = {"dry_breakers": (".", "!"), **values}
+    assert chat(**values, dry_breakers=[".", "!"]).sampling == SamplerOptions(**expected)  # type: ignore[arg-type]
+    others = {"dry_sequence_breakers": ["."], "dry_penalty_last_n": 9, "typ_p": 3}
+    assert chat(**others).sampling == chat(dry_breakers=["."], dry_last_n=9).sampling
+    assert chat(seed=2**40).sampling.seed == 2**40
+
+
+def test_lengths_and_ends() -> None:
+    for name, n in (("max_tokens", 0), ("max_completion_tokens", 9), ("n_predict", -1)):
+        assert chat(**{name: n}).generation.max_tokens == n
+    assert chat(stop="x").generation.stop == ("x",)
+    assert chat(stop=["x", "yz"]).generation.stop == ("x", "yz")
+    assert chat(stop=[]).generation.stop == ()
+    assert chat(ignore_eos=True).generation.ignore_eos
+
+
+def test_other_spellings_of_values() -> None:
+    """What llama.cpp's, vLLM's and ollama's clients send."""
+    assert chat(top_k=-1).sampling.top_k == 0
+    assert chat(grammar="", stop=["x", ""]) == chat(stop="x")
+    assert chat(repetition_penalty=1.5).sampling.repeat_penalty == 1.5
+    for biases, pairs in (
+        ([[5, -1], [6, False], ["6", 1]], ((5, -1.0), (6, -1e30), ("6", 1.0))),
+        ({"5": -1, "the": False}, ((5, -1.0), ("the", -1e30))),
+    ):
+        assert chat(logit_bias=biases).biases == pairs
+    for form in ("deepseek-legacy", "parsed", "auto"):
+        assert chat(reasoning_format=form).splits_reasoning
+    for how in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}):
+        assert chat(**how).variables == {"enable_thinking": False}
+    turns = [
+        {"role": "user", "content": {"type": "text", "text": "hi"}},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "x"},
+    ]
+    assert read("chat", messages=turns).messages == (
+        Message("user", "hi"),
+        Message("assistant", "", (ToolCall("", "f", {"a": 1}),)),
+        Message("tool", "x", name="f"),
+    )
+
+
+def test_prompts() -> None:
+    assert read("completion", prompt=[1, 2, 3]).tokens == (1, 2, 3)
+    assert read("completion", prompt=[[1, 2]]).tokens == (1, 2)
+    assert read("completion", prompt=["only"]).text == "only"
+    turned = read("prompt", prompt="hi", system="be brief")
+    assert turned.kind == "chat"
+    assert turned.messages == (Message("system", "be brief"), Message("user", "hi"))
+
+
+def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
+    schema: Any = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+    def asked(**more: Any) -> Request:
+        form = {"name": "x", "schema": schema, **more}
+        return chat(response_format={"type": "json_schema", "json_schema": form})
+
+    for request in (asked(), asked(strict=False), asked(strict=None)):
+        assert request.warnings == ("response_format: no grammar can enforce uniqueItems",)
+        assert request.generation.grammar is not None
+        assert '"array"' in request.generation.grammar.text
+        is_open = request == asked(strict=False)
+        assert ('"additionalProperties": false' in request.generation.grammar.text) is not is_open
+    with pytest.raises(BodyError, match="uniqueItems") as error:
+        asked(strict=True)
+    assert error.value.field == "response_format"
+    with pytest.raises(BodyError, match="uniqueItems"):
+        chat(json_schema=schema)
+    schema = True
+    assert asked(strict=True).warnings == ()
+    schema = {"type": "string", "pattern": r"^$|(^(?:\S+\s+){0,99}\S+$)", "maxLength": 5000}
+    (warning,) = asked().warnings
+    assert "the pattern" in warning
+
+
+@pytest.mark.parametrize(
+    ("thinking", "variables"),
+    [
+        (None, {}),
+        ({"type": "of the next version"}, {}),
+        ({"type": "enabled", "budget_tokens": 2000}, {"enable_thinking": True}),
+        ({"type": "disabled"}, {"enable_thinking": False}),
+    ],
+)
+def test_thinking_is_a_variable_of_the_template(thinking: Any, variables: dict[str, bool]) -> None:
+    assert messaging(thinking=thinking).variables == variables
+    assert chat(thinking=thinking).variables == variables
+
+
+def test_a_format_becomes_a_grammar() -> None:
+    form: Any = {"type": "json_schema", "schema": {"const": 7}}
+    for asked in (
+        messaging(output_config={"format": form}),
+        messaging(output_format=form),
+        responding(text={"format": form}),
+        chat(response_format=form),
+    ):
+        assert asked.generation.grammar is not None
+        assert json.loads(asked.generation.grammar.text)["const"] == 7
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+_ROLES = ("system", "developer", "user", "system", "assistant", "system", "user", "user")
+_CHAT = [{"role": role, "content": text} for role, text in zip(_ROLES, "abcdefgh", strict=True)]
+_ITEMS = [
+    said("developer", "b"),
+    {"type": "message", **said("system", "c", "d")},
+    said("user", "e"),
+]
+_ITEMS += [{"role": "user", "content": "f"}, said("assistant", "g"), said("developer", "late")]
+_ANSWERED = [USER, {"role": "assistant", "content": "A"}, {"role": "system", "content": "T"}]
+_BILLED = "I read x-anthropic-billing-header"
+
+
+@pytest.mark.parametrize(
+    ("request_of", "body", "expected"),
+    [
+        (chat, {"messages": _CHAT}, ["s a|b", "u c|d", "a e", "u f|g", "u h"]),
+        (
+            responding,
+            {"instructions": "a", "input": [*_ITEMS, said("user", "h")]},
+            ["s a|b|c\nd", "u e|f", "a g", "u late|h"],
+        ),
+        (messaging, {"system": []}, ["u hi"]),
+        (messaging, {"messages": [USER, USER]}, ["u hi|hi"]),
+        (messaging, {"system": _BILLED}, [f"s {_BILLED}", "u hi"]),
+        (messaging, {"messages": [_ANSWERED[2], USER], "system": "S"}, ["s S|T", "u hi"]),
+        (messaging, {"messages": _ANSWERED}, ["u hi", "a A", "u T"]),
+    ],
+)
+def test_turns_are_as_templates_want_them(
+    request_of: Any, body: dict[str, Any], expected: list[str]
+) -> None:
+    """A system message behind the beginning is the user's, and turns of one role are one where the API says so."""
+    found = [(each.role[0], each.content) for each in request_of(**body).messages]
+    assert [f"{role} {text}".replace("\n\n", "|") for role, text in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("how", "continues"),
+    [
+        ({}, True),
+        ({"continue_final_message": True, "add_generation_prompt": False}, True),
+        ({"continue_final_message": False}, False),
+        ({"add_generation_prompt": True}, False),
+    ],
+)
+def test_a_last_message_of_the_assistant_is_continued(how: Any, continues: bool) -> None:
+    user: dict[str, Any] = {"role": "user", "content": "hi"}
+    turns = [user, {"role": "assistant", "content": "Ho"}]
+    assert read("chat", messages=turns, **how).continues == continues
+    call = {"id": "c", "function": {"name": "a"}}
+    turns[1] = {"role": "assistant", "tool_calls": [call]}
+    for others in (turns, [user]):
+        asked = read("chat", messages=others, **how)
+        assert not asked.continues
+        assert bool(asked.warnings) == ("continue_final_message" in how and continues)
+
+
+def test_what_an_agent_sends_as_items() -> None:
+    """Thoughts, a text and calls are one turn; what runs elsewhere is left out."""
+    asked = responding(**RESPONSES)
+    look, patch = ToolCall("call_1", "exec_command", {"cmd": "cat a.txt"}), {"input": "+b"}
+    assert asked.messages == (
+        Message("system", "Be brief.\n\nYou may run commands."),
+        Message("user", "Look."),
+        Message("assistant", "I look.", (look,), reasoning="I have to look."),
+        Message("tool", "b", tool_call_id="call_1", name="exec_command"),
+        Message("assistant", "", (ToolCall("call_2", "patch", patch),)),
+        Message("tool", "done", tool_call_id="call_2", name="patch"),
+    )
+    assert asked.tools is not None
+    assert [each.name for each in asked.tools.functions] == ["exec_command", "patch"]
+    assert asked.tools.functions[0].description == "Runs a command."
+    assert asked.tools.functions[1].parameters["required"] == ["input"]
+    assert [each.name for each in asked.tools.callable] == ["exec_command"]
+    assert (asked.tools.must_call, asked.tools.is_parallel) == (False, True)
+    assert (asked.generation.max_tokens, asked.variables) == (4, {"enable_thinking": False})
+    assert {"input[8]", "tools[1].format", "tools[2]", "tools[3]", "truncation"} <= set(
+        fields(asked)
+    )
+
+
+def test_what_an_agent_sends_as_messages() -> None:
+    asked = messaging(**MESSAGES)
+    calls = tuple(
+        ToolCall(f"toolu_{n}", "Read", {"path": f"{name}.txt"}) for n, name in ((1, "a"), (2, "b"))
+    )
+    assert asked.messages == (
+        Message("system", "Be short.\n\nUse tools."),
+        Message("user", "Read a.txt\n\nAgent types: none"),
+        Message("assistant", "I read it.", calls, reasoning="A file."),
+        Message("tool", "7", tool_call_id="toolu_1", name="Read"),
+        Message("tool", "Error: no file", tool_call_id="toolu_2", name="Read"),
+        Message("user", "Go on."),
+    )
+    assert asked.tools is not None
+    assert [function.name for function in asked.tools.functions] == ["Read"]
+    assert (asked.tools.must_call, asked.tools.is_parallel) == (True, False)
+    assert (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p) == (0.5, 5, 0.9)
+    assert asked.generation.stop == ("\n\n", "END")
+    assert asked.variables == {"enable_thinking": True}
+    assert asked.splits_reasoning
+    assert asked.warnings == (
+        'tools[1]: ignored, since "web_search_20250305" does not run here',
+        "tools: no grammar can enforce propertyNames of Read",
+    )
+
+
+def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:..."}}
+    call = {"name": "a", "arguments": '{"x": 1}'}
+    turns = [
+        {"role": "tool", "tool_call_id": "gone", "content": "7"},
+        {"role": "user", "content": [{"type": "text", "text": "see "}, image]},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "a", "content": [{"type": "file"}]},
+        {"role": "user", "content": None},
+    ]
+    assert chat(messages=turns).messages == (
+        Message("user", "[result of an earlier call]\n7"),
+        Message("user", f"see \n{LEFT_OUT}"),
+        Message("assistant", "", (ToolCall("a", "a", {"x": 1}),)),
+        Message("tool", "[file left out: this model reads text]", tool_call_id="a", name="a"),
+        Message("user", ""),
+    )
+    image = {"type": "input_image", "image_url": "data:..."}
+    items = [
+        {"type": "function_call_output", "call_id": "gone", "output": [image]},
+        {"role": "user", "content": [image, {"type": "input_text", "text": None}]},
+    ]
+    first = f"[result of an earlier call]\n{LEFT_OUT}\n\n{LEFT_OUT}"
+    assert responding(input=items).messages == (Message("user", first),)
+    image = {"type": "image", "source": {"type": "base64", "data": "aGk="}}
+    document = {"type": "document", "source": {"type": "text", "data": "a letter"}}
+    result = {"type": "tool_result", "tool_use_id": "gone", "content": [image]}
+    called = {"type": "tool_use", "id": "1", "name": "a", "input": None}
+    hosted = {"type": "server_tool_use", "id": "2", "name": "web_search", "input": {}}
+    turns = [
+        {"role": "user", "content": [result, image, document]},
+        {"role": "assistant", "content": [hosted, called]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]},
+        {"role": "user", "content": None},
+    ]
+    found = [(each.role, each.content) for each in messaging(messages=turns).messages]
+    assert found == [("user", f"{first}\n\na letter"), ("assistant", ""), ("tool", "")]
+
+
+def test_thoughts_without_an_answer_are_left_out() -> None:
+    lone = {"type": "reasoning", "summary": [], "encrypted_content": "another server's!"}
+    short = {**lone, "summary": [{"type": "summary_text", "text": "short"}]}
+    assert responding(input=[lone, said("user", "x"), short]).messages == (Message("user", "x"),)
+    said_too = responding(input=[short, said("assistant", "x")]).messages
+    assert said_too == (Message("assistant", "x", reasoning="short"),)
+
+
+def test_the_tools_that_may_be_called() -> None:
+    tools = [tool("a", description="A.", parameters={"required": ["x"]}), tool("b")]
+    request = chat(tools=tools)
+    assert request.tools is not None
+    assert request.tools.functions[0].definition["function"] == {
+        "name": "a",
+        "description": "A.",
+        "parameters": {"type": "object", "properties": {}, "required": ["x"]},
+    }
+    assert not request.tools.must_call
+    assert chat(tools=tools, tool_choice="none").tools is None
+    named = chat(tools=tools, tool_choice=tool("b"))
+    assert named.tools is not None
+    assert [function.name for function in named.tools.callable] == ["b"]
+    assert len(named.tools.functions) == 2
+    tools = [{"type": "function", "name": "a"}, {"type": "custom", "name": "patch"}]
+    named = responding(tools=tools, tool_choice={"type": "custom", "name": "patch"})
+    assert named.tools is not None
+    assert ([each.name for each in named.tools.callable], named.tools.must_call) == (
+        ["patch"],
+        True,
+    )
+    assert responding(tools=[{"type": "web_search"}], tool_choice="auto").tools is None
+
+
+def test_a_call_and_what_the_tool_answered() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "a", "arguments": '{"x": 1}'}}
+    broken = {"id": "c2", "type": "function", "function": {"name": "a", "arguments": "{"}}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call, broken]},
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+    _, assistant, answer = chat(messages=turns).messages
+    calls = (ToolCall("c1", "a", {"x": 1}), ToolCall("c2", "a", "{"))
+    assert assistant == Message("assistant", "", calls)
+    assert answer == Message("tool", "7", tool_call_id="c1", name="a")
+    # After compaction there may be results without tools.
+    assert with_call_form(chat(messages=turns), "{{ messages }}").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        *((nothing, {}) for nothing in ("", None, "{}")),
+        ({"x": 1}, {"x": 1}),
+        *((broken, broken) for broken in ("[1]", "{", '{"x": "\\ud800"}', '{"x":' * 5000)),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_are_an_object_or_told_as_they_are(written: Any, read: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": written}}
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+    assert message.tool_calls[0].arguments == read
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"grammar": 'root ::= "no"'}, "excludes tools"),
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_what_a_call_excludes_is_refused(body: dict[str, Any], why: str) -> None:
+    with pytest.raises(BodyError, match=why):
+        with_call_form(chat(tools=[tool("a")], **body), FAMILIES["Hermes"])
+
+
+# --- what is refused, and what is ignored ---------------------------------------------------------
+
+_ARRAYS = {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]}
+_USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": 1}]}
+_NO_ID = {"type": "function_call", "id": "fc_c", "call_id": None, "name": "a", "arguments": "{}"}
+#: By API: bodies, and the field that is named.
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (chat, {"temperature": -1}, "temperature"),
+    (chat, {"temperature": math.nan}, "temperature"),
+    (chat, {"temperature": 10**400}, "temperature"),
+    (chat, {"top_p": 1.5}, "top_p"),
+    (chat, {"top_k": 10**400}, "top_k"),
+    (chat, {"seed": 2**64}, "seed"),
+    (chat, {"logit_bias": {"5": "x"}}, "logit_bias[0][1]"),
+    (chat, {"logit_bias": [[5]]}, "logit_bias[0][1]"),
+    (chat, {"json_schema": {"pattern": "^((((a{100}){100}){100}){100})$"}}, "json_schema"),
+    (chat, {"max_completion_tokens": -2}, "max_completion_tokens"),
+    (chat, {"stop": [1]}, "stop[0]"),
+    (chat, {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
+    (chat, {"n": 2}, "n"),
+    (chat, {"tools": [tool("a b")]}, "tools[0].name"),
+    (chat, {"tools": [tool("a"), tool("a")]}, "tools[1].name"),
+    (chat, {"tools": [tool("a", parameters={"properties": [1]})]}, "tools[0].parameters.properties"),
+    (chat, {"tools": [tool("a", parameters={"required": True})]}, "tools[0].parameters.required"),
+    (chat, {"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
+    (chat, {"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
+    (chat, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    (chat, {"response_format": {"type": "json_schema"}}, "response_format"),
+    (chat, {"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),
+    (chat, {"grammar": 'root ::= "a"', "ignore_eos": True}, "ignore_eos"),
+    (chat, {"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
+    (responding, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    (responding, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    (responding, {"input": [_NO_ID]}, "input[0]"),
+    (responding, _ARRAYS, "tools[1].parameters"),
+    (responding, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
+    (responding, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    (responding, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+    (responding, {"text": {"format": {"type": "x"}}}, "text.format.type"),
+    (messaging, {"messages": [{"role": "user", "content": []}]}, "messages"),
+    (messaging, {"messages": [_USED, USER]}, "messages[0].content[0].input"),
+    (messaging, {"tools": [{"type": "bash_20250124"}, {"name": "a", "input_schema": 1}]}, "tools[1].input_schema"),
+    (messaging, {"stop_sequences": [1]}, "stop_sequences[0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("request_of", "body", "field"), REFUSED, ids=[str(each[1])[:50] for each in REFUSED]
+)
+def test_what_cannot_be_honoured_is_refused_by_the_name_that_it_has(
+    request_of: Any, body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(BodyError) as error:
+        request_of(**body)
+    assert error.value.field == field
+    assert error.value.message.startswith(f"{field}: ")
+    assert "\n" not in error.value.message
+    error.value.message.encode()
+
+
+def test_what_the_server_lacks_is_ignored_with_a_warning() -> None:
+    lacking: dict[str, Any] = {
+        "store": True,
+        "verbosity": "low",
+        "colour": "red",
+        "samplers": ["top_k"],
+        "best_of": 3,
+    }
+    user = {"role": "user", "content": [{"type": "text", "text": "hi", "hue": 1}], "mood": "glad"}
+    request = chat(**lacking, messages=[user, user], speculative={"min": 1})
+    assert request.sampling == chat().sampling
+    nested = ["messages.mood", "messages.content.hue", "speculative.min"]
+    assert sorted(fields(request)) == sorted([*lacking, *nested])
+    asks_nothing = {"store": False, "user": "eva", "metadata": {"a": 1}, "functions": []}
+    assert chat(**asks_nothing) == chat()
+
+
+def test_what_is_ignored_is_mentioned() -> None:
+    asks: dict[str, Any] = {
+        "client_metadata": {"a": 1},
+        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+        "prompt_cache_key": "k",
+        "service_tier": "auto",
+        "truncation": "auto",
+        "store": True,
+        "text": {"verbosity": "low"},
+        "reasoning": {"summary": "detailed"},
+        "invented": 1,
+        "background": True,
+        "n": 2,
+        "top_logprobs": 2,
+    }
+    unknown = {*asks} - {"client_metadata", "prompt_cache_key", "service_tier"}
+    assert set(fields(responding(**asks))) == unknown
+    nothing = {**dict.fromkeys(asks), "store": False}
+    assert fields(responding(**nothing)) == []
+
+
+@pytest.mark.parametrize(
+    ("read_body", "agent"),
+    [(read_messages, MESSAGES), (read_response_request, RESPONSES), (read_chat, CHAT)],
+)
+@given(seed=st.integers(0, 10**9))
+def test_any_body_is_read_or_refused(read_body: Any, agent: dict[str, Any], seed: int) -> None:
+    """No other exception leaves a reader: it would be a 500."""
+    try:
+        body = from_json(mutated(agent, random.Random(seed)), allow_inf_nan=False)
+    except ValueError:
+        return
+    if not isinstance(body, dict):
+        return
+    try:
+        (asked,) = read_body(body)
+        Answer(with_call_form(asked, TEMPLATE))
+        written(asked, "x")
+    except BodyError as error:
+        error.message.encode()
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+PIECES = [
+    Piece(1, "é", "accepted", "model"),
+    Piece(9, "!", "accepted", "grammar"),
+    Piece(2, " b", "bonus", "target"),
+]
+
+
+def test_an_answer_with_a_line_ends_when_its_time_is_over() -> None:
+    (request,) = read_infill({"t_max_predict_ms": 1500})
+    assert request.writer is not None
+    writer = request.writer([request], [""], identity="a", created=1, model="m")
+
+    def is_over(text: str, time_s: float) -> bool:
+        piece = Piece(1, text, "plain", "target")
+        writer.feed(0, CommittedEvent(0, 0.0, 1, (piece,), text, 1))
+        return bool(writer.is_over(0, time_s))
+
+    assert [is_over("a", 9.0), is_over("\n", 1.0), is_over("b", 2.0)] == [False, False, True]
+
+
+def body(kind: Kind, **more: Any) -> dict[str, Any]:
+    request = chat(**more) if kind == "chat" else read(kind, prompt="x", **more)
+    return written(request, *PIECES)[1]
+
+
+def test_the_body_of_a_chat() -> None:
+    made = body("chat")
+    assert (made["object"], made["id"]) == ("chat.completion", "chatcmpl-abc")
+    assert (made["created"], made["model"]) == (17, "m.gguf")
+    message = {"role": "assistant", "content": "é! b"}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    assert made["choices"] == [choice]
+    assert made["usage"] == {
+        "prompt_tokens": 12,
+        "completion_tokens": 2,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    assert made["speculative"]["acceptance_rate"] == 0.25
+    timings = made["timings"]
+    assert (timings["prompt_n"], timings["prompt_per_second"]) == (4, 8.0)
+    assert (timings["predicted_ms"], timings["predicted_per_second"]) == (1000.0, 2.5)
+    assert {type(value) for value in timings.values()} <= {int, float}
+    assert made["speculative"]["undrafted"] == [
+        {"reason": "nothing found", "text": "nothing found to draft", "n_rounds": 3},
+        {"reason": "no room", "text": "no room for a draft", "n_rounds": 1},
+    ]
+    text = body("completion")
+    assert (text["object"], text["choices"][0]["text"]) == ("text_completion", "é! b")
+
+
+def test_the_figures_of_several_answers_add_up() -> None:
+    reasons = (
+        ReasonCount("no room", "no room for a draft", 4),
+        ReasonCount("failed", "the drafter has failed", 1),
+    )
+    other = dataclasses.replace(FINISHED, undrafted=reasons, accepted_by_depth=(1, 2))
+    both = figures([FINISHED, other], n_for_each_prompt=2)
+    counts = [(each["reason"], each["n_rounds"]) for each in both["speculative"]["undrafted"]]
+    assert counts == [("no room", 5), ("nothing found", 3), ("failed", 1)]
+    drafts = both["speculative"]
+    assert drafts["accepted_by_position"] == [2, 2]
+    assert (drafts["acceptance_rate"], drafts["mean_accepted_length"]) == (0.25, 1.5)
+    assert (drafts["n_drafted"], both["usage"]["completion_tokens"]) == (8, 4)
+    assert both["usage"]["prompt_tokens"] == 12
+    assert figures([FINISHED, other])["usage"]["prompt_tokens"] == 24
+    assert both["timings"]["predicted_per_second"] == 2.0
+
+
+@pytest.mark.parametrize(("others_share", "is_known"), [(None, True), (0.1, True), (0.4, False)])
+def test_a_busy_machine_knows_no_gain(others_share: float | None, is_known: bool) -> None:
+    gain: Any = {"estimated_speedup": 1.5, "estimated_speedup_range": (1.4, 1.6)}
+    answer = dataclasses.replace(FINISHED, **gain, others_share=others_share)
+    drafts = figures([answer])["speculative"]
+    expected = (1.5, [1.4, 1.6]) if is_known else (None, None)
+    assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
+
+
+def test_the_bytes_of_a_token_are_not_those_of_its_character() -> None:
+    own = TokenLogprob(1, "\\xa9", -0.5, (0xA9,))
+    piece = Piece(1, "é", "accepted", "model", -0.5, (own,))
+    _, made = written(chat(logprobs=True), piece)
+    (entry,) = made["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == ("\\xa9", [0xA9])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n_own", "n_thought"),
+    [([""], 0, 0), (["<thi", ""], 1, 0), (["<think>", "a", ""], 2, 2), (["x", ""], 1, 0)],
+    ids=["empty", "begun mark", "cut thought", "none"],
+)
+def test_an_answer_without_thoughts_has_no_reasoning_tokens(
+    tokens: list[str], n_own: int, n_thought: int
+) -> None:
+    """The token that ends an answer is among its pieces."""
+    _, whole = written(chat(), *tokens, n_tokens=n_own)
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": n_thought}
+
+
+GIVEN = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "a"}]
+SAID = (
+    "<think>I ",
+    "see</think>",
+    "So",
+    " be it",
+    '<tool_call>{"name": "a", "arguments": {"n": 1}}</tool_call>',
+    '<tool_call>{"name": "patch", "arguments": {"input": "+x"}}</tool_call>',
+)
+
+
+def events_of(*tokens: str, finish_reason: str = "stop", **body: Any) -> list[dict[str, Any]]:
+    events, whole = written(responding(tools=GIVEN, **body), *tokens, finish_reason=finish_reason)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        EVENT.validate_python(json.loads(json.dumps(event)))
+    assert events[-1]["response"] == whole
+    return events
+
+
+def test_the_events_of_an_answer() -> None:
+    events = events_of(
+        *SAID,
+        include=["reasoning.encrypted_content"],
+        metadata={"a": "b"},
+        best_of=2,
+        temperature=0,
+    )
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    text = ["output_item.added", "content_part.added"]
+    end = ["content_part.done", "output_item.done"]
+    call = ["output_item.added", "{0}.delta", "{0}.done", "output_item.done"]
+    assert kinds == [
+        *("created", "in_progress"),
+        *(*text, *["reasoning_text.delta"] * 2, "reasoning_text.done", *end),
+        *(*text, *["output_text.delta"] * 2, "output_text.done", *end),
+        *(each.format("function_call_arguments") for each in call),
+        *(each.format("custom_tool_call_input") for each in call),
+        "completed",
+    ]
+    response = events[-1]["response"]
+    done = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+    assert response["output"] == done
+    assert [item["type"] for item in done] == [
+        *("reasoning", "message", "function_call", "custom_tool_call")
+    ]
+    assert done[0]["content"][0]["text"] == "I see"
+    assert done[1]["content"][0]["text"] == "So be it"
+    assert done[2]["arguments"] == '{"n": 1}'
+    assert done[3]["input"] == "+x"
+    assert len({item["id"] for item in done}) == 4
+    for event in events:
+        if "item_id" in event:
+            assert event["item_id"] == done[event["output_index"]]["id"]
+    assert response["usage"] == {
+        "input_tokens": 12,
+        "input_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 0},
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 14,
+    }
+    assert [each.partition(":")[0] for each in response["warnings"]] == ["best_of"]
+    assert (response["metadata"], response["status"]) == ({"a": "b"}, "completed")
+    assert (response["temperature"], response["parallel_tool_calls"]) == (0, True)
+    # What a client sends back is the turn as it was.
+    (turn,) = responding(input=done).messages
+    first, second = (item["call_id"] for item in done[2:])
+    calls = (ToolCall(first, "a", {"n": 1}), ToolCall(second, "patch", {"input": "+x"}))
+    assert turn == Message("assistant", "So be it", calls, reasoning="I see")
+    hidden = [{**done[0], "content": None}, *done[1:]]
+    assert responding(input=hidden).messages == (turn,)
+
+
+def test_an_answer_that_was_cut_is_incomplete() -> None:
+    last = events_of("So", finish_reason="length")[-1]
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["response"]["output"][0]["status"] == "incomplete"
+    assert api.Response.model_validate(last["response"]).output_text == "So"
+
+
+def test_an_empty_answer_has_an_item() -> None:
+    (item,) = events_of()[-1]["response"]["output"]
+    assert item["content"][0]["text"] == ""
+
+
+def test_a_failure_ends_the_events() -> None:
+    make: Any = responding().writer
+    writer = make([responding()], [""], identity="7", created=17, model="m")
+    writer.begin(7)
+    (event,) = writer.fail({"error": {"message": "lost", "type": "server_error"}})
+    EVENT.validate_python(event)
+    assert event["type"] == "response.failed"
+    assert event["response"]["error"]["message"] == "lost"
+
+
+def test_blocks_of_all_kinds_whole_and_as_events() -> None:
+    asked = messaging(tools=[{"name": "a"}])
+    call = '<tool_call>{"name": "a", "arguments": {"x": "é"}}</tool_call>'
+    events, whole = written(asked, "<think>Th", "en</think>", "Yes", call, call)
+    blocks: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append({**event["content_block"], "told": ""})
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(blocks) - 1
+            (told,) = (value for name, value in event["delta"].items() if name != "type")
+            blocks[-1]["told"] += told
+    assert [(block["type"], block["told"]) for block in blocks] == [
+        ("thinking", "Then"),
+        ("text", "Yes"),
+        ("tool_use", '{"x": "é"}'),
+        ("tool_use", '{"x": "é"}'),
+    ]
+    assert [block["id"] for block in blocks[2:]] == [block["id"] for block in whole["content"][2:]]
+    assert len({block["id"] for block in blocks[2:]}) == 2
+    assert [block.get("text", block.get("thinking")) for block in whole["content"][:2]] == [
+        *("Then", "Yes")
+    ]
+    assert [block["input"] for block in whole["content"][2:]] == [{"x": "é"}] * 2
+    assert sum(event["type"] == "content_block_stop" for event in events) == len(blocks)
+    last = events[-2]
+    assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert last["usage"]["input_tokens"] == 4
+    assert last["usage"]["cache_read_input_tokens"] == 8
+    assert last["usage"]["output_tokens"] == 2
+    assert {name: whole[name] for name in last if name not in ("type", "delta")} == {
+        name: value for name, value in last.items() if name not in ("type", "delta")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "told"),
+    [
+        ("server_error", "bug", "api_error"),
+        ("service_unavailable_error", None, "overloaded_error"),
+        ("rate_limit_error", "queue_full", "rate_limit_error"),
+        ("invalid_request_error", "request_too_large", "request_too_large"),
+    ],
+)
+def test_errors_have_the_types_of_the_api(kind: str, code: str | None, told: str) -> None:
+    error = {"error": {"type": kind, "code": code, "message": "no", "param": None}}
+    assert error_body(error) == {"type": "error", "error": {"type": told, "message": "no"}}
