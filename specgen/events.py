@@ -307,7 +307,7 @@ class FinishedEvent(_Event, event="finished"):
     loading_s: float = 0.0
     packing_s: float = 0.0
     measuring_s: float = 0.0
-    #: `estimated_speedup` minus and plus two standard errors, by the times of this answer's decodes.
+    #: `estimated_speedup` minus and plus two standard errors, by the times of this answer's decodes; 10 % at least.
     estimated_speedup_range: tuple[float, float] | None = None
 
 

@@ -268,10 +268,10 @@ class _Dialogue:
 
     def think(self, _argument: str) -> None:
         from specgen.render.rows import clean
-        from specgen.session.prompts.thoughts import thought_of
+        from specgen.session.prompts.thoughts import split_thought
 
         last = self._chat.last
-        if last is None or not (thought := thought_of(last[0].text, last[1].text)):
+        if last is None or not (thought := split_thought(last[0].text, last[1].text)[0]):
             raise UsageError("the last answer of this run has no thinking block")
         console_on(sys.stderr).print(clean(thought), style="dim", soft_wrap=True)
 
