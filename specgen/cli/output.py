@@ -41,8 +41,8 @@ class Output:
     show: Show = _output(
         "accepted",
         "--show",
-        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay), or "
-        "none (plain text). In a pipe, too: rounds, a line for each round (with -v the probabilities by both models).",
+        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay), none "
+        "(plain text); in a pipe, too: rounds, a line for each (with -v the probabilities).",
     )
     stats: bool | None = _output(
         None,
