@@ -159,7 +159,7 @@ class Round:
 
 
 class RoundReader:
-    """Combines the events of a round, so that views need not know how a draft's tree relates to the text."""
+    """Combines the events of a round."""
 
     def __init__(self) -> None:
         self._drafted: DraftedEvent | None = None
