@@ -43,8 +43,7 @@ class TerminalConsole(Console):
 
 
 def make_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
-    """Return a console for a standard stream. It prints text unchanged: no markup, no emoji codes, no
-    highlighting."""
+    """Return a console for a standard stream, which prints text unchanged."""
     ignored = set() if environ.get("FORCE_COLOR") else {"FORCE_COLOR"}
     if stream.isatty():  # the terminal itself knows its size, also after a change
         ignored |= {"COLUMNS", "LINES"}
