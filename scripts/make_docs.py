@@ -422,7 +422,7 @@ def events_page() -> str:
         "## Parts of events",
         *(section(f"### `{record.__name__}`", record) for record in records_of_events()),
         *aliases,
-        "### Reasons\n\nThe list is closed. `reason_text` has the numbers.",
+        "### Reasons\n\nWhy a round drafts, or drafts nothing. The list is closed; `reason_text` has the numbers.",
         table(("reason", "meaning"), [(f"`{name}`", text) for name, text in REASONS.items()]),
     )
 
