@@ -113,7 +113,6 @@ DRAFTERS: dict[str, DrafterOf] = {
     "ngram or good": registered("ngram and model"),
     "tree": registered("random tree"),
     "staged by a model": registered("staged by a model"),
-    "staged twice": registered("staged twice"),
     "tree of guesses": registered("tree of guesses"),
 }
 
