@@ -421,8 +421,7 @@ def events_page() -> str:
         "## Parts of events",
         *(section(f"### `{record.__name__}`", record) for record in records_of_events()),
         *aliases,
-        "### Reasons\n\nWhy a round drafted what it drafted, the `reason` of `committed` events. "
-        "`reason_text` has the numbers.",
+        "### Reasons\n\nThe list is closed. `reason_text` has the numbers.",
         table(("reason", "meaning"), [(f"`{name}`", text) for name, text in REASONS.items()]),
     )
 
@@ -453,6 +452,8 @@ def type_in_words(hint: Any) -> str:
         return f"array of {type_in_words(arguments[0])}"
     if is_union(hint):
         return " or ".join(type_in_words(argument) for argument in arguments)
+    if hint == events.TokenKind:
+        return "[TokenKind](#tokenkind)"
     if typing.get_origin(hint) is Literal:
         return " or ".join(f'`"{value}"`' for value in arguments)
     return _JSON_TYPES[hint]

@@ -24,8 +24,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "context", "interrupted"]
 TokenKind: TypeAlias = Literal["accepted", "corrected", "bonus", "plain", "forced"]
 
 
-#: Why a round drafts, or why it drafts nothing: a key of `REASONS`. The list is closed. Policies give most of these,
-#: `method/loop.py` those of a draft that came to nothing.
+#: Why a round drafts, or why it drafts nothing: a key of `REASONS`.
 ReasonName: TypeAlias = str
 
 REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(
@@ -106,7 +105,7 @@ class DraftNode:
     origin: str
     #: Probability that the drafter gave this token, where it has one.
     probability: float | None
-    #: How many of the independent drafts of a round (`--verifier spectr`) go through it; 0 where drafts are no such.
+    #: How many of the independent drafts of a round (`--verifier spectr`) go through it; else 0.
     n_walks: int = 0
 
 
@@ -179,10 +178,10 @@ class Piece:
 class ReadingEvent(_Event, event="reading"):
     """A piece of a long prompt was decoded, and others follow."""
 
-    #: Tokens of the prompt that the target has read, those from an answer before among them.
+    #: Tokens of the prompt that the target has read, cached ones among them.
     n_read: int
     n_prompt_tokens: int
-    #: Estimated seconds until the whole prompt is read.
+    #: Estimated seconds until it is read.
     left_s: float
     #: Tokens from an answer before, those of them that came from the disk, and the seconds spent so far.
     n_cached_tokens: int = 0
@@ -200,12 +199,13 @@ class CommittedEvent(_Event, event="committed"):
     """
 
     round: int
+    #: The tokens.
     pieces: tuple[Piece, ...]
-    #: The pieces' texts joined. What may turn out to be the beginning of a stop string is held back.
+    #: The pieces' texts joined. What may be the beginning of a stop string is held back.
     text: str
     #: Tokens of the answer so far.
     n_tokens: int
-    #: Why the round drafted what it drafted: a name of the list below, and in words. Null outside rounds.
+    #: Why the round drafted what it drafted: [a name](#reasons), and in words. Null outside rounds.
     reason: str | None = None
     reason_text: str | None = None
     #: Seconds of drafting, and of the target's batch, which parallel sequences share. Null outside rounds.
@@ -262,8 +262,7 @@ class FinishedEvent(_Event, event="finished"):
     #: Draft tokens that the target was asked to verify, and how many it kept.
     n_drafted: int
     n_accepted: int
-    #: The share of drafted positions at which a token was accepted: n_accepted / n_drafted in chains; null when nothing
-    #: was drafted.
+    #: The share of drafted positions at which a token was accepted (of tokens, in chains); null without drafts.
     acceptance_rate: float | None
     #: Tokens committed per round, without those that the grammar forced; null before the first round.
     mean_accepted_length: float | None
@@ -283,33 +282,32 @@ class FinishedEvent(_Event, event="finished"):
     #: Sum of the three.
     wall_s: float
     #: Estimated tokens per second of plain decoding, the gain over it after the first token and with reading the
-    #: prompt, and how it was estimated, or why
-    #: it is not known. Null below 30 tokens, which say too little.
+    #: prompt, and how it was estimated, or why it is not known. Null below 30 tokens.
     plain_tokens_per_s: float | None = None
     estimated_speedup: float | None = None
     estimated_whole_speedup: float | None = None
     estimate: str | None = None
-    #: Tokens of the answer that the grammar forced, without a model's part.
+    #: Tokens of the answer that the grammar forced.
     n_forced: int = 0
     #: Accepted and drafted counts by the rank among the siblings in a draft tree (index 0: the first guess).
     accepted_by_rank: tuple[int, ...] = ()
     drafted_by_rank: tuple[int, ...] = ()
-    #: How many of the prompt's tokens were in the target's cache already, from an answer before.
+    #: How many of the prompt's tokens were in the target's cache already.
     n_cached_tokens: int = 0
     #: Why rounds drafted nothing, the most frequent reason first.
     undrafted: tuple[ReasonCount, ...] = ()
-    #: Rounds by the number of tokens that they added (index 0: one token), without those that the grammar forced.
+    #: Rounds by the number of tokens that they added (index 0: one token), without forced ones.
     rounds_by_tokens: tuple[int, ...] = ()
     #: Whether the answer ended where its grammar allowed the end.
     ends_grammar: bool = False
-    #: The share of all cores' time that other programs took during the answer; null if it was not measured.
+    #: The share of all cores' time that other programs took; null if it was not measured.
     others_share: float | None = None
-    #: Before the first answer, and no part of wall_s: loading the models, or where weights were packed loading and
-    #: packing them, and measuring what drafting costs.
+    #: Before the first answer, and no part of wall_s: loading the models, or loading and packing them, and measuring
+    #: what drafting costs.
     loading_s: float = 0.0
     packing_s: float = 0.0
     measuring_s: float = 0.0
-    #: `estimated_speedup` minus and plus two standard errors, by the times of this answer's decodes.
+    #: `estimated_speedup` minus and plus two standard errors, by the times of this answer's decodes; 10 % at least.
     estimated_speedup_range: tuple[float, float] | None = None
 
 

@@ -103,8 +103,8 @@ class DraftOptions:
     policy: PolicyName = _drafting(
         "cost",
         "--policy",
-        "How much to draft: cost (while it is expected to save time), threshold (until the whole draft is "
-        "too unlikely), or fixed (by --draft-max and --draft-p-min).",
+        "How much to draft: cost (while it should save time), threshold (until the whole draft is too unlikely), "
+        "or fixed (by --draft-max and --draft-p-min).",
         envvar="SPECGEN_POLICY",
     )
     max_tokens: int | None = _drafting(
@@ -118,8 +118,8 @@ class DraftOptions:
     tree: TreeShape = _drafting(
         AUTO_TREE,
         "--tree",
-        "Whether drafts branch: auto (where it is expected to save time, with --policy cost), off, or in every "
-        "round so many children at each depth (3,2,1), or independent drafts and their length (4x5).",
+        "Whether drafts branch: auto (where it should save time, with --policy cost), off, children at each depth "
+        "(3,2,1), or independent drafts and their length (4x5).",
         metavar="auto|off|3,2,1|4x5",
         parse=parse_tree,
     )
@@ -143,22 +143,22 @@ class DraftOptions:
     temperature: float | None = _drafting(
         None,
         "--draft-temp",
-        "Temperature of the draft model; the answer's distribution stays the same.",
+        "Temperature of the draft model.",
         min=0.01,
         show_default=f"{DRAFT_TEMPERATURE} times the target's",
     )
     top_k: int | None = _drafting(
         None,
         "--draft-top-k",
-        "Top-k of the draft model; the answer's distribution stays the same.",
+        "Top-k of the draft model.",
         min=0,
         show_default="the target's",
     )
     verifier: VerifierName = _drafting(
         "auto",
         "--verifier",
-        "How drafts are verified; all keep the target's distribution: match (a seed gives the text that it gives "
-        "without a draft), residual, block, spectr (independent drafts), or auto (match with a seed, else the best).",
+        "How drafts are verified: match (a seed gives its text without a draft), residual, block, spectr "
+        "(independent drafts), or auto (match with a seed, else the best).",
     )
     translate: TranslateMode = _drafting(
         "auto",
@@ -168,8 +168,8 @@ class DraftOptions:
     mask: str = _drafting(
         "auto",
         "--draft-mask",
-        "The mask token of a parallel draft model (PARD), by number or text. auto takes what the file says, "
-        "off drafts one token after the other.",
+        "The mask token of a parallel draft model (PARD), by number or text; auto: the file's, off: one token after "
+        "the other.",
         metavar="auto|off|TOKEN",
         parse=utf8,
     )
@@ -319,8 +319,7 @@ class KernelOptions:
     packed_cache: Literal["auto", "off"] = _machine(
         "auto",
         "--packed-cache",
-        "Keep the weights on the disk as specgen's kernels read them, for a quick start: auto (if there is "
-        "room), or off.",
+        "Keep the weights on the disk as specgen's kernels read them: auto (if there is room), or off.",
         envvar="SPECGEN_PACKED_CACHE",
     )
 
@@ -340,8 +339,8 @@ class PrefixOptions:
     kept: Literal["shared", "all", "off"] = option(
         "shared",
         "--prefix-store",
-        "Store on the disk what was computed of long prompts, so that the next run need not read them: what two prompts "
-        "begin with (shared), all, or nothing (off).",
+        "What to store on the disk of what was computed of long prompts: what two prompts begin with (shared), all, "
+        "or nothing (off).",
         panel="Prompt",
         envvar="SPECGEN_PREFIX_STORE",
     )

@@ -56,14 +56,14 @@ _N_NAMED = 10
         ray=Option(
             "--ray",
             metavar="ADDRESS",
-            help="Let a Ray cluster answer the lines: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), "
-            "or local (this machine alone). Each node needs specgen, and the models at the same paths.",
+            help="Let a Ray cluster answer: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), or local. "
+            "Each node needs specgen, and the models at the same paths.",
         ),
         cpus_per_worker=Option(
             "--cpus-per-worker",
             min=0.01,
             metavar="N",
-            help="With --ray: CPUs of an actor. A node gets as many actors as it has CPUs for.",
+            help="With --ray: CPUs of an actor.",
             show_default="all of the largest node: one actor a node",
         ),
         gpus_per_worker=Option(
@@ -105,8 +105,7 @@ def batch(
     """Answer each line of a file, many at once; run it again to resume.
 
     A line is a request in the form of OpenAI's batches, an object with a prompt or with messages, or
-    plain text. The options set what a line leaves out. Each result is a line of JSON, written as soon
-    as it is finished. Started again, the command answers only what is missing.
+    plain text. The options set what a line leaves out. Each result is a line of JSON.
     """
     is_stream = destination == STDIO or destination.is_fifo()
     if is_stream and (retry_errors or allow_mixed):

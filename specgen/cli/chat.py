@@ -19,7 +19,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Interrupt, Output, console_on, say
+from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.sampler_options import utf8
 from specgen.system.progress import counted
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         files=Option(
             "--file",
             "-f",
-            help="A file whose text is put before the first message; may be given several times.",
+            help="A file whose text is put before the first message; may be repeated.",
             show_default="none",
         ),
         name=Option(
@@ -268,10 +268,10 @@ class _Dialogue:
 
     def think(self, _argument: str) -> None:
         from specgen.render.rows import clean
-        from specgen.session.prompts.thoughts import thought_of
+        from specgen.session.prompts.thoughts import split_thought
 
         last = self._chat.last
-        if last is None or not (thought := thought_of(last[0].text, last[1].text)):
+        if last is None or not (thought := split_thought(last[0].text, last[1].text)[0]):
             raise UsageError("the last answer of this run has no thinking block")
         console_on(sys.stderr).print(clean(thought), style="dim", soft_wrap=True)
 
@@ -423,8 +423,7 @@ def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
             raise ended
         loop.call_soon_threadsafe(lambda: editor.app.exit(exception=ended))
 
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = [(number, signal.signal(number, end)) for number in numbers]
+    before = [(number, signal.signal(number, end)) for number in SIGNALS if number != signal.SIGINT]
     try:
         yield
     finally:

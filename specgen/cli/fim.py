@@ -37,15 +37,14 @@ _READING_S, _LEAST_READ = 5.0, 256
         ),
         context_files=Option(
             "--context-file",
-            help="Another file of the project, as context for the model; may be given several times.",
+            help="Another file of the project, as context for the model; may be repeated.",
             show_default="none",
         ),
         in_place=Option("--in-place", "-i", help="Also write the middle into FILE."),
     ),
     place=Argument(
         metavar="FILE:LINE[:COLUMN]",
-        help="Where the gap is: before this column, or at the end of the line. Lines and columns (in "
-        "characters) count from 1.",
+        help="Where the gap is: before this column, or at the end of the line; both count from 1, in characters.",
         show_default=False,
     ),
     setup=flags.setup.without("machine_chat_template", "machine_template_variables").but(

@@ -148,9 +148,7 @@ def pull(
 ) -> None:
     """Download a model, or the models of a pair, and print where they are.
 
-    Files that are on this disk are not downloaded again, and an interrupted
-    download goes on where it ended. Of a model on the hub the newest version
-    is downloaded.
+    An interrupted download is resumed. Of a model on the hub the newest version is downloaded.
     """
     progress = stderr_progress(quiet=quiet)
     if "/" in name:
@@ -195,8 +193,7 @@ def remove_model(
 ) -> None:
     """Remove a model from this disk, with what interrupted downloads of it left.
 
-    Other programs may use files in the hub's cache, too. Blobs that other
-    files of the cache share stay.
+    Other programs may use files in the hub's cache, too.
     """
     names, files, storage = find_removal(name, load_registry())
     what = ", ".join(names)

@@ -22,7 +22,7 @@ from specgen.cli.output import Output, show_answer
         files=Option(
             "--file",
             "-f",
-            help="Read the prompt from a file, or what stands before it; may be given several times. "
+            help="Read the prompt from a file, or what stands before it; may be repeated. "
             "A newline at its end is dropped.",
         ),
     ),
@@ -46,8 +46,8 @@ def run(
 ) -> int:
     """Generate an answer to a prompt, faster and unchanged.
 
-    The answer goes to standard output, everything else to standard error. On a terminal,
-    colours show which tokens were drafted and accepted, and which the target chose itself.
+    The answer goes to standard output, everything else to standard error. On a terminal, colours show which
+    tokens were drafted and accepted.
     """
     setup = replace(setup, answer=output.needs(setup.answer))
     text = read_prompt(argument, option, files or (), output.note)

@@ -35,21 +35,20 @@ def _memory_size(text: str) -> int:
             "--models",
             metavar="FILE|FOLDER",
             help="Serve several models, each loaded when a request names it: those of a TOML file, with a "
-            "table of long options for each, or all models in a folder.",
+            "table of options for each, or of a folder.",
             show_default="one model",
         ),
         memory=Option(
             "--memory",
             metavar="SIZE",
             parser=_memory_size,
-            help="With --models: how much memory loaded models may take, for example 24GB or 24GiB. Idle ones "
-            "that were not used for longest are unloaded.",
+            help="With --models: how much memory loaded models may take, for example 24GB or 24GiB.",
             show_default=f"{_MEMORY_SHARE:.0%} of the machine's memory",
         ),
         learn_across=Option(
             "--learn-across-requests",
-            help="Use what is learnt about drafts in one request for later ones. The time of a request "
-            "then depends a little on what other users wrote.",
+            help="Use what is learnt about drafts in one request for later ones, whose time then tells a little of "
+            "what other users wrote.",
         ),
     ),
     server=server,
@@ -69,9 +68,8 @@ def serve(
 ) -> int:
     """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
 
-    Standard output shows the address; a browser finds a small chat there. The options of
-    answers, sampling and drafting apply to requests that leave them out. SIGTERM ends the server as
-    soon as the current answers are finished.
+    Standard output shows the address; a browser finds a small chat there. Options apply to requests that leave
+    them out. SIGTERM ends the server as soon as the current answers are finished.
     """
     try:
         from specgen.cli.served_models import ModelLoader, read_models

@@ -24,7 +24,6 @@ from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
     measure_if_new,
-    speedup,
     time_batch,
     timed_batch_sizes,
 )
@@ -85,7 +84,7 @@ class Replay:
 
     @property
     def speedup(self) -> float:
-        return speedup(self.n_tokens, self.tally.target_s + self.tally.draft_s, self.token_s)
+        return self.token_s * self.n_tokens / (self.tally.target_s + self.tally.draft_s)
 
 
 @dataclass(frozen=True, slots=True)

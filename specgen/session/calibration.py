@@ -39,10 +39,6 @@ _N_SHORT = 256
 Status: TypeAlias = Callable[[str], contextlib.AbstractContextManager[object]]
 
 
-def _never() -> bool:
-    return False
-
-
 def no_status(_text: str) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
@@ -57,72 +53,34 @@ class Costs:
     batch_s: Mapping[int, float]
     draft_token_s: float = 0.0
 
-    @property
-    def token_s(self) -> float:
-        return self.batch_s[1]
-
     def rows_s(self, n_rows: int) -> float:
         """Return the seconds of a batch, at least those of a single token, which may be from a busier moment."""
-        return max(self.token_s, CostTable(self.batch_s).seconds(n_rows))
+        return max(self.batch_s[1], CostTable(self.batch_s).seconds(n_rows))
 
 
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """The best expected speed-up of a draft model, with `n_drafted` tokens a round. `batch_tokens` and `token_tokens`
-    are the times of a batch and of a drafted token in single tokens; `free_speedup` is that if drafting took no
-    time."""
-
-    n_drafted: int
-    speedup: float
-    batch_tokens: float
-    token_tokens: float
-    free_speedup: float
-
-    @property
-    def is_worth_it(self) -> bool:
-        return self.speedup >= WORTH
-
-    @property
-    def rules_out_all(self) -> bool:
-        """Whether even a draft model that takes no time would not pay, since the target's batches are so slow."""
-        return self.free_speedup < WORTH
-
-
-def speedup(n_tokens: float, seconds: float, token_s: float) -> float:
-    """Return the speed-up over plain decoding, which takes `token_s` seconds a token."""
-    return token_s * n_tokens / seconds
-
-
-def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
-    """Return the expected gain. If a drafted token is accepted with probability a, a round with n of them gives
-    1 + a + ... + a^n tokens, each of which takes plain decoding v(1). The round takes v(n + 1), and c for each:
+def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> float:
+    """Return the expected speed-up of a draft. If a drafted token is accepted with probability a, a round with n of
+    them gives 1 + a + ... + a^n tokens, each of which takes plain decoding v(1). The round takes v(n + 1), and c for
+    each:
 
         speedup(n) = v(1) (1 + a + ... + a^n) / (v(n + 1) + n c)
 
     (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that cost.) It is that of the best n that was
     timed."""
 
-    def of(n_drafted: int, draft_token_s: float) -> float:
+    def speedup(n_drafted: int) -> float:
         n_tokens = sum(acceptance**depth for depth in range(n_drafted + 1))
-        seconds = costs.rows_s(n_drafted + 1) + n_drafted * draft_token_s
-        return speedup(n_tokens, seconds, costs.token_s)
+        seconds = costs.rows_s(n_drafted + 1) + n_drafted * costs.draft_token_s
+        return costs.batch_s[1] * n_tokens / seconds
 
-    numbers = range(1, max(costs.batch_s))
-    best = max(numbers, key=lambda n: of(n, costs.draft_token_s))
-    return Gain(
-        n_drafted=best,
-        speedup=of(best, costs.draft_token_s),
-        batch_tokens=costs.rows_s(best + 1) / costs.token_s,
-        token_tokens=costs.draft_token_s / costs.token_s,
-        free_speedup=max(of(n, 0.0) for n in numbers),
-    )
+    return max(map(speedup, range(1, max(costs.batch_s))))
 
 
 def break_even(costs: Costs) -> float | None:
     """Return the acceptance from which on a draft model pays; None if it cannot, since even a draft that is always
     right would save nothing."""
     rates = (percent / 100 for percent in range(101))
-    return next((rate for rate in rates if expected_gain(costs, rate).speedup >= 1.0), None)
+    return next((rate for rate in rates if expected_gain(costs, rate) >= 1.0), None)
 
 
 # --- what is known of a session's models -------------------------------------------------------------
@@ -150,7 +108,7 @@ def known_costs(session: Session, draft: Key) -> Costs | None:
     return Costs(sizes, token_s) if len(sizes) > 1 else None
 
 
-def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> CostTable:
+def target_costs(session: Session, interrupted: Callable[[], bool] = bool) -> CostTable:
     """Return the target's costs, measured now if they are not known. Raise `KeyboardInterrupt`."""
     if not is_measured(session.costs.table()):
         measure_in_short_contexts(session, interrupted)
@@ -161,7 +119,7 @@ def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> 
 
 
 def calibrate(
-    session: Session, interrupted: Callable[[], bool] = _never, status: Status = no_status
+    session: Session, interrupted: Callable[[], bool] = bool, status: Status = no_status
 ) -> str:
     """Measure what drafting costs here, if costs decide and are not known; return a sentence if that has to be done
     again."""
@@ -179,7 +137,7 @@ def short_context(session: Session) -> int:
     return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
 
 
-def measure_in_short_contexts(session: Session, interrupted: Callable[[], bool] = _never) -> float:
+def measure_in_short_contexts(session: Session, interrupted: Callable[[], bool] = bool) -> float:
     """Call `measure_if_new` with contexts of their own. Raise what it raises, and `MemoryLimitError`."""
     with session.contexts(short_context(session)) as (target, drafts):
         return measure_if_new(session, target, drafts, interrupted)
@@ -189,7 +147,7 @@ def measure_if_new(
     session: Session,
     target: Backend,
     drafts: Sequence[Backend],
-    interrupted: Callable[[], bool] = _never,
+    interrupted: Callable[[], bool] = bool,
 ) -> float:
     """Measure the costs of decodes that are not known, in empty contexts; return the seconds that this took. What was
     measured while the machine was busy is not kept: by it perhaps no draft pays, and then no decode would correct it.
@@ -231,7 +189,7 @@ def complete(
     sizes: Sequence[int],
     budget_s: float = _BUDGET_S,
     n_rows: int = 1,
-    interrupted: Callable[[], bool] = _never,
+    interrupted: Callable[[], bool] = bool,
 ) -> None:
     """Time the sizes that the table lacks, in an empty context, unless it was measured up to `n_rows` rows; these are
     estimated if there is no time. Raise what `measure_sizes` raises; the table is then unchanged."""
@@ -249,7 +207,7 @@ def measure_sizes(
     backend: Backend,
     sizes: Iterable[int],
     budget_s: float,
-    interrupted: Callable[[], bool] = _never,
+    interrupted: Callable[[], bool] = bool,
 ) -> dict[int, float]:
     """Return the median seconds of batches of these sizes, powers of two first, in a context that is empty before and
     after; two sizes at least, for `budget_s` seconds. Raise `BackendError`, and `KeyboardInterrupt` if

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,57 +162,44 @@ def choose_drafts(
 ) -> tuple[DraftChoice, ...]:
     """Return the drafts for a target, the best first: the `saved` one, its MTP layers (`mtp`), the partner in the
     registry that is here, the general draft if it is much smaller, n-grams, which always load."""
-    choices: dict[DraftSource, DraftChoice] = {}
-    for choice in _candidates(target, saved, registry, locate, mtp):
-        choices.setdefault(choice.draft, choice)
-        if choice.draft in ("ngram", "none"):
-            break
-    return tuple(choices.values())
-
-
-def _candidates(
-    target: FileIdentity,
-    saved: SavedDraft | None,
-    registry: Registry,
-    locate: Callable[[CatalogueModel], Path | None],
-    mtp: DraftSource | None,
-) -> Iterator[DraftChoice]:
-    gone = ""
+    gone, found = "", list[DraftChoice]()
     if saved is not None:
-        found = f"as `specgen draft find --save` found best for {target.name}"
+        by = f"as `specgen draft find --save` found best for {target.name}"
         if saved.draft == "none":
-            yield DraftChoice("none", f"not drafting, {found}", is_measured=True)
-        elif not isinstance(saved.draft, Path) or saved.draft.is_file():
-            why = f"drafting with {name_of(saved.draft)}, {found}{saved.gain and f': {saved.gain}'}"
-            yield DraftChoice(saved.draft, why, is_measured=True)
+            return (DraftChoice("none", f"not drafting, {by}", is_measured=True),)
+        if not isinstance(saved.draft, Path) or saved.draft.is_file():
+            why = f"drafting with {name_of(saved.draft)}, {by}{saved.gain and f': {saved.gain}'}"
+            found.append(DraftChoice(saved.draft, why, is_measured=True))
         else:
             gone = f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
     if mtp is not None:
         whose = "the target's own MTP layers"
         if isinstance(mtp, Path):
             whose = f"{mtp.name}, the target's MTP layers beside it"
-        yield DraftChoice(mtp, f"{gone}drafting with {whose}")
+        found.append(DraftChoice(mtp, f"{gone}drafting with {whose}"))
     model = registry.recognise(target)
     for pair in registry.pairs_for(model) if model is not None else ():
         if pair.draft == "ngram":
             where = f"since the pair {pair.name} has no draft model"
-            yield DraftChoice("ngram", f"{gone}drafting with n-grams, {where}")
+            found.append(DraftChoice("ngram", f"{gone}drafting with n-grams, {where}"))
         elif (path := locate(registry.model(pair.draft))) is not None:
             where = f"the partner of {pair.target} in the pair {pair.name}"
-            yield DraftChoice(path, f"{gone}drafting with {path.name}, {where}")
+            found.append(DraftChoice(path, f"{gone}drafting with {path.name}, {where}"))
             break
     if registry.general_draft is not None:
         general = registry.model(registry.general_draft)
         is_small = _MIN_RATIO * general.size_bytes <= target.size_bytes
-        path = locate(general) if is_small and general != model else None
-        if path is not None:
-            yield DraftChoice(
-                path,
-                f"{gone}drafting with {path.name}, the general draft",
-                "`specgen draft find` looks for a better one",
-            )
+        if is_small and general != model and (path := locate(general)) is not None:
+            why = f"{gone}drafting with {path.name}, the general draft"
+            advice = "`specgen draft find` looks for a better one"
+            found.append(DraftChoice(path, why, advice))
     advice = "`specgen draft find` tries what is on this disk"
-    yield DraftChoice("ngram", f"{gone}drafting with n-grams", advice)
+    found.append(DraftChoice("ngram", f"{gone}drafting with n-grams", advice))
+    n_tried = next(n for n, choice in enumerate(found, 1) if choice.draft == "ngram")
+    choices: dict[DraftSource, DraftChoice] = {}
+    for choice in found[:n_tried]:
+        choices.setdefault(choice.draft, choice)
+    return tuple(choices.values())
 
 
 def name_of(draft: DraftSource) -> str:

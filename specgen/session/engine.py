@@ -28,9 +28,8 @@ from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prefix_store import CachedContext, PrefixStore, marks_in
-from specgen.session.prompt_cache import PromptCache
+from specgen.session.kept_answers import KeptAnswer, keep_answer
+from specgen.session.prefix_store import CachedContext, PrefixStore, PromptCache, marks_in
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, Slot
 from specgen.session.scheduler import Scheduler
@@ -80,8 +79,6 @@ class Engine:
         #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
         self.stepping = threading.RLock()
         self._prepare = prepare
-        learning = session.options.learning
-        self._kept = KeptAnswers(learning) if learning is not None else None
         self._notices: deque[str] = deque()
         self._prefixes: PrefixStore | None = None
         self._resources = contextlib.ExitStack()
@@ -454,16 +451,17 @@ class Engine:
 
     def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
         """Store a finished text for lookups of later answers and for drafts to learn from, if the options ask for
-        that. Raise `OutputError` if it cannot be written for learning; it is then written with the next one."""
+        that. Raise `OutputError` if it cannot be written for learning."""
         self._session.ngrams.keep_text(tokens)
-        if self._kept is None:
+        folder = self._session.options.learning
+        if folder is None:
             return
         answer = KeptAnswer(prompt.tokens, tuple(tokens[len(prompt.tokens) :]))
         own = self._session.own_vocabulary
         if own is not None and prompt.draft_tokens is not None:
             digest = own.vocabulary.digest()
             answer = replace(answer, draft_prompt=prompt.draft_tokens, draft_vocabulary=digest)
-        self._kept.add(answer)
+        keep_answer(folder, answer)
 
 
 def generate(

@@ -49,35 +49,22 @@ class KeptAnswer:
 _ANSWER = TypeAdapter(KeptAnswer)
 
 
-class KeptAnswers:
-    """Appends answers to the file in a folder."""
-
-    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
-        self.folder = folder
-        self._file = folder / ANSWERS
-        self._max_bytes = max_bytes
-        #: Answers that could not be written yet: they are written before the next one.
-        self._unwritten: list[KeptAnswer] = []
-
-    def add(self, answer: KeptAnswer) -> None:
-        """Write an answer to the disk, if it is not very short. Raise `OutputError`; the next call writes it too."""
-        if len(answer.answer) < _LEAST_TOKENS:
-            return
-        self._unwritten.append(answer)
-        make_folder(self.folder)
-        held = OutputError(f"{self._file}: another process is writing to it")
-        lock = locked(self.folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S)
-        with lock, write_errors(self._file):
-            first = last_number(self.folder) + 1
-            lines = [_to_json(each, n) for n, each in enumerate(self._unwritten, first)]
-            with open(self._file, "ab", opener=open_private) as file:
-                # What a process that was killed wrote of its line stays alone.
-                file.write(b"\n" + b"\n".join(lines) + b"\n")
-            self._unwritten.clear()
-            if self._file.stat().st_size > self._max_bytes:
-                data = self._file.read_bytes()
-                start = data.find(b"\n", len(data) - self._max_bytes // 2) + 1
-                replace_bytes(self._file, data[start:])
+def keep_answer(folder: Path, answer: KeptAnswer, *, max_bytes: int = MAX_BYTES) -> None:
+    """Append an answer to the file in a folder, if it is not very short. Raise `OutputError`."""
+    if len(answer.answer) < _LEAST_TOKENS:
+        return
+    make_folder(folder)
+    path = folder / ANSWERS
+    held = OutputError(f"{path}: another process is writing to it")
+    with locked(folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S), write_errors(path):
+        line = _to_json(answer, last_number(folder) + 1)
+        with open(path, "ab", opener=open_private) as file:
+            # What a process that was killed wrote of its line stays alone.
+            file.write(b"\n" + line + b"\n")
+        if path.stat().st_size > max_bytes:
+            data = path.read_bytes()
+            start = data.find(b"\n", len(data) - max_bytes // 2) + 1
+            replace_bytes(path, data[start:])
 
 
 def read_answers(folder: Path) -> list[KeptAnswer]:

@@ -69,7 +69,7 @@ class Memory:
         n_past: int = 0,
         kind: Callable[[Mapping[int, float]], CostTable] = CostTable,
     ) -> CostTable:
-        """Return the cost table of a model in contexts of about `n_past` tokens. What it learns is kept."""
+        """Return the table for contexts of about `n_past` tokens. What it learns is kept."""
         depth = min(max(0, n_past // _SHALLOW).bit_length(), _N_DEPTHS - 1)
         keys = self._cost_keys(model, context)
         table = self._tables.get(keys[depth])
@@ -113,8 +113,7 @@ class Memory:
         return self._acceptance[key]
 
     def save(self) -> None:
-        """Write what was learnt to the file. If that is not possible, it is learnt again."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # then it is learnt again
             self.write()
 
     def write(self) -> None:
@@ -124,22 +123,15 @@ class Memory:
         document = _read(self._file)
         for key in self._forgotten:
             document[_COSTS].pop(key, None)
-        new: dict[str, dict[str, Any]] = {
-            _COSTS: {
-                key: {n: round(s, 7) for n, s in table.known.items()}
-                for key, table in self._tables.items()
-                if key not in self._unkept
-            },
-            _CHANCES: {
-                key: {
-                    origin: _entry_of(rates.counts)
-                    for origin, rates in by_origin.items()
-                    if rates.counts.n_judged.any()
-                }
-                for key, by_origin in self._acceptance.items()
-            },
-            _THREADS: {key: asdict(threads) for key, threads in self._threads.items()},
-        }
+        new: dict[str, dict[str, Any]] = {_COSTS: {}, _CHANCES: {}, _THREADS: {}}
+        for key, table in self._tables.items():
+            if key not in self._unkept:
+                new[_COSTS][key] = {n: round(s, 7) for n, s in table.known.items()}
+        for key, by_origin in self._acceptance.items():
+            judged = {o: each.counts for o, each in by_origin.items() if each.counts.n_judged.any()}
+            new[_CHANCES][key] = {origin: _entry_of(counts) for origin, counts in judged.items()}
+        for key, threads in self._threads.items():
+            new[_THREADS][key] = asdict(threads)
         for kind, entries in document.items():
             learnt = {key: entry for key, entry in new[kind].items() if entry}
             others = {key: entry for key, entry in entries.items() if key not in learnt}
@@ -166,9 +158,8 @@ class Memory:
         for kept in self._nearest(keys, depth):
             if max(kept.known) <= largest:
                 continue
-            pace = (
-                table.seconds(1) / kept.seconds(1) if 1 in table.known and 1 in kept.known else 1.0
-            )
+            is_known = 1 in table.known and 1 in kept.known
+            pace = table.seconds(1) / kept.seconds(1) if is_known else 1.0
             for size, seconds in kept.known.items():
                 if size not in table.known:
                     table.set_seconds(size, seconds * pace)

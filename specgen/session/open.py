@@ -27,6 +27,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.calibration import (
+    WORTH,
     Status,
     expected_gain,
     is_pair_measured,
@@ -125,7 +126,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
         try:
             costs = known_costs(session, path) if path is not None else None
             # A model that cannot pay by the known costs is not loaded.
-            if costs is None or expected_gain(costs).is_worth_it:
+            if costs is None or expected_gain(costs) >= WORTH:
                 session.change_draft(choice.draft)
                 if path is not None:
                     if not is_pair_measured(session, path):
@@ -135,14 +136,11 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
         except DRAFT_ERRORS as error:
             said.append(error.message)
             continue
-        if path is None or costs is None or (expected := expected_gain(costs)).is_worth_it:
+        if path is None or costs is None or (gain := expected_gain(costs)) >= WORTH:
             return "; ".join(filter(None, (*said, choice.why, choice.advice)))
-        batch = f"a batch of {expected.n_drafted + 1} costs {expected.batch_tokens:.1f} tokens"
-        why = f"{batch} here, too much for any draft model to save time"
-        may_pay = not expected.rules_out_all
-        if may_pay:
-            guess = f"a guess costs {expected.token_tokens:.2f} tokens of the target"
-            why = f"{guess} and {batch} here, too much for it to save time"
+        may_pay = expected_gain(replace(costs, draft_token_s=0.0)) >= WORTH
+        why = f"by its costs answers would be about {gain:.1f} times as fast as without drafts"
+        why = why if may_pay else "batches of the target take too long here for any draft model"
         said.append(f"not drafting with {path.name}: {why}")
     session.change_draft("none")
     return "; ".join([*said, "not drafting"])

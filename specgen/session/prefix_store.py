@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from specgen.drafters.interface import CacheSlot
-from specgen.errors import BackendError, RollbackError
+from specgen.errors import BackendError, RollbackError, UsageError
 from specgen.llama import LlamaBackend, build
 from specgen.llama.kernels.attached import attached
 from specgen.llama.vocabulary import LlamaVocabulary
@@ -42,12 +42,13 @@ from specgen.system.files import (
     new_beside,
     open_private,
     replace_bytes,
+    write_errors,
 )
 from specgen.system.processes import is_failing
 
 _FORMAT = "specgen text 1"
 #: How a file of texts begins.
-MAGIC = json.dumps({"format": _FORMAT}).removesuffix("}").encode()
+_MAGIC = json.dumps({"format": _FORMAT}).removesuffix("}").encode()
 _LONGEST_HEADER = 4096
 _SUFFIX = ".prefix"
 #: Shorter prefixes are read again.
@@ -55,7 +56,7 @@ LEAST_TOKENS = 512
 #: Prompts are compared at multiples of so many tokens, and where the first control tokens are.
 _BLOCK, _N_MARKS = 256, 32
 #: Prompts that are remembered, and the bytes of a file of them that is written anew.
-_N_SEEN, MOST_SEEN_BYTES = 64, 1 << 20
+_N_SEEN, MOST_SEEN_BYTES = 64, 1 << 19
 #: A text is stored if reading it takes so many times as long as loading it.
 _WORTH = 3.0
 #: How quick loading is supposed to be before any was measured.
@@ -171,6 +172,52 @@ def marks_in(vocabulary: LlamaVocabulary, tokens: Sequence[int] | NDArray[np.int
     return places
 
 
+class PromptCache:
+    """A file that the user names (llama.cpp's `--prompt-cache`): the text that a context held when a process ended.
+    Raises `UsageError` if the file is of another kind, or cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._restored: list[int] = []
+        try:
+            with path.open("rb") as file:
+                begin = file.read(len(_MAGIC))
+        except FileNotFoundError:
+            begin = b""
+        except OSError as error:
+            raise UsageError(f"--prompt-cache {path}: {error.strerror}") from error
+        if begin not in (b"", _MAGIC):
+            hint = "name another file; this one is not overwritten"
+            raise UsageError(f"--prompt-cache {path}: this file is no prompt cache", hint)
+
+    def restore(self, context: CachedContext) -> str:
+        """Let the context hold the file's text. Return why it cannot; empty if it can, or if there is no file yet."""
+        if not size_of(self._path):
+            return ""
+        saved, backend = SavedText.read(self._path), context.backend
+        is_taken = None
+        if saved is not None:
+            if saved.key != context.key or len(saved.tokens) > backend.n_ctx:
+                return (
+                    f"{self._path} was made with another model or other settings: it is made anew"
+                )
+            is_taken = saved.restore(backend, 0)
+        if is_taken is None:
+            return f"{self._path} is damaged: it is made anew"
+        if not is_taken:
+            return f"{self._path}: llama.cpp refused the saved state: the prompt is read again"
+        self._restored = list(backend.text(0))
+        return ""
+
+    def save(self, context: CachedContext) -> None:
+        """Write the file, if the text changed. Raise `OutputError`."""
+        text = list(context.backend.text(0))
+        if text and text != self._restored:
+            with write_errors(self._path), new_beside(self._path) as new:
+                write_text(new, context.key, text, context.backend.saved_text(0))
+                new.replace(self._path)
+
+
 # --- the store
 
 
@@ -191,45 +238,6 @@ class _Seen:
 _SEEN = TypeAdapter(_Seen)
 
 
-class _SeenPrompts:
-    """The latest `_N_SEEN` prompts, in a file to which processes add lines; each reads the new ones only. Now and
-    then the file is written anew; a line that another process adds at this moment is lost."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._known: dict[str, _Seen] = {}
-        #: The file that was read, and up to where.
-        self._inode = self._end = 0
-
-    def read(self) -> Sequence[_Seen]:
-        """Return the prompts. Raise `OSError`."""
-        with open(self._file, "rb", opener=open_private) as file:
-            about = os.fstat(file.fileno())
-            if about.st_ino != self._inode or about.st_size < self._end:
-                self._known, self._inode, self._end = {}, about.st_ino, 0
-            file.seek(self._end)
-            new, _, _ = file.read().rpartition(b"\n")
-        self._end += len(new) + 1 if new else 0
-        for line in new.split():
-            with contextlib.suppress(ValidationError):
-                seen = _SEEN.validate_json(line)
-                self._known.pop(seen.name, None)
-                self._known[seen.name] = seen
-        self._known = dict([*self._known.items()][-_N_SEEN:])
-        return [*self._known.values()]
-
-    def add(self, seen: _Seen) -> None:
-        """Add a prompt to the file. Raise `OSError`."""
-        if self._end > MOST_SEEN_BYTES:
-            replace_bytes(self._file, b"".join(map(_line, self._known.values())))
-        with open(self._file, "ab", opener=open_private) as file:
-            file.write(b"\n" + _line(seen))  # what a killed process wrote of its line stays alone
-
-
-def _line(seen: _Seen) -> bytes:
-    return _SEEN.dump_json(seen) + b"\n"
-
-
 class PrefixStore:
     """The prefixes in a folder, for the context of one engine. What cannot be read or written changes no answer."""
 
@@ -248,7 +256,7 @@ class PrefixStore:
         self._due: dict[int, NDArray[np.int32]] = {}
         #: Entries that are being written, or that there was no room for.
         self._tried: set[Path] = set()
-        self._seen = _SeenPrompts(folder / "seen.jsonl")
+        self._seen = folder / "seen.jsonl"
         self._run = secrets.token_hex(4)
         self._bytes_per_s = BYTES_PER_S
         self._writer = ThreadPoolExecutor(1, "prefix store")
@@ -389,7 +397,7 @@ class PrefixStore:
         that is as long. The same prompt counts if another process read it."""
         key = self._context.key
         hashed = functools.partial(hashlib.blake2b, key=self._secret(), digest_size=8)
-        n, known = len(tokens), [seen for seen in self._seen.read() if seen.key == key]
+        n, known = len(tokens), [seen for seen in self._seen_prompts() if seen.key == key]
         lengths = {seen.n for seen in known if seen.n <= n}
         hashes, state, start = dict[int, str](), hashed(), 0
         for end in sorted(points | lengths):
@@ -406,8 +414,27 @@ class PrefixStore:
             elif not (is_own and about and about == seen.subject):  # not the same conversation
                 parted = max(parted, min(shared, n - 1))
         hashes = {each: hashes[each] for each in points}
-        self._seen.add(_Seen(name, key, self._run, about, n, hashes))
+        with open(self._seen, "ab", opener=open_private) as file:
+            # What a killed process wrote of its line stays alone.
+            line = _SEEN.dump_json(_Seen(name, key, self._run, about, n, hashes))
+            file.write(b"\n" + line + b"\n")
         return parted if parted > continued else 0
+
+    def _seen_prompts(self) -> list[_Seen]:
+        """Return the latest prompts, from a file to which processes add lines. It is written anew now and then; a line
+        that another process adds at this moment is lost. Raise `OSError`."""
+        known: dict[str, _Seen] = {}
+        with open(self._seen, "rb", opener=open_private) as file:
+            data = file.read()
+        for line in data.split():
+            with contextlib.suppress(ValidationError):
+                seen = _SEEN.validate_json(line)
+                known.pop(seen.name, None)
+                known[seen.name] = seen
+        latest = [*known.values()][-_N_SEEN:]
+        if len(data) > MOST_SEEN_BYTES:
+            replace_bytes(self._seen, b"\n".join(map(_SEEN.dump_json, latest)))
+        return latest
 
     def _secret(self) -> bytes:
         """Return the key of the hashes. Raise `OSError`."""

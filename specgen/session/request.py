@@ -13,7 +13,7 @@ from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.prompts import Prompt
-from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, answer_of
+from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, split_thought
 from specgen.system.machine import LoadOfOthers
 from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
@@ -161,5 +161,5 @@ class Request:
         if self.finished is None:
             raise RuntimeError(f"answer {self.index} is not done")
         if self.settings.thoughts is not None:
-            return answer_of(self.prompt.text, self.finished.text)
+            return split_thought(self.prompt.text, self.finished.text)[1]
         return self.finished.text

@@ -7,14 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
 
 from specgen.drafters.interface import DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
-from specgen.errors import PromptError, SpecgenError
+from specgen.errors import PairError, PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context import n_native_sequences
-from specgen.llama.gguf_file import check_file
+from specgen.llama.gguf_file import GgufMetadata, check_file
 from specgen.llama.graphs import GraphCosts, replays_graphs
 from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
@@ -27,15 +28,30 @@ from specgen.session.request import RequestSettings
 MAX_SEQUENCES = 256  # llama.cpp's limit for a context
 LEAST_AHEAD = 32 << 20  # smaller drafts are loaded in a moment
 CONTEXT_STEP = 256  # llama.cpp rounds sizes up to a multiple of it
-_ROOM = (
-    4096  # tokens where no size is given: for an unlimited answer, or for a prompt with its answer
-)
+_ROOM = 4096  # tokens where no size is given: for a prompt and its answer
+_N_COMPARED = 1024  # the first tokens of two vocabularies tell them apart
 
 
 def usual_n_ctx(wanted: int | None, n_train: int) -> int:
     if wanted is not None:
         return wanted or n_train or _ROOM
     return min(_ROOM, n_train) if n_train > 0 else _ROOM
+
+
+def _check_helpers(options: SessionOptions) -> None:
+    """Refuse a draft's draft of another vocabulary before anything is loaded. Raise `PairError`, `ModelFileError`."""
+    files = [each for each in (options.draft, *options.helpers) if isinstance(each, Path)]
+    for target, draft in pairwise(files):
+        beginnings = []
+        for file in (target, draft):
+            check_file(file)
+            with GgufMetadata(file) as metadata:
+                beginnings.append([*islice(metadata.texts("tokenizer.ggml.tokens"), _N_COMPARED)])
+        if beginnings[0] != beginnings[1]:
+            raise PairError(
+                f"{draft.name} cannot draft for {target.name}: each has a vocabulary of its own",
+                hint="a draft's own draft is of the same model family, or n-grams",
+            )
 
 
 class Session:
@@ -68,6 +84,7 @@ class Session:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             refuse_draft(options.target)
+            _check_helpers(options)
             if isinstance(draft_ahead, Path):
                 self._load_ahead(draft_ahead)
             started_s = clock()

@@ -43,8 +43,8 @@ _HOW_ESTIMATED = "from the measured costs of the target's batches"
 _NOT_KNOWN = "not known: plain decoding was measured while the machine was slower"
 #: The least equal decodes of a kind, and in all, from which their noise is learnt; else it is usual.
 _MIN_OF_A_KIND, _MIN_DECODES, _USUAL_NOISE = 3, 6, 0.1
-#: The least uncertainty of a comparison with plain decoding.
-_LEAST_ERROR = 0.02
+#: The least uncertainty of a comparison with plain decoding, whose price was measured at another moment.
+_LEAST_ERROR = 0.1
 #: A speed-up may exceed the tokens per pass by this factor before it counts as impossible.
 _LEEWAY = 1.05
 

@@ -87,7 +87,7 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
 
     def speedup(n_left_out: int, agreement: float) -> float:
         token_s = batch_s[1] * (1.0 - n_left_out * layer_share)
-        return expected_gain(Costs(batch_s, token_s), agreement).speedup
+        return expected_gain(Costs(batch_s, token_s), agreement)
 
     context = session.costs.context_options()
     with Judge(model, context, judging, session.clock) as judge:

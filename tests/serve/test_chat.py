@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specgen.errors import PromptError
 from specgen.serve.chat import Chat, Conversation, Turn, read_conversation, save_conversation
 from specgen.session.engine import Engine
-from specgen.session.prompts.thoughts import ThoughtReader, thought_of
+from specgen.session.prompts.thoughts import ThoughtReader, split_thought
 from tests.helpers.common import NOW
 from tests.helpers.sessions import opened
 
@@ -73,9 +73,9 @@ class TestThoughts:
     def test_a_thought_that_the_template_begins(self) -> None:
         assert ThoughtReader("<|assistant|>\n<think>\n").is_open
         assert not ThoughtReader("<think></think>").is_open
-        assert thought_of("x<think>", " why \n</think>so") == "why"
-        assert thought_of("x", "so") == ""
-        assert thought_of("x", "<think>why") == "why"
+        assert split_thought("x<think>", " why \n</think>so") == ("why", "so")
+        assert split_thought("x", "so") == ("", "so")
+        assert split_thought("x", "<think>why") == ("why", "")
 
     @pytest.mark.parametrize("text", _THOUGHTS)
     def test_each_family_has_marks_of_its_own(self, text: str) -> None:

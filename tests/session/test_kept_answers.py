@@ -16,8 +16,8 @@ from specgen.session.kept_answers import (
     ANSWERS,
     MAX_PROMPT_TOKENS,
     KeptAnswer,
-    KeptAnswers,
     Learnt,
+    keep_answer,
     last_number,
     learnt_weights,
     read_answers,
@@ -37,9 +37,8 @@ def test_answers_are_read_as_they_were_kept_and_numbered(tmp_path: Path) -> None
     assert read_answers(folder) == []
     assert last_number(folder) == 0
     for _ in range(2):
-        kept = KeptAnswers(folder)
-        kept.add(ANSWER)
-        kept.add(replace(ANSWER, draft_prompt=None, draft_vocabulary=None))
+        keep_answer(folder, ANSWER)
+        keep_answer(folder, replace(ANSWER, draft_prompt=None, draft_vocabulary=None))
     without = KeptAnswer(ANSWER.prompt, ANSWER.answer)
     assert read_answers(folder) == [
         replace(each, number=number) for number, each in enumerate([ANSWER, without] * 2, 1)
@@ -48,9 +47,8 @@ def test_answers_are_read_as_they_were_kept_and_numbered(tmp_path: Path) -> None
 
 
 def test_the_end_of_a_long_prompt_is_kept_and_no_short_answer(tmp_path: Path) -> None:
-    kept = KeptAnswers(tmp_path)
-    kept.add(KeptAnswer(tuple(range(5000)), tuple(range(20))))
-    kept.add(KeptAnswer((1,), (2, 3)))
+    keep_answer(tmp_path, KeptAnswer(tuple(range(5000)), tuple(range(20))))
+    keep_answer(tmp_path, KeptAnswer((1,), (2, 3)))
     (answer,) = read_answers(tmp_path)
     assert answer.prompt == tuple(range(5000 - MAX_PROMPT_TOKENS, 5000))
 
@@ -60,9 +58,8 @@ def test_nobody_else_may_read_them(tmp_path: Path) -> None:
     folder = tmp_path / "learning"
     before = os.umask(0)
     try:
-        kept = KeptAnswers(folder, max_bytes=300)
         for _ in range(20):  # it is written anew too
-            kept.add(ANSWER)
+            keep_answer(folder, ANSWER, max_bytes=300)
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -70,9 +67,8 @@ def test_nobody_else_may_read_them(tmp_path: Path) -> None:
 
 
 def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
-    kept = KeptAnswers(tmp_path, max_bytes=2000)
     for _ in range(100):
-        kept.add(ANSWER)
+        keep_answer(tmp_path, ANSWER, max_bytes=2000)
         assert (tmp_path / ANSWERS).stat().st_size <= 2000
     numbers = [answer.number for answer in read_answers(tmp_path)]
     assert numbers == list(range(numbers[0], 101))
@@ -80,23 +76,21 @@ def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
 
 
 def test_half_a_line_and_a_damaged_one_lose_no_other(tmp_path: Path) -> None:
-    kept = KeptAnswers(tmp_path)
-    kept.add(ANSWER)
+    keep_answer(tmp_path, ANSWER)
     file = tmp_path / ANSWERS
     with file.open("ab") as opened:
         opened.write(b'{"number": "x"}\n[1]\n\xff\n{"number": 2, "prompt": [1')
     assert [answer.number for answer in read_answers(tmp_path)] == [1]
-    KeptAnswers(tmp_path).add(ANSWER)
+    keep_answer(tmp_path, ANSWER)
     assert [answer.number for answer in read_answers(tmp_path)] == [1, 2]
 
 
 _ADD = """
 import sys
 from pathlib import Path
-from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-kept = KeptAnswers(Path(sys.argv[1]))
+from specgen.session.kept_answers import KeptAnswer, keep_answer
 for number in range(60):
-    kept.add(KeptAnswer((int(sys.argv[2]), number), tuple(range(200))))
+    keep_answer(Path(sys.argv[1]), KeptAnswer((int(sys.argv[2]), number), tuple(range(200))))
 """
 
 

@@ -27,8 +27,8 @@ from specgen.session.engine import Engine
 from specgen.session.kept_answers import (
     ANSWERS,
     KeptAnswer,
-    KeptAnswers,
     Learnt,
+    keep_answer,
     learnt_weights,
     read_answers,
     read_learnt,
@@ -199,7 +199,7 @@ def test_damaged_weights_and_what_a_killed_lesson_left_end_no_lesson(
 def test_a_lesson_that_does_not_come_to_its_end_changes_nothing(models: Path, folder: Path) -> None:
     def forget() -> bool:
         (folder / ANSWERS).unlink(missing_ok=True)
-        KeptAnswers(folder).add(KeptAnswer((1, 2), tuple(range(20))))
+        keep_answer(folder, KeptAnswer((1, 2), tuple(range(20))))
         return False
 
     with pytest.raises(UsageError, match="0 answers are kept for target.gguf: too few"):

@@ -121,8 +121,7 @@ _MACHINE = panel(
     ),
     output_here=Option(
         "--output-here",
-        help="With --rpc: keep the output matrix here, so that hidden states travel in place of logits, which "
-        "are 20 to 100 times as large.",
+        help="With --rpc: keep the output matrix here: hidden states travel in place of logits, a 20th or less.",
     ),
     rpc_timeout=Option(
         "--rpc-timeout",
@@ -137,8 +136,8 @@ _TEMPLATE = panel(
         "--chat-template",
         "--chat-template-file",
         metavar="FILE|NAME",
-        help="A chat template in place of the target's own: a file of Jinja, the template itself, a model's (a GGUF "
-        f"file, or its name), or {', '.join(BUILT_IN)}.",
+        help="A chat template: a file of Jinja, the template itself, a model's (a GGUF file, or its name), or "
+        f"{', '.join(BUILT_IN)}.",
         show_default="the target's own",
     ),
     template_variables=Option(
@@ -237,8 +236,7 @@ class Template:
     chat: bool | None = _prompt(
         None,
         "--chat/--raw",
-        "Put the prompt into the model's chat template, or continue it as it is, with names of control tokens "
-        "(<|im_end|>, ...) as these tokens.",
+        "Put the prompt into the chat template, or continue it as it is, with names of control tokens as these.",
         show_default="chat, if the model has a template",
     )
     system: str | None = _prompt(
@@ -263,21 +261,17 @@ _GRAMMAR = panel(
         "--grammar",
         metavar="GBNF",
         parser=utf8,
-        help="A grammar that the answer must follow, in llama.cpp's GBNF.",
+        help="A grammar for the answer, in llama.cpp's GBNF.",
     ),
-    grammar_file=Option(
-        "--grammar-file", help="A file with a grammar that the answer must follow."
-    ),
+    grammar_file=Option("--grammar-file", help="A file with a grammar."),
     json_schema=Option(
         "--json-schema",
         "-j",
         metavar="SCHEMA",
         parser=utf8,
-        help="A JSON schema that the answer must follow; {} is any JSON object.",
+        help="A JSON schema for the answer; {} is any JSON object.",
     ),
-    json_schema_file=Option(
-        "--json-schema-file", "-jf", help="A file with a JSON schema that the answer must follow."
-    ),
+    json_schema_file=Option("--json-schema-file", "-jf", help="A file with a JSON schema."),
 )
 
 
@@ -340,16 +334,15 @@ setup = group(
         "learn": Option(
             "--learn/--no-learn",
             envvar="SPECGEN_LEARN",
-            help="Keep prompts and answers in the data folder, readable by you alone. The draft model learns from "
-            "them (`specgen draft learn`), and repetitions of them draft. `specgen draft forget` deletes them.",
+            help="Keep prompts and answers in the data folder, readable by you alone: the draft model learns from "
+            "them, and repetitions of them draft. `specgen draft forget` deletes them.",
             rich_help_panel="Learning",
         ),
         "prefixes": group(PrefixOptions)(PrefixOptions),
         "prompt_cache": Option(
             "--prompt-cache",
             metavar="FILE",
-            help="Keep in this file what was computed of the prompt; one that begins with the same text is then "
-            "not read again.",
+            help="Keep in this file what was computed of the prompt, for prompts that begin with the same text.",
             show_default="not kept",
             rich_help_panel="Prompt",
         ),

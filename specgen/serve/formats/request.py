@@ -152,15 +152,13 @@ Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
     """Return a content's texts as lines. What no local model reads is named: a refusal would end an agent."""
-    return separator.join(filter(None, map(_text_of_part, parts)))
-
-
-def _text_of_part(part: Part) -> str:
-    text = part.refusal if part.text is None else part.text
-    if text is None and not part.type.endswith("text"):
-        kind = part.type.removeprefix("input_").removesuffix("_url")
-        return f"[{kind[:40]} left out: this model reads text]"
-    return text or ""
+    found: list[str | None] = []
+    for part in parts:
+        found.append(part.refusal if part.text is None else part.text)
+        if found[-1] is None and not part.type.endswith("text"):
+            kind = part.type.removeprefix("input_").removesuffix("_url")
+            found[-1] = f"[{kind[:40]} left out: this model reads text]"
+    return separator.join(filter(None, found))
 
 
 class Speculative(Fields):

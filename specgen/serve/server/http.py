@@ -7,13 +7,13 @@ import contextlib
 import hmac
 import json
 import mimetypes
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Literal, TypeVar
-from urllib.parse import SplitResult, urlsplit
 
 import uvicorn
 from pydantic_core import from_json
@@ -231,11 +231,12 @@ class AccessCheck:
     def _check(self, method: str, path: str, headers: Headers) -> RequestError | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         is_allowed = "*" in self._origins or origin in self._origins
-        if origin is not None and not is_allowed and _split(origin).netloc != host:
+        if origin is not None and not is_allowed and origin.partition("://")[2] != host:
             what = f"pages of {origin} may not use this server"
             return RequestError(403, what, "origin_not_allowed")
         if not self._keys:
-            if self._names is not None and _split(f"//{host}").hostname not in self._names:
+            name = re.sub(r":[0-9]*\Z", "", host).strip("[]").lower()
+            if self._names is not None and name not in self._names:
                 what = f"this server does not answer for {host!r}"
                 return RequestError(403, what, "host_not_allowed")
             return None
@@ -254,13 +255,6 @@ def _keys_in(headers: Headers) -> list[bytes]:
     scheme, _, given = headers.get("authorization", "").partition(" ")
     keys = [given if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
     return [key.strip().encode("utf-8", "surrogateescape") for key in keys]
-
-
-def _split(url: str) -> SplitResult:
-    try:
-        return urlsplit(url)
-    except ValueError:
-        return urlsplit("")
 
 
 # --- the life of the server ---------------------------------------------------------------------

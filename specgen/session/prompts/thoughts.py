@@ -191,12 +191,8 @@ def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
     return replace(options, shown_controls=THOUGHT_CONTROLS)
 
 
-def thought_of(prompt: str, text: str) -> str:
-    """Return the thinking block at the beginning of an answer to a prompt; empty if there is none."""
+def split_thought(prompt: str, text: str) -> tuple[str, str]:
+    """Return the thinking block at the beginning of an answer to a prompt, empty if there is none, and the rest."""
     reader = ThoughtReader(prompt)
-    return (reader.feed(text)[0] + reader.finish()[0]).strip()
-
-
-def answer_of(prompt: str, text: str) -> str:
-    reader = ThoughtReader(prompt)
-    return reader.feed(text)[1] + reader.finish()[1]
+    (thought, answer), (more_thought, more_answer) = reader.feed(text), reader.finish()
+    return (thought + more_thought).strip(), answer + more_answer
