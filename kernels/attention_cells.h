@@ -46,6 +46,7 @@ struct ThreadMemory {
 };
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a < b ? b : a; }
 constexpr int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // Call a function with a type of cells, known to the compiler as `type()`.

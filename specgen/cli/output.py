@@ -41,8 +41,8 @@ class Output:
     show: Show = _output(
         "accepted",
         "--show",
-        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay), or "
-        "none (plain text). In a pipe, too: rounds, a line for each round (with -v the probabilities by both models).",
+        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay), none "
+        "(plain text); in a pipe, too: rounds, a line for each (with -v the probabilities).",
     )
     stats: bool | None = _output(
         None,
@@ -223,7 +223,7 @@ def say(text: str) -> None:
 # --- signals
 
 #: Ctrl-C; what `kill` sends; a closed terminal (not on Windows).
-_SIGNALS = tuple(
+SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 
@@ -247,7 +247,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         self._received = None
-        for number in _SIGNALS:
+        for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -183,8 +183,6 @@ class RoundReader:
 
 #: Characters that show whether a line is code.
 _N_BEGINNING = 16
-#: The marks of a line that begins or ends a block of code: it is dim, but for what was rejected.
-_FENCE = dict.fromkeys(("accepted", "corrected", "bonus", "plain", "forced"), "faint")
 #: Distance of the tab stops, in columns.
 TAB_COLUMNS = 8
 #: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not writing.
@@ -388,8 +386,6 @@ class Flow:
             beginning = "".join(cell.text for cell in cells[:_N_BEGINNING])
             self._is_fence = beginning.lstrip().startswith(("```", "~~~"))
             self._is_literal = self._in_code or beginning.startswith(("    ", "|"))
-        if self._is_fence:  # it frames code, and is nothing to look at
-            cells = [each._replace(mark=_FENCE.get(each.mark, each.mark)) for each in cells]
         rows = wrap(cells, self.columns, between_words=not self._is_literal)
         self.rows[-1:] = rows
         self._columns_before += sum(row.width for row in rows[:-1])
