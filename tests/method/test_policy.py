@@ -551,3 +551,13 @@ def test_whatever_happens_its_answers_are_finite(
 
 
 # --- plans
+
+
+def test_given_tokens_are_no_choice() -> None:
+    """A translated draft drafts the end of the text again first."""
+    plan = planned(fixed(5, p_min=0.5))
+    plan = replace(plan, n_max=plan.n_max + 2, n_given=2)
+    assert plan.n_max == 7
+    assert [takes for takes, _ in looked(plan, [0.0] * 3)] == [True, True, False]
+    looks = looked(plan, [0.0, 0.0, *[0.9] * 6])
+    assert looks == [*[(True, True)] * 6, (True, False), (False, False)]

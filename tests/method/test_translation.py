@@ -193,6 +193,18 @@ def test_no_token_reaches_over_a_control_token() -> None:
     assert follow(2, 0, 1) == [7, 7, 0, 1, 4, 2]
 
 
+def test_drafted_tokens_that_the_text_took_stay() -> None:
+    """The draft's own spelling, which is not its tokenizer's: its cache holds it."""
+    target = vocabulary([b"a", b"b"], ["</s>"])
+    draft = vocabulary([b"a", b"b", b"ab"], ["</s>"])
+    text = Translation(target, draft).text([0], [])
+    drafted = Draft.chain([0, 1, 0, 1], "model")
+    text.follow([0, 0, 1, 0], drafted)
+    assert text.tokens == [0, 1, 0]
+    text.follow([0, 0, 1, 0, 0])  # another way
+    assert text.tokens == [0, 1, 0, 0]
+
+
 @pytest.mark.parametrize("spells_all", [True, False])
 def test_the_cost_of_a_step_does_not_grow_with_the_text(spells_all: bool) -> None:
     """Counted in bytes that are tokenized, not in time."""
@@ -285,6 +297,28 @@ def test_a_chain_says_in_the_targets_tokens_what_the_draft_says(
         assert n_open == 0
     elif last is not None and draft.is_end(last) and told == rest and n_open == 0:
         assert not target.ends
+
+
+def test_ends_go_by_role_and_only_after_whole_text() -> None:
+    target = vocabulary([*BYTES[:0x80], "é".encode()], ["</s>", "<|im_end|>"], eot="<|im_end|>")
+    eos, eot = 129, 130
+    draft = vocabulary([*BYTES], ["<|eos|>", "<|eot|>", "<pad>"], eos="<|eos|>", eot="<|eot|>")
+    strings = Translation(target, draft)
+
+    def translate(tokens: Sequence[int], held_back: bytes = b"") -> tuple[int, ...]:
+        return strings.translate(chain(tokens), b"x" + held_back, held_back).tokens
+
+    a = ord("a")
+    assert translate([a, 256]) == (a, eos)
+    assert translate([a, 257]) == (a, eot)
+    assert translate([256]) == (eos,)
+    assert translate([a, 258, a]) == (a,)  # a control token that ends nothing ends the draft
+    assert translate([a, 0xC3, 256]) == (a,)  # half a character
+    assert translate([a, 0xC3, 0xA9, 256]) == (a, 128, eos)
+    assert translate([a, 0xE4, 0xB8, 0xAD, 256]) == (a,)  # the target has no such character
+    assert translate([a, 256], held_back=b"a") == (eos,)
+    assert translate([256], held_back=b"a") == ()  # what was held back is still to be said
+    assert translate([a, 256, a]) == (a, eos)
 
 
 def test_text_is_spelled_as_it_goes_on_from_the_text_before() -> None:
