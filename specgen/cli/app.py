@@ -59,10 +59,6 @@ _CLOSED_PIPE = errno.EINVAL if os.name == "nt" else errno.EPIPE
 class _Group(typer.core.TyperGroup):
     """A group of commands, which handles errors of standard output for all of them."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.rich_markup_mode = None  # plain text, as the help of commands
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = [
             (name, " ".join((each.help or "").partition("\n\n")[0].split()))
@@ -97,7 +93,7 @@ class _CommandLine(_Group):
 
 def _imported(name: str) -> Any:
     module = importlib.import_module(f"specgen.cli.{name}")
-    alone = typer.Typer(add_completion=False)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
     if isinstance(app := getattr(module, "app", None), typer.Typer):
         alone.add_typer(app, name=name, cls=_Group)
         return typer.main.get_group(alone).commands[name]
@@ -124,6 +120,7 @@ app = typer.Typer(
     help="Make a local GGUF model generate faster without changing what it says.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 for _name, _help in COMMANDS.items():

@@ -108,7 +108,6 @@ class Command(typer.core.TyperCommand):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         names = {"help_option_names": ["-h", "--help", "--help-all"], "max_content_width": 100}
         super().__init__(*arguments, **(settings | {"context_settings": names}))
-        self.rich_markup_mode = None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         shown = [

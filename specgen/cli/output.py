@@ -194,10 +194,9 @@ def check_file_option(name: str, file: Path | None) -> None:
 
 
 def _status_of(stream: TextIO) -> os.stat_result | None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return os.fstat(stream.fileno())
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def console_on(stream: TextIO) -> Console:
@@ -238,7 +237,6 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """The exit code by which a shell reports the signal; 0 without a signal."""
         return 0 if self._received is None else 128 + self._received
 
     def __enter__(self) -> Interrupt:

@@ -352,8 +352,6 @@ setup = group(
 # --- output
 
 JSON_REPORT = Option("--json", help="Print a JSON object.")
-
-
 output = group(Output)(Output)
 #: The output of commands that show no answers: --quiet and --verbose.
 loudness = output.without("show", "stats", "json", "html", "newline")

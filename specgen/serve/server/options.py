@@ -109,7 +109,7 @@ def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         reason = getattr(error, "strerror", None) or error
-        hint = "take another --port; 0 takes one that is free"
+        hint = "take another --port, or end the program that listens there"
         raise UsageError(f"{host}, port {port}: cannot listen there: {reason}", hint) from error
     return listening
 
