@@ -213,7 +213,7 @@ def test_what_is_sorted_stays_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SuffixArray, "build", build)
     # All are sorted once; then a new text alone, until there are many; and where what was saved is damaged.
-    for n_new, expected in ((3, [3, 0]), (0, [0]), (1, [1]), (1, [5, 0]), (0, [5, 0])):
+    for n_new, expected in ((3, [0, 3, 0]), (0, [0]), (1, [1]), (1, [5, 0]), (0, [0, 5, 0])):
         for _ in range(n_new):
             store.add([len(kept_texts(store))] * 11)
         sorted_.clear()

@@ -210,6 +210,23 @@ def test_short_fixed_drafts_are_dropped() -> None:
 # --- an adapting bound
 
 
+def test_the_bound_stays_within_its_limits_and_falls_slowly_where_nothing_is_drafted() -> None:
+    policy = threshold()
+    draft = chain(0.9)
+    for _ in range(100):
+        policy.observe(result(draft, 0))
+    assert bound_of(policy) == pytest.approx(0.9)
+    before = bound_of(policy)
+    policy.observe(result(NO_DRAFT, 0))
+    assert 0.95 * before < bound_of(policy) < before
+    for _ in range(500):
+        policy.observe(result(draft, 1))
+    assert bound_of(policy) == pytest.approx(0.01)
+    for _ in range(500):
+        policy.observe(result(NO_DRAFT, 0))
+    assert bound_of(policy) == pytest.approx(0.01)
+
+
 def test_the_bound_is_on_the_draft_as_a_whole() -> None:
     policy = threshold()
     bound = bound_of(policy)
