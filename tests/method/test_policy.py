@@ -533,6 +533,18 @@ def test_a_drawn_token_is_judged_by_the_confidence_before_the_draw() -> None:
     assert np.flatnonzero(counts.n_accepted).tolist() == [9]
 
 
+def test_a_draft_and_its_beginning_are_judged_once() -> None:
+    """What was found is proposed whole, and what is verified of it again as a part of the draft."""
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, acceptance)
+    plan, whole = planned(policy), chain(0.95, 0.95, 0.95)
+    once = plan.stop.cut(whole)
+    assert len(once) == 1
+    policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (whole, once)))
+    assert acceptance["model"].counts.n_judged.sum() == pytest.approx(2.0, abs=0.1)
+    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
+
+
 @settings(max_examples=40)
 @given(
     st.lists(st.floats(0.001, 10.0), min_size=1, max_size=17),
