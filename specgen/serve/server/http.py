@@ -242,19 +242,15 @@ class AccessCheck:
             return None
         if path in _OPEN or path.startswith("/page/") or method == "OPTIONS":
             return None
-        # Every key is compared, in constant time, so that the time reveals nothing about them.
-        given = _keys_in(headers)
+        # The headers of OpenAI's and of Anthropic's clients. Every key is compared, in constant time, so that the time
+        # reveals nothing about them.
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        keys = [key if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        given = [key.strip().encode("utf-8", "surrogateescape") for key in keys]
         if sum(hmac.compare_digest(data, key) for data in given for key in self._keys):
             return None
         what = "no key, or a wrong one: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
         return RequestError(401, what, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-def _keys_in(headers: Headers) -> list[bytes]:
-    """Return the keys in the headers of OpenAI's and of Anthropic's clients."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    keys = [given if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-    return [key.strip().encode("utf-8", "surrogateescape") for key in keys]
 
 
 # --- the life of the server ---------------------------------------------------------------------
