@@ -37,8 +37,16 @@ struct TaskMemory {
     float *factors;         // [cell]: value = integer * factor
 };
 
+// What a row of a task has for all of its cells.
+struct TaskRow {
+    const float *query;
+    const char *mask;  // float16 for each cell, or null
+    float slope;
+};
+
 // Memory of a thread.
 struct ThreadMemory {
+    TaskRow *rows;     // of the task whose scores are computed
     float *keys;       // keys of a tile of cells, transposed: [key_size][cell]
     int16_t *values;   // values of some blocks as integers: [block][pair of cells][value_size][2]
     char *sums;        // [tile of rows]: sums of weights times values
@@ -46,6 +54,7 @@ struct ThreadMemory {
 };
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a < b ? b : a; }
 constexpr int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // Call a function with a type of cells, known to the compiler as `type()`.

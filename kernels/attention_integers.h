@@ -92,18 +92,26 @@ struct AttentionIntegers {
             const Cells cells(job, task, block);
             const int64_t start = bytes_of_cell(job.value_type, first);
             const int64_t bytes = bytes_of_cell(job.value_type, smaller(n, job.value_size - first));
+            const int64_t whole = smaller(first + n, job.value_size - job.value_size % V::lanes);
             for (int i = 0; i < cells_per_block; i += 2) {
                 prefetch(cells[i + cells_per_block] + start, bytes);
                 prefetch(cells[i + 1 + cells_per_block] + start, bytes);
                 const Floats to_first = V::all(inverse(factors[i]));
                 const Floats to_second = V::all(inverse(factors[i + 1]));
-                for (int64_t d = first; d < first + n; d += V::lanes) {
-                    const Floats a = load_padded<V, type()>(cells[i], d, job.value_size);
-                    const Floats b = load_padded<V, type()>(cells[i + 1], d, job.value_size);
+                const auto store_pairs = [&](Floats a, Floats b) {
                     const Ints x = V::bits_of(V::multiply_add(a, to_first, magic));
                     const Ints y = V::bits_of(V::multiply_add(b, to_second, magic));
                     V::store(pairs, V::pair(x, y));
                     pairs += 2 * V::lanes;
+                };
+                const char *const a = cells[i], *const b = cells[i + 1];
+                int64_t d = first;
+                for (; d < whole; d += V::lanes) {
+                    store_pairs(load_cell<V, type()>(a, d), load_cell<V, type()>(b, d));
+                }
+                for (; d < first + n; d += V::lanes) {
+                    store_pairs(load_padded<V, type()>(a, d, job.value_size),
+                                load_padded<V, type()>(b, d, job.value_size));
                 }
             }
         });

@@ -131,9 +131,10 @@ def command_sections(root: Any, program: str) -> Iterator[str]:
         yield f"## {name}"
         yield prose_of(command)
         yield usage(name, command)
-        below = [f"{name} {word}" for word in getattr(command, "commands", {})]
+        below = getattr(command, "commands", {})
         if below:
-            yield f"Commands: {', '.join(f'[`{each}`](#{anchor(each)})' for each in below)}."
+            links = (f"[`{word}`](#{anchor(f'{name} {word}')})" for word in below)
+            yield f"Commands: {', '.join(links)}."
         known = {item for items in shared.values() for item in items.values()}
         own = [item for items in taken[name].values() for item in items.values()]
         yield "\n".join(item for item in own if item not in known)
@@ -421,7 +422,7 @@ def events_page() -> str:
         "## Parts of events",
         *(section(f"### `{record.__name__}`", record) for record in records_of_events()),
         *aliases,
-        "### Reasons\n\nThe list is closed. `reason_text` has the numbers.",
+        "### Reasons\n\nWhy a round drafts, or drafts nothing. The list is closed; `reason_text` has the numbers.",
         table(("reason", "meaning"), [(f"`{name}`", text) for name, text in REASONS.items()]),
     )
 

@@ -54,9 +54,8 @@ def parts(file: Path = FILE) -> list[str]:
     return [
         (
             f"All architectures of llama.cpp (in llama-cpp-python {head['llama-cpp-python']}). "
-            "`make architectures` writes a small random model of each, with llama.cpp's own generator of "
-            "test models, in F32 and in Q4_K_M, and checks each with specgen's kernels and with "
-            f"llama.cpp's own code. Of {len(loaded)} shapes that generate text, {len(exact)} have the texts of plain "
+            "`make architectures` checks a small random model of each, in F32 and in Q4_K_M, with specgen's kernels "
+            f"and with llama.cpp's own code. Of {len(loaded)} shapes that generate text, {len(exact)} have the texts of plain "
             f"decoding in every check, and {len(invariant)} are batch-invariant with the kernels."
         ),
         (

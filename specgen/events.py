@@ -24,7 +24,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "context", "interrupted"]
 TokenKind: TypeAlias = Literal["accepted", "corrected", "bonus", "plain", "forced"]
 
 
-#: Why a round drafts, or why it drafts nothing: a key of `REASONS`.
+# A key of `REASONS`.
 ReasonName: TypeAlias = str
 
 REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(

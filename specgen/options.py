@@ -103,8 +103,8 @@ class DraftOptions:
     policy: PolicyName = _drafting(
         "cost",
         "--policy",
-        "How much to draft: cost (while it is expected to save time), threshold (until the whole draft is "
-        "too unlikely), or fixed (by --draft-max and --draft-p-min).",
+        "How much to draft: cost (while it should save time), threshold (until the whole draft is too unlikely), "
+        "or fixed (by --draft-max and --draft-p-min).",
         envvar="SPECGEN_POLICY",
     )
     max_tokens: int | None = _drafting(
@@ -118,8 +118,8 @@ class DraftOptions:
     tree: TreeShape = _drafting(
         AUTO_TREE,
         "--tree",
-        "Whether drafts branch: auto (where it is expected to save time, with --policy cost), off, or in every "
-        "round so many children at each depth (3,2,1), or independent drafts and their length (4x5).",
+        "Whether drafts branch: auto (where it should save time, with --policy cost), off, children at each depth "
+        "(3,2,1), or independent drafts and their length (4x5).",
         metavar="auto|off|3,2,1|4x5",
         parse=parse_tree,
     )
@@ -143,22 +143,22 @@ class DraftOptions:
     temperature: float | None = _drafting(
         None,
         "--draft-temp",
-        "Temperature of the draft model; the answer's distribution stays the same.",
+        "Temperature of the draft model.",
         min=0.01,
         show_default=f"{DRAFT_TEMPERATURE} times the target's",
     )
     top_k: int | None = _drafting(
         None,
         "--draft-top-k",
-        "Top-k of the draft model; the answer's distribution stays the same.",
+        "Top-k of the draft model.",
         min=0,
         show_default="the target's",
     )
     verifier: VerifierName = _drafting(
         "auto",
         "--verifier",
-        "How drafts are verified; all keep the target's distribution: match (a seed gives the text that it gives "
-        "without a draft), residual, block, spectr (independent drafts), or auto (match with a seed, else the best).",
+        "How drafts are verified: match (a seed gives its text without a draft), residual, block, spectr "
+        "(independent drafts), or auto (match with a seed, else the best).",
     )
     translate: TranslateMode = _drafting(
         "auto",
@@ -168,8 +168,8 @@ class DraftOptions:
     mask: str = _drafting(
         "auto",
         "--draft-mask",
-        "The mask token of a parallel draft model (PARD), by number or text. auto takes what the file says, "
-        "off drafts one token after the other.",
+        "The mask token of a parallel draft model (PARD), by number or text; auto: the file's, off: one token after "
+        "the other.",
         metavar="auto|off|TOKEN",
         parse=utf8,
     )

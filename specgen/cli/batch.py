@@ -56,14 +56,14 @@ _N_NAMED = 10
         ray=Option(
             "--ray",
             metavar="ADDRESS",
-            help="Let a Ray cluster answer the lines: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), "
-            "or local (this machine alone). Each node needs specgen, and the models at the same paths.",
+            help="Let a Ray cluster answer: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), or local. "
+            "Each node needs specgen, and the models at the same paths.",
         ),
         cpus_per_worker=Option(
             "--cpus-per-worker",
             min=0.01,
             metavar="N",
-            help="With --ray: CPUs of an actor. A node gets as many actors as it has CPUs for.",
+            help="With --ray: CPUs of an actor.",
             show_default="all of the largest node: one actor a node",
         ),
         gpus_per_worker=Option(

@@ -6,12 +6,15 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.flags.trials import TRIALS, Trials, check_drafts
+from specgen.cli.flags.trials import TRIALS, Trials, alone, check_drafts, trial_options
 from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output, check_file_option, console_on
@@ -34,19 +37,24 @@ from specgen.measure.prompts import (
     read_bench_prompts,
 )
 from specgen.options import (
+    AUTO_TREE,
     Contexts,
     DraftOptions,
-    GenerationOptions,
     PolicyName,
     SamplerOptions,
-    SessionOptions,
     TreeShape,
     parse_tree,
 )
 from specgen.system.files import write_errors
 from specgen.system.progress import counted
 
-_POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
+
+def _parse_policies(given: Sequence[str]) -> tuple[str, ...]:
+    names, known = [each.strip() for each in ",".join(given).split(",")], get_args(PolicyName)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
+
 
 _MODELS = flags.panel(
     "Models",
@@ -67,12 +75,14 @@ _CONTEST = flags.panel(
     policies=Option(
         "--policy",
         metavar="NAMES",
+        parser=_parse_policies,
         help="How much to draft: cost, threshold or fixed; several with commas, or given several times.",
         show_default=DraftOptions().policy,
     ),
     trees=Option(
         "--tree",
         metavar="auto|off|3,2,1|4x5",
+        parser=lambda given: tuple(dict.fromkeys(map(parse_tree, given))),
         help="Whether drafts branch, as for `specgen run`; may be repeated.",
         show_default=str(DraftOptions().tree),
     ),
@@ -123,9 +133,9 @@ def bench(
     texts: list[str] | None = None,
     target: str | None = None,
     drafts: list[str] | None = None,
-    policies: list[str] | None = None,
-    trees: list[str] | None = None,
-    temperatures: list[float] | None = None,
+    policies: tuple[PolicyName, ...] = ("cost",),
+    trees: tuple[TreeShape, ...] = (AUTO_TREE,),
+    temperatures: tuple[float, ...] = (0.0,),
     trials: Trials,
     n_prompts: int | None = None,
     n_rounds: int = 1,
@@ -148,12 +158,9 @@ def bench(
     prompt; tokens per second (median); acceptance rate; tokens per pass of the target; time to the first
     token relative to plain decoding.
     """
-    from specgen.models.files import cache_folder
     from specgen.session.open import layers_without_gpu, open_memory
 
     prompts = _prompts(texts, trials.prompts, n_prompts)
-    shapes = list(dict.fromkeys(_tree_shape(text) for text in trees or ["auto"]))
-    chosen = _parse_policies(policies or [drafting.policy])
     check_drafts(drafting, "compare")
     check_file_option("--json", json_file)
     check_file_option("--html", html_file)
@@ -161,18 +168,10 @@ def bench(
     for note in layers_without_gpu(machine.target, machine.draft):
         output.note(note)
     path, found = find_drafts(target, drafts or [], quiet=output.quiet)
-    base = SessionOptions(
-        target=path,
-        draft="none",
-        sampler=sampling,
-        drafting=drafting,
-        generation=GenerationOptions(max_tokens=trials.max_tokens),
-        target_context=machine.target,
-        draft_context=machine.draft,
-        cache=cache_folder(),
-    )
-    heats = list(dict.fromkeys(temperatures or [0.0]))
-    entries = entries_of(base, found, chosen, shapes, heats, open_memory())
+    base = trial_options(alone(path), trials.max_tokens, machine, drafting)
+    base = replace(base, sampler=sampling)
+    heats = [*dict.fromkeys(temperatures)]
+    entries = entries_of(base, found, policies, trees, heats, open_memory())
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))
     output.note(
         f"{counted(len(prompts), 'prompt')}, each answered with up to {trials.max_tokens} tokens by: {names}; "
@@ -210,14 +209,6 @@ def _prompts(
     else:
         asked = own_prompts() if file is None else read_bench_prompts(file)
     return asked if n_of_each is None else first_of_each(asked, n_of_each)
-
-
-def _parse_policies(given: list[str]) -> list[PolicyName]:
-    names = [name.strip() for names in given for name in names.split(",")]
-    for name in names:
-        if name not in _POLICIES:
-            raise UsageError(f"--policy {name}: one of {', '.join(_POLICIES)}")
-    return [policy for name in dict.fromkeys(names) for policy in _POLICIES if policy == name]
 
 
 def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> None:
@@ -260,10 +251,3 @@ def _command() -> str:
     token = os.environ.get("HF_TOKEN")
     arguments = [each.replace(token, "TOKEN") if token else each for each in sys.argv[1:]]
     return shlex.join(["specgen", *arguments])
-
-
-def _tree_shape(text: str) -> TreeShape:
-    try:
-        return parse_tree(text)
-    except ValueError as error:
-        raise UsageError(f"--tree: {error}") from None

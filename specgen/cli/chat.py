@@ -19,7 +19,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Interrupt, Output, console_on, say
+from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.sampler_options import utf8
 from specgen.system.progress import counted
@@ -423,8 +423,7 @@ def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
             raise ended
         loop.call_soon_threadsafe(lambda: editor.app.exit(exception=ended))
 
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = [(number, signal.signal(number, end)) for number in numbers]
+    before = [(number, signal.signal(number, end)) for number in SIGNALS if number != signal.SIGINT]
     try:
         yield
     finally:

@@ -14,11 +14,10 @@ from specgen.cli import flags
 from specgen.cli.flags import endpoints_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from rich.console import Console
 
-    from specgen.llama.kernels.admission import KernelStatus
     from specgen.measure.doctor import DoctorReport
 
 
@@ -67,22 +66,22 @@ def _show(report: DoctorReport, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    def show(heading: str, entries: Iterable[tuple[Text, str]]) -> None:
+    marks = {True: Text("ok", "green"), False: Text("FAILED", "bold red")}
+    parts = {
+        name: [(Text(k), v) for k, v in each.items()] for name, each in _sections(report).items()
+    }
+    width = max(len(label) for entries in parts.values() for label, _ in entries)
+    checks = [(marks[each.passed], f"{each.name}: {each.message}") for each in report.checks]
+    for heading, entries in (parts | {"Checks": checks}).items():
         console.print(Text(heading, style="bold"))
         table = Table.grid(padding=(0, 2))
         for label, text in entries:
-            if console.is_terminal:
-                table.add_row("", label, Text(text))
-            else:
+            label.pad_right(width - len(label) if heading in parts else 0)
+            table.add_row("", label, Text(text))
+            if not console.is_terminal:
                 console.print(Text.assemble("  ", label, f"  {text}"), soft_wrap=True)
-        console.print(table, end="")
-
-    sections = _sections(report)
-    width = max(len(label) for entries in sections.values() for label in entries)
-    for heading, entries in sections.items():
-        show(heading, ((Text(f"{label:<{width}}"), text) for label, text in entries.items()))
-    marks = {True: Text("ok", "green"), False: Text("FAILED", "bold red")}
-    show("Checks", ((marks[each.passed], f"{each.name}: {each.message}") for each in report.checks))
+        if console.is_terminal:
+            console.print(table)
 
 
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
@@ -95,7 +94,10 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     available, total = human_bytes(machine.available_bytes), human_bytes(machine.memory_bytes)
     kept, n_room = human_bytes(kept_bytes(packed)), room_bytes(packed)
     room = f"room for those of a model of {human_bytes(n_room)}" if n_room else "no room for more"
-    software = {"specgen": report.version}
+    status, software = report.kernels, {"specgen": report.version}
+    advice = f"; {status.hint}" if status.hint else ""
+    why = f"'s own, not specgen's: {status.reason}{advice}" if status.reason is not None else ""
+    kernels = f"{status.label}{why}"
     if build is not None:
         software["llama-cpp-python"] = f"{build.version}, llama.cpp {build.llama_version}"
         software["built in"] = build.system_info
@@ -110,7 +112,7 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
             "memory": f"{total}, {available} available",
             "Python": machine.python,
         },
-        "Software": software | {"kernels on the CPU": kernels_line(report.kernels)},
+        "Software": software | {"kernels on the CPU": kernels},
         "Files": {
             "cache": folder_line(cache_folder()),
             "packed weights": f"{kept}, {packed}; {room}",
@@ -118,13 +120,6 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
             "data": folder_line(data_folder()),
         },
     }
-
-
-def kernels_line(status: KernelStatus) -> str:
-    if status.reason is None:
-        return status.label
-    advice = f"; {status.hint}" if status.hint else ""
-    return f"{status.label}'s own, not specgen's: {status.reason}{advice}"
 
 
 def folder_line(folder: Path) -> str:

@@ -20,13 +20,13 @@ from typer import Argument, Option
 
 from specgen.cli import flags
 from specgen.cli.command import Command
-from specgen.cli.flags.trials import COMPARISON, Comparison, check_drafts, trial_options
+from specgen.cli.flags.trials import COMPARISON, Comparison, alone, check_drafts, trial_options
 from specgen.cli.model_loading import load, log_shown, opened, use_kernels
 from specgen.cli.output import Output, console_on
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
-from specgen.session.choose_models import DraftChoice, Sources, find_models, find_target, name_of
+from specgen.session.choose_models import find_models, find_target, name_of
 from specgen.system.progress import human_bytes
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
@@ -47,10 +47,6 @@ app = typer.Typer(
 
 
 # --- a search for the best draft, as `draft find`, `draft make` and `tune` show it ------------------
-
-
-def _alone(target: Path) -> Sources:
-    return Sources(target, (DraftChoice("none"),))
 
 
 def show_search(search: Search | None, output: Output, *, as_json: bool) -> None:
@@ -141,7 +137,7 @@ def find(
     path = find_target(target, quiet=output.quiet)
     if save:
         saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
-    options, kernels = wanted.options(_alone(path)), wanted.machine.kernels
+    options, kernels = wanted.options(alone(path)), wanted.machine.kernels
     with opened(options, kernels, output) as loaded, output.measuring() as (progress, stop):
         found = find_candidates(files or (), path, tries_known=not files)
         search = search_drafts(
@@ -180,8 +176,7 @@ def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
     """Return the text to make drafts from, with the prompts of a file, each once, or those of the package."""
     from specgen.measure.prompts import read_prompts
 
-    texts = list(dict.fromkeys(read_prompts(prompts or OWN_PROMPTS)))
-    return TextOptions(texts, **others)
+    return TextOptions([*dict.fromkeys(read_prompts(prompts or OWN_PROMPTS))], **others)
 
 
 @app.command(cls=Command)
@@ -195,7 +190,7 @@ def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -
     likeliest tokens of each token. Run an interrupted command again to resume.
     """
     path = find_target(target, quiet=output.quiet)
-    own = trial_options(_alone(path), text.max_tokens, machine)
+    own = trial_options(alone(path), text.max_tokens, machine)
     with opened(own, machine.kernels, output) as loaded, output.measuring() as (progress, stop):
         builder = DraftBuilder(
             loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
@@ -270,7 +265,7 @@ def make(
         what = f"--tokens {text.n_tokens} is too little text for {' and '.join(kinds)}"
         raise UsageError(what, f"give {n_least} or more")
     use_kernels(machine.kernels, output)
-    own = trial_options(_alone(path), text.max_tokens, machine)
+    own = trial_options(alone(path), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
     n_drafts = 1 + len(kinds) + len(find_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):

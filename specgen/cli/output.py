@@ -41,8 +41,8 @@ class Output:
     show: Show = _output(
         "accepted",
         "--show",
-        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay), or "
-        "none (plain text). In a pipe, too: rounds, a line for each round (with -v the probabilities by both models).",
+        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay), none "
+        "(plain text); in a pipe, too: rounds, a line for each (with -v the probabilities).",
     )
     stats: bool | None = _output(
         None,
@@ -127,14 +127,10 @@ class Output:
         if finished is not None and prompt is not None and self.has_summary:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
             whole = self.stats is True
-            print_summary(
-                console_on(sys.stderr),
-                finished,
-                draft=prompt.draft,
-                kernels=prompt.kernels,
-                whole=whole,
-                show_legend=is_coloured and sys.stderr.isatty() and (whole or not in_chat),
-            )
+            legend = is_coloured and sys.stderr.isatty() and (whole or not in_chat)
+            how: dict[str, Any] = {"whole": whole, "show_legend": legend}
+            about = {"draft": prompt.draft, "kernels": prompt.kernels}
+            print_summary(console_on(sys.stderr), finished, **about, **how)
         return finished
 
     def renderer(
@@ -223,7 +219,7 @@ def say(text: str) -> None:
 # --- signals
 
 #: Ctrl-C; what `kill` sends; a closed terminal (not on Windows).
-_SIGNALS = tuple(
+SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 
@@ -247,7 +243,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         self._received = None
-        for number in _SIGNALS:
+        for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

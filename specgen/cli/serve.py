@@ -47,8 +47,8 @@ def _memory_size(text: str) -> int:
         ),
         learn_across=Option(
             "--learn-across-requests",
-            help="Use what is learnt about drafts in one request for later ones. The time of a request "
-            "then depends a little on what other users wrote.",
+            help="Use what is learnt about drafts in one request for later ones, whose time then tells a little of "
+            "what other users wrote.",
         ),
     ),
     server=server,

@@ -111,8 +111,6 @@ class SuffixDrafter(Drafter):
         n_children: int = 1,
         n_deepest: int | None = None,
     ) -> None:
-        if not 1 <= min_match <= max_match:
-            raise ValueError(f"matches of {min_match} to {max_match} tokens")
         self._min_match, self._max_match = min_match, max_match
         self._n_children, self._n_deepest = n_children, n_deepest
         self._text = TextIndex(min_match)

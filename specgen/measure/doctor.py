@@ -76,14 +76,6 @@ class DoctorReport:
     )
     checks: list[Check] = field(default_factory=list)
 
-    def check(self, name: str, do: Callable[[], str]) -> None:
-        """Add a check with the message that `do` returns, or with the `SpecgenError` that it raises."""
-        try:
-            self.checks.append(Check(name, True, do()))
-        except SpecgenError as error:
-            own = error.message, error.hint, type(error).__name__
-            self.checks.append(Check(name, False, *own))
-
     @property
     def healthy(self) -> bool:
         return all(check.passed for check in self.checks)
@@ -107,7 +99,11 @@ def diagnose(
 
     def run(name: str, do: Callable[[], str]) -> None:
         on_check(name)
-        report.check(name, do)
+        try:
+            found = Check(name, True, do())
+        except SpecgenError as error:
+            found = Check(name, False, error.message, error.hint, type(error).__name__)
+        report.checks.append(found)
 
     def decode(place: str, *file: str) -> str:
         timeout_s = _MODEL_TIMEOUT_S if file else _TINY_TIMEOUT_S
@@ -249,8 +245,7 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
 
 
 def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
-    """Return float32[n_tokens, n_vocab] of a text, decoded in one batch and token by token, and why rows must
-    differ."""
+    """Return float32[n_tokens, n_vocab] decoded in one batch and token by token, and why rows must differ."""
     import numpy as np
 
     from specgen.drafters.kinds import refuse_draft

@@ -97,8 +97,12 @@ def first_of_each(prompts: Iterable[BenchPrompt], n: int) -> list[BenchPrompt]:
 def _record(line: str, number: int, where: str) -> BenchPrompt:
     try:
         record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"{where}: not JSON: {_json_reason(error)}", _HINT) from None
+    except json.JSONDecodeError as error:
+        raise PromptError(
+            f"{where}: not JSON: {error.msg} at column {error.colno}", _HINT
+        ) from None
+    except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
+        raise PromptError(f"{where}: not JSON: {error}", _HINT) from None
     if not isinstance(record, dict):
         raise PromptError(f"{where}: not a JSON object", _HINT)
     turns = record.get("turns")
@@ -110,9 +114,3 @@ def _record(line: str, number: int, where: str) -> BenchPrompt:
         raise PromptError(f"{where}: the category is no text: {category!r}", _HINT)
     # A category is a name in tables whose columns are separated by tabs.
     return BenchPrompt(number, " ".join(category.split()) or _ALL, text)
-
-
-def _json_reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -97,11 +97,10 @@ def search_drafts(
     With `tunes_threads`, threads of the target and the first candidate are measured first. The caller saves the costs.
     None if interrupted before a result. Raise an error of the target; drafts that fail are refused, like `refused`."""
     target, load = session.options.target, LoadOfOthers()
-    threads: dict[str, Threads] = {}
-
     session.change_draft("none")
+    threads: dict[str, Threads] = {}
     if tunes_threads:
-        threads |= _tuned_threads(session, target, interrupted, progress, is_draft=False)
+        threads = _tuned_threads(session, target, interrupted, progress, is_draft=False)
     session.costs.forget()
     baseline = measure_target(
         session,
@@ -169,17 +168,13 @@ def advice(search: Search) -> tuple[str, ...]:
     )
     if figures.is_gain:
         use = f"use it: --draft {shlex.quote(str(best.draft))}"
-        return measured, f"{batch}; {pays_text(baseline, figures)}", use
+        # From which acceptance on drafts pay by these costs, and what it was.
+        least = break_even(Costs(baseline.batch_s, figures.draft_token_s or 0.0))
+        needed = "drafts cannot pay" if least is None else f"drafts pay if {least:.0%} are accepted"
+        return measured, f"{batch}; {needed}, and {figures.acceptance_rate or 0.0:.0%} were", use
     none = f"{batch}, and no draft that was tried is clearly faster"
     others = "draft with another model (`specgen models list` shows some)"
     return measured, none, f"{others}, or not at all: --draft none"
-
-
-def pays_text(baseline: Baseline, figures: DraftFigures) -> str:
-    """Say from which acceptance on drafts pay by these costs, and what it was."""
-    least = break_even(Costs(baseline.batch_s, figures.draft_token_s or 0.0))
-    needed = "drafts cannot pay" if least is None else f"drafts pay if {least:.0%} are accepted"
-    return f"{needed}, and {figures.acceptance_rate or 0.0:.0%} were"
 
 
 # --- the files that may be tried, by their names and sizes only ------------------------------------
@@ -266,8 +261,7 @@ def measure_threads(
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Threads:
     """Return the best of these numbers of threads, which the backend then uses; its context is empty before and after.
-    All are timed in turns, since a machine's speed changes. If `interrupted`, the default stays. Raise
-    `BackendError`."""
+    All are timed in turns, since a machine's speed changes. If `interrupted`, the default stays."""
     backend.set_threads(default, default)
     text, before_s = begin(backend), backend.decode_s
     #: By the rows of the batch: the seconds by the number of threads, of each round.

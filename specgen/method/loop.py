@@ -198,8 +198,7 @@ class Loop:
         return events
 
     def verify(self, sequence: AnswerState, draft: Draft, logits: Logits) -> Verdict:
-        """Judge a draft by the logits at the root and at each node, float32[1 + len(draft), n_vocab]. Raise
-        `BackendError` if the target has no token."""
+        """Judge a draft by the logits at the root and each node, float32[1 + n, n_vocab]. Raise `BackendError`."""
         dead_ends: set[int] = set()
 
         def target(node: int) -> Distribution:

@@ -147,8 +147,7 @@ class AcceptanceRates:
 
     def __init__(self, origin: str = "model", counts: AcceptanceCounts | None = None) -> None:
         self.counts = counts if counts is not None else AcceptanceCounts()
-        # Models are right more often than they say when they are unsure, and less often when sure; n-grams, and tokens
-        # behind a better sibling, are less often.
+        # Models are right more often than they say when unsure, less often when sure, or behind a better sibling.
         at_0, slope = (0.0, 0.8) if ":" in origin else (0.15, 0.78)
         at_0, slope = (0.0, 0.85) if origin in ("ngram", "lookup") else (at_0, slope)
         self._prior = [at_0 + slope * middle for middle in _MIDDLES]
@@ -241,8 +240,7 @@ class Stop:
         return confidence >= self.p_min and whole >= self.bound, True, whole
 
     def cut(self, draft: Draft) -> Draft:
-        """Return the nodes of a finished draft that are worth verifying, likeliest first. What was drawn at random
-        stays whole, since the text would be biased."""
+        """Return the nodes that are worth verifying, likeliest first. A drawn draft stays whole, to bias no text."""
         if draft.is_drawn:
             return draft
         if draft.is_chain and self.bound > 0.0:

@@ -159,7 +159,7 @@ class Round:
 
 
 class RoundReader:
-    """Combines the events of a round, so that views need not know how a draft's tree relates to the text."""
+    """Combines the events of a round."""
 
     def __init__(self) -> None:
         self._drafted: DraftedEvent | None = None
@@ -183,8 +183,6 @@ class RoundReader:
 
 #: Characters that show whether a line is code.
 _N_BEGINNING = 16
-#: The marks of a line that begins or ends a block of code: it is dim, but for what was rejected.
-_FENCE = dict.fromkeys(("accepted", "corrected", "bonus", "plain", "forced"), "faint")
 #: Distance of the tab stops, in columns.
 TAB_COLUMNS = 8
 #: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not writing.
@@ -219,8 +217,7 @@ def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) 
 
 @lru_cache(maxsize=4096)
 def _pieces(grapheme: str) -> tuple[str, ...]:
-    """Cut a grapheme that is too large. A mark without a letter would climb onto whatever stands before it,
-    so it gets a space."""
+    """Cut a grapheme that is too large. A mark without a letter gets a space to stand on."""
     if wcwidth(grapheme[0]) == 0 and unicodedata.category(grapheme[0]) != "Cf":
         grapheme = f" {grapheme}"
     for n in range(2, len(grapheme) + 1):
@@ -301,8 +298,7 @@ def wrap(
 
 
 def _last_word(cells: Sequence[Cell], start: int, end: int) -> tuple[int, int] | None:
-    """Return where a row with room for `cells[start:end]` ends between words, and where the next one begins; None if
-    it has no such place in its second half."""
+    """Return where a row with room for `cells[start:end]` ends between words, if in its second half, and the next begins."""
     for n in range(end, start + (end - start) // 2, -1):
         if cells[n].text == " ":
             before = n
@@ -388,8 +384,6 @@ class Flow:
             beginning = "".join(cell.text for cell in cells[:_N_BEGINNING])
             self._is_fence = beginning.lstrip().startswith(("```", "~~~"))
             self._is_literal = self._in_code or beginning.startswith(("    ", "|"))
-        if self._is_fence:  # it frames code, and is nothing to look at
-            cells = [each._replace(mark=_FENCE.get(each.mark, each.mark)) for each in cells]
         rows = wrap(cells, self.columns, between_words=not self._is_literal)
         self.rows[-1:] = rows
         self._columns_before += sum(row.width for row in rows[:-1])

@@ -174,18 +174,13 @@ def test_a_draft_may_have_a_draft_of_its_own_or_a_plus_sign_in_its_name(
         assert bench("--draft", wrong).code == 2
 
 
-def test_without_a_draft_n_grams_are_measured(bench: Specgen) -> None:
-    told = [row[1] for row in rows(bench("-N", "1")) if row[2] == "overall"]
-    assert told == ["plain", "ngram"]
-
-
 # --- what goes wrong
 
 
 def test_what_cannot_be_is_told_before_anything_is_loaded(bench: Specgen, tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     for arguments, message in (
-        (("--policy", "fast"), "--policy fast: one of cost, threshold, fixed"),
+        (("--policy", "fast"), "--policy: 'fast' is not one of cost, threshold, fixed"),
         (("--draft-max", "0"), "--draft-max 0"),
         (("--json", missing / "x.json"), "there is no folder"),
         (("--html", tmp_path), "is a folder"),

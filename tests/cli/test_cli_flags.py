@@ -56,21 +56,6 @@ def test_models_on_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyP
     assert read(*given) == ["-m", "hf:a/b/x/y.gguf", "-md", "small.gguf", "-md", "hf:c/d"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-hff", "c.gguf"], "--hf-file needs one --hf-repo"),
-        (["-hf", "a/b", "-hff", "c.bin"], '"a/b/c.bin" does not name a model'),
-    ],
-)
-def test_what_names_no_model_on_the_hub_is_an_error_in_use(
-    arguments: list[str], message: str
-) -> None:
-    result = CliRunner().invoke(specgen.cli.app.app, ["run", *arguments, "prompt"])
-    assert isinstance(result.exception, UsageError)
-    assert result.exception.message.startswith(message)
-
-
 # --- llama.cpp's options
 
 

@@ -155,10 +155,6 @@ def test_options_that_are_refused(
     assert ("--api-key-file" in result.err) == ("--host" in arguments)
 
 
-def test_a_model_that_is_not_there(models: Path, specgen: Specgen) -> None:
-    assert "no such file" in complaint(specgen("serve", "-m", models / "none.gguf"), 4)
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -62,20 +62,6 @@ def test_in_a_pipe_the_table_is_the_output_and_the_sentences_are_notes(tune: Spe
     assert (found["is_interrupted"], found["threads"], len(found["advice"])) == (False, {}, 3)
 
 
-def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    records = [{"prompt": PROMPT}, {"prompt": "too long " * 400}, {"turns": ["Once upon", "x"]}]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    own = ("--draft", "none", "--prompts", file, "-N", "9", "-c", "256")
-    result = tune(*own, "--json")
-    found = document(result)
-    assert (found["n_prompts"], found["skipped_prompts"]) == (2, [2])
-    assert "prompt 2 was left out: the context has no room for it" in notes(result)
-    quiet = tune(*own, "--quiet")
-    assert (quiet.code, quiet.err) == (0, "")
-    assert quiet.out.startswith("draft\tspeedup\t")
-
-
 # --- what goes wrong
 
 

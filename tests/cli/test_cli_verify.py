@@ -13,7 +13,6 @@ import pytest
 
 from tests.helpers.bugs import plant
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
-from tests.tiny import TinyConfig, write_tiny_model
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-N", "2", "-n", "12", "--draws", "100")
@@ -145,17 +144,6 @@ def test_where_nothing_is_drafted_nothing_is_shown(verify: Verify) -> None:
     assert result.out.splitlines()[0] == first
     assert result.code == 11
     assert "error: nothing was drafted, so nothing was checked: greedy," in result.err
-
-
-def test_a_draft_is_forced_however_unsure_it_is(verify: Verify, tiny_models: Path) -> None:
-    """Of this draft no token is as likely as a fixed draft's must be."""
-    write_tiny_model(tiny_models / "unsure.gguf", TinyConfig(logit_scale=0.01))
-    more = ("--check", "greedy", "--json")
-    forced = json.loads(verify(*more, "--policy", "cost", draft="unsure").out)["greedy"]
-    assert all(each["n_drafted"] > 0 for each in forced if each["way"] == "forced")
-    fixed = verify(*more, "--policy", "fixed", draft="unsure")
-    assert fixed.code == 11
-    assert json.loads(fixed.out)["verdict"] == "nothing drafted"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")

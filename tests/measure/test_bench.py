@@ -82,15 +82,6 @@ def test_plain_decoding_is_first_and_the_others_take_turns() -> None:
     assert {each.outcome for each in runs.results} == {OUTCOME}
 
 
-def test_a_prompt_is_answered_at_all_temperatures_before_the_next_one() -> None:
-    log: Log = []
-    runs = measured(
-        fake(log, "plain"), fake(log, "a"), fake(log, "plain", 0.8), fake(log, "b", 0.8)
-    )
-    assert [name for name, _ in log] == ["plain", "a", "plain", "b"] * 4
-    assert [each.temperature for each in runs.results[:4]] == [0.0, 0.0, 0.8, 0.8]
-
-
 def test_who_fails_is_left_out_and_the_others_go_on() -> None:
     log: Log = []
     runs = measured(

@@ -76,11 +76,6 @@ def test_every_cell_tested_is_expected_often(probs: ProbArray, n: int, seed: int
         assert rarest[: tested.n_pooled].sum() >= least
 
 
-def test_one_cell_after_pooling_says_nothing() -> None:
-    tested = g_test(np.array([10, 5]), np.array([0.5, 0.5]))
-    assert (tested.p_value, tested.n_cells, tested.n_pooled) == (1.0, 1, 2)
-
-
 # --- what a test can see --------------------------------------------------------------------
 
 

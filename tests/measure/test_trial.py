@@ -7,18 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from specgen.errors import BackendError
 from specgen.measure.trial import Baseline, Replay, TargetAnswer, agreeing_path, replay, summarise
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
-from specgen.method.policy import RoundResult
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.text.answer_state import Tally
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,
     Clock,
-    FailingDrafter,
     NoDrafter,
     Setup,
     model_drafter,
@@ -102,31 +99,6 @@ def test_what_a_round_costs_is_the_batch_and_the_drafting() -> None:
     assert itself.tally.target_s == 2 * 18.0
     assert itself.token_s == 10.0
     assert itself.speedup == pytest.approx(100 / 38)
-
-
-def test_a_drafter_that_drafts_nothing_costs_its_time() -> None:
-    found = replayed(Setup(drafter=NoDrafter(), options=GenerationOptions(max_tokens=11)))
-    # Each round is planned, that of the last token too.
-    assert (found.tally.n_rounds, found.tally.draft_s) == (10, 10.0)
-    assert found.speedup == pytest.approx(100 / 110)
-
-
-def test_the_drafter_is_told_what_became_of_its_drafts() -> None:
-    results: list[RoundResult] = []
-    drafter = model_drafter(noisy(LANGUAGE, 1.0), FakeVocabulary.letters(N_VOCAB))[0]
-    drafter.observe = results.append  # type: ignore[method-assign, assignment]
-    found = replayed(Setup(drafter=drafter))
-    assert len(results) == found.tally.n_rounds
-    assert sum(len(result.path) for result in results) == found.tally.n_accepted > 0
-    assert sum(len(result.draft) for result in results) == found.tally.n_drafted
-    assert {result.n_rows for result in results} == {1 + len(r.draft) for r in results}
-    assert sum(result.target_s for result in results) == pytest.approx(found.tally.target_s)
-
-
-def test_what_a_drafter_raises_is_raised() -> None:
-    failing = FailingDrafter(ngram_drafter(), 3, BackendError("broken"))
-    with pytest.raises(BackendError, match="broken"):
-        replayed(Setup(drafter=failing))
 
 
 # --- trees

@@ -276,14 +276,6 @@ def test_rounding_in_batches_is_no_defect_and_a_bug_is_one_beside_it(
         assert any(result.is_defect for result in greedy(loaded))
 
 
-def test_what_makes_a_difference_a_near_tie() -> None:
-    near = Difference(0, "a", "b", gap=0.1, allowed=0.2)
-    assert not near.is_defect
-    assert replace(near, gap=0.3).is_defect
-    assert replace(near, gap=0.0, allowed=0.0).is_defect, "in batches no row moves"
-    assert not replace(near, gap=0.3, same_in_batches_of=4).is_defect
-
-
 def test_movement_ignores_what_is_added_to_all_logits_alike() -> None:
     row = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     assert movement(row, row + np.float32(3.0)) < 1e-6
@@ -327,29 +319,6 @@ def test_draws_of_decoder_heads_fit(models: Path, tmp_path: Path) -> None:
         result = sampled(loaded, n_draws=150)
     assert result.n_drafted > 0
     assert not result.is_defect
-
-
-def test_a_place_where_only_one_thing_can_be_said_tests_nothing(models: Path) -> None:
-    with opened(models, 1, EAGER, top_k=1) as loaded:
-        result = sampled(loaded, n_draws=100)
-    assert (result.is_defect, result.test.n_cells) == (False, 1)
-
-
-def test_where_nothing_is_drafted_there_is_no_place(models: Path) -> None:
-    drafting = DraftOptions(policy="fixed", ngram_min=30, ngram_max=30)
-    with opened(models, 1, drafting, ngram=True) as loaded:
-        prompt = loaded.prompts.of_text(PROMPT, chat=False)
-        assert check_sampled(loaded, {1: prompt}, 100, LEVEL) is None
-
-
-def test_interrupted_checks_end_without_a_result(models: Path) -> None:
-    with opened(models, 1) as loaded:
-        prompt = loaded.prompts.of_text(PROMPT, chat=False)
-        assert check_sampled(loaded, {1: prompt}, 100, LEVEL, interrupted=lambda: True) is None
-        for n in (1, N_AT_ONCE):
-            stopped = check_greedy(loaded, {1: prompt}, n_at_once=n, interrupted=lambda: True)
-            assert list(stopped) == []
-            assert list(check_greedy(loaded, {}, n_at_once=n)) == []
 
 
 def test_verdicts() -> None:

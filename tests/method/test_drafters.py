@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.model_drafter import ModelDrafter
+from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.method.draft import Distribution, Draft
 from specgen.method.drafter import draft_alone, propose_together
-from specgen.method.policy import RoundPlan
+from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
 from specgen.method.tables import Stop
-from specgen.options import SamplerOptions, parse_tree
+from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import N_VOCAB, Clock, draft_request, model_drafter
+from tests.helpers.fake_generations import N_VOCAB, Clock, NoDrafter, draft_request, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -198,3 +198,42 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool)
 
 
 # --- a draft for the draft model
+
+
+# --- a draft for the draft model
+
+
+class Guessing(NoDrafter):
+    """Guesses 4, 5, 6, 7."""
+
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+        return Draft.chain([4, 5, 6, 7][:n_max], "model")
+
+
+@pytest.mark.parametrize(
+    ("said", "n_right", "told"),
+    [
+        ([9, 4, 5, 6, 7], 3, (4, 5, 6, 7)),
+        ([9, 4, 5, 6], 3, (4, 5, 6)),
+        ([9, 4, 8], 1, (4, 8)),
+        ([9, 8], 0, (8,)),
+    ],
+)
+def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
+    said: list[int], n_right: int, told: tuple[int, ...]
+) -> None:
+    policy, results = FixedPolicy(DraftOptions("fixed", 3, p_min=0.0)), list[RoundResult]()
+    policy.observe = results.append  # type: ignore[method-assign,assignment]
+    guesses = Guesses(Cascade(model=Guessing()), policy)
+    with pytest.raises(StopIteration) as ended:
+        next(guesses.after(TEXT, [9], 5, 0))
+    assert list(ended.value.value) == [4, 5, 6]
+    guesses.decoded(2.0)
+    guesses.settle(said)
+    guesses.settle(said)  # it is settled once
+    (result,) = results
+    # What stands behind the last token that the model said is not judged.
+    assert (result.draft.tokens, result.target_s) == ((4, 5, 6)[: len(told)], 2.0)
+    assert (result.path, result.committed) == (tuple(range(n_right)), told)
+    # A drafted token takes what the decode took, shared by those that came of it.
+    assert guesses.token_s(9.0) == pytest.approx(2.0 / (n_right + 1))

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.translated import (
     Lexicon,
+    PrefixShaper,
     Translation,
     counterpart,
     n_unfinished,
@@ -193,6 +195,18 @@ def test_no_token_reaches_over_a_control_token() -> None:
     assert follow(2, 0, 1) == [7, 7, 0, 1, 4, 2]
 
 
+def test_drafted_tokens_that_the_text_took_stay() -> None:
+    """The draft's own spelling, which is not its tokenizer's: its cache holds it."""
+    target = vocabulary([b"a", b"b"], ["</s>"])
+    draft = vocabulary([b"a", b"b", b"ab"], ["</s>"])
+    text = Translation(target, draft).text([0], [])
+    drafted = Draft.chain([0, 1, 0, 1], "model")
+    text.follow([0, 0, 1, 0], drafted)
+    assert text.tokens == [0, 1, 0]
+    text.follow([0, 0, 1, 0, 0])  # another way
+    assert text.tokens == [0, 1, 0, 0]
+
+
 @pytest.mark.parametrize("spells_all", [True, False])
 def test_the_cost_of_a_step_does_not_grow_with_the_text(spells_all: bool) -> None:
     """Counted in bytes that are tokenized, not in time."""
@@ -287,6 +301,28 @@ def test_a_chain_says_in_the_targets_tokens_what_the_draft_says(
         assert not target.ends
 
 
+def test_ends_go_by_role_and_only_after_whole_text() -> None:
+    target = vocabulary([*BYTES[:0x80], "é".encode()], ["</s>", "<|im_end|>"], eot="<|im_end|>")
+    eos, eot = 129, 130
+    draft = vocabulary([*BYTES], ["<|eos|>", "<|eot|>", "<pad>"], eos="<|eos|>", eot="<|eot|>")
+    strings = Translation(target, draft)
+
+    def translate(tokens: Sequence[int], held_back: bytes = b"") -> tuple[int, ...]:
+        return strings.translate(chain(tokens), b"x" + held_back, held_back).tokens
+
+    a = ord("a")
+    assert translate([a, 256]) == (a, eos)
+    assert translate([a, 257]) == (a, eot)
+    assert translate([256]) == (eos,)
+    assert translate([a, 258, a]) == (a,)  # a control token that ends nothing ends the draft
+    assert translate([a, 0xC3, 256]) == (a,)  # half a character
+    assert translate([a, 0xC3, 0xA9, 256]) == (a, 128, eos)
+    assert translate([a, 0xE4, 0xB8, 0xAD, 256]) == (a,)  # the target has no such character
+    assert translate([a, 256], held_back=b"a") == (eos,)
+    assert translate([256], held_back=b"a") == ()  # what was held back is still to be said
+    assert translate([a, 256, a]) == (a, eos)
+
+
 def test_text_is_spelled_as_it_goes_on_from_the_text_before() -> None:
     # Merges: "ab" is made first, so that "abc" is "ab" and "c"; but "bc" by itself is one.
     target = vocabulary([b"ab", b"bc", b"a", b"b", b"c"], merges=True)
@@ -315,3 +351,21 @@ def test_a_token_is_as_likely_as_what_begins_in_it() -> None:
 
 
 # --- drafts that must begin with something
+
+
+def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
+    draft = vocabulary([b"\n", b"\n  ", b"\n\n", b"a", b" ", b"\n\t"], ["</s>"])
+    shaper = PrefixShaper(Lexicon(draft))
+    logits = np.array([0.0, 2.0, 1.0, 9.0, 3.0, -1.0, 5.0], np.float32)
+    plain = shaper.distribution(logits)
+    assert plain.mode == 3
+    shaper.prefix = b"\n"
+    assert shaper.distribution(logits).token_ids.tolist() == [1]
+    weights = np.exp([0.0, 2.0, 1.0, -1.0])
+    assert shaper.likeliest(logits, [], 1)[1] == [pytest.approx(weights.max() / weights.sum())]
+    # Only the first token is bound.
+    assert shaper.distribution(logits, [1]).mode == 3
+    assert shaper.likeliest(logits, [1], 1)[1][0] < 1.0
+    shaper.prefix = b"\n\n"
+    assert shaper.distribution(logits).token_ids.tolist() == [2]
+    assert shaper.likeliest(logits, [], 1)[1] == [pytest.approx(1.0)]

@@ -93,12 +93,3 @@ def test_names_of_files_cannot_write_control_characters(
     assert line.isprintable()
     assert line.startswith("a")
     assert line.endswith(": 1 of 2")
-
-
-#: Each command that measures, as short as it gets, and a line that it is to write.
-COMMANDS = {
-    "bench": (["-md", "ngram", "-n", "4"], r"target\.gguf: \d of \d"),
-    "verify": (["-md", "draft", "-n", "8", "--check", "greedy"], "greedy: 2 of 2"),
-    "tune": (["-md", "draft", "-n", "4", "-t", "1"], r"draft\.gguf: 1 of 2"),
-    "draft find": (["-n", "4"], r"target\.gguf: 1 of 2"),
-}

@@ -18,7 +18,7 @@ from specgen.render.rows import clean
 from specgen.render.streams import print_notice
 from tests.helpers.events import Script
 from tests.helpers.screen import Terminal, letters
-from tests.render.test_render_text import DIFFICULT, FAMILY, TEXTS
+from tests.render.test_render_text import DIFFICULT, TEXTS
 
 LEGEND = "accepted  corrected  bonus  plain  rejected"
 
@@ -65,19 +65,6 @@ def test_branches_of_a_tree_are_told_apart(show: Show, row: str, struck: str | N
         assert terminal.struck() == f"{struck}rejected"
 
 
-def test_each_kind_of_token_has_a_colour_and_attributes_of_its_own() -> None:
-    terminal, script = Terminal(), Script().plain("simple").round([" yes", " no"], 1, " fixed")
-    play(terminal, script.round([" sure"], 1, " more").events, "all")
-    for word, name, look in (
-        ("simple", "plain", ("default",)),
-        ("yes", "accepted", ("green", "underscore")),
-        ("no", "rejected", ("red", "strikethrough")),
-        ("fixed", "corrected", ("magenta",)),
-        ("more", "bonus", ("cyan",)),
-    ):
-        assert terminal.look(word) == terminal.look(name) == look
-
-
 def test_a_long_prompt_shows_how_far_it_is_read() -> None:
     script = Script().prompt(4000).reading(1024, 10.0, 29.4)
     shown = "reading the prompt: 26% of 4000 tokens, 29 s left"
@@ -97,10 +84,7 @@ def test_a_long_prompt_shows_how_far_it_is_read() -> None:
     [
         (80, LEGEND + "    20.0/s  3 tokens  33% accepted"),
         (60, LEGEND + "    20.0/s"),
-        (44, LEGEND),
         (40, "20.0/s  3 tokens  33% accepted"),
-        (20, "20.0/s  3 tokens"),
-        (10, "20.0/s"),
         (5, "3"),
         (2, "3"),
     ],
@@ -144,18 +128,6 @@ def test_words_that_the_window_splits_are_copied_in_one_piece() -> None:
     script.plain(" there.\n").plain("漢字" * 40).finish()
     play(terminal, script.events)
     assert terminal.lines == [f"See {address} there.", "漢字" * 40]
-
-
-@pytest.mark.parametrize(("columns", "joins"), [(10, True), (11, False), (40, True), (10, False)])
-def test_wide_characters_stay_whole_whatever_the_terminal_takes_them_for(
-    columns: int, joins: bool
-) -> None:
-    terminal = Terminal(columns, joins_emoji=joins)
-    script = Script().prompt()
-    for text in ("漢字かな交じり文", FAMILY * 3, "🇩🇪🇫🇷", "👍🏽 ", "e\u0301", "한국어", "❤️", "1️⃣"):
-        script.round([text, text], 1, text)
-    play(terminal, script.finish().events)
-    assert letters("".join(terminal.rows)) == letters(script.text)
 
 
 def test_a_notice_stands_above_the_unfinished_line() -> None:
@@ -281,33 +253,6 @@ def test_a_thought_stays_dim_where_nothing_shows_it_again() -> None:
     play(terminal, script.finish().events, thinks=True)
     assert terminal.rows == ["why not", "", "So."]
     assert "\x1b[2mwhy" in terminal.written
-
-
-@given(
-    pieces=st.lists(st.sampled_from(["a b", "\n", "word ", "<", "</think", ">", "é" * 9])),
-    columns=st.lists(st.integers(8, 60), min_size=1, max_size=4),
-    rows=st.integers(3, 12),
-)
-def test_whatever_is_thought_and_however_the_window_changes(
-    pieces: list[str], columns: list[int], rows: int
-) -> None:
-    terminal = Terminal(columns[0], rows)
-    script = Script().prompt().plain("<think>")
-    renderer = play(terminal, script.events, folds=True)
-    for number, piece in enumerate(pieces):
-        script.plain(piece)
-        if "</think>" in script.text:
-            break
-        if number < len(columns):
-            terminal.resize(columns[number])
-        renderer.handle(script.events[-1])
-    terminal.resize(60)
-    if "</think>" not in script.text:
-        renderer.handle(script.plain("</think>").events[-1])
-        for event in script.plain("\nthe end").finish().events[-2:]:
-            renderer.handle(event)
-        assert terminal.lines[-1] == "the end"
-        assert terminal.lines[-2].startswith("thought for")
 
 
 def test_rounds_fit_a_narrow_terminal_and_have_probabilities_if_they_are_wanted() -> None:

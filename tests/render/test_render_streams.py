@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scripts.make_picture import main
 from specgen.cli.output import Output
 from specgen.events import EVENT_TYPES, DraftedEvent, Event, to_json_object
-from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
+from specgen.render.streams import JsonlRenderer, TextRenderer
 from specgen.system.files import to_line
 from tests.helpers.events import Script
 from tests.render.test_render_text import TEXTS
@@ -127,21 +127,6 @@ def test_a_simple_terminal_gets_plain_text_and_a_line_feed(term: str) -> None:
     assert run(odd, encoding="latin-1", **simple)[0] == "a?[2J\nb\tc? ?\n"
 
 
-@pytest.mark.parametrize("text", ["", "a", "a\n"])
-def test_in_a_conversation_each_answer_ends_its_line(text: str) -> None:
-    answer, _ = run(Script().prompt().plain(text).finish(), stats=False, in_chat=True)
-    assert answer == text.rstrip("\n") + "\n"
-
-
-def test_a_closed_pipe_does_not_end_the_process() -> None:
-    class Gone(Stream):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        make_console(Gone(), {}).print("text")
-
-
 # --- JSON Lines
 
 
@@ -206,17 +191,6 @@ def test_each_token_appears_when_it_came(tmp_path: Path) -> None:
     assert by_text["cat"][1] == by_text["lay"][1]
     assert "3 tokens in 0.7 s: 1.1 times as fast" in by_text
     assert "url(" not in svg  # nothing is loaded from elsewhere
-
-
-def test_a_record_that_is_none_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record, output = tmp_path / "run.jsonl", tmp_path / "run.svg"
-    record.write_bytes(recorded(Script().prompt().events))
-    for source in (record, tmp_path / "none"):
-        assert main([str(source), "--output", str(output)]) == 1
-    assert not output.exists()
-    assert "the run did not finish" in capsys.readouterr().err
 
 
 def test_rounds_have_a_line_each_in_a_pipe() -> None:

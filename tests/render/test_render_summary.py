@@ -41,14 +41,6 @@ def test_what_it_says() -> None:
     }
 
 
-def test_what_came_before_the_answer_is_no_part_of_its_time() -> None:
-    event = finished(wall_s=8.0, draft_s=2.0, target_s=6.0, loop_s=0.0, packing_s=21.72)
-    event = dataclasses.replace(event, loading_s=0.5, measuring_s=2.0)
-    before = "loading 500 ms, loading and packing 21.7 s, measuring what drafting costs 2.00 s"
-    assert items(event)["before"] == before
-    assert items(event)["time"].endswith("target 70%")
-
-
 def test_what_was_not_read_again_and_why_little_was_drafted() -> None:
     event = finished(n_prompt_tokens=4056, n_cached_tokens=4000)
     assert items(event)["prompt"] == "4056 tokens, 4000 of them not read again"
@@ -59,12 +51,6 @@ def test_what_was_not_read_again_and_why_little_was_drafted() -> None:
         "34 of 52 rounds drafted nothing: nothing found (20); a row costs 0.7 of a token (14)"
     )
     assert "reasons" not in items(dataclasses.replace(event, n_rounds=136))
-
-
-def test_an_empty_answer() -> None:
-    none: dict[str, Any] = {"tokens_per_s": None, "time_to_first_token_s": None}
-    event = dataclasses.replace(Script().finished(), finish_reason="length", wall_s=0.0, **none)
-    assert items(event) == {"answer": "0 tokens, 0 rounds", "end": "cut off: -n allows more"}
 
 
 @pytest.mark.parametrize(

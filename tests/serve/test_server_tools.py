@@ -1,4 +1,4 @@
-"""Calls of tools and responses through the server, as OpenAI's own client sees them."""
+"""Calls, responses and messages through the server, as OpenAI's and Anthropic's own clients see them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
+from specgen.serve.server.options import Limits, ServerOptions
 from tests.helpers.server import Running, serves, tiny_server
 from tests.tiny.config import CHATML_TEMPLATE
 
@@ -162,3 +164,130 @@ def test_thoughts_are_apart(tmp_path: Path) -> None:
             assert item.type == "reasoning"
             assert item.content[0].text == thought
             assert response.usage.output_tokens_details.reasoning_tokens == 9
+
+
+# --- Anthropic's messages
+
+SCHEMAS: Any = [
+    {"name": each["name"], "description": "x", "input_schema": each["parameters"]}
+    for each in (tool(name, "m", "ft")["function"] for name in ("weather", "length"))
+]
+
+
+@pytest.fixture
+def messaging(server: Running) -> Iterator[anthropic.Anthropic]:
+    with client_of(server) as client:
+        yield client
+
+
+def client_of(server: Running, key: str = "none") -> anthropic.Anthropic:
+    """A client that does not ask again by itself."""
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
+
+
+def text_of(answer: anthropic.types.Message) -> str:
+    """The text of an answer that is nothing else."""
+    (block,) = answer.content
+    assert block.type == "text"
+    return block.text
+
+
+def test_a_text_whole_and_streamed(messaging: anthropic.Anthropic, server: Running) -> None:
+    asked: Any = {"model": "any", "max_tokens": 12, "messages": MESSAGES}
+    whole = messaging.messages.create(**asked)
+    assert whole.role == "assistant"
+    assert (whole.stop_reason, whole.stop_sequence) == ("max_tokens", None)
+    assert whole.usage.output_tokens == 12
+    with messaging.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    assert text_of(streamed) == text_of(whole)
+    assert streamed.stop_reason == "max_tokens"
+    # The prompt is in the cache now, but for its last token at least.
+    cached = streamed.usage.cache_read_input_tokens or 0
+    assert cached > 0
+    assert cached + streamed.usage.input_tokens == whole.usage.input_tokens + (
+        whole.usage.cache_read_input_tokens or 0
+    )
+    chat = server.post(
+        "/v1/chat/completions",
+        messages=MESSAGES,
+        max_tokens=12,
+    )
+    assert chat.json()["choices"][0]["message"]["content"] == text_of(whole)
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "length"}])
+def test_calls_whole_and_streamed(messaging: anthropic.Anthropic, choice: Any) -> None:
+    asked: Any = {"model": "any", "max_tokens": 200, "messages": MESSAGES, "tools": SCHEMAS}
+    asked["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
+    whole = messaging.messages.create(**asked)
+    (call,) = whole.content
+    assert call.type == "tool_use"
+    assert whole.stop_reason == "tool_use"
+    assert call.name in (choice.get("name", "weather"), "length")
+    assert call.input in ({"unit": "m"}, {"unit": "ft"})
+    with messaging.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    (again,) = streamed.content
+    assert again.type == "tool_use"
+    assert (again.name, again.input) == (call.name, call.input)
+    assert streamed.stop_reason == "tool_use"
+    assert call.id != again.id
+    # What came back goes in again, with a result.
+    turns: Any = [*MESSAGES, {"role": "assistant", "content": whole.content}]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "7"}
+    turns.append({"role": "user", "content": [result]})
+    more = messaging.messages.create(model="any", max_tokens=4, tools=SCHEMAS, messages=turns)
+    assert more.usage.output_tokens > 0
+
+
+def test_a_stop_sequence_is_named(messaging: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "any", "max_tokens": 30, "messages": MESSAGES}
+    text = text_of(messaging.messages.create(**asked))
+    stop = text[5:8]
+    whole = messaging.messages.create(**asked, stop_sequences=[stop, "never"])
+    assert (whole.stop_reason, whole.stop_sequence) == ("stop_sequence", stop)
+    assert text_of(whole) == text[: text.index(stop)]
+    with messaging.messages.stream(**asked, stop_sequences=[stop]) as stream:
+        streamed = stream.get_final_message()
+    assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_a_last_message_of_the_assistant_is_continued(
+    server: Running, messaging: anthropic.Anthropic
+) -> None:
+    turns: Any = [*MESSAGES, {"role": "assistant", "content": "A b"}]
+    (block,) = messaging.messages.create(model="any", max_tokens=6, messages=turns).content
+    asked: dict[str, Any] = {"messages": turns, "max_tokens": 6}
+    answer = server.post("/v1/chat/completions", **asked).json()
+    assert answer["choices"][0]["message"]["content"] == block.text  # type: ignore[union-attr]
+    prompt = server.post("/apply-template", messages=MESSAGES).json()["prompt"]
+    continued = server.post("/apply-template", messages=turns).json()["prompt"]
+    assert continued == f"{prompt}A b"
+    for how in ({"continue_final_message": False}, {"add_generation_prompt": True}):
+        other = server.post("/apply-template", **asked, **how).json()["prompt"]
+        assert not other.endswith("A b")
+
+
+def test_keys_and_other_errors(tmp_path: Path) -> None:
+    options = ServerOptions(port=0, api_keys=("secret",), limits=Limits(body_bytes=2000))
+    with tiny_server(tmp_path, options, chat_template=TEMPLATE) as server:
+        with client_of(server, "secret") as client:
+            assert client.messages.create(model="any", max_tokens=1, messages=MESSAGES).content
+            long: Any = [{"role": "user", "content": "x" * 3000}]
+            with pytest.raises(anthropic.APIStatusError) as error:
+                client.messages.create(model="any", max_tokens=1, messages=long)
+            assert error.value.body["error"]["type"] == "request_too_large"  # type: ignore[index]
+            long = [{"role": "user", "content": "x " * 700}]
+            with pytest.raises(
+                anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 256 "
+            ):
+                client.messages.create(model="any", max_tokens=1, messages=long)
+        with (
+            client_of(server, "wrong") as client,
+            pytest.raises(anthropic.AuthenticationError) as refused,
+        ):
+            client.messages.create(model="any", max_tokens=1, messages=MESSAGES)
+        assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+        missing = server.http.get("/v1/messages/batches").json()
+        assert (missing["type"], missing["error"]["type"]) == ("error", "not_found_error")

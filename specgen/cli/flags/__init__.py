@@ -236,8 +236,7 @@ class Template:
     chat: bool | None = _prompt(
         None,
         "--chat/--raw",
-        "Put the prompt into the model's chat template, or continue it as it is, with names of control tokens "
-        "(<|im_end|>, ...) as these tokens.",
+        "Put the prompt into the chat template, or continue it as it is, with names of control tokens as these.",
         show_default="chat, if the model has a template",
     )
     system: str | None = _prompt(

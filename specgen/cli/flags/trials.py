@@ -77,6 +77,12 @@ COMPARISON = group(
 )(Comparison)
 
 
+def alone(target: Path) -> Sources:
+    from specgen.session.choose_models import DraftChoice, Sources
+
+    return Sources(target, (DraftChoice("none"),))
+
+
 def check_drafts(drafting: DraftOptions, purpose: str) -> None:
     if drafting.n_max == 0:
         raise UsageError(f"--draft-max 0 drafts nothing, so there is nothing to {purpose}")

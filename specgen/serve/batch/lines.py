@@ -11,19 +11,27 @@ import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 from pydantic_core import from_json
 
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.models.files import cache_folder
 from specgen.serve.formats.openai import read_request
-from specgen.serve.formats.request import BodyError, Defaults, Kind, Request, shown
+from specgen.serve.formats.request import BodyError, Defaults, Fields, Kind, Request, parse
 from specgen.system.files import locked, replace_bytes, to_line, write_errors
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-#: The fields of a line in OpenAI's form; only such lines have a `body`.
-_ENVELOPE = frozenset(["custom_id", "method", "url", "body"])
+
+
+class _Envelope(Fields, extra="forbid"):
+    """A line in OpenAI's form."""
+
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    method: Literal["POST"] = "POST"
+    body: dict[str, Any]
+
+
 #: The field of a result with specgen's own data for a restart: what was asked, and with what settings.
 OWN = "specgen"
 _log = logging.getLogger("specgen.serve.batch")
@@ -129,17 +137,8 @@ def _custom_id(value: Any) -> str:
 def _asked(body: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
     if not {"body", "url", "method"} & body.keys():
         return ("chat" if "messages" in body else "prompt"), body
-    for name in body.keys() - _ENVELOPE:
-        raise BodyError(name, f"a line with a body has {', '.join(sorted(_ENVELOPE))} only")
-    if body.get("method", "POST") != "POST":
-        raise BodyError("method", f"{body['method']!r} is not POST")
-    url = body.get("url")
-    if not isinstance(url, str) or url not in _URLS:
-        what = "it is missing; give one of" if url is None else f"{shown(url)} is none of"
-        raise BodyError("url", f"{what} {', '.join(_URLS)}")
-    if not isinstance(body.get("body"), dict):
-        raise BodyError("body", "it is not an object")
-    return _URLS[url], body["body"]
+    asked = parse(_Envelope, body)
+    return _URLS[asked.url], asked.body
 
 
 # --- results

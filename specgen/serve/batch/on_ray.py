@@ -150,17 +150,16 @@ class RayBatch:
                 else:
                     try:
                         records, tallies[stream] = self._ray.get(next(stream))
+                        sums = map(sum, zip(*map(astuple, tallies.values()), strict=True))
+                        self.tally = replace(Tally(*sums), n_lines=len(lines))
+                        for record in records:
+                            self._write(record)
+                        continue
                     except StopIteration:
                         actor = streams.pop(stream)
                     except self._ray.exceptions.RayError as error:
                         del streams[stream]
                         why_lost = _first_line(getattr(error, "cause", None) or error)
-                        continue
-                    else:
-                        sums = map(sum, zip(*map(astuple, tallies.values()), strict=True))
-                        self.tally = replace(Tally(*sums), n_lines=len(lines))
-                        for record in records:
-                            self._write(record)
                         continue
                 if portions:
                     answer = actor.answer.options(num_returns="streaming")

@@ -7,6 +7,7 @@ if a reader gives the call back exactly from it. So a new family of models needs
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -282,20 +283,16 @@ def _endings(form: CallForm) -> list[str]:
 
 _NAME, _OTHER = "probe_tool_qz", "second_tool_qz"
 _IDS = ("qzid00001", "qzid00002")
-_TYPES = {
-    "text": "string",
-    "number": "integer",
-    "flag": "boolean",
-    "items": "array",
-    "fields": "object",
+#: The types and the values of its arguments.
+_GIVEN: dict[str, tuple[str, Any]] = {
+    "text": ("string", "plain qz"),
+    "number": ("integer", 42),
+    "flag": ("boolean", True),
+    "items": ("array", ["a", "b"]),
+    "fields": ("object", {"k": 1}),
 }
-_PLAIN: Arguments = {
-    "text": "plain qz",
-    "number": 42,
-    "flag": True,
-    "items": ["a", "b"],
-    "fields": {"k": 1},
-}
+_TYPES = {key: kind for key, (kind, _) in _GIVEN.items()}
+_PLAIN: Arguments = {key: value for key, (_, value) in _GIVEN.items()}
 #: The awkward text, and one for templates that write texts without escapes.
 _PROBES = tuple(
     {**_PLAIN, "text": text} for text in ("q\"<&\\\n'z {} </x>", 'a "quoted" <b> & {c}', "plain qz")
@@ -306,10 +303,8 @@ _WANTED = {
     "items": {"type": "string"},
     "additionalProperties": {"type": "string"},
 }
-_SCHEMA = {
-    "type": "object",
-    "properties": {key: {"type": kind, **_WANTED} for key, kind in _TYPES.items()},
-}
+_PROPERTIES = {key: {"type": kind, **_WANTED} for key, kind in _TYPES.items()}
+_SCHEMA = {"type": "object", "properties": _PROPERTIES}
 _CONTENT = "@@plain@@"
 _TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 #: Marks of an empty thought before calls, and of the end of a turn or the beginning of a result behind them.
@@ -319,13 +314,8 @@ _AROUND = re.compile(
 )
 #: What a reader of thoughts takes away.
 _MARKS = [mark for family in FAMILIES for mark in family.around]
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": name, "description": "A tool.", "parameters": _SCHEMA},
-    }
-    for name in (_NAME, _OTHER)
-]
+_ABOUT = {"description": "A tool.", "parameters": _SCHEMA}
+_TOOLS = [{"type": "function", "function": {"name": name, **_ABOUT}} for name in (_NAME, _OTHER)]
 #: Forms of templates that offer tools and write no call of their own, by a token that the calls begin with.
 _BY_TOKEN = {
     "<|tool_call_start|>": CallForm(
@@ -366,15 +356,12 @@ def form_of(
 @functools.lru_cache(maxsize=32)
 def _found(template: str) -> CallForm | None:
     for probe in _PROBES:
-        try:
+        written = two = None
+        with contextlib.suppress(PromptError):
             written = _written(template, [(_NAME, probe)])
             two = _written(template, [(_NAME, probe), (_OTHER, {})])
-        except PromptError:
-            two = None
-            try:
-                written = _written(template, [(_NAME, probe)])
-            except PromptError:
-                continue
+        if written is None:
+            continue
         for form in _forms(written, two, probe):
             if _gives_back(form, written, two, probe):
                 return form
@@ -387,12 +374,8 @@ def _written(template: str, calls: list[tuple[str, Arguments]]) -> str:
         ToolCall(identity, name, arguments)
         for identity, (name, arguments) in zip(_IDS, calls, strict=False)
     ]
-    user, plain, more = (
-        Message("user", "hello"),
-        Message("assistant", _CONTENT),
-        Message("user", "x"),
-    )
-    called = Message("assistant", "", tool_calls=tuple(given))
+    user, more = Message("user", "hello"), Message("user", "x")
+    plain, called = Message("assistant", _CONTENT), Message("assistant", "", tuple(given))
     results = [
         Message("tool", "result", tool_call_id=each.identity, name=each.name) for each in given
     ]
@@ -408,7 +391,9 @@ def _written(template: str, calls: list[tuple[str, Arguments]]) -> str:
             if len(without) > 1:
                 raise
             continue
-        start = _whole_tags(called_text[: n_common(called_text, plain_text)])
+        start = n_common(called_text, plain_text)
+        if _is_open(called_text[:start]):
+            start = called_text.rfind("<", 0, start)
         if called_text.find(_NAME, start) < 0:
             continue
         n_same = n_common(called_text[start:][::-1], plain_text[start:][::-1])
@@ -417,11 +402,8 @@ def _written(template: str, calls: list[tuple[str, Arguments]]) -> str:
             end = called_text.find(">", end) + 1
         behind = _TAG.search(plain_text[plain_text.find(_CONTENT) + len(_CONTENT) :])
         if len(without) > 1 and behind is not None:
-            end = (
-                called_text.find(behind[0], start, end)
-                if behind[0] in called_text[start:end]
-                else end
-            )
+            place = called_text.find(behind[0], start, end)
+            end = place if place >= 0 else end
         return _AROUND.sub("", called_text[start:end])
     return ""
 
@@ -429,11 +411,6 @@ def _written(template: str, calls: list[tuple[str, Arguments]]) -> str:
 def _is_open(text: str) -> bool:
     """Return whether a text ends inside of a tag."""
     return text.rfind("<") > text.rfind(">")
-
-
-def _whole_tags(text: str) -> int:
-    """Return the length of a text without a tag that it ends in."""
-    return text.rfind("<") if _is_open(text) else len(text)
 
 
 def _render(template: str, messages: list[Message]) -> str:
@@ -481,13 +458,12 @@ def _forms_of_pairs(
 ) -> Iterator[CallForm]:
     """Find what stands between the keys and the values of arguments that are written one by one."""
     after, keys = written[place + len(_NAME) :], list(probe)
-    starts, at = [], 0
+    starts, at = list[int](), 0
     for key in keys:
-        at = after.find(key, at)
-        if at < 0:
+        starts.append(after.find(key, at))
+        if starts[-1] < 0:
             return
-        starts.append(at)
-        at += len(key)
+        at = starts[-1] + len(key)
     if (value := after.find(str(probe["text"]), starts[0])) < 0:
         return
     behind_text = value + len(str(probe["text"]))
@@ -496,11 +472,10 @@ def _forms_of_pairs(
     own_end = between.find(f"</{keys[0]}>")
     cut = between.find(">", own_end) + 1 if own_end >= 0 else max(between.rfind("<"), 0)
     # Tags that end a value come before the tag that begins a key.
-    while cut > 0 and after[: starts[0]].endswith(between[cut:]) is False:
+    before = after[: starts[0]]
+    while cut > 0 and not before.endswith(between[cut:]):
         cut -= 1
-    while (
-        cut > 0 and after[: starts[0]].endswith(between[cut - 1 :]) and between[cut - 1].isspace()
-    ):
+    while cut > 0 and before.endswith(between[cut - 1 :]) and between[cut - 1].isspace():
         cut -= 1
     closing, opening = between[:cut], between[cut:]
     if not opening or number < 0 or not closing.strip():
@@ -526,11 +501,9 @@ def _forms_of_pairs(
 
 
 def _with_any(form: CallForm, pattern: str) -> CallForm:
-    found: dict[str, Any] = {}
-    for name in ("opening", "after_name", "closing", "between"):
-        text = getattr(form, name)
-        found[name] = text and re.sub(pattern, ANY, text)
-    return replace(form, **found)
+    texts = {name: getattr(form, name) for name in ("opening", "after_name", "closing", "between")}
+    changed: Any = {name: text and re.sub(pattern, ANY, text) for name, text in texts.items()}
+    return replace(form, **changed)
 
 
 def _with_two(form: CallForm, two: str | None) -> CallForm:
@@ -544,14 +517,13 @@ def _with_two(form: CallForm, two: str | None) -> CallForm:
     begin, found = match(form.opening, two, 0), None
     if begin is not None and begin != UNCLEAR:
         found = read_call(form, two, begin, functions, is_last=True)
-    if not isinstance(found, tuple):
-        # What ends one call of pairs shows only with what is between two.
+    if isinstance(found, tuple):
+        end = found[0]
+    else:  # what ends one call of pairs shows only with what is between two
         last = "" if form.pair is None else form.pair.closing_of([*_TYPES][-1]).strip()
         if not last or (place := two.rfind(last, 0, other)) < 0:
             return form
         end = place + len(last)
-    else:
-        end = found[0]
     return _with_any(replace(form, between=two[end:other]), f"{ids}|{numbers}")
 
 

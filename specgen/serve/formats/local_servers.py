@@ -206,35 +206,22 @@ class _Body(Fields):
         return found
 
 
-def read_ollama_chat(body: Json, defaults: Defaults) -> Requests:
+def read_ollama(body: Json, defaults: Defaults, *, field: str) -> Requests:
+    """Read a body for the next turn of a chat (`field` is ``message``), or for the answer to a text, what follows it, or
+    what comes before a suffix (``response``). One without a text only lets the model be loaded."""
     asked = parse(_Body, body)
-    if not asked.messages:
-        return _loading(asked, defaults, "message")
-    fields = asked.openai(messages=asked.messages)
-    return _written(read_chat(fields, defaults), "message")
-
-
-def read_ollama_generate(body: Json, defaults: Defaults) -> Requests:
-    """Read a body for the answer to a text, what follows it, or what comes before a suffix."""
-    asked = parse(_Body, body)
-    if not asked.prompt:
-        return _loading(asked, defaults, "response")
-    if asked.raw or asked.suffix:
-        fields = asked.openai(prompt=asked.prompt, suffix=asked.suffix)
-        return _written(read_completion(fields, defaults), "response")
     system = [{"role": "system", "content": asked.system}] if asked.system else []
     turn = {"role": "user", "content": asked.prompt, "images": asked.images}
-    fields = asked.openai(messages=[*system, turn])
-    return _written(read_chat(fields, defaults), "response")
-
-
-def _loading(asked: _Body, defaults: Defaults, field: str) -> Requests:
-    """Return a request that only lets the model be loaded: for a body without a text."""
-    fields = {"prompt": " ", "max_tokens": 0, "stream": asked.stream}
-    return _written(read_completion(fields, defaults), field)
-
-
-def _written(requests: Requests, field: str) -> Requests:
+    is_chat = field == "message"
+    if not (asked.messages if is_chat else asked.prompt):
+        fields = {"prompt": " ", "max_tokens": 0, "stream": asked.stream}
+        requests = read_completion(fields, defaults)
+    elif not is_chat and (asked.raw or asked.suffix):
+        fields = asked.openai(prompt=asked.prompt, suffix=asked.suffix)
+        requests = read_completion(fields, defaults)
+    else:
+        turns = asked.messages if is_chat else [*system, turn]
+        requests = read_chat(asked.openai(messages=turns), defaults)
     writer = functools.partial(OllamaWriter, field=field)
     return tuple(replace(request, n=1, writer=writer) for request in requests)
 

@@ -41,11 +41,10 @@ Kind: TypeAlias = Literal["chat", "completion", "prompt"]
 #: Fields whose loss nobody would miss.
 _SILENT = frozenset(
     [
-        *("annotations", "betas", "cache_control", "cache_prompt", "client_metadata", "id"),
-        *("context_management", "id_slot", "keep_alive", "t_max_prompt_ms"),
+        *("annotations", "betas", "cache_control", "cache_prompt", "client_metadata", "id", "type"),
+        *("context_management", "id_slot", "keep_alive", "t_max_prompt_ms", "user", "summary"),
         *("logprobs", "metadata", "model", "name", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "signature", "status", "stream_options", "strict"),
-        *("summary", "type", "user"),
     ]
 )
 #: Variables of chat templates that say how much is thought; few templates read both.
@@ -152,15 +151,13 @@ Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
     """Return a content's texts as lines. What no local model reads is named: a refusal would end an agent."""
-    return separator.join(filter(None, map(_text_of_part, parts)))
-
-
-def _text_of_part(part: Part) -> str:
-    text = part.refusal if part.text is None else part.text
-    if text is None and not part.type.endswith("text"):
-        kind = part.type.removeprefix("input_").removesuffix("_url")
-        return f"[{kind[:40]} left out: this model reads text]"
-    return text or ""
+    found: list[str | None] = []
+    for part in parts:
+        found.append(part.refusal if part.text is None else part.text)
+        if found[-1] is None and not part.type.endswith("text"):
+            kind = part.type.removeprefix("input_").removesuffix("_url")
+            found[-1] = f"[{kind[:40]} left out: this model reads text]"
+    return separator.join(filter(None, found))
 
 
 class Speculative(Fields):
@@ -319,24 +316,24 @@ class AnswerBody(_Samplers):
         """Return what the answer must follow; if not strict, without what no grammar enforces. Raise `BodyError`."""
         form = self.form
         schema = None if form is None else form.schema_of(self.form_field)
-        asked = {"grammar": self.grammar or None, "json_schema": self.json_schema}
-        asked[self.form_field] = schema
-        names = [name for name, value in asked.items() if value is not None]
-        if not names:
+        given = {"grammar": self.grammar or None, "json_schema": self.json_schema}
+        asked = {k: v for k, v in (given | {self.form_field: schema}).items() if v is not None}
+        if not asked:
             return None
-        if len(names) > 1:
-            raise BodyError(names[1], f"{names[0]} is given as well")
+        name, *others = asked
+        if others:
+            raise BodyError(others[0], f"{name} is given as well")
         if self.grammar:
             return Grammar("gbnf", self.grammar)
-        text = json.dumps(asked[names[0]])
         try:
             if form is None or form.strict or schema is None:
-                return schema_grammar(text)
-            grammar, left_out = lenient_schema_grammar(text, is_open=form.strict is False)
+                return schema_grammar(json.dumps(asked[name]))
+            text, is_open = json.dumps(schema), form.strict is False
+            grammar, left_out = lenient_schema_grammar(text, is_open=is_open)
         except UsageError as error:
-            raise BodyError(names[0], error.message) from None
+            raise BodyError(name, error.message) from None
         if left_out:
-            warnings.append(f"{names[0]}: no grammar can enforce {', '.join(left_out)}")
+            warnings.append(f"{name}: no grammar can enforce {', '.join(left_out)}")
         return grammar
 
 
@@ -376,11 +373,8 @@ class ChatBody(AnswerBody):
             variables["enable_thinking"] = False
         for name in OWN_VARIABLES & self.chat_template_kwargs.keys():
             raise BodyError(f"chat_template_kwargs.{name}", "specgen sets this variable")
-        more |= {
-            "messages": messages,
-            "tools": self._tools(told),
-            "variables": variables | self.chat_template_kwargs,
-        }
+        variables |= self.chat_template_kwargs
+        more |= {"messages": messages, "tools": self._tools(told), "variables": variables}
         return (self.request("chat", defaults, told, **more),)
 
     def _tools(self, warnings: list[str]) -> Tools | None:
@@ -462,9 +456,8 @@ class Request:
     tools: Tools | None = None
     call_form: CallForm | None = None  # how the model writes calls: see `with_call_form`
     variables: Mapping[str, Any] = field(default_factory=dict)  # more of them for the template
-    biases: tuple[tuple[int | str, float], ...] | None = (
-        None  # of tokens and texts: see `with_biases`
-    )
+    #: Of tokens and texts: `for_model` makes these tokens.
+    biases: tuple[tuple[int | str, float], ...] | None = None
     splits_reasoning: bool = False  # a thinking block is no part of the answer
     warnings: tuple[str, ...] = ()  # what was ignored
     n: int = 1  # answers that are wanted
@@ -530,32 +523,31 @@ def with_call_form(
     other = None if tools.must_call else generation.grammar
     if tools.must_call and generation.ignore_eos:
         raise BodyError("ignore_eos", "a text that follows a grammar has an end")
+    is_strict = tools.must_call or other is not None
     try:
         how: dict[str, Any] = {"is_parallel": tools.is_parallel, "must_call": tools.must_call}
         grammar, warnings = calls_grammar(form, tools.callable, other=other, **how)
-    except UsageError as error:
-        if tools.must_call or other is not None:
-            raise BodyError("tools", error.message) from None
-    else:
         generation = replace(generation, grammar=grammar)
-        if tools.must_call or other is not None:
-            warnings = [f"tools: {warning}" for warning in warnings]
-            request = replace(request, warnings=(*request.warnings, *warnings))
+    except UsageError as error:
+        if is_strict:
+            raise BodyError("tools", error.message) from None
+        warnings = []
     controls = dict.fromkeys((*generation.shown_controls, *form.controls))
     generation = replace(generation, shown_controls=tuple(controls))
-    return replace(request, generation=generation, call_form=form)
+    told = (*request.warnings, *(f"tools: {each}" for each in warnings if is_strict))
+    return replace(request, generation=generation, call_form=form, warnings=told)
 
 
 def _with_read_variables(request: Request, template: str) -> Request:
     given = request.variables
-    read = {name for name in given if re.search(rf"\b{re.escape(name)}\b", template)}
-    unread = given.keys() - read - (_THINKING if _THINKING & read else frozenset())
+    read = {
+        name: value
+        for name, value in given.items()
+        if re.search(rf"\b{re.escape(name)}\b", template)
+    }
+    unread = given.keys() - read - (_THINKING if _THINKING & read.keys() else frozenset())
     ignored = [f"{name}: ignored, since the chat template does not read it" for name in unread]
-    return replace(
-        request,
-        variables={name: given[name] for name in given if name in read},
-        warnings=(*request.warnings, *sorted(ignored)),
-    )
+    return replace(request, variables=read, warnings=(*request.warnings, *sorted(ignored)))
 
 
 def is_begun(messages: Sequence[Message]) -> bool:

@@ -177,11 +177,7 @@ class _Rules:
             if kind in ("integer", "number", "boolean"):
                 value = self._value(schema, function, key)
             elif choices:
-                texts = (
-                    f'<|"|>{each}<|"|>' if isinstance(each, str) else json.dumps(each)
-                    for each in choices
-                )
-                value = f"({' | '.join(map(literal, texts))})"
+                value = _one_of(choices, '<|"|>')
             return self._new(f"{literal(key + ':')} {value}")
         if self.form.style == "python":
             plain = {"string": "PYTHON_TEXT", "boolean": '"True" | "False"'}
@@ -202,8 +198,7 @@ class _Rules:
         if is_json:
             value = self._value(schema, function, key)
         elif choices:
-            texts = (each if isinstance(each, str) else json.dumps(each) for each in choices)
-            value = f"({' | '.join(map(literal, texts))})"
+            value = _one_of(choices)
         else:  # it holds also the line breaks around it
             before = f"{self.text(pair.opening)} {literal(key)} {self.text(middle.rstrip())}"
             value = f"rule_{len(self.lines)}"
@@ -213,13 +208,15 @@ class _Rules:
         return self._new(f"{before} {value} {closing}")
 
     def _value(self, schema: Mapping[str, Any], function: Function, key: str) -> str:
-        outer = {
-            name: function.parameters[name]
-            for name in ("$defs", "definitions")
-            if name in function.parameters
-        }
+        named = ("$defs", "definitions")
+        outer = {name: each for name, each in function.parameters.items() if name in named}
         schema = {**outer, **(schema or {"type": "string"})}
         return self._schema(schema, f"{function.name}: {key}", function.name)
+
+
+def _one_of(choices: list[Any], quote: str = "") -> str:
+    texts = (f"{quote}{n}{quote}" if isinstance(n, str) else json.dumps(n) for n in choices)
+    return f"({' | '.join(map(literal, texts))})"
 
 
 def _may_be_text(schema: Any) -> bool:
@@ -292,8 +289,6 @@ _FENCE = "```"
 _BETWEEN = " \n\t\r,;"
 #: The beginning of an object that names a function.
 _NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
-
-
 #: The most characters of an object before the arguments.
 _MOST_HEAD = 1000
 
@@ -326,9 +321,8 @@ class ToolCallParser:
         #: Text that is neither content nor a call yet.
         self._rest = ""
         self._is_beginning = True
-        #: What reads the arguments of the open call, and what is left of its object behind them.
-        self._reader: ArgumentsReader | PairsReader | None = None
-        self._object: ArgumentsReader | None = None
+        #: What reads the arguments of the open call, which are told, and then what is left of its object.
+        self._readers: list[tuple[ArgumentsReader | PairsReader, bool]] = []
         #: Whether a call was the last that was read, and what may end it where it was bare.
         self._is_behind_call = False
         self._fence = ""
@@ -349,7 +343,7 @@ class ToolCallParser:
         deltas, is_call = list[Delta](), True
         while is_call:
             deltas += self._arguments(is_last=is_last and not is_cut)
-            if self._reader is not None or self._object is not None:
+            if self._readers:
                 self._rest = "" if is_cut else self._rest
                 break
             more, is_call = self._to_call(is_last=is_last, is_cut=is_cut)
@@ -481,7 +475,7 @@ class ToolCallParser:
             found = read_name(form, text, place, self._schemas, is_last=is_last)
         if not isinstance(found, tuple):
             return (UNCLEAR, []) if found == UNCLEAR else (start, [])
-        self._reader = reader_of(form, self._schemas[found[1]])
+        self._readers = [(reader_of(form, self._schemas[found[1]]), True)]
         return found[0], [(found[1], None)]
 
     def _objects(self, begin: int) -> tuple[int, list[tuple[str, str | None]]]:
@@ -499,17 +493,17 @@ class ToolCallParser:
             found = head.match(self._rest, begin, begin + _MOST_HEAD)
         if found is not None and found[1] in self._schemas:
             closing = self._fence or self._form.ends[1]
-            self._reader = ArgumentsReader("json", closing)
-            self._object = ArgumentsReader("json", closing, is_open=True)
+            rest = ArgumentsReader("json", closing, is_open=True)
+            self._readers = [(ArgumentsReader("json", closing), True), (rest, False)]
             return found.end(), [(found[1], None)]
         n, written, is_over = self._whole.read(self._rest[begin + self._n_whole :])
         self._n_whole, self._written = self._n_whole + n, self._written + written
         if not is_over:
             return UNCLEAR, []
-        end, value = self._n_whole, json.loads(self._written or "null")
+        value = json.loads(self._written or "null")
         calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
-        found_calls = [call for call in calls if call is not None]
-        return begin + end, [*found_calls] if None not in calls else []
+        whole = [call for call in calls if call is not None]
+        return begin + self._n_whole, [*whole] if len(whole) == len(calls) else []
 
     def _call(self, value: Any) -> tuple[str, str] | None:
         if not isinstance(value, dict):
@@ -530,19 +524,16 @@ class ToolCallParser:
     def _arguments(self, *, is_last: bool) -> list[Delta]:
         """Read on in the open call, if there is one."""
         deltas: list[Delta] = []
-        if self._reader is not None:
-            n, text, is_over = self._reader.read(self._rest, is_last=is_last)
+        while self._readers:
+            reader, is_told = self._readers[0]
+            n, text, is_over = reader.read(self._rest, is_last=is_last)
             self._rest = self._rest[n:]
-            if text or is_over:
+            if is_told and (text or is_over):
                 number = self.n_calls - 1
                 deltas.append(Delta("arguments", text, number=number, is_end=is_over))
             if not is_over:
-                return deltas
-            self._reader = None
-        if self._object is not None:
-            n, _, is_over = self._object.read(self._rest, is_last=is_last)
-            self._rest = self._rest[n:]
-            self._object = None if is_over else self._object
+                break
+            del self._readers[0]
         return deltas
 
     def _n_certain(self) -> int:

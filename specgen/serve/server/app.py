@@ -34,8 +34,7 @@ from specgen.serve.formats.local_servers import (
     ollama_embeddings,
     read_infill,
     read_llama_cpp_completion,
-    read_ollama_chat,
-    read_ollama_generate,
+    read_ollama,
 )
 from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.openai import (
@@ -85,8 +84,8 @@ _READERS: Mapping[str, Reader] = {
     **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
     **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
     **dict.fromkeys(["/infill", "/v1/infill"], read_infill),
-    "/api/chat": read_ollama_chat,
-    "/api/generate": read_ollama_generate,
+    "/api/chat": partial(read_ollama, field="message"),
+    "/api/generate": partial(read_ollama, field="response"),
 }
 #: Writes the response with the vectors of inputs.
 _EMBEDDINGS: Mapping[str, Callable[..., bytes]] = {

@@ -7,13 +7,13 @@ import contextlib
 import hmac
 import json
 import mimetypes
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Literal, TypeVar
-from urllib.parse import SplitResult, urlsplit
 
 import uvicorn
 from pydantic_core import from_json
@@ -231,36 +231,26 @@ class AccessCheck:
     def _check(self, method: str, path: str, headers: Headers) -> RequestError | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         is_allowed = "*" in self._origins or origin in self._origins
-        if origin is not None and not is_allowed and _split(origin).netloc != host:
+        if origin is not None and not is_allowed and origin.partition("://")[2] != host:
             what = f"pages of {origin} may not use this server"
             return RequestError(403, what, "origin_not_allowed")
         if not self._keys:
-            if self._names is not None and _split(f"//{host}").hostname not in self._names:
+            name = re.sub(r":[0-9]*\Z", "", host).strip("[]").lower()
+            if self._names is not None and name not in self._names:
                 what = f"this server does not answer for {host!r}"
                 return RequestError(403, what, "host_not_allowed")
             return None
         if path in _OPEN or path.startswith("/page/") or method == "OPTIONS":
             return None
-        # Every key is compared, in constant time, so that the time reveals nothing about them.
-        given = _keys_in(headers)
+        # The headers of OpenAI's and of Anthropic's clients. Every key is compared, in constant time, so that the time
+        # reveals nothing about them.
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        keys = [key if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        given = [key.strip().encode("utf-8", "surrogateescape") for key in keys]
         if sum(hmac.compare_digest(data, key) for data in given for key in self._keys):
             return None
         what = "no key, or a wrong one: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
         return RequestError(401, what, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-def _keys_in(headers: Headers) -> list[bytes]:
-    """Return the keys in the headers of OpenAI's and of Anthropic's clients."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    keys = [given if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-    return [key.strip().encode("utf-8", "surrogateescape") for key in keys]
-
-
-def _split(url: str) -> SplitResult:
-    try:
-        return urlsplit(url)
-    except ValueError:
-        return urlsplit("")
 
 
 # --- the life of the server ---------------------------------------------------------------------

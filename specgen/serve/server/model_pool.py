@@ -241,6 +241,7 @@ class ModelPool:
         self._changed.set()
 
     def _refuse(self, place: Place, error: RequestError) -> None:
+        place.task = None
         for answer in place.waiting:
             if not answer.done():
                 answer.set_exception(error)
@@ -263,14 +264,12 @@ class ModelPool:
                         place.n_leases += 1
                         answer.set_result(place.served)
         except SpecgenError as error:
-            place.task = None
             status = 503 if isinstance(error, MemoryLimitError) else 500
             message = f"{place.entry.name} cannot be loaded: {error.message}"
             _log.error("%s", message)
             refusal = RequestError(status, message, code="model_not_loaded")
             self._refuse(place, RequestError.ending() if self._is_ending.is_set() else refusal)
         except Exception:  # noqa: BLE001 - a bug: the requests fail, the server goes on
-            place.task = None
             _log.exception("%s cannot be loaded", place.entry.name)
             message = "the server failed; its log says how"
             self._refuse(place, RequestError(500, message, code="bug"))
