@@ -59,8 +59,7 @@ def read_prompt(
 
 
 def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
-    """Return the name of a part of the prompt, and its text without the newline at its end. A string is the
-    question."""
+    """Return the name of a part of the prompt (a string is the question), and its text without the last newline."""
     if isinstance(source, str):
         try:
             return "the question", utf8(source)
@@ -113,9 +112,7 @@ def read_template(given: str) -> str:
     """Return a chat template: one of `BUILT_IN`, a model's, a file's, or the text itself. Raise `UsageError`."""
     from specgen.session.prompts.template import check_syntax
 
-    template = BUILT_IN.get(given)
-    if template is None and ("{{" in given or "{%" in given):
-        template = given
+    template = given if "{{" in given or "{%" in given else BUILT_IN.get(given)
     if template is None:
         from specgen.models.hub_names import locate
         from specgen.models.registry import load_registry

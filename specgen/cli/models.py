@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 import typer
 
@@ -40,7 +40,6 @@ def _names(incomplete: str) -> list[str]:
     return model_names(incomplete) + pair_names(incomplete)
 
 
-QuantizedType: TypeAlias = Literal["q4_0", "q8_0", "f16"]
 _Name = Annotated[
     str, typer.Argument(metavar="NAME", help="A model or a pair.", autocompletion=_names)
 ]
@@ -222,7 +221,7 @@ def quantize(
     source: Annotated[Path, typer.Argument(metavar="FILE")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT")],
     type_name: Annotated[
-        QuantizedType, typer.Option("--type", help="The type of all matrices.")
+        Literal["q4_0", "q8_0", "f16"], typer.Option("--type", help="The type of all matrices.")
     ] = "q4_0",
 ) -> None:
     """Write a draft again with another type of weights: Q4_0 is often quicker, and drafts nearly as well.

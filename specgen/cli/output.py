@@ -127,14 +127,10 @@ class Output:
         if finished is not None and prompt is not None and self.has_summary:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
             whole = self.stats is True
-            print_summary(
-                console_on(sys.stderr),
-                finished,
-                draft=prompt.draft,
-                kernels=prompt.kernels,
-                whole=whole,
-                show_legend=is_coloured and sys.stderr.isatty() and (whole or not in_chat),
-            )
+            legend = is_coloured and sys.stderr.isatty() and (whole or not in_chat)
+            how: dict[str, Any] = {"whole": whole, "show_legend": legend}
+            about = {"draft": prompt.draft, "kernels": prompt.kernels}
+            print_summary(console_on(sys.stderr), finished, **about, **how)
         return finished
 
     def renderer(

@@ -50,8 +50,7 @@ class Entry:
 def find_drafts(
     target: str | None, drafts: Sequence[str], *, quiet: bool
 ) -> tuple[Path, list[Stages]]:
-    """Find a target (None: the default pair's) and its drafts, each with its own drafts behind plus signs. Without
-    `drafts` they are `specgen run`'s choice and n-grams. Raise `UsageError`, `UnknownModelError`, `FetchError`."""
+    """Find a target and its drafts, each with its own behind plus signs; by default `specgen run`'s, and n-grams."""
     named = map(_stages, drafts or [""])
     found = [find_models(staged(target, draft, None), quiet=quiet) for draft in named]
     stages = [(each.draft, *each.helpers) for each in found]
@@ -202,8 +201,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a contender could not answer a prompt (None: warm up): it, or the prompt if it is plain, has no more
-    turns."""
+    """Why a contender has no more turns (a prompt, if it is plain): it could not answer `prompt` (None: warm up)."""
 
     temperature: float
     contender: str

@@ -245,8 +245,7 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
 
 
 def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
-    """Return float32[n_tokens, n_vocab] of a text, decoded in one batch and token by token, and why rows must
-    differ."""
+    """Return float32[n_tokens, n_vocab] decoded in one batch and token by token, and why rows must differ."""
     import numpy as np
 
     from specgen.drafters.kinds import refuse_draft

@@ -261,8 +261,7 @@ def measure_threads(
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Threads:
     """Return the best of these numbers of threads, which the backend then uses; its context is empty before and after.
-    All are timed in turns, since a machine's speed changes. If `interrupted`, the default stays. Raise
-    `BackendError`."""
+    All are timed in turns, since a machine's speed changes. If `interrupted`, the default stays."""
     backend.set_threads(default, default)
     text, before_s = begin(backend), backend.decode_s
     #: By the rows of the batch: the seconds by the number of threads, of each round.

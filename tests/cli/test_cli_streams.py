@@ -147,13 +147,3 @@ def test_a_second_ctrl_c_ends_an_answer_whose_drafter_hangs(tiny_models: Path) -
     assert said
     assert plain.startswith(said)
     assert len(said) < len(plain) - 1
-
-
-def test_a_second_ctrl_c_ends_a_batch_whose_drafter_hangs(
-    tiny_models: Path, tmp_path: Path
-) -> None:
-    results = tmp_path / "out.jsonl"
-    options = ["-m", str(tiny_models / "chat.gguf"), "-md", "ngram", "--policy", "fixed", *EXACT]
-    code, out, err = interrupted_twice(["batch", "-", str(results), *options])
-    assert (code, out) == (130, "")
-    assert "Traceback" not in err
