@@ -359,13 +359,7 @@ def test_drafts_continue_the_longest_match(
     assert propose(SuffixDrafter(min_match, max_match), text, n_max) == expected
 
 
-@given(
-    TEXT,
-    st.lists(TEXT, max_size=3),
-    st.integers(1, 8),
-    st.integers(1, 3),
-    st.integers(3, 10),
-)
+@given(TEXT, st.lists(TEXT, max_size=3), st.integers(1, 8), st.integers(1, 3), st.integers(3, 10))
 def test_corpora_are_followed_where_they_match_more(
     text: list[int], corpus: list[list[int]], n_max: int, min_match: int, max_match: int
 ) -> None:

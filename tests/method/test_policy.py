@@ -557,9 +557,7 @@ def test_a_draft_and_its_beginning_are_judged_once() -> None:
     st.floats(0.0, 5.0),
 )
 def test_whatever_happens_its_answers_are_finite(
-    seconds: list[float],
-    rounds: Sequence[tuple[list[float], int, float]],
-    draft_s: float,
+    seconds: list[float], rounds: Sequence[tuple[list[float], int, float]], draft_s: float
 ) -> None:
     policy = cost_aware(dict(enumerate(seconds, 1)))
     for confidences, n_right, target_s in rounds:
