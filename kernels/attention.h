@@ -39,7 +39,7 @@ struct Attention {
         int64_t group, n_blocks, rows_per_task, tasks_per_head, n_tasks;
         bool shared;  // all threads share each task
         int64_t scores, heavy_pairs, scales, factors;  // bytes, of a task
-        int64_t keys, values, sums, blocks;            // bytes, of a thread
+        int64_t rows, keys, values, sums, blocks;      // bytes, of a thread
         int64_t task_bytes, thread_bytes, bytes;
 
         Plan(const AttentionJob &job, int n_threads) {
@@ -60,12 +60,13 @@ struct Attention {
             heavy_pairs = aligned(n_rows * n_blocks * sizeof(uint32_t));
             scales = aligned(n_rows * sizeof(double));
             factors = aligned(n_cells * sizeof(float));
+            rows = aligned(n_rows * sizeof(TaskRow));
             keys = aligned(AttentionScores<V>::tile_cells * key_size * sizeof(float));
             values = aligned(AttentionValues<V>::bytes_of_values(n_blocks));
             sums = aligned(AttentionValues<V>::bytes_of_sums(n_rows));
             blocks = aligned((shared ? n_tasks : 1) * (1 + n_blocks) * sizeof(uint32_t));
             task_bytes = scores + heavy_pairs + scales + factors;
-            thread_bytes = keys + values + sums + blocks;
+            thread_bytes = rows + keys + values + sums + blocks;
             bytes = alignment + (shared ? n_tasks : n_threads) * task_bytes +
                     n_threads * thread_bytes;
         }
@@ -91,7 +92,8 @@ struct Attention {
             char *at = static_cast<char *>(scratch) + alignment +
                        (shared ? n_tasks : n_threads) * task_bytes + thread * thread_bytes;
             ThreadMemory memory;
-            memory.keys = reinterpret_cast<float *>(at);
+            memory.rows = reinterpret_cast<TaskRow *>(at);
+            memory.keys = reinterpret_cast<float *>(at += rows);
             memory.values = reinterpret_cast<int16_t *>(at += keys);
             memory.sums = at += values;
             memory.blocks = reinterpret_cast<uint32_t *>(at += sums);

@@ -37,8 +37,16 @@ struct TaskMemory {
     float *factors;         // [cell]: value = integer * factor
 };
 
+// What a row of a task has for all of its cells.
+struct TaskRow {
+    const float *query;
+    const char *mask;  // float16 for each cell, or null
+    float slope;
+};
+
 // Memory of a thread.
 struct ThreadMemory {
+    TaskRow *rows;     // of the task whose scores are computed
     float *keys;       // keys of a tile of cells, transposed: [key_size][cell]
     int16_t *values;   // values of some blocks as integers: [block][pair of cells][value_size][2]
     char *sums;        // [tile of rows]: sums of weights times values

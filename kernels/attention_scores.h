@@ -24,10 +24,6 @@ inline const char *copy_mask(const char *mask, int64_t n, int16_t (&space)[cells
     return reinterpret_cast<const char *>(space);
 }
 
-inline float slope_of(const AttentionJob &job, int64_t head) {
-    return alibi_slope(job.max_bias, job.n_heads, head);
-}
-
 template <class V>
 struct AttentionScores {
     using Floats = typename V::Floats;
@@ -157,45 +153,41 @@ struct AttentionScores {
     static void finish(const AttentionJob &job, const char *mask, float slope, const float *dots,
                        float *scores) {
         const float scale = job.softcap > 0 ? job.scale / job.softcap : job.scale;
+        const bool is_plain = V::shorts_equal(mask, 0) && job.softcap <= 0;
         for (int i = 0; i < tile_cells; i += V::lanes) {
             Floats score = V::multiply(V::load_floats(dots + i), V::all(scale));
-            if (job.softcap > 0) score = cap(score, job.softcap);
-            const Floats bias = V::multiply(V::load_halves(mask + 2 * i), V::all(slope));
-            // A cell not seen may hold anything: -inf + NaN would be seen.
-            const typename V::Mask seen = V::differ(bias, V::all(-INFINITY));
-            V::store(scores + i, V::add(V::only(seen, score), bias));
+            if (!is_plain) {
+                if (job.softcap > 0) score = cap(score, job.softcap);
+                const Floats bias = V::multiply(V::load_halves(mask + 2 * i), V::all(slope));
+                // A cell not seen may hold anything: -inf + NaN would be seen.
+                const typename V::Mask seen = V::differ(bias, V::all(-INFINITY));
+                score = V::add(V::only(seen, score), bias);
+            }
+            V::store(scores + i, score);
         }
     }
 
-    // The scores of one tile of cells for `n` rows of the task from row m on.
-    static void score_tile(const AttentionJob &job, const AttentionTask &task, int64_t m, int n,
-                           int64_t first_cell, const float *keys, float *scores,
+    // The scores of one tile of cells for `n` rows.
+    static void score_tile(const AttentionJob &job, const AttentionTask &task, const TaskRow *rows, int n,
+                           bool is_first, int64_t first_cell, const float *keys, float *scores,
                            int64_t scores_of_row) {
         float dots[most_rows * tile_cells];
         const float *queries[most_rows];
-        for (int i = 0; i < n; i++) {
-            queries[i] = reinterpret_cast<const float *>(
-                job.queries + task.query_row(m + i) * job.query_row_stride +
-                task.head(m + i) * job.query_head_stride + task.stream * job.query_stream_stride);
-        }
+        for (int i = 0; i < n; i++) queries[i] = rows[i].query;
         // While the first rows are multiplied, the next tile is on its way.
         const int64_t next_cell = first_cell + tile_cells;
         const int64_t n_next = smaller(tile_cells, job.n_cells - next_cell);
         const Lines ahead(job.keys + task.kv_head * job.key_head_stride +
                               task.stream * job.key_stream_stride + next_cell * job.key_cell_stride,
                           job.key_cell_stride, bytes_of_cell(job.key_type, job.key_size),
-                          m == 0 ? n_next : 0);
+                          is_first ? n_next : 0);
         multiply(n, queries, keys, job.key_size, ahead, dots);
         const int64_t n_cells = smaller(tile_cells, job.n_cells - first_cell);
         for (int i = 0; i < n; i++) {
             int16_t space[cells_per_block];
-            const char *mask = nullptr;
-            if (job.mask) {
-                mask = mask_of(job, task, task.query_row(m + i), task.head(m + i)) + 2 * first_cell;
-            }
+            const char *mask = rows[i].mask ? rows[i].mask + 2 * first_cell : nullptr;
             if (!mask || n_cells < tile_cells) mask = copy_mask(mask, n_cells, space);
-            finish(job, mask, slope_of(job, task.head(m + i)), dots + i * tile_cells,
-                   scores + (m + i) * scores_of_row);
+            finish(job, mask, rows[i].slope, dots + i * tile_cells, scores + i * scores_of_row);
         }
     }
 
@@ -211,8 +203,9 @@ struct AttentionScores {
             });
             float *scores = memory.scores + position * cells_per_block + first;
             for (int64_t i = 0; i < tiles.n; i++) {
-                score_tile(job, task, tiles.first(i), tiles.rows(i), first_cell, own.keys, scores,
-                           n_positions * cells_per_block);
+                const int64_t m = tiles.first(i), n_scores = n_positions * cells_per_block;
+                score_tile(job, task, own.rows + m, tiles.rows(i), i == 0, first_cell, own.keys,
+                           scores + m * n_scores, n_scores);
             }
         }
     }
@@ -220,6 +213,14 @@ struct AttentionScores {
     // Blocks `part`, `part` + n_parts, ... of those that the task sees.
     static void run(const AttentionJob &job, const AttentionTask &task, int part, int n_parts,
                     const uint32_t *blocks, const ThreadMemory &own, const TaskMemory &memory) {
+        for (int64_t m = 0; m < task.rows(); m++) {
+            const int64_t row = task.query_row(m), head = task.head(m);
+            const char *query = job.queries + row * job.query_row_stride +
+                                head * job.query_head_stride + task.stream * job.query_stream_stride;
+            own.rows[m] = {reinterpret_cast<const float *>(query),
+                           job.mask ? mask_of(job, task, row, head) : nullptr,
+                           alibi_slope(job.max_bias, job.n_heads, head)};
+        }
         for (int64_t position = part; position < blocks[0]; position += n_parts) {
             const int64_t block = blocks[1 + position];
             score_block(job, task, block, position, blocks[0], own, memory);

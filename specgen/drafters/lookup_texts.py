@@ -325,12 +325,11 @@ class EarlierTexts:
         """Return all texts, the newest in the last array. Most are in a saved one, rebuilt when many are not in it."""
         tokens, place = joined(texts_in(self.folder)), self.folder / "texts.npz"
         saved = SuffixArray.load(place)
-        n_saved = len(saved) if saved is not None else 0
-        if saved is None or not np.array_equal(saved.tokens, tokens[:n_saved]):
-            saved, n_saved = None, 0
-        if len(tokens) - n_saved > max(MAX_NEW, _NEW_PART * n_saved):
-            saved, n_saved = SuffixArray.build(split(tokens)), len(tokens)
+        if saved is None or not np.array_equal(saved.tokens, tokens[: len(saved)]):
+            saved = SuffixArray.build([])
+        if len(tokens) - len(saved) > max(MAX_NEW, _NEW_PART * len(saved)):
+            saved = SuffixArray.build(split(tokens))
             with contextlib.suppress(OSError):
                 saved.save(place)
-        new = SuffixArray.build(split(tokens[n_saved:]))
-        return tuple(array for array in (saved, new) if array is not None and len(array))
+        new = SuffixArray.build(split(tokens[len(saved) :]))
+        return tuple(array for array in (saved, new) if len(array))

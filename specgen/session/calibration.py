@@ -137,10 +137,10 @@ def short_context(session: Session) -> int:
     return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
 
 
-def measure_in_short_contexts(session: Session, interrupted: Callable[[], bool] = bool) -> float:
+def measure_in_short_contexts(session: Session, interrupted: Callable[[], bool] = bool) -> None:
     """Call `measure_if_new` with contexts of their own. Raise what it raises, and `MemoryLimitError`."""
     with session.contexts(short_context(session)) as (target, drafts):
-        return measure_if_new(session, target, drafts, interrupted)
+        measure_if_new(session, target, drafts, interrupted)
 
 
 def measure_if_new(
@@ -148,14 +148,14 @@ def measure_if_new(
     target: Backend,
     drafts: Sequence[Backend],
     interrupted: Callable[[], bool] = bool,
-) -> float:
-    """Measure the costs of decodes that are not known, in empty contexts; return the seconds that this took. What was
-    measured while the machine was busy is not kept: by it perhaps no draft pays, and then no decode would correct it.
-    Raise `BackendError`, and `KeyboardInterrupt` if `interrupted`."""
+) -> None:
+    """Measure the costs of decodes that are not known, in empty contexts. What was measured while the machine was busy
+    is not kept: by it perhaps no draft pays, and then no decode would correct it. Raise `BackendError`, and
+    `KeyboardInterrupt` if `interrupted`."""
     started, costs = session.clock(), session.costs
     timed = session.draft.timed if session.draft is not None else None
     if is_pair_measured(session, timed):
-        return 0.0
+        return
     load = LoadOfOthers()
     sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
     has_draft, before_s = bool(drafts) and timed is not None, target.decode_s
@@ -167,9 +167,7 @@ def measure_if_new(
     costs.was_busy = is_busy(load.share)
     if costs.was_busy:
         costs.do_not_keep(None, timed)
-    took_s = session.clock() - started
-    session.setup_s["measuring_s"] += took_s
-    return took_s
+    session.setup_s["measuring_s"] += session.clock() - started
 
 
 # --- timing ----------------------------------------------------------------------------------------

@@ -62,13 +62,14 @@ class DrafterFactory:
         if draft is not None and (caches or draft.timed is None):
             request = self._request(draft, prompt, state, settings, draft_seed)
             request = replace(request, caches=caches, slot=slot)
-            drafter, free = draft.drafter(request), None
+            drafter = draft.drafter(request)
             trail = drafter.trail
-            if settings.drafting.adds_ngrams and not draft.is_free:
-                free = session.ngrams.drafter(replace(request, branches=session.n_branches_max > 1))
-            cascade = Cascade(free, drafter, state)
+            cascade = Cascade(None, drafter, state)
             if draft.is_free:
                 cascade = Cascade(drafter, None, state)
+            elif settings.drafting.adds_ngrams:
+                request = replace(request, branches=session.n_branches_max > 1)
+                cascade = Cascade(session.ngrams.drafter(request), drafter, state)
         return AnswerState(
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,

@@ -46,12 +46,10 @@ class Engine:
     """Generates up to `n_parallel` answers at once with loaded models, which it does not close; a context manager.
 
     The contexts stay open: of a prompt that begins like a text in a cache, only the rest is decoded. `n_ctx` is the
-    number of tokens for one prompt and its answer. Once `interrupted` returns True between decodes, answers end with
-    the text that they have. With `learn_alone`, the acceptance statistics that an answer adds are dropped with it, so
-    that its drafts never depend on another text. `prepare` may change each request's sequence before the prefill.
-
-    Several threads may use the engine: one at a time steps it, for the answers of all. An answer that fails or is
-    cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
+    room for one prompt and its answer. Once `interrupted` returns True, answers end with the text that they have.
+    With `learn_alone`, drafts never depend on another text. `prepare` may change a request's sequence before its
+    prompt is read. Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
+    fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
     """
 
     def __init__(
@@ -104,15 +102,15 @@ class Engine:
     def largest(cls, session: Session, *, n_parallel: int, **options: Any) -> Engine:
         """Return an engine for up to `n_parallel` answers: half as many until the contexts fit into memory, and 1 for
         models that cannot make several at once, with a notice. Raise `MemoryLimitError`."""
-        if n_parallel > 1 and (why := session.why_one_sequence):
-            engine = cls(session, **options)
-            engine.notify(f"{why}: answers are made one after the other")
-            return engine
+        why = session.why_one_sequence if n_parallel > 1 else None
+        n_parallel = 1 if why else n_parallel
         while n_parallel > 1:
             with contextlib.suppress(MemoryLimitError):
                 return cls(session, n_parallel=n_parallel, **options)
             n_parallel //= 2
-        return cls(session, n_parallel=n_parallel, **options)
+        engine = cls(session, n_parallel=n_parallel, **options)
+        engine.notify(f"{why}: answers are made one after the other" if why else "")
+        return engine
 
     def __enter__(self) -> Engine:
         return self

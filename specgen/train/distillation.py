@@ -70,12 +70,7 @@ class Distilled:
 
 
 def distil(
-    draft: Path,
-    texts: Sequence[TrainingText],
-    output: Path,
-    budget: Budget,
-    *,
-    rate: float = RATE,
+    draft: Path, texts: Sequence[TrainingText], output: Path, budget: Budget, *, rate: float = RATE
 ) -> Distilled | None:
     """Train a draft on texts and write it to `output`; None if interrupted. Raise `UsageError` for too little text."""
     learnt, judged = pack_split(texts)

@@ -146,10 +146,7 @@ def write_text(
             clock=session.clock,
             n_outputs=_N_ROWS,
         )
-        with (
-            contextlib.closing(reader),
-            Engine(session, interrupted=is_over, **sizes) as engine,
-        ):
+        with contextlib.closing(reader), Engine(session, interrupted=is_over, **sizes) as engine:
             waiting = {
                 engine.insert(prompt): (text, is_judged)
                 for text, (prompt, is_judged) in left.items()

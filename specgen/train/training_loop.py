@@ -29,8 +29,6 @@ def check_library() -> None:
 N_TOKENS = 40_000
 #: The most tokens of an answer, and the number of answers that are generated at once.
 N_ANSWER_TOKENS, N_PARALLEL = 256, 16
-
-
 #: The fewest tokens of answers to learn from, and to judge by, by what is made of them.
 LEAST_TEXT = {"heads": (2048, 100), "distilled": (1000, 100), "pruned": (0, 100)}
 

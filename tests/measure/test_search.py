@@ -91,7 +91,8 @@ def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
         assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
         # Nothing is left to measure.
         with opened.contexts(256) as contexts:
-            assert measure_if_new(opened, *contexts) == 0.0
+            measure_if_new(opened, *contexts)
+        assert not opened.setup_s["measuring_s"]
 
 
 def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None:

@@ -142,6 +142,16 @@ def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without(
     assert after[OF_EACH_BIN.index(0.85)] < before[OF_EACH_BIN.index(0.85)]
 
 
+def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
+    acceptance = AcceptanceRates()
+    judged(acceptance, {0.55: 0.9}, 20_000)
+    # As many as are remembered, not as there were.
+    assert acceptance.counts.n_judged.sum() < 2000
+    judged(acceptance, {0.55: 0.2}, 4000, seed=1)
+    acceptance = AcceptanceRates(counts=acceptance.counts)
+    assert acceptance.acceptance(0.55) < 0.35
+
+
 # --- when to stop: the rule against the search through everything that may happen
 
 

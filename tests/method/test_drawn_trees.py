@@ -42,10 +42,7 @@ def speaks(seed: int) -> Callable[[tuple[int, ...]], Distribution]:
 
 
 def grown(
-    source: Callable[[tuple[int, ...]], Distribution],
-    seed: int,
-    n_max: int,
-    fate: Fate,
+    source: Callable[[tuple[int, ...]], Distribution], seed: int, n_max: int, fate: Fate
 ) -> Draft:
     """A tree whose shape depends on all that was drawn before, in other branches too: beyond which
     node it goes on next, and how many tokens it draws there, which is settled before they are."""

@@ -121,10 +121,7 @@ def every(vocabulary: LlamaVocabulary) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def walk(
-    vocabulary: LlamaVocabulary,
-    state: GrammarState,
-    rng: np.random.Generator,
-    n_tokens: int = 60,
+    vocabulary: LlamaVocabulary, state: GrammarState, rng: np.random.Generator, n_tokens: int = 60
 ) -> tuple[list[int], GrammarState]:
     """A path of random tokens, ended as soon as that may be once it is long."""
     path: list[int] = []
@@ -239,9 +236,7 @@ def test_a_wrong_token_is_an_error_and_not_the_end_of_the_process(
     assert state.allows(np.array([], np.int64)).tolist() == []
 
 
-def test_long_chains_of_optional_items_are_followed_or_refused(
-    vocabulary: LlamaVocabulary,
-) -> None:
+def test_long_chains_of_optional_items_are_followed_or_refused(vocabulary: LlamaVocabulary) -> None:
     """llama.cpp would follow each way in which a token fits into them."""
     chain = gbnf_grammar(vocabulary, f"root ::= {CHAIN}").start
     assert chain.after(token_of(vocabulary, b"a")).allows(every(vocabulary)).any()

@@ -412,12 +412,7 @@ def test_a_lenient_grammar_enforces_the_rest(
 
 
 @pytest.mark.parametrize(
-    "schema",
-    [
-        '{"enum": []}',
-        '{"$ref": "#/a"}',
-        '{"$ref": "https://example.com/x.json"}',
-    ],
+    "schema", ['{"enum": []}', '{"$ref": "#/a"}', '{"$ref": "https://example.com/x.json"}']
 )
 def test_a_lenient_grammar_of_what_cannot_be_read_takes_any_object(
     vocabulary: LlamaVocabulary, schema: str

@@ -357,10 +357,7 @@ def test_a_draft_that_learns_between_answers_keeps_a_seeds_text(
     """The target's cache holds the beginning, the draft's nothing."""
     with loaded(models, (BROADEST, "none", "off"), "match", samplers, 3) as opened:
         plain = said(opened)
-    with (
-        loaded(models, LEARNT, "match", samplers, 3) as opened,
-        Engine(opened) as engine,
-    ):
+    with loaded(models, LEARNT, "match", samplers, 3) as opened, Engine(opened) as engine:
         prompt = opened.prompts.of_text(PROMPT, chat=False)
         found = []
         for noise in (0.3, 0.05, 0.6):

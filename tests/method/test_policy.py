@@ -210,6 +210,23 @@ def test_short_fixed_drafts_are_dropped() -> None:
 # --- an adapting bound
 
 
+def test_the_bound_stays_within_its_limits_and_falls_slowly_where_nothing_is_drafted() -> None:
+    policy = threshold()
+    draft = chain(0.9)
+    for _ in range(100):
+        policy.observe(result(draft, 0))
+    assert bound_of(policy) == pytest.approx(0.9)
+    before = bound_of(policy)
+    policy.observe(result(NO_DRAFT, 0))
+    assert 0.95 * before < bound_of(policy) < before
+    for _ in range(500):
+        policy.observe(result(draft, 1))
+    assert bound_of(policy) == pytest.approx(0.01)
+    for _ in range(500):
+        policy.observe(result(NO_DRAFT, 0))
+    assert bound_of(policy) == pytest.approx(0.01)
+
+
 def test_the_bound_is_on_the_draft_as_a_whole() -> None:
     policy = threshold()
     bound = bound_of(policy)
@@ -516,6 +533,18 @@ def test_a_drawn_token_is_judged_by_the_confidence_before_the_draw() -> None:
     assert np.flatnonzero(counts.n_accepted).tolist() == [9]
 
 
+def test_a_draft_and_its_beginning_are_judged_once() -> None:
+    """What was found is proposed whole, and what is verified of it again as a part of the draft."""
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, acceptance)
+    plan, whole = planned(policy), chain(0.95, 0.95, 0.95)
+    once = plan.stop.cut(whole)
+    assert len(once) == 1
+    policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (whole, once)))
+    assert acceptance["model"].counts.n_judged.sum() == pytest.approx(2.0, abs=0.1)
+    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
+
+
 @settings(max_examples=40)
 @given(
     st.lists(st.floats(0.001, 10.0), min_size=1, max_size=17),
@@ -528,9 +557,7 @@ def test_a_drawn_token_is_judged_by_the_confidence_before_the_draw() -> None:
     st.floats(0.0, 5.0),
 )
 def test_whatever_happens_its_answers_are_finite(
-    seconds: list[float],
-    rounds: Sequence[tuple[list[float], int, float]],
-    draft_s: float,
+    seconds: list[float], rounds: Sequence[tuple[list[float], int, float]], draft_s: float
 ) -> None:
     policy = cost_aware(dict(enumerate(seconds, 1)))
     for confidences, n_right, target_s in rounds:

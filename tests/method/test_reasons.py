@@ -155,10 +155,9 @@ ROUNDS: dict[ReasonName, Callable[[], Setup]] = {
 def test_a_round_says_why(name: ReasonName) -> None:
     said = reasons(ROUNDS[name]())
     assert said[0] is None  # the prompt's decode is no round
-    assert said[1:] == {
-        "off": ["off"] * 11,
-        "failed": ["unsure"] * 2 + ["failed"] * 9,
-    }.get(name, [name] * 10 + ["no room"])
+    assert said[1:] == {"off": ["off"] * 11, "failed": ["unsure"] * 2 + ["failed"] * 9}.get(
+        name, [name] * 10 + ["no room"]
+    )
 
 
 def test_every_reason_is_brought_about_here_and_explained() -> None:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.translated import (
     Lexicon,
+    PrefixShaper,
     Translation,
     counterpart,
     n_unfinished,
@@ -349,3 +351,21 @@ def test_a_token_is_as_likely_as_what_begins_in_it() -> None:
 
 
 # --- drafts that must begin with something
+
+
+def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
+    draft = vocabulary([b"\n", b"\n  ", b"\n\n", b"a", b" ", b"\n\t"], ["</s>"])
+    shaper = PrefixShaper(Lexicon(draft))
+    logits = np.array([0.0, 2.0, 1.0, 9.0, 3.0, -1.0, 5.0], np.float32)
+    plain = shaper.distribution(logits)
+    assert plain.mode == 3
+    shaper.prefix = b"\n"
+    assert shaper.distribution(logits).token_ids.tolist() == [1]
+    weights = np.exp([0.0, 2.0, 1.0, -1.0])
+    assert shaper.likeliest(logits, [], 1)[1] == [pytest.approx(weights.max() / weights.sum())]
+    # Only the first token is bound.
+    assert shaper.distribution(logits, [1]).mode == 3
+    assert shaper.likeliest(logits, [1], 1)[1][0] < 1.0
+    shaper.prefix = b"\n\n"
+    assert shaper.distribution(logits).token_ids.tolist() == [2]
+    assert shaper.likeliest(logits, [], 1)[1] == [pytest.approx(1.0)]

@@ -80,6 +80,15 @@ def texts(draft: Draft) -> set[tuple[int, ...]]:
     return {draft.text(node) for node in range(len(draft))}
 
 
+def test_a_walk_leads_from_the_root_down() -> None:
+    tokens, parents = (1, 2, 3), (ROOT, 0, ROOT)
+    rest = (("m",) * 3, (None,) * 3, (None,) * 3)
+    Draft(tokens, parents, *rest, walks=((0, 1), (2,), (0,)))
+    for walk in [(1,), (0, 2), ()]:
+        with pytest.raises(ValueError, match="no walk"):
+            Draft(tokens, parents, *rest, walks=(walk,))
+
+
 def test_independent_walks_stay_whole() -> None:
     """Without its walks, a token that was drawn twice would be judged once."""
     walks = Draft(

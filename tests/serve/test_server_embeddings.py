@@ -16,18 +16,16 @@ import numpy as np
 import pytest
 
 from specgen.llama.embeddings import Embedder
-from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, Turns
+from specgen.serve.server.jobs import ServedEmbedder, Turns
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import Limits
-from specgen.session.engine import Engine
 from tests.helpers.common import EXACT
-from tests.helpers.server import N_CTX, Pooled, pooled, session_of, wait_until
+from tests.helpers.server import N_CTX, Pooled, pooled, wait_until
 from tests.tiny import TinyConfig, write_tiny_model
 
 MODELS = {
     "encoder": (TinyConfig(architecture="bert", n_ctx_train=64), {}),
     "causal": (TinyConfig(architecture="qwen3"), {"qwen3.pooling_type": 3}),
-    "text": (TinyConfig(), {}),
 }
 TEXTS = ["the cat is in the house", "a dog"]
 
@@ -56,21 +54,18 @@ def serving(folder: Path, *names: str, limits: Limits | None = None) -> Iterator
             return super().embed(tokens)
 
     def entry(name: str) -> ModelEntry:
-        config, metadata = MODELS[name]
         file = folder / f"{name}.gguf"
-        if not file.exists():
+        if name in MODELS and not file.exists():
+            config, metadata = MODELS[name]
             write_tiny_model(file, config, metadata=metadata)
 
-        def opened(turns: Turns, _interrupted: Callable[[], bool]) -> OpenedModel | Embedder:
-            with contextlib.ExitStack() as stack, turns:
-                if name != "text":
-                    return Watched(file, EXACT, N_CTX)
-                loaded = stack.enter_context(session_of(file))
-                return OpenedModel(loaded, Engine(loaded, n_ctx=N_CTX), stack.pop_all())
+        def opened(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
+            with turns:
+                return Watched(file, EXACT, N_CTX)  # the model of text is never loaded
 
         return ModelEntry(name, opened, n_bytes=1, embeds=name != "text")
 
-    with pooled([*map(entry, names or MODELS)], 3, limits) as found:
+    with pooled([*map(entry, names or (*MODELS, "text"))], 3, limits) as found:
         try:
             yield Served(found.http, found.pool, found.notes, embedded, goes_on)
         finally:

@@ -355,21 +355,6 @@ def break_round(engine: Engine) -> set[int]:
     return busy
 
 
-def test_a_stream_has_the_events_of_its_answer(
-    models: Path, costs: VirtualTime, expected: list[str]
-) -> None:
-    with engine_of(models, costs, 2) as (_, engine):
-        first, second = engine.insert(PROMPTS[0]), engine.insert(PROMPTS[1])
-        for number, answer in ((0, first), (1, second)):
-            events = list(engine.stream(answer))
-            assert {event.sequence for event in events} == {number}
-            assert isinstance(events[0], PromptEvent)
-            assert finished(events).sequence == number
-            told = [e.text for e in events if isinstance(e, CommittedEvent)]
-            assert "".join(told) == expected[number]
-        assert engine.is_idle
-
-
 def test_answers_are_asked_for_and_cancelled_from_other_threads(
     models: Path, costs: VirtualTime, expected: list[str]
 ) -> None:

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specgen.llama import LlamaModel
-from specgen.session.prompts.infill import ContextFile, Gap, InfillTokens, around_gap, infill_prompt
+from specgen.session.prompts.infill import ContextFile, Gap, InfillTokens, infill_prompt
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import INFILL_TOKENS, TokenizerKind
 
@@ -135,19 +133,6 @@ def test_the_first_files_are_left_out_first(qwen: LlamaModel) -> None:
     assert found[1] == ["b.txt"]
     assert "a house" in found[0].text
     assert "a dog" not in found[0].text
-
-
-@given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
-def test_the_room_is_used(n_prefix: int, n_suffix: int, n_room: int) -> None:
-    prefix, suffix, left_out = around_gap([1] * n_prefix, [2] * n_suffix, n_room)
-    one, other = len(prefix), len(suffix)
-    assert bool(left_out) == (n_prefix + n_suffix > n_room)
-    assert 0 <= one <= n_prefix
-    assert 0 <= other <= n_suffix
-    assert one + other == min(n_room, n_prefix + n_suffix)
-    # Neither is cut below its share while the other has more than its own.
-    assert one == n_prefix or one >= int(0.75 * n_room)
-    assert other == n_suffix or other >= n_room - max(int(0.75 * n_room), 0) or one <= 0.75 * n_room
 
 
 def test_a_draft_with_another_vocabulary_sees_the_gap_in_its_own_way(

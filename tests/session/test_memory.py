@@ -82,22 +82,11 @@ def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(file: Path) ->
     changes: dict[str, Any] = {"n_threads": 4, "n_threads_batch": 4, "n_gpu_layers": 0}
     changes |= {"flash_attention": "off", "cache_type_k": "q8_0", "cache_type_v": "q8_0"}
     changes["workers"] = Workers(("a:1",), (1.0,))
+    assert known(opened(file, cpu="y")) == {}
     for name, value in changes.items():
         changed = dataclasses.replace(CONTEXT, **{name: value})
         for each in (memory, opened(file)):
             assert each.costs(TARGET, changed, 0).known == {}, name
-
-
-def test_another_machine_has_other_costs_and_the_same_chances(file: Path) -> None:
-    memory = opened(file)
-    learn(memory)
-    judge(memory, 5)
-    memory.save()
-    other = opened(file, cpu="y")
-    assert known(other) == {}
-    assert other.acceptance(TARGET, DRAFT, "greedy")[
-        "model"
-    ].counts.n_judged.sum() == pytest.approx(5, abs=0.1)
 
 
 def test_a_model_is_known_by_name_and_size_wherever_it_lies(tmp_path: Path, file: Path) -> None:

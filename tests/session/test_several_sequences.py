@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -23,7 +23,7 @@ from specgen.options import DraftOptions, GenerationOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
 from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import Cascade, TextState
+from specgen.text.text_state import Cascade
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,
@@ -38,7 +38,6 @@ from tests.helpers.fake_generations import (
     read_prompt,
 )
 from tests.helpers.fake_grammar import FakeGrammar
-from tests.registry import ON_FAKES, Text
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -206,30 +205,6 @@ def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None
     assert [generation.cascade is None for generation in generations] == [True, True, False]
     for generation, setup in zip(generations, setups, strict=True):
         assert generation.tokens == Setup(prompt=setup.prompt).run()[0].tokens
-
-
-@pytest.mark.parametrize("name", ON_FAKES)
-@pytest.mark.parametrize("place", [0, 1])
-def test_every_drafter_drafts_for_its_own_text(name: str, place: int) -> None:
-    """Beside another text, which a model drafts for, and one that nothing drafts for."""
-    prompts = [(1, 5, 9, 2), (6,)]
-    prompts.insert(place, (3, 1, 4, 1, 5))
-
-    def make(state: TextState) -> Drafter | Cascade:
-        return ON_FAKES[name](Text(state, noisy(LANGUAGE, 0.7), LETTERS))
-
-    good = model_drafter(noisy(LANGUAGE, 0.7), LETTERS, state=TextState(prompts[1 - place]))[0]
-    drafters: dict[int, Drafter | Callable[[TextState], Drafter | Cascade]]
-    drafters = {place: make, 1 - place: good}
-    setups = [
-        Setup(prompt=prompt, drafter=drafters.get(number), n_batch=100)
-        for number, prompt in enumerate(prompts)
-    ]
-    generations = finished(setups)
-    for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
-        assert generation.tokens == Setup(prompt=setup.prompt).run()[0].tokens
-        assert (generation.cascade is not None) == (number < 2), "none of them has failed"
-    assert (generations[place].tally.n_drafted > 0) == (name != "nothing")
 
 
 # --- what ends one of them

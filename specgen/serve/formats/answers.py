@@ -263,9 +263,8 @@ class AnswerWriter(ABC):
         warnings = [*self._first.warnings]
         for each in finished:
             if each.finish_reason == "context":
-                has = (
-                    f"{each.n_prompt_tokens} tokens of the prompt and {each.n_tokens} of the answer"
-                )
+                n, n_own = each.n_prompt_tokens, each.n_tokens
+                has = f"{n} tokens of the prompt and {n_own} of the answer"
                 warnings.append(f"max_tokens: the context is full, with {has}")
         return found | ({"warnings": warnings} if warnings else {})
 

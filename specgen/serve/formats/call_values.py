@@ -207,11 +207,7 @@ def typed_json(text: str, schema: Any, nests: str = "") -> str:
         value = _nested(text, schema, nests) if nests else _typed(text, schema)
         found = json.dumps(value, ensure_ascii=False, allow_nan=False)
         found.encode()
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-    ):  # also Python's values, and half surrogate pairs
+    except (TypeError, ValueError, RecursionError):  # of Python's values and surrogates, too
         found = json.dumps(text, ensure_ascii=False)
     return found
 

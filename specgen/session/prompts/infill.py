@@ -130,9 +130,9 @@ def _written(
     n_headings = len(head) + len(heading) + len(begin)
     n_left, n_lost, files = n_room - n_headings, len(gap.context), list[int]()
     prefix = vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False)
-    prefix, suffix, left_out = around_gap(prefix, inside(gap.suffix), n_room)
+    prefix, suffix, left_out = _around_gap(prefix, inside(gap.suffix), n_room)
     if gap.context and n_left > n_headings:
-        around = around_gap(inside(gap.prefix), inside(gap.suffix), n_left)
+        around = _around_gap(inside(gap.prefix), inside(gap.suffix), n_left)
         n_left -= len(around[0]) + len(around[1])
         while n_lost:  # the last files are the nearest
             file = gap.context[n_lost - 1]
@@ -170,7 +170,7 @@ def _headings(
     return head, [tokens.separator, *inside(f"{gap.name}\n")], []
 
 
-def around_gap(
+def _around_gap(
     prefix: list[int], suffix: list[int], n_room: int
 ) -> tuple[list[int], list[int], list[str]]:
     """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out."""

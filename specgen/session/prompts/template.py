@@ -104,10 +104,9 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
     found: list[Message] = []
     for message in messages:
         if found and message.role == found[-1].role == "user":
-            text = f"{found[-1].content}\n\n{message.content}"
-            message = replace(message, content=text)  # noqa: PLW2901
-            found.pop()
-        found.append(message)
+            found[-1] = replace(message, content=f"{found[-1].content}\n\n{message.content}")
+        else:
+            found.append(message)
     return found
 
 
@@ -131,18 +130,12 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
 
 def _with_texts(messages: Sequence[Message]) -> list[Message]:
     """Return a conversation whose arguments are texts of JSON, as Functionary's template wants them."""
-    return [
-        replace(
-            message,
-            tool_calls=tuple(
-                call
-                if isinstance(call.arguments, str)
-                else replace(call, arguments=_to_json(call.arguments))
-                for call in message.tool_calls
-            ),
-        )
-        for message in messages
-    ]
+
+    def written(call: ToolCall) -> ToolCall:
+        is_text = isinstance(call.arguments, str)
+        return call if is_text else replace(call, arguments=_to_json(call.arguments))
+
+    return [replace(each, tool_calls=tuple(map(written, each.tool_calls))) for each in messages]
 
 
 @functools.lru_cache(maxsize=16)
@@ -162,20 +155,23 @@ def check_syntax(template: str) -> str:
 def _turn(message: Message, has_short_ids: bool) -> dict[str, Any]:
     """Return a message as templates read it. They test which keys it has, so absent fields have none."""
     as_id = _short_id if has_short_ids else str
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            {
-                "id": as_id(call.identity),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        turn["tool_call_id"] = as_id(message.tool_call_id)
-    others = {"name": message.name, "reasoning_content": message.reasoning}
-    return turn | {name: value for name, value in others.items() if value is not None}
+    calls = [
+        {
+            "id": as_id(call.identity),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in message.tool_calls
+    ]
+    turn: dict[str, Any] = {
+        "role": message.role,
+        "content": message.content,
+        "tool_calls": calls or None,
+        "tool_call_id": None if message.tool_call_id is None else as_id(message.tool_call_id),
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+    }
+    return {name: value for name, value in turn.items() if value is not None}
 
 
 def _short_id(identity: str) -> str:
@@ -295,8 +291,7 @@ def _like_plain(name: str) -> Callable[..., Any]:
 
 
 def _recased(name: str) -> Callable[..., Any]:
-    method = getattr(str, name)
-    return lambda text: MarkedText(method(unmarked(text)).translate(_MARKS))
+    return lambda text: MarkedText(getattr(str, name)(unmarked(text)).translate(_MARKS))
 
 
 def _pieces(name: str) -> Callable[..., Any]:
@@ -315,15 +310,14 @@ def _pieces(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in (
-    *("__hash__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__"),
-    *("startswith", "endswith", "find", "rfind", "index", "rindex", "count"),
+for _make, _names in (
+    (_like_plain, "__hash__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __contains__"),
+    (_like_plain, "startswith endswith find rfind index rindex count"),
+    (_recased, "lower upper capitalize title"),
+    (_pieces, "split rsplit partition rpartition"),
 ):
-    setattr(MarkedText, _name, _like_plain(_name))
-for _name in ("lower", "upper", "capitalize", "title"):
-    setattr(MarkedText, _name, _recased(_name))
-for _name in ("split", "rsplit", "partition", "rpartition"):
-    setattr(MarkedText, _name, _pieces(_name))
+    for _name in _names.split():
+        setattr(MarkedText, _name, _make(_name))
 
 
 # --- the sandbox ------------------------------------------------------------------------------

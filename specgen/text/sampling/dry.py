@@ -21,6 +21,8 @@ _MAX_BREAKER_BYTES = 40
 _MAX_TAIL = 20
 #: The logarithm of the largest float32: base ** exponent must stay below.
 _LOG_MAX = 88.7228391
+#: Up to this many positions are quickly compared one by one.
+_FEW = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +129,27 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
         lengths[places] = length
         if length >= enough:
             break
+        if length % 8 == 0:  # the places are equal so far, and probably stay so for long
+            places = _measured(backwards, places, lengths, enough)
         places = places[places + 1 + length < len(backwards)]
         places = places[backwards[places + 1 + length] == backwards[length]]
     return lengths
+
+
+def _measured(
+    backwards: TokenArray, places: TokenArray, lengths: TokenArray, enough: int
+) -> TokenArray:
+    """Finish the lengths of some positions, one by one; return the others. If there are few, all are; of many, only the
+    first: once one of a periodic text's many has `enough`, those with the same token after them add nothing."""
+    n_measured = len(places) if len(places) <= _FEW else 1
+    for place in places[:n_measured].tolist():
+        earlier = backwards[place + 1 : place + 1 + enough]
+        differs = (earlier != backwards[: len(earlier)]).argmax()
+        lengths[place] = differs or len(earlier)  # the first tokens are known not to differ
+    rest: TokenArray = places[n_measured:]
+    if lengths[places[0]] >= enough:
+        rest = rest[backwards[rest] != backwards[places[0]]]
+    return rest
 
 
 def _words(vocabulary: Vocabulary, *, strip: bool) -> Iterator[bytes]:
