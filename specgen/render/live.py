@@ -303,8 +303,7 @@ class Thought:
         yield from answer
 
     def fold(self) -> Iterator[Run]:
-        """Yield what ends the thinking block once, if there was one, and then text that was held back as a possible
-        tag."""
+        """Yield what ends the thinking block once, and then text that was held back as a possible tag."""
         if self._first_s is not None:
             about = f"{self._last_s - self._first_s:.1f} s, {counted(self._n_tokens, 'token')}"
             self._first_s = None

@@ -37,8 +37,7 @@ _HEAD = "round      ms  tokens  "
 
 
 class RoundsRenderer(Renderer):
-    """Prints the rounds of one answer, wrapped on a terminal only; with `verbose` also the probabilities of tokens, the
-    draft's and the target's, and each reason, not only why nothing was drafted."""
+    """Prints the rounds of one answer; with `verbose` also the probabilities of tokens, and each reason."""
 
     def __init__(
         self,
@@ -113,8 +112,7 @@ class RoundsRenderer(Renderer):
         self._lay_out(Text(" " * len(_HEAD)), told, gap=" ")
 
     def _branch(self, found: Round, index: int, instead: Piece | None = None) -> list[Text]:
-        """Return the tokens of a rejected branch. What the target thinks of the first one is known if it is among the
-        likeliest where the target chose another token `instead`."""
+        """Return the tokens of a rejected branch; the target's probability of the first may be that beside `instead`."""
         nodes = [found.nodes[node] for node in found.rejected[index].nodes]
         likeliest = instead.top_logprobs if instead is not None else ()
         first = {each.token_id: each.logprob for each in likeliest}.get(nodes[0].token_id)

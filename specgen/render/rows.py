@@ -131,8 +131,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round: its draft's nodes, the accepted ones, the rejected branches, what it added to the answer, and what a
-    second draft guessed."""
+    """A round: its draft's nodes, what became of them, what it added to the answer, and what a second draft guessed."""
 
     committed: CommittedEvent
     nodes: tuple[DraftNode, ...] = ()
@@ -145,8 +144,7 @@ class Round:
         return (-1, *self.accepted).index(self.nodes[branch.nodes[0]].parent)
 
     def runs(self, *, shows_all: bool) -> Iterator[Run]:
-        """Yield the text in order, and with `shows_all` each rejected branch at its position: struck out if it was the
-        only one and no drafted token took its place, else in brackets, so that the text stays legible."""
+        """Yield the text in order, and with `shows_all` each rejected branch at its position: one alone is struck out."""
         for index, piece in enumerate(self.committed.pieces):
             branches = [each for each in self.rejected if self.place(each) == index]
             lost = [each.text for each in branches if each.text]
@@ -201,8 +199,7 @@ class Cell(NamedTuple):
 
 
 def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) -> None:
-    """Cut clean text without line feeds and tabs into cells, at the end of `cells`. With `join`, the first characters
-    may belong to the last cell that is there, which keeps its mark."""
+    """Cut clean text without line feeds and tabs into cells; with `join`, the first may belong to the last one there."""
     if not text:
         return
     first_mark = mark
@@ -311,8 +308,7 @@ def _last_word(cells: Sequence[Cell], start: int, end: int) -> tuple[int, int] |
 
 
 class Flow:
-    """Lays text out in rows and keeps those that may still change: the rows of the last line that
-    `take_settled` has not handed out."""
+    """Lays text out in rows and keeps those of the last line that `take_settled` has not handed out."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns

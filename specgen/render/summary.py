@@ -34,8 +34,7 @@ def print_summary(
     whole: bool = True,
     show_legend: bool = False,
 ) -> None:
-    """Print the summary: one line in plain words and, if it is `whole`, all known figures, on a terminal in two
-    columns, else a line for each. `draft` and `kernels` are those of the prompt's event."""
+    """Print one line in plain words and, if `whole`, all figures; `draft` and `kernels` are those of the prompt's event."""
     styles = styles_on(console)
     if console.is_terminal:
         say(console, Text())
@@ -144,8 +143,7 @@ def _histogram(n_rounds: Sequence[int]) -> str:
 
 
 def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
-    """Return between which two numbers the gain of the whole answer over plain decoding is; None if it is not known.
-    Reading a long prompt takes the same time with drafts and without."""
+    """Return between which two numbers the gain of the whole answer is, in which reading takes the same time."""
     speedup, whole = finished.estimated_speedup, finished.estimated_whole_speedup
     if speedup is None:
         return None
@@ -158,8 +156,7 @@ def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
 
 
 def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
-    """Return the gain over plain decoding, how it is known, and advice if it is a loss. A gain that may be none is not
-    called one, and on a busy machine nothing is known."""
+    """Return the gain over plain decoding, how it is known, and advice if it is a loss."""
     between, others_share = _speedup_range(finished), finished.others_share
     if others_share is not None and is_busy(others_share) and (between or finished.n_drafted):
         return f"not known, since the machine was busy: {busy_text(others_share)}"
