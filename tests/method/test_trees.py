@@ -219,7 +219,8 @@ def exact(sampler: SamplerOptions) -> dict[tuple[int, ...], float]:
         for text, prob in joint.items():
             step = distribution(TARGET(SHORT_PROMPT + text), sampler)
             for token, p in zip(step.token_ids.tolist(), step.probs.tolist(), strict=True):
-                longer[(*text, token)] = prob * p
+                key = (*text, token)
+                longer[key] = prob * p
         joint = longer
     after_first: Counter[tuple[int, ...]] = Counter()
     for text, prob in joint.items():
