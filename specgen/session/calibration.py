@@ -147,7 +147,7 @@ def measure_if_new(
     session: Session,
     target: Backend,
     drafts: Sequence[Backend],
-    interrupted: Callable[[], bool] = bool,
+    interrupted: Callable[[], bool] = bool,  # never: bool() is False
 ) -> None:
     """Measure the costs of decodes that are not known, in empty contexts. What was measured while the machine was busy
     is not kept: by it perhaps no draft pays, and then no decode would correct it. Raise `BackendError`, and

@@ -149,7 +149,7 @@ def write_text(
     text: Sequence[int] | NDArray[np.int32],
     state: NDArray[np.uint8],
     token_s: float = 0.0,
-    stopped: Callable[[], bool] = bool,
+    stopped: Callable[[], bool] = bool,  # never: bool() is False
 ) -> bool:
     """Append a text to a file, and return whether all of it was written before `stopped`. Raise `OSError`."""
     tokens = np.array(text, "<i4").view(np.uint8)
@@ -421,18 +421,18 @@ class PrefixStore:
         return parted if parted > continued else 0
 
     def _seen_prompts(self) -> list[_Seen]:
-        """Return the latest prompts, from a file to which processes add lines. It is written anew now and then; a line
-        that another process adds at this moment is lost. Raise `OSError`."""
+        """Return the latest prompts, the last one last, from a file to which processes add lines. Raise `OSError`."""
         known: dict[str, _Seen] = {}
         with open(self._seen, "rb", opener=open_private) as file:
             data = file.read()
-        for line in data.split():
+        for line in reversed(data.split()):
             with contextlib.suppress(ValidationError):
                 seen = _SEEN.validate_json(line)
-                known.pop(seen.name, None)
-                known[seen.name] = seen
-        latest = [*known.values()][-_N_SEEN:]
-        if len(data) > MOST_SEEN_BYTES:
+                known.setdefault(seen.name, seen)
+            if len(known) == _N_SEEN:  # older lines need not be read
+                break
+        latest = [*known.values()][::-1]
+        if len(data) > MOST_SEEN_BYTES:  # what another process adds at this moment is lost
             replace_bytes(self._seen, b"\n".join(map(_SEEN.dump_json, latest)))
         return latest
 
