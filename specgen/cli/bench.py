@@ -132,11 +132,10 @@ def bench(
     Plain decoding, and every draft with every policy, answer every prompt at every temperature, taking turns.
     Speeds are tokens per second after the first token. Prompts of the file may have a "category".
 
-    In a pipe, it prints a line for each contender, and one for each category, with the columns' names first.
-    The columns, separated by tabs: temperature; contender; category, or "overall"; number of answers;
-    speed-up over plain decoding (geometric mean); its first and third quartile, and that of the worst
-    prompt; tokens per second (median); acceptance rate; tokens per pass of the target; time to the first
-    token relative to plain decoding.
+    In a pipe, it prints tab-separated lines under the columns' names, one for each contender and one for each
+    of its categories: speed-ups over plain decoding (geometric mean, quartiles, worst prompt), tokens per second
+    (median), acceptance rate, tokens per pass of the target, and the time to the first token relative to plain
+    decoding.
     """
     from specgen.session.open import layers_without_gpu, open_memory
 

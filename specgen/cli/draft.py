@@ -127,10 +127,9 @@ def find(
     target's own MTP layers. The target answers a few prompts once; each draft is then replayed on these
     answers, and ranked by its speed-up over plain decoding.
 
-    In a pipe, it prints a line for each draft, the best first, with the columns' names first. The columns,
-    separated by tabs: the file, "mtp", "ngram" or "none"; the speed-up over plain decoding, and that of the
-    worst prompt; tokens per second; acceptance rate; tokens per pass of the target; milliseconds to draft a
-    token, and to begin.
+    In a pipe, it prints tab-separated lines under the columns' names, one for each draft, the best first: the
+    speed-up over plain decoding, and that of the worst prompt; tokens per second; acceptance rate; tokens per
+    pass of the target; milliseconds to draft a token, and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import saved_draft

@@ -53,15 +53,14 @@ def draft_names(incomplete: str) -> list[str]:
     return words + model_names(incomplete)
 
 
-def target_option(default: Any = REQUIRED, help: str | None = None, **settings: Any) -> Any:  # noqa: A002
+def target_option(
+    default: Any = REQUIRED,
+    help: str = "The target: a GGUF file or a name, as for `specgen run`.",  # noqa: A002
+    **settings: Any,
+) -> Any:
     """Declare the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
-    usual = (
-        "The target, the model that answers: a GGUF file, a name from `specgen models list`, or "
-        "hf:USER/REPO:QUANT on the hub (-hf USER/REPO:QUANT; --hf-file names a file, HF_TOKEN or --hf-token opens "
-        "gated repositories)."
-    )
     settings |= {"metavar": "FILE|NAME", "autocompletion": model_names}
-    return option(default, "--target --model -m", help or usual, **settings)
+    return option(default, "--target --model -m", help, **settings)
 
 
 def draft_option(help: str, metavar: str = "FILE|NAME", **settings: Any) -> Any:  # noqa: A002
@@ -74,7 +73,14 @@ _model = partial(option, panel="Models")
 @group(ModelChoice)
 def models(
     *,
-    target: str | None = target_option(None, show_default="the default pair's", panel="Models"),
+    target: str | None = target_option(
+        None,
+        "The target, the model that answers: a GGUF file, a name from `specgen models list`, or "
+        "hf:USER/REPO:QUANT on the hub (-hf USER/REPO:QUANT; --hf-file names a file, HF_TOKEN or --hf-token opens "
+        "gated repositories).",
+        show_default="the default pair's",
+        panel="Models",
+    ),
     draft: list[str] | None = draft_option(
         "What drafts for it: a file or a name as for the target (-hfd on the hub), `mtp` (the target's own layers), "
         "`ngram` (repetitions of the text so far), `heads` (made by `specgen draft make`), or `none`. A second "
