@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,14 @@ def test_a_file_of_another_kind_is_refused_and_stays(
     with pytest.raises(UsageError, match="this file is no prompt cache"):
         answered(folder / "attention.gguf", file)
     assert file.read_bytes() == content
+
+
+def test_a_device_is_refused_before_anything_is_answered(folder: Path, tmp_path: Path) -> None:
+    device = tmp_path / "device"
+    device.symlink_to(os.devnull)
+    with pytest.raises(UsageError, match="this file is no prompt cache"):
+        answered(folder / "attention.gguf", device)
+    assert device.is_symlink()
 
 
 def test_the_command_line_keeps_a_prompt(folder: Path, tmp_path: Path, specgen: Specgen) -> None:
