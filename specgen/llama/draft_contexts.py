@@ -6,6 +6,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.draft_models import AssistantModel, DflashModel, EagleModel, TrainedModel
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
-from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
+from specgen.llama.library import llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
@@ -190,14 +191,8 @@ class EagleContext(StatesContext):
             read = np.stack([np.asarray(batch.hidden[row], np.float32) for row in some])
             embd = read.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             native = llama_cpp.llama_batch(n_tokens=len(some), embd=embd)
-            started = self._clock()
-            status = self.model.call(llama_cpp.llama_encode, self.handle, native)
-            self.decode_s += self._clock() - started
-            if status != 0:
-                raise BackendError(
-                    f"{self.model.name}: llama.cpp could not encode {len(some)} hidden states "
-                    f"(status {status}): {last_error()}"
-                )
+            encode = partial(self.model.call, llama_cpp.llama_encode)
+            self._run(encode, native, f"encode {len(some)} hidden states")
             for row, state in zip(some, self._mtp_states(len(some)).copy(), strict=True):
                 batch.hidden[row] = state
 
@@ -269,14 +264,7 @@ class DflashContext(StatesContext):
             seq_id=rows.seq_id,
             logits=rows.logits,
         )
-        started = self._clock()
-        status = self._decode_native(self.handle, native)
-        self.decode_s += self._clock() - started
-        if status != 0:
-            raise BackendError(
-                f"{self.model.name}: llama.cpp could not read {len(batch)} hidden states "
-                f"(status {status}): {last_error()}"
-            )
+        self._run(self._decode_native, native, f"read {len(batch)} hidden states")
         self.n_decoded_rows += len(batch)
         return np.empty((0, self.n_vocab), np.float32)
 
