@@ -258,8 +258,8 @@ class LlamaBackend:
             yield
         finally:
             llama_cpp.llama_set_abort_callback(self.handle, llama_cpp.ggml_abort_callback(), None)
-        if raised:
-            raise raised[0]
+            if raised:
+                raise raised[0]
 
     def set_threads(self, n_single: int, n_batch: int) -> None:
         """Decode batches of one row with `n_single` threads from now on, and larger ones with `n_batch`. Raise

@@ -37,8 +37,6 @@ _WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
 class Rows(NamedTuple):
     """What the rows of a context read and give."""
 
-    #: The number of values of the target's hidden states that are kept for rows still to be read.
-    n_read: int
     #: The number of values that a row reads beside its token.
     n_inputs: int = 0
     #: The most rows that may want logits, for each text.
@@ -161,7 +159,7 @@ class MtpContext(StatesContext):
 
     def _rows_of(self, model: LlamaModel, _target: object, n_branches: int, n_slots: int) -> Rows:
         n, are_wanted = model.n_embd_out, model.architecture in _WANTED_ROWS_ONLY
-        return Rows(n, n, min(n_branches, _WIDEST), "wanted" if are_wanted else "all")
+        return Rows(n, min(n_branches, _WIDEST), "wanted" if are_wanted else "all")
 
     def close(self) -> None:
         for layer in self.layers[1:]:
@@ -177,14 +175,14 @@ class EagleContext(StatesContext):
         self, model: EagleModel, target: LlamaBackend | None, n_branches: int, n_slots: int
     ) -> Rows:
         n_outputs = max(-(-_MOST_OUTPUTS // n_slots), min(n_branches, _WIDEST))
-        return Rows(model.n_read, model.n_embd, n_outputs)
+        return Rows(model.n_embd, n_outputs)
 
     def _encode(self, batch: Batch) -> None:
         """Encode what the target's layers read, float32[n_read] for a row, as hidden states, float32[n_embd]."""
         rows = [
             row
             for row, state in enumerate(batch.hidden)
-            if state is not None and len(state) == self._kind.n_read
+            if state is not None and len(state) != self.model.n_embd
         ]
         for start in range(0, len(rows), _MOST_OUTPUTS):
             some = rows[start : start + _MOST_OUTPUTS]
@@ -231,7 +229,7 @@ class DflashContext(StatesContext):
         self._n_positions = _N_POSITIONS if rope == _MROPE else 1
 
     def _rows_of(self, model: DflashModel, *_: object) -> Rows:
-        return Rows(model.n_read, n_outputs=model.n_most + 1, states="none")
+        return Rows(n_outputs=model.n_most + 1, states="none")
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         hidden, start = batch.hidden or [None] * len(batch), 0
@@ -288,7 +286,7 @@ class AssistantContext(StatesContext):
         compute_frequent_tokens(self)
 
     def _rows_of(self, model: AssistantModel, *_: object) -> Rows:
-        return Rows(model.n_embd_out, model.n_embd_out, _N_ROWS)
+        return Rows(model.n_embd_out, _N_ROWS)
 
     def decode(self, batch: Batch) -> Logits:
         return self.decode_rows(batch)
