@@ -53,7 +53,6 @@ class Guesses:
         self._n_guessed = self._n_right = 0
 
     def token_s(self, plain_s: float) -> float:
-        """Return the seconds for a drafted token; `plain_s` are those without guesses."""
         return plain_s if self._token_s is None else min(plain_s, self._token_s)
 
     def after(
