@@ -117,9 +117,9 @@ def find(
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
-    It tries the files that you name, or else the models on this disk, and in any case n-grams and the
-    target's own MTP layers. The target answers a few prompts once; each draft is then replayed on these
-    answers, and ranked by its speed-up over plain decoding.
+    It tries the files that you name, or else the models on this disk and the saved draft, and in any case
+    n-grams and the target's own MTP layers. The target answers a few prompts once; each draft is then replayed
+    on these answers, and ranked by its speed-up over plain decoding.
 
     In a pipe, it prints a line for each draft, the best first, with the columns' names first. The columns,
     separated by tabs: the file, "mtp", "ngram" or "none"; the speed-up over plain decoding, and that of the

@@ -51,6 +51,7 @@ class Guesses:
         self._n_text = 0
         #: The guessed tokens of the present draft, and how many of them were right.
         self._n_guessed = self._n_right = 0
+        self._why = ""  # the first reason of the present draft
 
     def token_s(self, plain_s: float) -> float:
         return plain_s if self._token_s is None else min(plain_s, self._token_s)
@@ -74,6 +75,7 @@ class Guesses:
         self._draft_s = self._decoded_s() - before_s
         guess = plan.stop.cut(whole)
         self._plan, self._proposed = plan, (found, whole)
+        self._why = self._why or plan.why
         self._guess = guess if guess.is_chain else NO_DRAFT
         self._n_guessed += len(self._guess)
         return self._guess.tokens
@@ -108,11 +110,11 @@ class Guesses:
 
     def in_words(self) -> str:
         """Return what was guessed of the draft that is done, and begin the next one."""
-        n_guessed, n_right = self._n_guessed, self._n_right
-        self._n_guessed = self._n_right = 0
+        n_guessed, n_right, why = self._n_guessed, self._n_right, self._why
+        self._n_guessed, self._n_right, self._why = 0, 0, ""
         if n_guessed:
             return f"the second draft guessed {n_guessed} of the draft's tokens, {n_right} of them right"
-        return f"the second draft guessed nothing: {self._plan.why}"
+        return f"the second draft guessed nothing: {why or 'the draft is a single token'}"
 
     def rewind(self, n_tokens: int) -> None:
         self._drafters.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
