@@ -78,6 +78,12 @@ class CallForm:
         return found[0] if found is not None else ""
 
     @property
+    def inner(self) -> str:
+        """What a call begins with if the model leaves out the first mark; empty if nothing shows it then."""
+        rest = self.opening.strip()[len(self.mark) :].lstrip()
+        return rest if rest.startswith(("<", "]<]")) else ""
+
+    @property
     def trigger(self) -> str:
         """What only calls begin with: the mark, or all of the opening if other texts may have the mark too."""
         own = re.search(r"(?i)(?:tool|call|func|action).*[>\]=]$", self.mark)
@@ -334,7 +340,11 @@ _HARMONY = CallForm(
     "to=functions.",
     " <|constrain|>json<|message|>",
     "<|call|>",
-    others=("<|channel|>commentary json<|message|>", " json<|message|>"),
+    others=tuple(
+        channel + kind + "<|message|>"
+        for channel in ("", f"<|channel|>{ANY}")
+        for kind in (" <|constrain|>json", " json", "")
+    ),
 )
 
 
@@ -343,7 +353,7 @@ def form_of(
 ) -> CallForm | None:
     """Return the form of a template's calls; None if the template takes no tools, or writes calls in a form that
     specgen cannot read. `has_token` says whether the model has a control token of this name."""
-    if not re.search(r"\b(?:tools|functions)\b", template):
+    if not re.search(r"\b(?:tools|functions|tool_calls)\b", template):
         return None
     if "<|channel|>" in template and "functions." in template:
         return _HARMONY

@@ -444,11 +444,13 @@ class ToolCallParser:
         bare = _BARE.match(self._rest) if self._is_beginning else None
         if bare is not None:
             return 0, bare.end()
-        mark = self._form.mark
-        place = self._rest.find(mark) if mark else -1
-        if place < 0:
+        marks = [mark for mark in (self._form.mark, self._form.inner) if mark]
+        places = [place for mark in marks if (place := self._rest.find(mark)) >= 0]
+        if not places:
             return -1, -1
-        return len(self._rest[:place].rstrip()), place + len(mark)
+        place = min(places)
+        n_mark = len(marks[0]) if self._rest.startswith(marks[0], place) else 0
+        return len(self._rest[:place].rstrip()), place + n_mark
 
     def _calls(self, begin: int, *, is_last: bool) -> tuple[int, list[tuple[str, str | None]]]:
         """Return the end of the calls that begin here, and their names and arguments. The end is `UNCLEAR` if the
@@ -469,7 +471,10 @@ class ToolCallParser:
             return self._objects(start)
         place: int | None = start
         if not self._is_behind_call:
-            place = match(form.opening, text, len(text[:begin].rstrip()) - len(form.mark))
+            is_marked = text[:begin].rstrip().endswith(form.mark)
+            n_mark = len(form.mark) if is_marked else 0
+            opening = form.opening if is_marked else form.inner
+            place = match(opening, text, len(text[:begin].rstrip()) - n_mark)
         found: tuple[int, str] | int | None = place
         if place is not None and place != UNCLEAR:
             found = read_name(form, text, place, self._schemas, is_last=is_last)
@@ -543,7 +548,8 @@ class ToolCallParser:
         ):
             return 0
         text = self._rest
-        n_certain = len(text[: len(text) - n_begun(text, self._form.mark)].rstrip())
+        n_held = max(n_begun(text, mark) for mark in (self._form.mark, self._form.inner))
+        n_certain = len(text[: len(text) - n_held].rstrip())
         self._is_beginning = self._is_beginning and n_certain == 0
         return n_certain
 
@@ -553,6 +559,46 @@ class ToolCallParser:
         begun = Delta("call", "", name, f"call_{uuid.uuid4().hex[:24]}", number)
         whole = Delta("arguments", arguments or "", number=number, is_end=True)
         return [begun] if arguments is None else [begun, whole]
+
+
+class CallsInThoughts:
+    """Reads thoughts. Some models end their turn with calls before they end their thoughts; so what looks like calls is
+    held back, and is a thought if anything follows."""
+
+    def __init__(
+        self, form: CallForm, functions: Sequence[Function], *, one_only: bool = False
+    ) -> None:
+        self._make = functools.partial(ToolCallParser, form, functions)
+        self._parser, self._one_only = self._make(), one_only
+        self._found, self._held = list[Delta](), ""
+
+    def feed(self, text: str, *, is_over: bool) -> str:
+        """Return what is certainly a thought now: all of it if the thoughts are over."""
+        told = "".join(map(self._fed, text))
+        if is_over:
+            told, self._held = told + self._held, ""
+        return told
+
+    def _fed(self, character: str) -> str:
+        self._held += character
+        self._found += self._parser.feed(character)
+        kinds = [each.kind for each in self._found]
+        n = kinds.index("call") if "call" in kinds else len(kinds)
+        told = "".join(each.text for each in self._found[:n])
+        self._found = self._found[n:]
+        if any(each.kind == "content" and each.text.strip() for each in self._found):
+            told, self._parser, self._found = self._held, self._make(), []
+        self._held = self._held[len(told) :]
+        return told
+
+    def finish(self, *, is_cut: bool) -> list[Delta]:
+        """Return the calls at the end of an answer that ends in its thoughts, or else the rest of the thoughts."""
+        found = [each for each in self._found + self._parser.finish() if each.kind != "content"]
+        if self._one_only:
+            found = [each for each in found if each.number == 0]
+        if found and not is_cut:
+            return found
+        return [Delta("thought", self._held)] if self._held else []
 
 
 @functools.lru_cache(maxsize=16)
