@@ -66,6 +66,8 @@ class CallForm:
     #: Arguments are an object of JSON, pairs of key and value, Python's arguments, or Gemma's object.
     style: Style | Literal["pairs"] = "json"
     pair: Pair | None = None
+    #: What begins and ends a text in Gemma's object.
+    quote: str = '<|"|>'
     #: What else may stand behind a name.
     others: tuple[str, ...] = ()
     #: A call is an object of JSON with these keys for the name and the arguments; an empty one: the name is the key.
@@ -115,7 +117,7 @@ class CallForm:
     @property
     def controls(self) -> tuple[str, ...]:
         """Texts that may be control tokens; they are found only if the text shows control tokens."""
-        texts = [self.opening, self.after_name, self.closing, self.between or "", '<|"|>']
+        texts = [self.opening, self.after_name, self.closing, self.between or "", self.quote]
         if self.pair is not None:
             texts += [self.pair.opening, *self.pair.middles.values(), self.pair.closing]
         if not self.mark:
@@ -442,7 +444,8 @@ def _forms(written: str, two: str | None, probe: Arguments) -> Iterator[CallForm
             if not is_over or json.loads(value) != probe:
                 continue
             form = CallForm(written[:place], after[:begin], after[begin + end :], style=style)
-            form = replace(form, keys=_keys(written, place))
+            quote = "<escape>" if "<escape>" in written else form.quote  # of FunctionGemma
+            form = replace(form, keys=_keys(written, place), quote=quote)
             yield _with_two(form, two)
     yield from _forms_of_pairs(written, place, two, probe)
 

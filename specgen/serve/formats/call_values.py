@@ -19,7 +19,7 @@ Style: TypeAlias = Literal["json", "python", "gemma"]
 _QUOTES: Mapping[Style, tuple[str, ...]] = {
     "json": ('"',),
     "python": ('"""', "'''", '"', "'"),
-    "gemma": ('<|"|>',),
+    "gemma": ('<|"|>', "<escape>"),
 }
 _BETWEEN, _WORD = re.compile(r"[\s,:=]*"), re.compile(r"[^\s,:=(){}\[\]<>|\"']+")
 _SPACE = re.compile(r"\s*")

@@ -71,8 +71,8 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
     "gemma": (
         'gemma: gemma_text | GEMMA_PLAIN | "[" (gemma ("," gemma)*)? "]" | "{" (gemma_pair ("," gemma_pair)*)? "}"',
         "GEMMA_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|true|false|null/",
-        'gemma_text: "<|\\"|>" gemma_string',
-        'gemma_string[suffix="<|\\"|>"]: /(?s:.*)/',
+        "gemma_text: QUOTE gemma_string",
+        "gemma_string[suffix=QUOTE]: /(?s:.*)/",
         'gemma_pair: /[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" gemma',
     ),
     "python": (
@@ -93,7 +93,9 @@ class _Rules:
 
     def __init__(self, form: CallForm) -> None:
         self.form = form
-        self.lines = [_ANY_RULE, _WHITE_RULE, *_VALUES.get(form.style, ())]
+        quote, values = literal(form.quote), _VALUES.get(form.style, ())
+        values = tuple(each.replace("QUOTE", quote) for each in values)
+        self.lines = [_ANY_RULE, _WHITE_RULE, *values]
         #: What cannot be enforced.
         self.warnings: list[str] = []
         #: Calls as objects of JSON, from the name to the arguments, in which white space is free.
@@ -177,7 +179,7 @@ class _Rules:
             if kind in ("integer", "number", "boolean"):
                 value = self._value(schema, function, key)
             elif choices:
-                value = _one_of(choices, '<|"|>')
+                value = _one_of(choices, self.form.quote)
             return self._new(f"{literal(key + ':')} {value}")
         if self.form.style == "python":
             plain = {"string": "PYTHON_TEXT", "boolean": '"True" | "False"'}
@@ -289,6 +291,8 @@ _FENCE = "```"
 _BETWEEN = " \n\t\r,;"
 #: The beginning of an object that names a function.
 _NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
+#: The first mark of a closing text.
+_FIRST_TAG = re.compile(r"\s*(?:\]<\]\S+?\[>\[)?<[^<>]*>")
 #: The most characters of an object before the arguments.
 _MOST_HEAD = 1000
 
@@ -421,9 +425,12 @@ class ToolCallParser:
             if n_between == len(self._rest) and not is_last:
                 return UNCLEAR
         between, closing = self._form.ends
+        closing = self._fence or closing
+        if match(closing, self._rest, 0) is None:  # its last marks may be missing
+            first = _FIRST_TAG.match(closing)
+            closing = first[0] if first is not None else ""
         found = [
-            match(literal, self._rest, 0) if literal else None
-            for literal in (between, self._fence or closing)
+            match(literal, self._rest, 0) if literal else None for literal in (between, closing)
         ]
         if UNCLEAR in found and not is_last:
             return UNCLEAR
