@@ -140,6 +140,9 @@ class ModelDrafter(Drafter):
     To look beyond the nodes of a tree, the model decodes them in one batch, each on its own branch of the cache. Leaves
     cost no decode, since one look finds all children of a node. After the round the branch that became text stays.
 
+    It does not read what a chat template puts before every prompt, the request's `head`: it drafts nearly the same, and
+    its prefill is shorter (1 to 4 % of an answer to a short prompt).
+
     Tokens from `n_shared_tokens` on exist in only one of the two vocabularies (padding) and are never drafted. With
     `guesses`, a cheaper drafter speeds up the model itself, which then drafts chains."""
 
@@ -160,14 +163,22 @@ class ModelDrafter(Drafter):
         self._sequence = self._slot.first
         self._n_ctx = request.slot.n_ctx(backend)
         self._branches = NodeBranches(backend, self._slot)
-        request.reused(backend)
         self._n_agreed = 0  # the number of tokens on which cache and text agree for certain
-        self.n_skipped = 0  # that of tokens, behind the text's first few, that the cache leaves out
+        self._skipped = request.head  # the positions of the text that the cache leaves out
+        replace(request, prompt=self._read(request.prompt)).reused(backend)
         #: The last tree, whose branches the cache holds, and the text's length before it.
         self._tree: Expansion | None = None
         self._n_text = 0
         #: The rows after the last tokens in the cache, which the next decode replaces, and how many were decoded then.
         self._rows, self._n_decoded = np.empty((0, 0), np.float32), 0
+
+    @property
+    def n_skipped(self) -> int:
+        return len(self._skipped)
+
+    def _read(self, text: Sequence[int]) -> Sequence[int]:
+        skipped = self._skipped
+        return [*text[: skipped.start], *text[skipped.stop :]] if skipped else text
 
     def price(self, n_context: int) -> Price:
         price = price_after(self._costs, self.n_behind(n_context), N_USUAL)
@@ -219,7 +230,7 @@ class ModelDrafter(Drafter):
         self._drop_tree()
         if n_tokens >= self._n_agreed:
             return
-        if self.n_skipped and n_tokens < _N_SINK + self.n_skipped:
+        if n_tokens < self._skipped.stop:
             self._empty()
             return
         self._backend.remove(self._sequence, n_tokens - self.n_skipped)
@@ -244,7 +255,7 @@ class ModelDrafter(Drafter):
 
     def _empty(self) -> None:
         self._backend.remove(self._sequence)
-        self._n_agreed = self.n_skipped = 0
+        self._n_agreed, self._skipped = 0, range(0)
 
     def n_behind(self, n_context: int) -> int:
         """Return how many tokens are decoded before the next draft: those that the cache lacks, or the window."""
@@ -269,7 +280,7 @@ class ModelDrafter(Drafter):
             if n_window <= _N_SINK:  # too small for a beginning and an end
                 return 0
             self._empty()
-            self.n_skipped = max(0, n_context - n_window)
+            self._skipped = range(_N_SINK, _N_SINK + max(0, n_context - n_window))
             n_room = n_ctx - (n_context - self.n_skipped) + 1
         return min(n_max, n_room)
 
@@ -289,8 +300,7 @@ class ModelDrafter(Drafter):
     def _missing(self, context: Sequence[int]) -> Sequence[int]:
         """Drop from the cache what is not a prefix of `context`; return the tokens that it then lacks, at least one."""
         backend, start = self._backend, max(0, self._n_agreed - self.n_skipped)
-        if self.n_skipped:
-            context = [*context[:_N_SINK], *context[_N_SINK + self.n_skipped :]]
+        context = self._read(context)
         n_same = n_common(backend.text(self._sequence)[start:], context[start:])
         n_kept = min(start + n_same, len(context) - 1)
         if backend.length(self._sequence) > n_kept:
@@ -338,33 +348,3 @@ class ModelDrafter(Drafter):
             logits = yield Ask(backend, batch, self._costs)
         assert logits is not None, "at least one token is decoded"
         return logits
-
-
-class HeadlessDrafter(Drafter):
-    """Lets a draft model draft without the tokens at the positions `head`, which a chat template puts before every
-    prompt: it drafts nearly the same, and its prefill is shorter (1 to 4 % of an answer to a short prompt)."""
-
-    name = "model"
-
-    def __init__(self, inner: Drafter, head: range) -> None:
-        self._inner = inner
-        self._head = head
-        #: The text so far, without the head.
-        self._text: list[int] = []
-
-    def price(self, n_context: int) -> Price:
-        return self._inner.price(n_context - len(self._head))
-
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        text, head = self._text, self._head
-        text.extend(context[len(text) : head.start])
-        text.extend(context[len(text) + len(head) :])
-        return self._inner.propose(text, plan, n_drafted)
-
-    def observe(self, result: RoundResult) -> None:
-        self._inner.observe(result)
-
-    def rewind(self, n_tokens: int) -> None:
-        n_left_out = len(range(self._head.start, min(self._head.stop, n_tokens)))
-        del self._text[n_tokens - n_left_out :]
-        self._inner.rewind(n_tokens - n_left_out)

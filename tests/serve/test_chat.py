@@ -26,6 +26,10 @@ def test_a_conversation_goes_on_and_is_private(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
     if os.name != "nt":
         assert file.stat().st_mode & 0o077 == 0
+        device = tmp_path / "device"
+        device.symlink_to(os.devnull)
+        save_conversation(device, made)
+        assert device.is_symlink()
     assert made.asking("c").turns == (Turn("a", "é\n"), Turn("c"))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AliasPath, Field, model_validator
 
 from specgen.events import CommittedEvent
-from specgen.serve.formats.answers import AnswerWriter, own_figures
+from specgen.serve.formats.answers import AnswerWriter, RequestError, own_figures
 from specgen.serve.formats.request import (
     AS_PARTS,
     NO_DEFAULTS,
@@ -65,6 +65,8 @@ class _Message(Fields):
 class _Body(ChatBody):
     system: _Blocks = []
     messages: Annotated[list[_Message], Field(min_length=1)]
+    #: ``create`` keeps a conversation for ``continue``, which has only what is new.
+    thread: str | None = Field(None, validation_alias=AliasPath("thread", "type"))
 
     form_field: ClassVar[str] = "output_config.format"
 
@@ -74,6 +76,8 @@ _Block.model_rebuild()
 
 def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> Requests:
     asked = parse(_Body, body)
+    if asked.thread == "continue":  # the client then sends the whole conversation
+        raise RequestError(404, "threads are not kept: send all messages", "thread_not_found")
     messages = _messages(asked)
     how: dict[str, Any] = {"splits_reasoning": True, "writer": MessageWriter}
     return asked.chat(messages, defaults, continues=is_begun(messages), **how)
@@ -218,14 +222,16 @@ class MessageWriter(AnswerWriter):
 def error_body(body: Json) -> Json:
     """Return the body of an error in Anthropic's form, from that in OpenAI's."""
     error = body["error"]
-    kind, message = error["type"], error["message"]
+    kind, message, more = error["type"], error["message"], dict[str, Any]()
     if error["code"] == "request_too_large":
         kind = "request_too_large"
+    elif error["code"] == "thread_not_found":
+        more = {"details": {"error_code": error["code"]}}
     elif error["code"] == "context_length_exceeded":
         # Agents look for these words, and shorten the prompt.
         n, n_most = error["n_prompt_tokens"], error["n_ctx"]
         message = f"prompt is too long: {n} tokens > {n_most} maximum"
-    return {"type": "error", "error": {"type": _ERRORS.get(kind, kind), "message": message}}
+    return {"type": "error", "error": {"type": _ERRORS.get(kind, kind), "message": message, **more}}
 
 
 def _usage(n_prompt: int, n_cached: int, n_answer: int) -> dict[str, int]:
