@@ -89,7 +89,6 @@ class DrafterFactory:
     def acceptance(
         self, settings: RequestSettings | None = None
     ) -> MutableMapping[str, AcceptanceRates]:
-        """Return the acceptance statistics of the present draft with a request's samplers, by origin."""
         settings, draft = settings or self.session.settings, self.session.draft
         mode = "greedy"
         if not settings.sampling.greedy:
