@@ -10,13 +10,13 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
-from typer import Option
-
 from specgen.cli import flags
+from specgen.cli.flags import option
 from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say
@@ -33,34 +33,30 @@ if TYPE_CHECKING:
     from specgen.serve.chat import Chat, Conversation
     from specgen.train.online_learning import Learner
 
+_talk = partial(option, panel="Conversation")
 
-@flags.takes_options(
-    flags.panel(
-        "Conversation",
-        system=Option("--system", "-sys", metavar="TEXT", parser=utf8, help="The system message."),
-        files=Option(
-            "--file",
-            "-f",
-            help="A file whose text is put before the first message; may be repeated.",
-            show_default="none",
-        ),
-        name=Option(
-            "--session",
-            metavar="NAME",
-            help="Keep the conversation on disk under this name, and continue it if it exists.",
-            show_default="not kept",
-        ),
-    ),
-    setup=flags.setup,
-    output=flags.output.without("newline", "html"),
-)
+
+@flags.takes_options
 def chat(
     *,
-    setup: Setup,
-    system: str | None = None,
-    files: list[Path] | None = None,
-    name: str | None = None,
-    output: Output,
+    system: str | None = _talk(
+        None, "--system -sys", "The system message.", metavar="TEXT", parse=utf8
+    ),
+    files: list[Path] | None = _talk(
+        None,
+        "--file -f",
+        "A file whose text is put before the first message; may be repeated.",
+        show_default="none",
+    ),
+    name: str | None = _talk(
+        None,
+        "--session",
+        "Keep the conversation on disk under this name, and continue it if it exists.",
+        metavar="NAME",
+        show_default="not kept",
+    ),
+    setup: Setup = flags.setup,
+    output: Output = flags.output.without("newline", "html"),
 ) -> int:
     """Talk with a model, at a terminal or in a pipe.
 

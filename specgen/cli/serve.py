@@ -6,11 +6,11 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from typer import Option
-
 from specgen.cli import flags
+from specgen.cli.flags import option
 from specgen.cli.flags.server import ModelSetup, later, limits, model_setup, server
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Interrupt, Output
@@ -28,43 +28,38 @@ def _memory_size(text: str) -> int:
     return parse_size(f"{text}MiB" if text.isdigit() else text)
 
 
-@flags.takes_options(
-    flags.panel(
-        "Server",
-        models=Option(
-            "--models",
-            metavar="FILE|FOLDER",
-            help="Serve several models, each loaded when a request names it: those of a TOML file, with a "
-            "table of options for each, or of a folder.",
-            show_default="one model",
-        ),
-        memory=Option(
-            "--memory",
-            metavar="SIZE",
-            parser=_memory_size,
-            help="With --models: how much memory loaded models may take, for example 24GB or 24GiB.",
-            show_default=f"{_MEMORY_SHARE:.0%} of the machine's memory",
-        ),
-        learn_across=Option(
-            "--learn-across-requests",
-            help="Use what is learnt about drafts in one request for later ones, whose time then tells a little of "
-            "what other users wrote.",
-        ),
-    ),
-    server=server,
-    limits=limits,
-    model=later(model_setup),
-    output=flags.loudness,
-)
+_server = partial(option, panel="Server")
+
+
+@flags.takes_options
 def serve(
     *,
-    model: Callable[..., ModelSetup],
-    models: Path | None = None,
-    memory: int | None = None,
-    learn_across: bool = False,
-    server: ServerOptions,
-    limits: Limits,
-    output: Output,
+    models: Path | None = _server(
+        None,
+        "--models",
+        "Serve several models, each loaded when a request names it: those of a TOML file, with a "
+        "table of options for each, or of a folder.",
+        metavar="FILE|FOLDER",
+        show_default="one model",
+    ),
+    memory: int | None = _server(
+        None,
+        "--memory",
+        "With --models: how much memory loaded models may take, for example 24GB or 24GiB.",
+        metavar="SIZE",
+        parse=_memory_size,
+        show_default=f"{_MEMORY_SHARE:.0%} of the machine's memory",
+    ),
+    learn_across: bool = _server(
+        False,
+        "--learn-across-requests",
+        "Use what is learnt about drafts in one request for later ones, whose time then tells a little of "
+        "what other users wrote.",
+    ),
+    server: ServerOptions = server,
+    limits: Limits = limits,
+    model: Callable[..., ModelSetup] = later(model_setup),
+    output: Output = flags.loudness,
 ) -> int:
     """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
 

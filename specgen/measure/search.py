@@ -18,7 +18,7 @@ from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_dr
 from specgen.models import hub_names
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.models.registry import load_registry
-from specgen.session.calibration import Costs, begin, break_even, short_context, time_batch
+from specgen.session.calibration import Costs, begin_text, break_even, short_context, time_batch
 from specgen.session.choose_models import name_of, saved_draft
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
@@ -265,7 +265,7 @@ def measure_threads(
     """Return the best of these numbers of threads, which the backend then uses; its context is empty before and after.
     All are timed in turns, since a machine's speed changes. If `interrupted`, the default stays."""
     backend.set_threads(default, default)
-    text, before_s = begin(backend), backend.decode_s
+    text, before_s = begin_text(backend), backend.decode_s
     #: By the rows of the batch: the seconds by the number of threads, of each round.
     rounds: dict[int, list[dict[int, float]]] = {1: [], BATCH_ROWS: []}
     tried = sorted({default, *counts}, reverse=True)
@@ -293,7 +293,6 @@ def measure_threads(
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
-    """Return the quickest number of threads; `default` unless another one is clearly faster."""
     best, least = default, 1.0 - _MARGIN
     for count in sorted({count for seconds in rounds for count in seconds} - {default}):
         ratios = [s[count] / s[default] for s in rounds if count in s and default in s]

@@ -75,7 +75,11 @@ def make_room(files: Iterable[Path], n_bytes: int, most_bytes: int) -> bool:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file through one of `new_beside`; its rights stay, and a new one is the user's alone."""
+    """Replace a file through one of `new_beside`; its rights stay, and a new one is the user's alone. A device or a pipe
+    is written to."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
     with new_beside(path) as new:
         new.write_bytes(data)
         with contextlib.suppress(OSError):
