@@ -132,7 +132,7 @@ def measure_target(
         for number, prompt in fitting.items():
             progress(len(answers), len(fitting))
             target.remove(0)
-            generation = DrafterFactory(session).sequence(prompt, n_ctx, (), 0, plain=True)
+            generation = DrafterFactory(session).new_answer(prompt, n_ctx, (), 0, plain=True)
             list(AnswerLoop(target, session.clock, interrupted).run(generation))
             if interrupted():
                 return None
@@ -181,7 +181,7 @@ def try_draft(
             prompt = session.prompts.of_text(answer.prompt, chat=baseline.chat, now=NOW)
             for draft in drafts:
                 draft.remove(0)
-            generation = DrafterFactory(session).sequence(prompt, baseline.n_ctx, drafts, 0)
+            generation = DrafterFactory(session).new_answer(prompt, baseline.n_ctx, drafts, 0)
             tokens, states = (*prompt.tokens, *answer.tokens), None
             if generation.trail is not None and generation.trail.all_rows:
                 read_states(target, tokens, generation.trail)
@@ -283,7 +283,6 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
 def fitting_prompts(
     session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
-    """Return the prompts that fit with `n_more` tokens, and the numbers of others. Raise `PromptError`."""
     prompts: dict[int, Prompt] = {}
     failures: dict[int, PromptError] = {}
     for number, text in texts:
