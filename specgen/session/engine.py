@@ -316,7 +316,7 @@ class Engine:
             if uses_cache:
                 n_loaded, stops = self._extend_prefix(slot, prompt, n_held, n_again)
             answer = self._factory.new_answer(
-                prompt, self.n_ctx, self.drafts, request.seed, request, plain=not request.drafts
+                prompt, self.n_ctx, self.drafts, request.seed, request
             )
             answer.n_loaded, answer.reading_stops = n_loaded, stops
             request.answer = answer
