@@ -19,7 +19,7 @@ from specgen.models import hub_names
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.models.registry import load_registry
 from specgen.session.calibration import Costs, begin_text, break_even, short_context, time_batch
-from specgen.session.choose_models import name_of
+from specgen.session.choose_models import name_of, saved_draft
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.files import as_json
@@ -183,13 +183,15 @@ def advice(search: Search) -> tuple[str, ...]:
 def find_candidates(
     named: Sequence[Path], target: Path, *, tries_known: bool = True
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try for `target`, the registry's on this disk among them if `tries_known`, without larger and
-    equal ones; and the `named` that are refused."""
-    models = load_registry().models.values() if tries_known else ()
-    known = filter(None, map(hub_names.locate, models))
+    """Return the files to try for `target`, with `tries_known` also the registry's on this disk and the saved draft,
+    without larger and equal ones; and the `named` that are refused."""
+    of_target, known = identity_of(target), list[Path]()
+    if tries_known:
+        known += filter(None, map(hub_names.locate, load_registry().models.values()))
+        saved = saved_draft(of_target)  # it is replaced by a faster one only
+        known += [saved.draft] if saved is not None and isinstance(saved.draft, Path) else []
     candidates: list[Path] = []
     refused: list[Refused] = []
-    of_target = identity_of(target)
     seen: set[FileIdentity] = set()
     # Named files come first, since the first of equal files is used.
     for path in (*named, *known):
