@@ -58,7 +58,7 @@ class DrafterFactory:
         cascade: Cascade | None = None
         trail: TargetStates | None = None
         if draft is not None and (caches or draft.timed is None):
-            asked = self._request(draft, prompt, state, settings, draft_seed)
+            asked = self._draft_request(draft, prompt, state, settings, draft_seed)
             asked = replace(asked, caches=caches, slot=slot)
             drafter = draft.drafter(asked)
             trail = drafter.trail
@@ -119,7 +119,7 @@ class DrafterFactory:
         table = self.session.costs.table(n_past=n_past)
         return CostAwarePolicy(drafting, table, self.acceptance(settings))
 
-    def _request(
+    def _draft_request(
         self,
         draft: LoadedDraft,
         prompt: Prompt,

@@ -45,10 +45,11 @@ _LEAST_ANCHORED = 128
 class Engine:
     """Generates up to `n_parallel` answers at once with loaded models, which it does not close; a context manager.
 
+    `step` takes a request from the queue, reads its prompt in pieces, decodes its answer in rounds and settles it.
     The contexts stay open: of a prompt that begins like a text in a cache, only the rest is decoded. `n_ctx` is the
     room for one prompt and its answer. Once `interrupted` returns True, answers end with the text that they have.
     With `learn_alone`, drafts never depend on another text. `prepare` may change a request's answer before its
-    prompt is read. A request is inserted, and begun, read, decoded in rounds and settled by `step`. Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
+    prompt is read. Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
     fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
     """
 
