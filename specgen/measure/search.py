@@ -36,12 +36,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
+    """A file that cannot draft, and why."""
+
     file: Path
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
+    """A draft, and its figures."""
+
     draft: DraftSource
     figures: DraftFigures
 
