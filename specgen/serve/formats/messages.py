@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasPath, Field, model_validator
 
-from specgen.events import CommittedEvent
-from specgen.serve.formats.answers import AnswerWriter, RequestError, own_figures
+from specgen.serve.formats.answers import BlockWriter, RequestError, own_figures
 from specgen.serve.formats.request import (
     AS_PARTS,
     NO_DEFAULTS,
@@ -141,10 +141,10 @@ def _add_block(
 # --- answers --------------------------------------------------------------------------------------
 
 
-class MessageWriter(AnswerWriter):
+class MessageWriter(BlockWriter):
     """Writes one answer, whole or as events."""
 
-    form, alive = "named", {"type": "ping"}
+    alive = {"type": "ping"}
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -154,75 +154,44 @@ class MessageWriter(AnswerWriter):
             "role": "assistant",
             "model": self._model,
         }
-        self._content: list[Json] = []
-        #: Whether the last block is open, and the arguments of an open call.
-        self._is_open = False
-        self._arguments = ""
 
     def begin(self, n_prompt_tokens: int) -> list[Json]:
         """Return the events before the answer. How much of the prompt is cached is not known yet."""
         ending = {"stop_reason": None, "stop_sequence": None}
-        message: Json = {
-            **self._head,
-            "content": [],
-            **ending,
-            "usage": _usage(n_prompt_tokens, 0, 0),
-        }
+        usage = _usage(n_prompt_tokens, 0, 0)
+        message: Json = {**self._head, "content": [], **ending, "usage": usage}
         return [{"type": "message_start", "message": message}, {**self.alive}]
 
     def fail(self, error: Json) -> list[Json]:
         return [error_body(error)]
 
     def whole(self) -> Json:
-        return {**self._head, "content": self._content, **self._ending(), **self._api_figures()}
+        return {**self._head, "content": self._blocks, **self._ending(), **self._api_figures()}
 
-    def _add(self, _number: int, deltas: list[Delta], _event: CommittedEvent | None) -> list[Json]:
-        events: list[Json] = []
-        for delta in deltas:
-            if delta.kind == "call":
-                identity = f"toolu_{delta.identity.removeprefix('call_')}"
-                block = {"type": "tool_use", "id": identity, "name": delta.name, "input": {}}
-                events += self._opened(block)
-                self._arguments = ""
-                continue
-            if delta.kind == "arguments":
-                self._arguments += delta.text
-                if delta.is_end:
-                    self._content[-1]["input"] = json.loads(self._arguments)
-                told = {"type": "input_json_delta", "partial_json": delta.text}
-            else:
-                kind = "thinking" if delta.kind == "thought" else "text"
-                if not self._is_open or self._content[-1]["type"] != kind:
-                    more = {"signature": ""} if kind == "thinking" else {}
-                    events += self._opened({"type": kind, kind: "", **more})
-                self._content[-1][kind] += delta.text
-                told = {"type": f"{kind}_delta", kind: delta.text}
-            if delta.text:
-                events.append(self._event("content_block_delta", delta=told))
-            if delta.is_end:
-                events += self._closed()
+    def _opened(self, block: Delta) -> list[Json]:
+        return [self._event("start", content_block=_block(replace(block, text="")))]
+
+    def _added(self, block: Delta, text: str) -> list[Json]:
+        if not text:
+            return []
+        told = {"type": "input_json_delta", "partial_json": text}
+        if block.kind != "call":
+            name = _block(block)["type"]
+            told = {"type": f"{name}_delta", name: text}
+        return [self._event("delta", delta=told)]
+
+    def _closed(self, block: Delta, _status: str) -> list[Json]:
+        events = [self._event("stop")]
+        if block.kind != "call" or block.is_end:  # a whole answer has whole calls only
+            self._blocks.append(_block(block))
         return events
 
     def _end(self, _number: int) -> list[Json]:
         last = {"type": "message_delta", "delta": self._ending(), **self._api_figures()}
-        is_cut = self._is_open and self._content[-1]["type"] == "tool_use"
-        events = [*self._closed(), last, {"type": "message_stop"}]
-        if is_cut:  # a whole answer has whole calls only
-            del self._content[-1]
-        return events
-
-    def _opened(self, block: Json) -> list[Json]:
-        events = self._closed()
-        self._content.append(block)
-        self._is_open = True
-        return [*events, self._event("content_block_start", content_block={**block})]
-
-    def _closed(self) -> list[Json]:
-        was_open, self._is_open = self._is_open, False
-        return [self._event("content_block_stop")] if was_open else []
+        return [*self._close(), last, {"type": "message_stop"}]
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        return {"type": kind, "index": len(self._content) - 1, **fields}
+        return {"type": f"content_block_{kind}", "index": len(self._blocks), **fields}
 
     def _ending(self) -> Json:
         (answer,) = self._answers
@@ -237,6 +206,16 @@ class MessageWriter(AnswerWriter):
         n_cached = usage["prompt_tokens_details"]["cached_tokens"]
         counts = _usage(usage["prompt_tokens"], n_cached, usage["completion_tokens"])
         return {"usage": counts, **own_figures(found)}
+
+
+def _block(block: Delta) -> Json:
+    if block.kind == "call":
+        arguments = json.loads(block.text) if block.is_end else {}
+        identity = f"toolu_{block.identity.removeprefix('call_')}"
+        return {"type": "tool_use", "id": identity, "name": block.name, "input": arguments}
+    if block.kind == "thought":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}
 
 
 def error_body(body: Json) -> Json:
