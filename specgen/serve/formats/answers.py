@@ -304,17 +304,16 @@ class BlockWriter(AnswerWriter):
         block, self._block = self._block, None
         return self._closed(block, status) if block is not None else []
 
-    @abstractmethod
-    def _opened(self, block: Delta) -> list[Json]:
-        """Return the events at the beginning of a block, whose text is told by `_added`."""
+    # The events at the beginning of a block, for a text that was added to it, and at its end, which keeps it.
 
     @abstractmethod
-    def _added(self, block: Delta, text: str) -> list[Json]:
-        """Return the events for a text that was added to the open block."""
+    def _opened(self, block: Delta) -> list[Json]: ...
 
     @abstractmethod
-    def _closed(self, block: Delta, status: str) -> list[Json]:
-        """Keep a block, and return the events at its end."""
+    def _added(self, block: Delta, text: str) -> list[Json]: ...
+
+    @abstractmethod
+    def _closed(self, block: Delta, status: str) -> list[Json]: ...
 
 
 def figures(

@@ -74,13 +74,6 @@ class _Body(ChatBody):
 
     form_field: ClassVar[str] = "output_config.format"
 
-    def deferred(self) -> dict[str, bool]:
-        if any("search" in tool.type for tool in self.tools):  # it would run at Anthropic
-            return {}
-        parts = [part for turn in self.messages for block in turn.content for part in block.content]
-        found = {part.tool_name for part in parts if part.type == "tool_reference"}
-        return {tool.name: tool.name in found for tool in self.tools if tool.defer_loading}
-
 
 _Block.model_rebuild()
 
@@ -89,41 +82,61 @@ def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> Requests:
     asked = parse(_Body, body)
     if asked.thread == "continue":  # the client then sends the whole conversation
         raise RequestError(404, "threads are not kept: send all messages", "thread_not_found")
-    messages = _messages(asked)
+    late = _deferred(asked)
+    tools = [tool for tool in asked.tools if late.get(tool.name, "") is not None]
+    asked = asked.model_copy(update={"tools": tools})
+    messages = _messages(asked, late)
     how: dict[str, Any] = {"splits_reasoning": True, "writer": MessageWriter}
-    return asked.chat(messages, defaults, continues=is_begun(messages), **how)
+    (request,) = asked.chat(messages, defaults, continues=is_begun(messages), **how)
+    if late and request.tools is not None:
+        shown = tuple(each for each in request.tools.functions if each.name not in late)
+        request = replace(request, tools=replace(request.tools, functions=shown))
+    return (request,)
 
 
-def _messages(asked: _Body) -> tuple[Message, ...]:
+def _deferred(asked: _Body) -> dict[str, str | None]:
+    """Return the definitions of deferred tools that a search has found, and None for others. They are told in its
+    result, so that the beginning of the prompt stays as it is."""
+    if any("search" in tool.type for tool in asked.tools):  # it would run at Anthropic
+        return {}
+    parts = [part for turn in asked.messages for block in turn.content for part in block.content]
+    found = {part.tool_name for part in parts if part.type == "tool_reference"}
+    return {
+        tool.name: tool.model_dump_json(include=_DEFINED) if tool.name in found else None
+        for tool in asked.tools
+        if tool.defer_loading
+    }
+
+
+def _messages(asked: _Body, late: Mapping[str, str | None]) -> tuple[Message, ...]:
     found = Conversation()
     for number, block in enumerate(asked.system):
         text = text_of([block])
         if number or not text.startswith(_BILLING):
             found.join_text("system", text)
-    definitions = {tool.name: tool.model_dump_json(include=_DEFINED) for tool in asked.tools}
     for number, turn in enumerate(asked.messages):
         where = f"messages[{number}].content"
         if turn.role == "assistant":  # consecutive ones stay apart
             found.messages.append(Message("assistant", ""))
         for at, block in enumerate(turn.content):
-            _add_block(found, turn, f"{where}[{at}]", block, definitions)
+            _add_block(found, turn, f"{where}[{at}]", block, late)
     if not found.messages:
         raise BodyError("messages", "they are empty")
     return tuple(found.messages)
 
 
 def _add_block(
-    found: Conversation, turn: _Message, where: str, block: _Block, definitions: Mapping[str, str]
+    found: Conversation,
+    turn: _Message,
+    where: str,
+    block: _Block,
+    late: Mapping[str, str | None],
 ) -> None:
     """Add a block to a turn. Thoughts go to the template, which keeps those that it needs."""
     match turn.role, block.type:
         case "user", "tool_result":
-            parts = [
-                Part(text=definitions.get(part.tool_name, part.tool_name))
-                if part.type == "tool_reference"
-                else part
-                for part in block.content
-            ]
+            told = [late.get(part.tool_name) or part.tool_name for part in block.content]
+            parts = [Part(text=a) if a else b for a, b in zip(told, block.content, strict=True)]
             text = text_of(parts, "\n\n")
             # Chat templates have no field for errors: the text says so.
             text = f"Error: {text}" if block.is_error else text
