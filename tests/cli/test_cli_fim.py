@@ -209,7 +209,7 @@ def test_what_the_context_has_no_room_for(fim: Fim) -> None:
         (("a.txt:6",), 3, "a.txt has no line 6: it has 5"),
         (("a.txt:1:12",), 3, "line 1 has no column 12: it has 10 characters"),
         (("missing.txt:1",), 3, "missing.txt: cannot be read"),
-        (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 at offset 7 (line 2)"),
+        (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 on line 2"),
         (("a.txt:1", "--prefix-file", "a.txt"), 2, "exclude each other"),
         ((), 2, "no gap"),
         (("--prefix-file", "a.txt", "--in-place"), 2, "--in-place needs FILE:LINE"),
