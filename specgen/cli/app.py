@@ -119,6 +119,7 @@ app = typer.Typer(
     name="specgen",
     cls=_CommandLine,
     help="Make a local GGUF model generate faster without changing what it says.",
+    epilog="Begin with `specgen run 'Why is the sky blue?'`; `specgen COMMAND -h` has options and examples.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text
@@ -236,7 +237,6 @@ def output_errors() -> Iterator[None]:
 
 
 def flush_or_abandon_stdout() -> None:
-    """Write the rest of stdout's buffer, or discard it if that fails."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -382,7 +382,6 @@ def _history() -> History:
 
 
 def _keys() -> KeyBindings:
-    """Return the keys: Enter sends, unless a backslash is before it."""
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()

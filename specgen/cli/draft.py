@@ -160,7 +160,6 @@ def text_options(
     ),
     **others: Any,
 ) -> TextOptions:
-    """Return the text to make drafts from, with the prompts of a file, each once, or those of the package."""
     from specgen.measure.prompts import read_prompts
 
     return TextOptions([*dict.fromkeys(read_prompts(prompts or OWN_PROMPTS))], **others)

@@ -163,7 +163,6 @@ def machine(
     ),
     **others: Any,
 ) -> Contexts:
-    """Return the options of both contexts, and the kernels. The draft is always on this machine."""
     workers, shares = None, () if tensor_split is None else _shares(tensor_split)
     if rpc is not None:
         workers = Workers(endpoints_of(rpc), shares, output_here, rpc_timeout)
