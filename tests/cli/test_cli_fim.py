@@ -16,7 +16,7 @@ import pytest
 
 from specgen.cli import output
 from specgen.method.tables import CostTable
-from tests.helpers.cli import Result, Specgen, complaint, ended, events_of
+from tests.helpers.cli import Result, Specgen, complaint, ended, events_of, models_of
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig
 from tests.tiny.config import INFILL_TOKENS
@@ -45,10 +45,8 @@ def fim(specgen: Specgen, monkeypatch: pytest.MonkeyPatch, models: Path, tmp_pat
     """Runs `specgen fim` in a folder of its own."""
     monkeypatch.chdir(tmp_path)
 
-    def command(*arguments: str, target: str = "target", draft: str = "draft") -> Result:
-        draft = draft if draft in ("ngram", "none") else str(models / f"{draft}.gguf")
-        own = ["-m", str(models / f"{target}.gguf"), "-md", draft, "-n", "12", "--no-stats"]
-        return specgen("fim", *own, *arguments)
+    def command(*arguments: str, **names: str) -> Result:
+        return specgen("fim", *models_of(models, **names), "-n", "12", "--no-stats", *arguments)
 
     return command
 
