@@ -238,7 +238,7 @@ class Entrant:
         )
         target = cast(Backend, Timed(said, self._costs[0], clock, change_s=self._changes))
         drafting = () if draft is None else (cast(Backend, Timed(draft, self._costs[1], clock)),)
-        generation = DrafterFactory(loaded).sequence(prompt, real.n_ctx, drafting, seed=1)
+        generation = DrafterFactory(loaded).new_answer(prompt, real.n_ctx, drafting, seed=1)
         loop = AnswerLoop(target, clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"

@@ -132,7 +132,7 @@ def measure_target(
         for number, prompt in fitting.items():
             progress(len(answers), len(fitting))
             target.remove(0)
-            generation = DrafterFactory(session).sequence(prompt, n_ctx, (), 0, plain=True)
+            generation = DrafterFactory(session).new_answer(prompt, n_ctx, (), 0, plain=True)
             list(AnswerLoop(target, session.clock, interrupted).run(generation))
             if interrupted():
                 return None
@@ -181,7 +181,7 @@ def try_draft(
             prompt = session.prompts.of_text(answer.prompt, chat=baseline.chat, now=NOW)
             for draft in drafts:
                 draft.remove(0)
-            generation = DrafterFactory(session).sequence(prompt, baseline.n_ctx, drafts, 0)
+            generation = DrafterFactory(session).new_answer(prompt, baseline.n_ctx, drafts, 0)
             tokens, states = (*prompt.tokens, *answer.tokens), None
             if generation.trail is not None and generation.trail.all_rows:
                 read_states(target, tokens, generation.trail)

@@ -37,7 +37,7 @@ class DrafterFactory:
     session: Session
     learns_alone: bool = False
 
-    def sequence(
+    def new_answer(
         self,
         prompt: Prompt,
         n_ctx: int,

@@ -47,7 +47,7 @@ class Engine:
 
     The contexts stay open: of a prompt that begins like a text in a cache, only the rest is decoded. `n_ctx` is the
     room for one prompt and its answer. Once `interrupted` returns True, answers end with the text that they have.
-    With `learn_alone`, drafts never depend on another text. `prepare` may change a request's sequence before its
+    With `learn_alone`, drafts never depend on another text. `prepare` may change a request's answer before its
     prompt is read. Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
     fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
     """
@@ -314,7 +314,7 @@ class Engine:
             n_held = slot.share_prefix(self.target, tokens, n_again=n_again)
             if own.uses_cache:
                 n_loaded, stops = self._extend_prefix(slot, prompt, n_held, n_again)
-            request.sequence = self._factory.sequence(
+            request.answer = self._factory.new_answer(
                 request.prompt,
                 self.n_ctx,
                 self.drafts,
@@ -324,8 +324,8 @@ class Engine:
                 slot=slot,
                 index=request.index,
             )
-            request.sequence.n_loaded, request.sequence.stops = n_loaded, stops
-            self._prepare(request, request.sequence)
+            request.answer.n_loaded, request.answer.stops = n_loaded, stops
+            self._prepare(request, request.answer)
             self._store_prefix(request)
             slot.request = request
             draft = draft if request.drafts else None
@@ -390,7 +390,7 @@ class Engine:
             raise
         except BaseException as error:  # also Ctrl-C in the middle of a round
             for request in requests:
-                if request.sequence is not None and request.sequence.is_finished:
+                if request.answer is not None and request.answer.is_finished:
                     self._settle(request)
                 else:
                     self._fail(request, error)
@@ -399,21 +399,21 @@ class Engine:
 
     def _settle(self, request: Request) -> list[Event]:
         """Free the slot of a request if its answer is finished, and return the events of its end."""
-        sequence = request.running
-        if not sequence.is_finished:
+        answer = request.running
+        if not answer.is_finished:
             return []
-        if sequence.failure is not None:
-            self._fail(request, sequence.failure)
+        if answer.failure is not None:
+            self._fail(request, answer.failure)
             return []
         notices = []
         try:
-            self._keep(request.prompt, sequence.tokens)
+            self._keep(request.prompt, answer.tokens)
         except OutputError as error:  # the answer itself has not failed
             text = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
         costs = self._session.costs
-        table = CostTable() if costs.was_busy else costs.table(n_past=sequence.n_prompt)
-        finished = self._loop.finish(sequence, table)
+        table = CostTable() if costs.was_busy else costs.table(n_past=answer.n_prompt)
+        finished = self._loop.finish(answer, table)
         if request.load is not None:
             setup: dict[str, Any] = dict(self._session.setup_s)
             self._session.setup_s.clear()
@@ -441,7 +441,7 @@ class Engine:
     def _free(self, request: Request) -> None:
         if request.slot is not None:
             request.slot.request = None
-        request.slot = request.sequence = None
+        request.slot = request.answer = None
 
     def _pass_on(self, request: Request, *events: Event) -> list[Event]:
         request.events.extend(events)

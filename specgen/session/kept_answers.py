@@ -57,10 +57,17 @@ def keep_answer(folder: Path, answer: KeptAnswer, *, max_bytes: int = MAX_BYTES)
     path = folder / ANSWERS
     held = OutputError(f"{path}: another process is writing to it")
     with locked(folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S), write_errors(path):
-        line = _to_json(answer, last_number(folder) + 1)
+        draft_prompt = answer.draft_prompt
+        kept = replace(
+            answer,
+            number=last_number(folder) + 1,
+            prompt=answer.prompt[-MAX_PROMPT_TOKENS:],
+            answer=answer.answer[:MAX_ANSWER_TOKENS],
+            draft_prompt=draft_prompt and draft_prompt[-MAX_PROMPT_TOKENS:],
+        )
         with open(path, "ab", opener=open_private) as file:
             # What a process that was killed wrote of its line stays alone.
-            file.write(b"\n" + line + b"\n")
+            file.write(b"\n" + _ANSWER.dump_json(kept, exclude_none=True) + b"\n")
         if path.stat().st_size > max_bytes:
             data = path.read_bytes()
             start = data.find(b"\n", len(data) - max_bytes // 2) + 1
@@ -98,18 +105,6 @@ def _parsed(data: bytes) -> list[KeptAnswer]:
         with contextlib.suppress(ValueError):
             found.append(_ANSWER.validate_json(line))
     return found
-
-
-def _to_json(answer: KeptAnswer, number: int) -> bytes:
-    draft_prompt = answer.draft_prompt
-    kept = replace(
-        answer,
-        number=number,
-        prompt=answer.prompt[-MAX_PROMPT_TOKENS:],
-        answer=answer.answer[:MAX_ANSWER_TOKENS],
-        draft_prompt=None if draft_prompt is None else draft_prompt[-MAX_PROMPT_TOKENS:],
-    )
-    return _ANSWER.dump_json(kept, exclude_none=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,11 @@ class PrefixStore:
             return n_loaded
         if place > n and self._file(tokens[:place]) not in self._tried:
             self._due[sequence] = tokens[:place]
-            self._cut(sequence, place)
+            try:
+                if backend.length(sequence) > place:
+                    backend.remove(sequence, place)
+            except RollbackError:  # the cells that a sliding window needs are gone
+                backend.remove(sequence)
         return n_loaded
 
     def due(self, sequence: int) -> int:
@@ -316,15 +320,6 @@ class PrefixStore:
             _log.info("a prefix is not stored: %s", error)
             return
         self._writer.submit(self._write, tokens, state, reading_s / n)
-
-    def _cut(self, sequence: int, n: int) -> None:
-        """Let a sequence hold at most the first `n` tokens of its text."""
-        backend = self._context.backend
-        try:
-            if backend.length(sequence) > n:
-                backend.remove(sequence, n)
-        except RollbackError:  # the cells that a sliding window needs are gone
-            backend.remove(sequence)
 
     # --- reading
 

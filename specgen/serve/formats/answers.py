@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from specgen.errors import BackendError, PromptError, PromptLengthError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
 from specgen.serve.formats.request import BodyError, Json, Request, with_call_form
-from specgen.serve.formats.tool_calls import Delta, ToolCallParser
+from specgen.serve.formats.tool_calls import CallsInThoughts, Delta, ToolCallParser
 from specgen.session.prompts import template_of
 from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
@@ -107,14 +107,14 @@ class Answer:
         self._request = request
         self._thoughts: ThoughtReader | None = None
         self._calls: ToolCallParser | None = None
+        self._early: CallsInThoughts | None = None
         if request.splits_reasoning:
             self._thoughts = ThoughtReader(prompt)
         if (tools := request.tools) is not None and request.call_form is not None:
+            form, one_only = request.call_form, not tools.is_parallel
+            self._early = CallsInThoughts(form, tools.callable, one_only=one_only)
             self._calls = ToolCallParser(
-                request.call_form,
-                tools.callable,
-                one_only=not tools.is_parallel,
-                calls_only=tools.must_call,
+                form, tools.callable, one_only=one_only, calls_only=tools.must_call
             )
         self.deltas: list[Delta] = []
         self.n_reasoning_tokens = 0
@@ -147,12 +147,17 @@ class Answer:
         deltas = self._add(*self._thoughts.finish()) if self._thoughts is not None else []
         if self._calls is not None:
             is_cut = event.finish_reason != "stop" or self.stop_string is not None
-            rest = self._calls.finish(is_cut=is_cut)
+            rest = [] if self._early is None else self._early.finish(is_cut=is_cut)
+            rest += self._calls.finish(is_cut=is_cut)
             self.deltas += rest
             deltas += rest
         return deltas
 
     def _add(self, thought: str, answer: str) -> list[Delta]:
+        if self._early is not None and self._thoughts is not None:
+            is_over = self._thoughts.is_past
+            thought = self._early.feed(thought, is_over=is_over)
+            self._early = None if is_over else self._early
         deltas = [Delta("thought", thought)] if thought else []
         if self._calls is not None:
             deltas += self._calls.feed(answer)
