@@ -55,7 +55,7 @@ def draft_names(incomplete: str) -> list[str]:
 
 def target_option(
     default: Any = REQUIRED,
-    help: str = "The target: a GGUF file or a name, as for `specgen run`.",  # noqa: A002
+    help: str = "The target, as for `specgen run`: a GGUF file or a name.",  # noqa: A002
     **settings: Any,
 ) -> Any:
     """Declare the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
