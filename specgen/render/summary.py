@@ -81,6 +81,7 @@ def summary_items(
     """Yield by name what the first line does not say."""
     length, first_s = finished.mean_accepted_length, finished.time_to_first_token_s
     rate, n_cached = finished.acceptance_rate, finished.n_cached_tokens
+    n_drafted, n_placed = finished.n_drafted, sum(finished.drafted_by_depth)
     n_undrafted = sum(each.n_rounds for each in finished.undrafted)
     says_why = draft != "none" and n_undrafted > _LITTLE * finished.n_rounds
     parts = {"prompt": finished.prompt_s, "draft": finished.draft_s}
@@ -99,7 +100,8 @@ def summary_items(
         ),
         "drafts": _listed(
             f"acceptance rate {rate:.0%}" if rate is not None else "",
-            f"{finished.n_accepted} of {counted(finished.n_drafted, 'token')} accepted",
+            f"{finished.n_accepted} of {counted(n_placed, 'token')} accepted",
+            f"{n_drafted} with all branches" if n_placed < n_drafted else "",
         ),
         "a round": _histogram(finished.rounds_by_tokens),
         "reasons": undrafted_text(finished.undrafted, finished.n_rounds) if says_why else "",
@@ -110,7 +112,7 @@ def summary_items(
         "gain": _gain(finished, draft) or "",
         "end": _end(finished) if finished.finish_reason == "stop" else "",
     }
-    left_out = () if finished.n_drafted else ("drafts", "a round")
+    left_out = () if n_drafted else ("drafts", "a round")
     return ((name, text) for name, text in items.items() if text and name not in left_out)
 
 
