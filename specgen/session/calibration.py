@@ -152,8 +152,7 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = bool) -> N
         time_missing(costs.table(), target, sizes, own_s, session.n_rows_max, interrupted)
         if has_draft:
             left_s = max(_DRAFT_SHARE * _BUDGET_S, _BUDGET_S - (target.decode_s - before_s))
-            table = costs.table(timed)
-            time_missing(table, drafts[0], _DRAFT_SIZES, left_s, interrupted=interrupted)
+            time_missing(costs.table(timed), drafts[0], _DRAFT_SIZES, left_s, 1, interrupted)
     costs.was_busy = is_busy(load.share)
     if costs.was_busy:
         costs.do_not_keep(None, timed)
@@ -175,9 +174,9 @@ def time_missing(
     table: CostTable,
     backend: Backend,
     sizes: Sequence[int],
-    budget_s: float = _BUDGET_S,
-    n_rows: int = 1,
-    interrupted: Callable[[], bool] = bool,
+    budget_s: float,
+    n_rows: int,
+    interrupted: Callable[[], bool],
 ) -> None:
     """Time the sizes that the table lacks, in an empty context, unless it was measured up to `n_rows` rows; these are
     estimated if there is no time. Raise what `measure_sizes` raises; the table is then unchanged."""
