@@ -52,6 +52,11 @@ FAMILIES = (
         final="<|message|>",
     ),  # gpt-oss
     ThoughtMarks(
+        "<|think|>",
+        "<|end|>",
+        ("<|begin|>assistant<|content|>", "<|content|>", "<|begin|>assistant"),
+    ),  # Solar
+    ThoughtMarks(
         "to=self<|message|>",
         "<|eom|>",
         (f"<|start|>assistant to={ANY}<|message|>", f"to={ANY}<|message|>"),
