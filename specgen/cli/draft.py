@@ -123,9 +123,9 @@ def find(
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
-    It tries the files that you name, or else the models on this disk, and in any case n-grams and the
-    target's own MTP layers. The target answers a few prompts once; each draft is then replayed on these
-    answers, and ranked by its speed-up over plain decoding.
+    It tries the files that you name, or else the models on this disk and the saved draft, and in any case
+    n-grams and the target's own MTP layers. The target answers a few prompts once; each draft is then replayed
+    on these answers, and ranked by its speed-up over plain decoding.
 
     In a pipe, it prints tab-separated lines under the columns' names, one for each draft, the best first: the
     speed-up over plain decoding, and that of the worst prompt; tokens per second; acceptance rate; tokens per

@@ -58,8 +58,7 @@ def worker(
     _check_address(host, port, insecure=insecure_network)
     from specgen.llama import default_threads
     from specgen.llama.kernels.attached import attached, computing
-    from specgen.llama.rpc import load_rpc
-    from specgen.llama.rpc_server import offered_devices, serve_devices
+    from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
     from specgen.models.files import cache_folder
 
     use_kernels(kernels, output)

@@ -162,7 +162,7 @@ class DraftModel(LoadedDraft):
         """Return what drafts for this model. Its random generator is its own: this model's samples stay the same."""
         caches, key = request.caches[1:], Path("ngram")
         if self._guesses_ngrams:
-            cascade = Cascade(SuffixDrafter(*DraftOptions().ngrams_of))
+            caches, cascade = (), Cascade(SuffixDrafter(*DraftOptions().ngrams_of))
         elif self.helper is not None and caches:
             key = self.helper.model.path
             own = replace(
@@ -179,7 +179,7 @@ class DraftModel(LoadedDraft):
             return None
         acceptance = request.guesses_of(self.model.path, key)
         options = DraftOptions(max_tokens=LONGEST_GUESS)
-        return Guesses(cascade, CostAwarePolicy(options, request.costs, acceptance))
+        return Guesses(cascade, CostAwarePolicy(options, request.costs, acceptance), caches)
 
     def notices(self) -> Iterator[str]:
         if self._lacks_mask:

@@ -34,9 +34,9 @@ class Guesses:
     the same batch while the drawn token is the guessed one, as `MatchVerifier` does: so it drafts what it would without
     guesses. A policy decides how much to guess, by the costs of the draft model's decodes."""
 
-    def __init__(self, drafters: Cascade, policy: Policy) -> None:
-        self._drafters = drafters
-        self._policy = policy
+    def __init__(self, drafters: Cascade, policy: Policy, caches: Sequence[Backend] = ()) -> None:
+        self._drafters, self._policy = drafters, policy
+        self._caches = caches  # in which the drafter decodes
         #: The last guess, behind `_n_before` drafted tokens, and what it was cut from. Whether its result is to come.
         self._guess = NO_DRAFT
         self._n_before = 0
@@ -51,9 +51,9 @@ class Guesses:
         self._n_text = 0
         #: The guessed tokens of the present draft, and how many of them were right.
         self._n_guessed = self._n_right = 0
+        self._why = ""  # the first reason of the present draft
 
     def token_s(self, plain_s: float) -> float:
-        """Return the seconds for a drafted token; `plain_s` are those without guesses."""
         return plain_s if self._token_s is None else min(plain_s, self._token_s)
 
     def after(
@@ -65,14 +65,17 @@ class Guesses:
         if n_same < len(self._shown):  # some of what the drafter was shown did not become text
             drafters.rewind(self._n_text + n_same)
         self._shown, self._n_text = tuple(drafted), len(context)
-        self._n_before, self._is_open, self._draft_s = len(drafted), True, 0.0
+        self._n_before, self._is_open = len(drafted), True
         n_max = min(self._policy.n_max, n_room)
         found = drafters.look_up(text, n_max, n_drafted)
         price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(Offer(n_room + 1, n_max, found, drafters.model_name, price))
-        whole = yield from self._timed(drafters.propose(text, plan, n_drafted))
+        before_s = self._decoded_s()
+        whole = yield from drafters.propose(text, plan, n_drafted)
+        self._draft_s = self._decoded_s() - before_s
         guess = plan.stop.cut(whole)
         self._plan, self._proposed = plan, (found, whole)
+        self._why = self._why or plan.why
         self._guess = guess if guess.is_chain else NO_DRAFT
         self._n_guessed += len(self._guess)
         return self._guess.tokens
@@ -107,28 +110,18 @@ class Guesses:
 
     def in_words(self) -> str:
         """Return what was guessed of the draft that is done, and begin the next one."""
-        n_guessed, n_right = self._n_guessed, self._n_right
-        self._n_guessed = self._n_right = 0
+        n_guessed, n_right, why = self._n_guessed, self._n_right, self._why
+        self._n_guessed, self._n_right, self._why = 0, 0, ""
         if n_guessed:
             return f"the second draft guessed {n_guessed} of the draft's tokens, {n_right} of them right"
-        return f"the second draft guessed nothing: {self._plan.why}"
+        return f"the second draft guessed nothing: {why or 'the draft is a single token'}"
 
     def rewind(self, n_tokens: int) -> None:
         self._drafters.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
         self._shown, self._is_open = (), False
 
-    def _timed(self, drafting: Drafting) -> Drafting:
-        """Carry out a drafting, and count the seconds of its decodes."""
-        logits: Logits | None = None
-        while True:
-            try:
-                ask = next(drafting) if logits is None else drafting.send(logits)
-            except StopIteration as ended:
-                draft: Draft = ended.value
-                return draft
-            before_s = ask.backend.decode_s
-            logits = yield ask
-            self._draft_s += ask.backend.decode_s - before_s
+    def _decoded_s(self) -> float:
+        return sum(cache.decode_s for cache in self._caches)
 
 
 class ModelDrafter(Drafter):

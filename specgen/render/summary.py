@@ -93,12 +93,10 @@ def summary_items(
         n_all = counted(finished.n_prompt_tokens, "token")
         yield "prompt", f"{n_all}, {finished.n_cached_tokens} of them not read again"
     if finished.n_drafted:
-        rate = finished.acceptance_rate
+        rate, n = finished.acceptance_rate, sum(finished.drafted_by_depth)
         share = "" if rate is None else f"acceptance rate {rate:.0%}, "
-        yield (
-            "drafts",
-            f"{share}{finished.n_accepted} of {counted(finished.n_drafted, 'token')} accepted",
-        )
+        branches = f" ({finished.n_drafted} with all branches)" if n < finished.n_drafted else ""
+        yield "drafts", f"{share}{finished.n_accepted} of {counted(n, 'token')} accepted{branches}"
         yield "a round", _histogram(finished.rounds_by_tokens)
     elif finished.n_rounds and draft not in (None, "none"):
         yield "drafts", "nothing was drafted"

@@ -93,7 +93,7 @@ class AnswerLoop(Loop):
             other_s = (self.target.decode_s - before_s) * (1.0 - min(1.0, own))
             last, started = logits[-1:] if is_last else None, self.clock() - other_s
             try:
-                events += self.after_chunk(answer, last, other_s, started)
+                events += self.after_piece(answer, last, other_s, started)
             except BackendError as error:  # the grammar allows no token, or a logit is not a number
                 answer.failure = error
         return logits, hidden, other_s
@@ -117,7 +117,7 @@ class AnswerLoop(Loop):
             batch, n_batch = Batch(), self.target.n_batch
             is_scored = answer.options.prompt_logprobs
             n_batch = min(n_batch, self.target.n_outputs) if is_scored else n_batch
-            if self.target.length(answer.slot.first) in answer.stops:
+            if self.target.length(answer.slot.first) in answer.reading_stops:
                 self.target.anchor(answer.slot.first)
             is_last = self.add_piece(batch, answer, min(n_most or n_batch, n_batch))
             if is_scored:
@@ -134,7 +134,7 @@ class AnswerLoop(Loop):
             scored = answer.scored_prompt(batch.positions[0], rows) if is_scored else ()
             logits = rows[-1:] if is_last else None
         target_s = self.target.decode_s - target_s
-        return events + self.after_chunk(answer, logits, target_s, started, scored)
+        return events + self.after_piece(answer, logits, target_s, started, scored)
 
     def begin_reading(self, answer: AnswerState, started: float) -> list[Event]:
         """Note when the first piece of a prompt is read, and commit what a grammar forces before any logits."""
@@ -153,14 +153,14 @@ class AnswerLoop(Loop):
         whose last row wants logits."""
         text, first = answer.tokens, answer.slot.first
         start = self.target.length(first)
-        n_most = min([n_most, *(stop - start for stop in answer.stops if stop > start)])
+        n_most = min([n_most, *(stop - start for stop in answer.reading_stops if stop > start)])
         for offset, token in enumerate(text[start : start + n_most]):
             batch.add(token, start + offset, (first,), False)
         is_last = start + n_most >= len(text)
         batch.wants_logits[-1] = is_last
         return is_last
 
-    def after_chunk(
+    def after_piece(
         self,
         answer: AnswerState,
         logits: Logits | None,

@@ -160,10 +160,10 @@ def measure_if_new(
     sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
     has_draft, before_s = bool(drafts) and timed is not None, target.decode_s
     own_s = _BUDGET_S * (1.0 - _DRAFT_SHARE if has_draft else 1.0)
-    complete(costs.table(), target, sizes, own_s, session.n_rows_max, interrupted)
+    time_missing(costs.table(), target, sizes, own_s, session.n_rows_max, interrupted)
     if has_draft:
         left_s = max(_DRAFT_SHARE * _BUDGET_S, _BUDGET_S - (target.decode_s - before_s))
-        complete(costs.table(timed), drafts[0], _DRAFT_SIZES, left_s, interrupted=interrupted)
+        time_missing(costs.table(timed), drafts[0], _DRAFT_SIZES, left_s, interrupted=interrupted)
     costs.was_busy = is_busy(load.share)
     if costs.was_busy:
         costs.do_not_keep(None, timed)
@@ -181,7 +181,7 @@ def timed_batch_sizes(n_max: int) -> list[int]:
     return sizes
 
 
-def complete(
+def time_missing(
     table: CostTable,
     backend: Backend,
     sizes: Sequence[int],
@@ -210,7 +210,7 @@ def measure_sizes(
     """Return the median seconds of batches of these sizes, powers of two first, in a context that is empty before and
     after; two sizes at least, for `budget_s` seconds. Raise `BackendError`, and `KeyboardInterrupt` if
     `interrupted`."""
-    before_s, text = backend.decode_s, begin(backend)
+    before_s, text = backend.decode_s, begin_text(backend)
     samples: defaultdict[int, list[float]] = defaultdict(list)
     ordered = sorted(sizes, key=lambda size: (size & (size - 1) != 0, size))
     for _ in range(_N_REPEATS):
@@ -227,7 +227,7 @@ def measure_sizes(
     return {size: statistics.median_low(times) for size, times in sorted(samples.items())}
 
 
-def begin(backend: Backend) -> list[int]:
+def begin_text(backend: Backend) -> list[int]:
     text = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
     if first := text[: min(_N_FILLER, backend.n_ctx // 2, backend.n_batch)]:
         backend.decode(Batch.of(first, 0, 1))

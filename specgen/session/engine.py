@@ -191,55 +191,6 @@ class Engine:
         if message:
             self._notices.append(message)
 
-    def _open_drafts(self) -> tuple[LlamaBackend, ...]:
-        own = self._session.draft_contexts(self.n_ctx, target=self.target, n_slots=self.n_parallel)
-        return self._draft_contexts.enter_context(own)
-
-    def _open_stores(self) -> None:
-        """Let the contexts begin with the text of a prompt cache, and open the store of prefixes, where the options ask
-        for them."""
-        options, target = self._session.options, self.target
-        context = CachedContext.of(target, options.target_context)
-        if options.prompt_cache is not None:
-            why = "is on other machines" if target.model.is_remote else ""
-            if target.rollback != "cells":
-                why = "has a recurrent state, which cannot go back to the end of a prompt"
-            if why:
-                self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
-            else:
-                cache = PromptCache(options.prompt_cache)
-                self.notify(cache.restore(context))
-                self._resources.callback(cache.save, context)
-        wanted = options.prefixes
-        if wanted is None or wanted.kept == "off" or options.cache is None:
-            return
-        if not target.model.is_remote:
-            folder = prefixes_folder(options.cache)
-            self._prefixes = PrefixStore(folder, wanted, context, self._session.clock)
-            self._resources.callback(self._prefixes.close)
-
-    def _extend_prefix(
-        self, slot: Slot, prompt: Prompt, n_held: int, n_again: int
-    ) -> tuple[int, tuple[int, ...]]:
-        """Load more of a prompt than the slot's `n_held` tokens from the store. Return how many tokens were loaded, and
-        where reading the prompt stops: where its state is stored and, for a model that cannot go back anywhere, before
-        the answer's turn, behind which the next prompt may go on otherwise than this answer."""
-        stops, n, n_loaded = [0], len(prompt.tokens), 0
-        marks = marks_in(self.target.vocabulary, prompt.tokens) if n > _LEAST_ANCHORED else ()
-        if self._prefixes is not None:
-            n_loaded = self._prefixes.extend(slot, prompt, marks, n_held, n_again)
-            stops.append(self._prefixes.due(slot.branches(self.target).first))
-        if self.target.rollback != "cells" and n > _LEAST_ANCHORED:
-            stops += marks[-1:]
-        return n_loaded, tuple(stop for stop in stops if 0 < stop < n)
-
-    def _store_prefix(self, request: Request) -> None:
-        slot = request.slot
-        if self._prefixes is not None and slot is not None:
-            sequence = slot.branches(self.target).first
-            reading_s = self._loop.reading.seconds(0, self._prefixes.due(sequence))
-            self._prefixes.take(sequence, reading_s)
-
     def take_notices(self) -> list[str]:
         notices = list(self._notices)
         self._notices.clear()
@@ -296,58 +247,106 @@ class Engine:
         if request.failure is not None:
             raise request.failure
 
+    # --- contexts, and what is stored of them ------------------------------------------------
+
+    def _open_drafts(self) -> tuple[LlamaBackend, ...]:
+        own = self._session.draft_contexts(self.n_ctx, target=self.target, n_slots=self.n_parallel)
+        return self._draft_contexts.enter_context(own)
+
+    def _open_stores(self) -> None:
+        """Let the contexts begin with the text of a prompt cache, and open the store of prefixes, where the options ask
+        for them."""
+        options, target = self._session.options, self.target
+        context = CachedContext.of(target, options.target_context)
+        if options.prompt_cache is not None:
+            why = "is on other machines" if target.model.is_remote else ""
+            if target.rollback != "cells":
+                why = "has a recurrent state, which cannot go back to the end of a prompt"
+            if why:
+                self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
+            else:
+                cache = PromptCache(options.prompt_cache)
+                self.notify(cache.restore(context))
+                self._resources.callback(cache.save, context)
+        wanted = options.prefixes
+        if wanted is None or wanted.kept == "off" or options.cache is None:
+            return
+        if not target.model.is_remote:
+            folder = prefixes_folder(options.cache)
+            self._prefixes = PrefixStore(folder, wanted, context, self._session.clock)
+            self._resources.callback(self._prefixes.close)
+
+    def _extend_prefix(
+        self, slot: Slot, prompt: Prompt, n_held: int, n_again: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """Load more of a prompt than the slot's `n_held` tokens from the store. Return how many tokens were loaded, and
+        where reading the prompt stops: where its state is stored and, for a model that cannot go back anywhere, before
+        the answer's turn, behind which the next prompt may go on otherwise than this answer."""
+        stops, n, n_loaded = [0], len(prompt.tokens), 0
+        marks = marks_in(self.target.vocabulary, prompt.tokens) if n > _LEAST_ANCHORED else ()
+        if self._prefixes is not None:
+            n_loaded = self._prefixes.extend(slot, prompt, marks, n_held, n_again)
+            stops.append(self._prefixes.due(slot.branches(self.target).first))
+        if self.target.rollback != "cells" and n > _LEAST_ANCHORED:
+            stops += marks[-1:]
+        return n_loaded, tuple(stop for stop in stops if 0 < stop < n)
+
+    def _store_prefix(self, request: Request) -> None:
+        slot = request.slot
+        if self._prefixes is not None and slot is not None:
+            sequence = slot.branches(self.target).first
+            reading_s = self._loop.reading.seconds(0, self._prefixes.due(sequence))
+            self._prefixes.store(sequence, reading_s)
+
     # --- waiting, reading, decoding, done ----------------------------------------------------
 
     def _begin_next(self) -> list[Event]:
         request = self._scheduler.take_next()
         if request is None:
             return []
-        slot, session = request.slot, self._session
+        slot, prompt, n_loaded, stops = request.slot, request.prompt, 0, tuple[int, ...]()
         assert slot is not None, "it was given one"
         request.load, events = LoadOfOthers(), list[Event]()
         with self._failing([request]):
-            draft, own = session.draft, request.settings.generation
+            draft, uses_cache = self._session.draft, request.settings.generation.uses_cache
             # The state behind a prefix may be forgotten, and the first row of such a draft reads it.
             n_again = int(draft is not None and draft.reads in ("all states", "cache"))
-            prompt, n_loaded, stops = request.prompt, 0, tuple[int, ...]()
-            tokens = prompt.tokens[: None if own.uses_cache else 1]
+            tokens = prompt.tokens[: None if uses_cache else 1]
             n_held = slot.share_prefix(self.target, tokens, n_again=n_again)
-            if own.uses_cache:
+            if uses_cache:
                 n_loaded, stops = self._extend_prefix(slot, prompt, n_held, n_again)
-            request.answer = self._factory.new_answer(
-                request.prompt,
-                self.n_ctx,
-                self.drafts,
-                request.seed,
-                plain=not request.drafts,
-                settings=request.settings,
-                slot=slot,
-                index=request.index,
+            answer = self._factory.new_answer(
+                prompt, self.n_ctx, self.drafts, request.seed, request, plain=not request.drafts
             )
-            request.answer.n_loaded, request.answer.stops = n_loaded, stops
-            self._prepare(request, request.answer)
+            answer.n_loaded, answer.reading_stops = n_loaded, stops
+            request.answer = answer
+            self._prepare(request, answer)
             self._store_prefix(request)
             slot.request = request
-            draft = draft if request.drafts else None
-            begun = PromptEvent(
-                sequence=request.index,
-                time_s=self._loop.now_s,
-                text=request.prompt.text,
-                n_prompt_tokens=len(request.prompt.tokens),
-                target=session.target.name,
-                draft=draft.name if draft is not None else "none",
-                translated=draft is not None and draft.own_vocabulary is not None,
-                kernels=session.target.kernels,
-                n_ctx=self.n_ctx,
-                sampler=as_json(replace(request.settings.sampling, seed=request.seed)),
-                verifier=request.settings.verifier,
-                grammar=own.grammar.text if own.grammar is not None else None,
-            )
+            begun = self._begun(request)
             notices = (
                 NoticeEvent(request.index, begun.time_s, text) for text in self.take_notices()
             )
             events += self._pass_on(request, begun, *notices)
         return events
+
+    def _begun(self, request: Request) -> PromptEvent:
+        session, settings = self._session, request.settings
+        draft, grammar = session.draft if request.drafts else None, settings.generation.grammar
+        return PromptEvent(
+            sequence=request.index,
+            time_s=self._loop.now_s,
+            text=request.prompt.text,
+            n_prompt_tokens=len(request.prompt.tokens),
+            target=session.target.name,
+            draft=draft.name if draft is not None else "none",
+            translated=draft is not None and draft.own_vocabulary is not None,
+            kernels=session.target.kernels,
+            n_ctx=self.n_ctx,
+            sampler=as_json(replace(settings.sampling, seed=request.seed)),
+            verifier=settings.verifier,
+            grammar=grammar.text if grammar is not None else None,
+        )
 
     def _read_piece(self, request: Request) -> list[Event]:
         events: list[Event] = []

@@ -133,7 +133,6 @@ def read_learnt(folder: Path, draft: Path) -> Learnt:
 
 
 def read_state(path: Path) -> Learnt:
-    """Return what a draft model learnt; the default values if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         return _LEARNT.validate_json(path.read_bytes(), strict=True)
     return Learnt()
@@ -144,7 +143,6 @@ def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
 
 
 def learnt_weights(folder: Path | None, draft: Path) -> Path | None:
-    """Return the path of the weights that a draft model learnt; None if there are none."""
     name = read_learnt(folder, draft).weights if folder is not None else ""
     is_there = folder is not None and Path(name).name == name and (folder / name).is_file()
     return folder / name if is_there and folder is not None else None

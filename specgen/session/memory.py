@@ -147,7 +147,6 @@ class Memory:
         return CostTable(dict(zip(sorted(known, reverse=True), least_s, strict=True)))
 
     def _nearest(self, keys: Sequence[str], depth: int) -> Iterator[CostTable]:
-        """Yield the tables of other depths that know something, the nearest depth first."""
         for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
             if other != depth and (table := self._table(keys[other])):
                 yield table
@@ -196,7 +195,6 @@ class ModelCosts:
         self.kind: Callable[[Mapping[int, float]], CostTable] = CostTable
 
     def context_options(self, draft: Key | None = None) -> ContextOptions:
-        """Return the options of contexts, with the measured numbers of threads if the user named none."""
         model, context = self._options.target, self._options.target_context
         if isinstance(draft, Path):
             model, context = draft, self._options.draft_context
@@ -279,7 +277,6 @@ def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
 
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the contents of the file by kind; empty if it cannot be read, or makes no sense."""
     found = read_object(file)
     kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS)}
     return {kind: dict(value) if isinstance(value, dict) else {} for kind, value in kinds.items()}

@@ -150,7 +150,6 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
 
 
 def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iterator[str]:
-    """Yield what the user should know of the loaded models, and of options that change nothing or slow things down."""
     models = session.models
     for model in models:
         if model.loaded.kernel_problem:

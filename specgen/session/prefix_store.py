@@ -298,7 +298,7 @@ class PrefixStore:
         """Return where reading has to stop, so that the text is stored; 0 for nowhere."""
         return len(self._due.get(sequence, ()))
 
-    def take(self, sequence: int, reading_s: float) -> None:
+    def store(self, sequence: int, reading_s: float) -> None:
         """Copy the state of a text that is due, if the sequence holds it, for another thread to write. Reading it takes
         `reading_s`; 0 if that is not known."""
         tokens, backend = self._due.get(sequence), self._context.backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasPath, Field, model_validator
@@ -29,6 +30,8 @@ from specgen.session.prompts.template import Message
 
 #: Claude Code's first part, which differs from request to request: no prefix would be in the cache.
 _BILLING = "x-anthropic-billing-header"
+#: What the result of a search for tools says of one.
+_DEFINED = {"name", "description", "parameters"}
 
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 #: Types of errors that have another name in Anthropic's API.
@@ -41,6 +44,7 @@ class _Block(Part):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None  # of a call's result
+    tool_name: str = ""  # of a deferred tool that a search has found
     content: _Blocks = []
     is_error: bool = False
 
@@ -70,6 +74,13 @@ class _Body(ChatBody):
 
     form_field: ClassVar[str] = "output_config.format"
 
+    def deferred(self) -> dict[str, bool]:
+        if any("search" in tool.type for tool in self.tools):  # it would run at Anthropic
+            return {}
+        parts = [part for turn in self.messages for block in turn.content for part in block.content]
+        found = {part.tool_name for part in parts if part.type == "tool_reference"}
+        return {tool.name: tool.name in found for tool in self.tools if tool.defer_loading}
+
 
 _Block.model_rebuild()
 
@@ -89,22 +100,31 @@ def _messages(asked: _Body) -> tuple[Message, ...]:
         text = text_of([block])
         if number or not text.startswith(_BILLING):
             found.join_text("system", text)
+    definitions = {tool.name: tool.model_dump_json(include=_DEFINED) for tool in asked.tools}
     for number, turn in enumerate(asked.messages):
         where = f"messages[{number}].content"
         if turn.role == "assistant":  # consecutive ones stay apart
             found.messages.append(Message("assistant", ""))
         for at, block in enumerate(turn.content):
-            _add_block(found, turn, f"{where}[{at}]", block)
+            _add_block(found, turn, f"{where}[{at}]", block, definitions)
     if not found.messages:
         raise BodyError("messages", "they are empty")
     return tuple(found.messages)
 
 
-def _add_block(found: Conversation, turn: _Message, where: str, block: _Block) -> None:
+def _add_block(
+    found: Conversation, turn: _Message, where: str, block: _Block, definitions: Mapping[str, str]
+) -> None:
     """Add a block to a turn. Thoughts go to the template, which keeps those that it needs."""
     match turn.role, block.type:
         case "user", "tool_result":
-            text = text_of(block.content, "\n\n")
+            parts = [
+                Part(text=definitions.get(part.tool_name, part.tool_name))
+                if part.type == "tool_reference"
+                else part
+                for part in block.content
+            ]
+            text = text_of(parts, "\n\n")
             # Chat templates have no field for errors: the text says so.
             text = f"Error: {text}" if block.is_error else text
             found.add_result(block.tool_use_id, text)

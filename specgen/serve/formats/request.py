@@ -199,13 +199,15 @@ def _flat(value: Any) -> Any:
 
 
 class Tool(Fields):
-    """A tool; `format` is that of a custom one, which takes a free text."""
+    """A tool; `format` is that of a custom one, which takes a free text. One that is deferred is for a search to
+    find."""
 
     type: str = "function"
     name: str = ""
     description: str = ""
     parameters: Schema = Field({}, validation_alias=AliasChoices("parameters", "input_schema"))
     format: dict[str, Any] = {}
+    defer_loading: bool = False
 
 
 class Choice(Fields):
@@ -377,13 +379,20 @@ class ChatBody(AnswerBody):
         more |= {"messages": messages, "tools": self._tools(told), "variables": variables}
         return (self.request("chat", defaults, told, **more),)
 
+    def deferred(self) -> dict[str, bool]:
+        """Return for the names of deferred tools whether a search has found them: their definition is in its result, so
+        that the beginning of the prompt stays as it is."""
+        return {}
+
     def _tools(self, warnings: list[str]) -> Tools | None:
         """Return the functions that run at the client, and those that the choice allows. Raise `BodyError`."""
-        found: dict[str, Function] = {}
+        found, deferred = dict[str, Function](), self.deferred()
         for number, tool in enumerate(self.tools):
             where, name = f"tools[{number}]", tool.name
             if tool.type not in ("function", "custom"):
                 warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
+                continue
+            if not deferred.get(name, True):
                 continue
             if not re.fullmatch(r"[^\s\"'\\<>{}()\[\]]{1,128}", name):
                 rule = "is not a name of 1 to 128 characters without spaces, quotes and brackets"
@@ -400,7 +409,11 @@ class ChatBody(AnswerBody):
                 if not isinstance(schema.get(part) or kind(), kind):
                     raise BodyError(f"{where}.parameters.{part}", f"it is {shown(schema[part])}")
             found[name] = Function(name, tool.description, _FREE_TEXT if is_text else schema)
-        return self._allowed(found)
+        tools = self._allowed(found)
+        if tools is not None and deferred:
+            told = tuple(each for each in tools.functions if each.name not in deferred)
+            tools = replace(tools, functions=told)
+        return tools
 
     def _allowed(self, found: Mapping[str, Function]) -> Tools | None:
         functions, choice = tuple(found.values()), self.tool_choice or Choice(type="auto")

@@ -143,7 +143,6 @@ class ThoughtReader:
         return (held, "") if self.is_open else ("", held)
 
     def _answer(self, text: str) -> str:
-        """Return new text of the answer, without white space at its beginning and marks around it."""
         around = self._marks.around if self._marks is not None else ()
         n_held = max((_n_held(text, mark) for mark in around), default=0)
         text, self._held = text[: len(text) - n_held], text[len(text) - n_held :]
@@ -183,7 +182,6 @@ class ThoughtMarker:
         return self._marked(*self._reader.feed(text))
 
     def finish(self) -> str:
-        """Return the text that was held back."""
         return self._marked(*self._reader.finish())
 
     def _marked(self, thought: str, answer: str) -> str:
@@ -205,7 +203,6 @@ def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
 
 
 def split_thought(prompt: str, text: str) -> tuple[str, str]:
-    """Return the thinking block at the beginning of an answer to a prompt, empty if there is none, and the rest."""
     reader = ThoughtReader(prompt)
     (thought, answer), (more_thought, more_answer) = reader.feed(text), reader.finish()
     return (thought + more_thought).strip(), answer + more_answer
