@@ -173,7 +173,6 @@ def _check_files(source: Path, destination: Path | None) -> None:
 
 
 def _named(lines: Sequence[Line]) -> str:
-    """Return the numbers of the first lines, and ids of their own; empty if there are none."""
     names = [(str(line.number), line.custom_id) for line in lines]
     shown = [name if name == own else f"{name} ({own:.40})" for name, own in names[:_N_NAMED]]
     more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""

@@ -226,7 +226,6 @@ def _notes(runs: Runs) -> list[str]:
 
 
 def _command() -> str:
-    """Return the command line for the report, without a token of the hub."""
     token = os.environ.get("HF_TOKEN")
     arguments = [each.replace(token, "TOKEN") if token else each for each in sys.argv[1:]]
     return shlex.join(["specgen", *arguments])

@@ -17,10 +17,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import option
-from specgen.cli.inputs import read_text
+from specgen.cli.inputs import not_utf8, read_text
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say
-from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
+from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
+from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
 from specgen.sampler_options import utf8
 from specgen.system.progress import counted
 
@@ -161,7 +161,7 @@ class _Dialogue:
                 if is_lost or isinstance(error, WorkerLostError):
                     raise
                 # The conversation goes on without this answer; a pipe's exit code shows the error.
-                say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
+                say_error(error.message, error.hint)
                 failed = error.exit_code
                 continue
             except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
@@ -226,17 +226,16 @@ class _Dialogue:
         return self._answer(self._chat.regenerate())
 
     def undo(self, _argument: str) -> None:
-        if not self._chat.conversation.turns:
+        if not (turns := self._chat.conversation.turns):
             raise UsageError("there is no turn to take back")
-        self._keep(len(self._chat.conversation.turns) - 1)
+        self._change(turns=turns[:-1])
 
     def reset(self, _argument: str) -> None:
-        self._keep(0)
+        self._change(turns=())
 
-    def _keep(self, n: int) -> None:
-        conversation = self._chat.conversation
-        self._chat.change(replace(conversation, turns=conversation.turns[:n]))
-        say(f"the conversation has {counted(n, 'turn')} now")
+    def _change(self, **parts: Any) -> None:
+        self._chat.change(replace(self._chat.conversation, **parts))
+        say(f"the conversation has {counted(len(self._chat.conversation.turns), 'turn')} now")
 
     def system(self, text: str) -> None:
         self._chat.change(replace(self._chat.conversation, system=text or None))
@@ -294,11 +293,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[_Dialogue, str], int | None]]] = 
     "help": ("", "show the commands (also /?)", _Dialogue.help),
     "regen": ("", "answer the last question again", _Dialogue.regenerate),
     "undo": ("", "remove the last question and its answer", _Dialogue.undo),
-    "reset": (
-        "",
-        "remove all turns, not the system message and files (also /clear)",
-        _Dialogue.reset,
-    ),
+    "reset": ("", "remove all turns, not the system message (also /clear)", _Dialogue.reset),
     "system": ("TEXT", "change the system message; without TEXT there is none", _Dialogue.system),
     "save": ("FILE", "write the conversation to a file", _Dialogue.save),
     "load": ("FILE", "go on with the conversation in a file", _Dialogue.load),
@@ -322,10 +317,7 @@ def piped_messages(stream: IO[bytes]) -> Iterator[str]:
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise PromptError(
-                f"standard input is not UTF-8: byte {error.object[error.start]:#04x} on line {number}",
-                hint="convert it first, for example with iconv -f LATIN1 -t UTF-8",
-            ) from None
+            raise not_utf8("standard input", error, number) from None
         message += f"{line[:-1]}\n" if line.endswith("\\") else line
         if not line.endswith("\\"):
             if message.strip():
@@ -390,7 +382,6 @@ def _history() -> History:
 
 
 def _keys() -> KeyBindings:
-    """Return the keys: Enter sends, unless a backslash is before it."""
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()

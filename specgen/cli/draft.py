@@ -36,13 +36,7 @@ from specgen.train.draft_builder import (
     least_text,
     plan_time,
 )
-from specgen.train.training_loop import (
-    N_ANSWER_TOKENS,
-    N_PARALLEL,
-    N_TOKENS,
-    TextOptions,
-    check_library,
-)
+from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
     from specgen.measure.search import Search
@@ -90,9 +84,8 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
         if save and search is not None and not search.is_interrupted:
             best, today = search.tried[0], datetime.datetime.now().astimezone().date()
             of = best.figures
-            spread = of.worst_speedup, of.best_speedup, of.n_answers
-            found = SavedDraft(best.draft, today, of.speedup, *spread)
-            save_draft(identity_of(search.target), found)
+            gain = of.speedup, of.worst_speedup, of.best_speedup, of.n_answers
+            save_draft(identity_of(search.target), SavedDraft(best.draft, today, *gain))
             saved = best.draft
             search = replace(search, saved=saved)
     finally:  # show the measurements even if they cannot be saved
@@ -155,36 +148,21 @@ def find(
 # --- make -----------------------------------------------------------------------------------------
 
 
-_text = partial(option, panel="The target's text")
-
-
 @flags.group(TextOptions)
 def text_options(
     *,
-    prompts: Path | None = _text(
+    prompts: Path | None = option(
         None,
         "--prompts",
         'Prompts that the target answers: JSON Lines with "prompt" or "turns"; every tenth is kept for judging.',
         show_default="241 of our own",
+        panel="The target's text",
     ),
-    n_tokens: int = _text(
-        N_TOKENS, "--tokens", "How many tokens of answers to write in all.", min=1
-    ),
-    max_tokens: int = _text(
-        N_ANSWER_TOKENS,
-        "--max-tokens --predict --n-predict -n",
-        "The most tokens of an answer.",
-        min=8,
-    ),
-    n_parallel: int = _text(
-        N_PARALLEL, "--parallel -np", "How many answers to generate at once.", min=1
-    ),
+    **others: Any,
 ) -> TextOptions:
-    """Return the text to make drafts from, with the prompts of a file, each once, or those of the package."""
     from specgen.measure.prompts import read_prompts
 
-    texts = [*dict.fromkeys(read_prompts(prompts or OWN_PROMPTS))]
-    return TextOptions(texts, n_tokens, max_tokens, n_parallel)
+    return TextOptions([*dict.fromkeys(read_prompts(prompts or OWN_PROMPTS))], **others)
 
 
 @app.command(cls=Command)
@@ -281,14 +259,11 @@ def make(
             least = builder.n_lacking(kinds)
             plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text, least, len(kinds))
             if plan.needed_s > ends_s - time.monotonic():
-                enough = math.ceil(plan.needed_s / 60.0) + 1
-                hint = f"give --minutes {enough} or more" + (
-                    ", or one --kind" if len(kinds) > 1 else ""
-                )
                 what = f"the text, training and comparing drafts take about {plan.needed_s / 60.0:.1f} min here"
-                raise UsageError(
-                    f"--minutes {minutes:g} is too short for {' and '.join(kinds)}: {what}", hint
-                )
+                hint = f"give --minutes {math.ceil(plan.needed_s / 60.0) + 1} or more"
+                hint += ", or one --kind" if len(kinds) > 1 else ""
+                too_short = f"--minutes {minutes:g} is too short for {' and '.join(kinds)}"
+                raise UsageError(f"{too_short}: {what}", hint)
             output.note(
                 f"{minutes:g} min: {plan.text_s / 60.0:.1f} for about {plan.n_tokens} tokens of the target's text, "
                 f"{plan.training_s / 60.0:.1f} for training, and {plan.judging_s / 60.0:.1f} for comparing drafts "
@@ -324,11 +299,10 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     if draft is not None:
         return find_target(draft, quiet=output.quiet)
     registry = load_registry()
-    general = registry.general_draft
-    found = None if general is None else locate(registry.model(general))
+    found = locate(registry.model(registry.general_draft)) if registry.general_draft else None
     if found is None and kind is not None:
-        hint = "name one with --draft"
-        raise UsageError("--kind distilled: no model to fit is on this disk", hint)
+        what = "--kind distilled: no model to fit is on this disk"
+        raise UsageError(what, "name one with --draft")
     return None if found is None or target.samefile(found) else found
 
 

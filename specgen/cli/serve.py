@@ -89,33 +89,23 @@ def serve(
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         stack.enter_context(log_shown(output))
-        memory_bytes = None
-        if models is not None:
-            memory_bytes = memory or _MEMORY_SHARE * look_at_machine().memory_bytes
-            # Before any file is looked at with them.
-            use_kernels(wanted.setup.machine.kernels, output)
-        loader = ModelLoader(output, learn_across, stop, memory_bytes)
-        if models is not None:
-            entries = read_models(models, model, loader)
-        else:
+        kernels, most_bytes = wanted.setup.machine.kernels, math.inf
+        if models is None:
+            loader = ModelLoader(output, learn_across, stop)
             entries = [loader.entry(server.alias or "", wanted)]
-            use_kernels(wanted.setup.machine.kernels, output)
-        pool = stack.enter_context(
-            ModelPool(entries, limits, memory_bytes or math.inf, output.note)
-        )
+            use_kernels(kernels, output)
+        else:
+            use_kernels(kernels, output)  # before any file is looked at with them
+            most_bytes = memory or _MEMORY_SHARE * look_at_machine().memory_bytes
+            loader = ModelLoader(output, learn_across, stop, most_bytes)
+            entries = read_models(models, model, loader)
+            output.note(f"serving {', '.join(entry.name for entry in entries)}")
+        pool = stack.enter_context(ModelPool(entries, limits, most_bytes, output.note))
         if models is None:
             with stop:
                 pool.load(entries[0].name)
             if stop():
                 return stop.exit_code
-        else:
-            output.note(f"serving {', '.join(entry.name for entry in entries)}")
-        answer_requests(
-            pool,
-            server,
-            bound,
-            is_verbose=output.verbose > 0,
-            ready=ready,
-            note=output.note,
-        )
+        how = {"ready": ready, "note": output.note, "is_verbose": output.verbose > 0}
+        answer_requests(pool, server, bound, **how)
     return 0

@@ -18,7 +18,7 @@ import pytest
 
 from specgen.errors import BackendError
 from specgen.session.answer_loop import AnswerLoop
-from tests.helpers.cli import Result, Specgen, spawn
+from tests.helpers.cli import Result, Specgen, models_of, spawn
 from tests.helpers.common import ROOT, posix
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
@@ -34,9 +34,8 @@ pytestmark = pytest.mark.usefixtures("tested_kernels")
 READY = "\x1b[?2004h"
 
 
-def options(models: Path, target: str = "target", draft: str = "draft") -> list[str]:
-    draft = draft if draft in ("ngram", "none") else str(models / f"{draft}.gguf")
-    return ["-m", str(models / f"{target}.gguf"), "-md", draft, "-n", "12", "-t", "1"]
+def options(models: Path, **names: str) -> list[str]:
+    return [*models_of(models, **names), "-n", "12", "-t", "1"]
 
 
 @pytest.fixture

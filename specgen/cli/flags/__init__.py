@@ -55,7 +55,7 @@ def draft_names(incomplete: str) -> list[str]:
 
 def target_option(
     default: Any = REQUIRED,
-    help: str = "The target: a GGUF file or a name, as for `specgen run`.",  # noqa: A002
+    help: str = "The target, as for `specgen run`: a GGUF file or a name.",  # noqa: A002
     **settings: Any,
 ) -> Any:
     """Declare the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
@@ -163,7 +163,6 @@ def machine(
     ),
     **others: Any,
 ) -> Contexts:
-    """Return the options of both contexts, and the kernels. The draft is always on this machine."""
     workers, shares = None, () if tensor_split is None else _shares(tensor_split)
     if rpc is not None:
         workers = Workers(endpoints_of(rpc), shares, output_here, rpc_timeout)

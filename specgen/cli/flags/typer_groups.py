@@ -159,7 +159,6 @@ def _metavar(kind: Any) -> str | None:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the type and the default of each parameter by its name, without `**` ones."""
     hints = typing.get_type_hints(function)
     return {
         name: (hints[name], parameter.default)
