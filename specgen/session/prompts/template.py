@@ -90,8 +90,8 @@ def render(
         except Exception as error:  # noqa: BLE001 - a template's expressions can raise anything
             failure = failure or error
     reason = " ".join(str(failure).split()) or type(failure).__name__
-    hint = "`specgen run --raw` uses no template"
-    raise PromptError(f"the model's chat template failed: {reason}", hint) from failure
+    what = f"the model's chat template failed: {reason}"
+    raise PromptError(what, "`specgen run --raw` uses no template") from failure
 
 
 def _shapes(messages: Sequence[Message]) -> Iterator[list[Message]]:
