@@ -53,8 +53,6 @@ _LENGTHS = ("minLength", "maxLength", "format")
 _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
 #: Each doubles the forms of an object.
 _MOST_DEPENDENCIES = 4
-#: The most comparisons of options in a schema.
-_MOST_COMPARISONS = 20_000
 #: The most characters of a problem and of a pattern that a message shows.
 _N_SHOWN, _N_NAMED = 300, 60
 #: References that are followed to compare two schemas.
@@ -368,7 +366,7 @@ class _Choices:
     root: Part
     closed: set[int]  # the schemas that were closed here
     left_out: list[str]
-    n_left: int = _MOST_COMPARISONS
+    n_left: int = 20_000  # comparisons of options
 
     def write(self, part: Part) -> None:
         """Write a schema's choice, without a type beside options that have it: llguidance would join it with each."""
