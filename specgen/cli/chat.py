@@ -122,8 +122,7 @@ def _session_file(name: str) -> Path:
     from specgen.models.files import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
-        hint = "give a word without slashes"
-        raise UsageError(f"--session {name!r} is not a valid name", hint)
+        raise UsageError(f"--session {name!r} is not a valid name", "give a word without slashes")
     return data_folder() / "chats" / f"{name}.json"
 
 
@@ -277,7 +276,7 @@ class _Dialogue:
         if self._chat.last is None:
             raise UsageError("there is no answer yet")
         prompt, last = self._chat.last
-        print_summary(console_on(sys.stderr), last, draft=prompt.draft, kernels=prompt.kernels)
+        print_summary(console_on(sys.stderr), last, prompt)
         n_used, n_ctx = last.n_prompt_tokens + last.n_tokens, self._chat.n_ctx
         parts = totals(len(self._chat.answers), self._chat.answers)
         say(f"in all: {', '.join(parts)}, {n_used} of {n_ctx} tokens of context in use")
