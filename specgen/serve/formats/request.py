@@ -199,15 +199,14 @@ def _flat(value: Any) -> Any:
 
 
 class Tool(Fields):
-    """A tool; `format` is that of a custom one, which takes a free text. One that is deferred is for a search to
-    find."""
+    """A tool; `format` is that of a custom one, which takes a free text."""
 
     type: str = "function"
     name: str = ""
     description: str = ""
     parameters: Schema = Field({}, validation_alias=AliasChoices("parameters", "input_schema"))
     format: dict[str, Any] = {}
-    defer_loading: bool = False
+    defer_loading: bool = False  # for a search to find
 
 
 class Choice(Fields):
@@ -379,20 +378,13 @@ class ChatBody(AnswerBody):
         more |= {"messages": messages, "tools": self._tools(told), "variables": variables}
         return (self.request("chat", defaults, told, **more),)
 
-    def deferred(self) -> dict[str, bool]:
-        """Return for the names of deferred tools whether a search has found them: their definition is in its result, so
-        that the beginning of the prompt stays as it is."""
-        return {}
-
     def _tools(self, warnings: list[str]) -> Tools | None:
         """Return the functions that run at the client, and those that the choice allows. Raise `BodyError`."""
-        found, deferred = dict[str, Function](), self.deferred()
+        found: dict[str, Function] = {}
         for number, tool in enumerate(self.tools):
             where, name = f"tools[{number}]", tool.name
             if tool.type not in ("function", "custom"):
                 warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
-                continue
-            if not deferred.get(name, True):
                 continue
             if not re.fullmatch(r"[^\s\"'\\<>{}()\[\]]{1,128}", name):
                 rule = "is not a name of 1 to 128 characters without spaces, quotes and brackets"
@@ -409,35 +401,29 @@ class ChatBody(AnswerBody):
                 if not isinstance(schema.get(part) or kind(), kind):
                     raise BodyError(f"{where}.parameters.{part}", f"it is {shown(schema[part])}")
             found[name] = Function(name, tool.description, _FREE_TEXT if is_text else schema)
-        tools = self._allowed(found)
-        if tools is not None and deferred:
-            told = tuple(each for each in tools.functions if each.name not in deferred)
-            tools = replace(tools, functions=told)
-        return tools
+        return self._allowed(found)
 
     def _allowed(self, found: Mapping[str, Function]) -> Tools | None:
         functions, choice = tuple(found.values()), self.tool_choice or Choice(type="auto")
-        kind, is_parallel = choice.type, self.parallel_tool_calls
-        if kind == "none" or (not functions and kind == "auto"):
+        kind, names = choice.type, [*found]
+        must_call = kind != "auto" and (kind != "allowed_tools" or choice.mode == "required")
+        if kind == "none" or (kind == "auto" and not functions):
             return None
         if not functions:
             raise BodyError("tool_choice", f"{shown(kind)} needs tools")
-        if kind in ("auto", "required", "any"):
-            is_parallel = is_parallel and not choice.disable_parallel_tool_use
-            return Tools(functions, functions, kind != "auto", is_parallel)
-        must_call, named = kind != "allowed_tools" or choice.mode == "required", [choice]
-        if kind == "allowed_tools":
-            named = [each for each in choice.tools if each.type in ("function", "custom")]
-        elif kind in ("function", "custom", "tool"):
-            is_parallel = False
-        else:
+        is_one = kind in ("function", "custom", "tool")
+        if is_one:
+            names = [choice.name]
+        elif kind == "allowed_tools":
+            names = [each.name for each in choice.tools if each.type in ("function", "custom")]
+        elif kind not in ("auto", "required", "any"):
             raise BodyError("tool_choice", f"{shown(kind)} is not a choice that specgen knows")
-        for each in named:
-            if each.name not in found:
-                what = f"there is no function {shown(each.name)} among tools"
-                raise BodyError("tool_choice", what)
-        allowed = tuple({each.name: found[each.name] for each in named}.values())
-        return Tools(functions, allowed, must_call, is_parallel) if allowed else None
+        if unknown := [name for name in names if name not in found]:
+            what = f"there is no function {shown(unknown[0])} among tools"
+            raise BodyError("tool_choice", what)
+        allowed = tuple({name: found[name] for name in names}.values())
+        is_parallel = self.parallel_tool_calls and not choice.disable_parallel_tool_use
+        return Tools(functions, allowed, must_call, is_parallel and not is_one) if allowed else None
 
 
 # --- requests -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from specgen.errors import UsageError
@@ -41,6 +41,14 @@ class Delta:
     identity: str = ""
     number: int = 0
     is_end: bool = False
+
+    def continues(self, block: Delta | None) -> bool:
+        """Return whether this is a part of a block, and not the beginning of the next."""
+        same = block is not None and block.kind == self.kind != "call"
+        return same or self.kind == "arguments"
+
+    def with_more(self, delta: Delta) -> Delta:
+        return replace(self, text=self.text + delta.text, is_end=delta.is_end)
 
 
 @dataclass(frozen=True, slots=True)
