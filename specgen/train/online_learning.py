@@ -242,7 +242,7 @@ COMMAND = (sys.executable, "-m", "specgen.train.online_learning")
 
 class Learner:
     """A context manager that starts a lesson when there are enough new answers, pauses it while an answer is generated,
-    and gives its result to the engine's draft. `tell` gets a sentence for each change."""
+    and gives its result, or what another process learnt, to the engine's draft. `tell` gets a sentence for each lesson."""
 
     def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._target, self._engine, self._tell = session.options.target, engine, tell
@@ -251,8 +251,6 @@ class Learner:
         self._is_running = True
         #: The number of the kept answer from which on the next lesson may begin.
         self._not_before = 0
-        #: The sentence about a lesson's result, until the draft is reloaded.
-        self._news = ""
         folder, own = session.options.learning, session.draft
         self._is_on = False
         why_not = ""
@@ -308,11 +306,6 @@ class Learner:
         learnt = learnt_weights(self._folder, self._draft)
         if learnt != self._in_use and self._engine.reload_draft():
             self._in_use = learnt
-            change = "drafts with what it learnt elsewhere from now on"
-            if learnt is None:
-                change = "drafts as it came again: what it learnt was deleted"
-            self._tell(self._news or f"{self._draft.name} {change}")
-            self._news = ""
 
     def _send(self, data: bytes) -> None:
         stdin = None if self._child is None else self._child.stdin
@@ -351,12 +344,7 @@ class Learner:
             return
         if child.returncode != 0:
             raise OutputError(words or f"its process ended with code {child.returncode}")
-        lesson = Lesson(**json.loads(result))
-        text = f"{self._draft.name} {lesson.text}"
-        if lesson.outcome == "kept":
-            self._tell(text)
-        else:
-            self._news = text
+        self._tell(f"{self._draft.name} {Lesson(**json.loads(result)).text}")
 
     def _last_words(self, child: subprocess.Popen[bytes]) -> tuple[bytes, str]:
         result, _ = child.communicate()
