@@ -30,7 +30,7 @@ from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, DraftOptions, DraftSource
 from specgen.render.tables import print_draft_table
-from specgen.session.calibration import is_pair_measured, known_costs, measure_if_new
+from specgen.session.calibration import is_pair_measured, known_costs, measure_costs
 from specgen.session.memory import Memory, Threads
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
@@ -75,8 +75,7 @@ def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
         chosen = found.threads["target.gguf"]
         assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
         # Nothing is left to measure.
-        with opened.contexts(256) as contexts:
-            measure_if_new(opened, *contexts)
+        measure_costs(opened)
         assert not opened.setup_s["measuring_s"]
 
 
