@@ -44,23 +44,21 @@ class DrafterFactory:
         caches: Sequence[Backend],
         seed: int,
         request: Request | None = None,
-        *,
-        plain: bool = False,
     ) -> AnswerState:
-        """Return the state of an answer to `prompt`. `caches` are the draft's contexts; with `plain` nothing drafts.
-        Without a `request`, it has the session's settings, and the only slot in all contexts."""
+        """Return the state of an answer to `prompt`. `caches` are the draft's contexts, without which models draft
+        nothing. Without a `request`, it has the session's settings, and the only slot in all contexts."""
         session, rng = self.session, np.random.SeedSequence(seed)
-        settings, index, slot = session.settings, 0, Slot()
+        settings, index, slot, draft = session.settings, 0, Slot(), session.draft
         if request is not None:
             settings, index, slot = request.settings, request.index, request.slot or slot
+            draft = draft if request.drafts else None
         # The draft has a random generator of its own, so that it cannot change the target's samples.
         target_seed, draft_seed = rng.spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
         cascade: Cascade | None = None
         trail: TargetStates | None = None
-        draft = None if plain else session.draft
         if draft is not None and (caches or draft.timed is None):
-            asked = self._request(draft, prompt, state, settings, draft_seed)
+            asked = self._draft_request(draft, prompt, state, settings, draft_seed)
             asked = replace(asked, caches=caches, slot=slot)
             drafter = draft.drafter(asked)
             trail = drafter.trail
@@ -121,7 +119,7 @@ class DrafterFactory:
         table = self.session.costs.table(n_past=n_past)
         return CostAwarePolicy(drafting, table, self.acceptance(settings))
 
-    def _request(
+    def _draft_request(
         self,
         draft: LoadedDraft,
         prompt: Prompt,

@@ -45,6 +45,7 @@ _LEAST_ANCHORED = 128
 class Engine:
     """Generates up to `n_parallel` answers at once with loaded models, which it does not close; a context manager.
 
+    `step` takes a request from the queue, reads its prompt in pieces, decodes its answer in rounds and settles it.
     The contexts stay open: of a prompt that begins like a text in a cache, only the rest is decoded. `n_ctx` is the
     room for one prompt and its answer. Once `interrupted` returns True, answers end with the text that they have.
     With `learn_alone`, drafts never depend on another text. `prepare` may change a request's answer before its
@@ -316,7 +317,7 @@ class Engine:
             if uses_cache:
                 n_loaded, stops = self._extend_prefix(slot, prompt, n_held, n_again)
             answer = self._factory.new_answer(
-                prompt, self.n_ctx, self.drafts, request.seed, request, plain=not request.drafts
+                prompt, self.n_ctx, self.drafts, request.seed, request
             )
             answer.n_loaded, answer.reading_stops = n_loaded, stops
             request.answer = answer

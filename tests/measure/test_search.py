@@ -6,8 +6,7 @@ import dataclasses
 import io
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -29,41 +28,27 @@ from specgen.measure.search import (
 )
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.method.backend import Batch
-from specgen.options import (
-    ContextOptions,
-    DraftOptions,
-    DraftSource,
-    GenerationOptions,
-    SessionOptions,
-)
+from specgen.options import ContextOptions, DraftOptions, DraftSource
 from specgen.render.tables import print_draft_table
-from specgen.session.calibration import is_pair_measured, known_costs, measure_if_new
+from specgen.session.calibration import is_pair_measured, known_costs, measure_costs
 from specgen.session.memory import Memory, Threads
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
+from tests.helpers.sessions import options_of
 
 PROMPTS = given_prompts(("def add(a, b): return a + b # and the sum is", "Once upon a time"))
-N_TOKENS = 16
 ONE_THREAD = ContextOptions(n_threads=1, flash_attention="off")
 
 pytestmark = pytest.mark.usefixtures("quick_threads")
 
 
-@contextmanager
 def loaded(
     folder: Path, context: ContextOptions = ONE_THREAD, memory: Memory | None = None
-) -> Iterator[Session]:
-    options = SessionOptions(
-        folder / "target.gguf",
-        "none",
-        drafting=DraftOptions(max_tokens=4),
-        generation=GenerationOptions(max_tokens=N_TOKENS),
-        target_context=context,
-        draft_context=context,
-    )
-    with Session(options, time.perf_counter, memory) as opened:
-        yield opened
+) -> Session:
+    more: dict[str, Any] = {"n_tokens": 16, "drafting": DraftOptions(max_tokens=4)}
+    options = options_of(folder / "target.gguf", context=context, **more)
+    return Session(options, time.perf_counter, memory)
 
 
 def drafts(search: Search) -> set[DraftSource]:
@@ -90,8 +75,7 @@ def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
         chosen = found.threads["target.gguf"]
         assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
         # Nothing is left to measure.
-        with opened.contexts(256) as contexts:
-            measure_if_new(opened, *contexts)
+        measure_costs(opened)
         assert not opened.setup_s["measuring_s"]
 
 
@@ -172,19 +156,19 @@ def test_the_table_shows_why_drafts_pay() -> None:
     stream = io.StringIO()
     print_draft_table(search(best), (), Console(file=stream, width=80))
     assert stream.getvalue().split("\n")[:14] == [
-        "draft            speed-up worst tokens/s accepted per-pass   ms start",
-        "small draft.gguf     1.40  1.30    14.00     0.60     2.50 4.12 81.60",
-        "none                 1.00  0.90    10.00        -     2.50    - 81.60",
+        "draft             speed-up  worst  tokens/s  accepted  per-pass    ms  start",
+        "small draft.gguf      1.40   1.30     14.00      0.60      2.50  4.12  81.60",
+        "none                  1.00   0.90     10.00         -      2.50     -  81.60",
         "",
-        "in one decode                  ms in tokens",
-        "1 token of target.gguf      100.0      1.00",
-        "2 tokens of target.gguf     116.7      1.17",
-        "4 tokens of target.gguf     150.0      1.50",
-        "1 token of small draft.gguf   4.1      0.04",
+        "in one decode                   ms  in tokens",
+        "1 token of target.gguf       100.0       1.00",
+        "2 tokens of target.gguf      116.7       1.17",
+        "4 tokens of target.gguf      150.0       1.50",
+        "1 token of small draft.gguf    4.1       0.04",
         "",
-        "with small draft.gguf speed-up accepted",
-        "code                      1.60     0.60",
-        "prose                     1.20     0.60",
+        "with small draft.gguf  speed-up  accepted",
+        "code                       1.60      0.60",
+        "prose                      1.20      0.60",
         "",
     ]
 
