@@ -46,7 +46,7 @@ from specgen.method.backend import Backend, Batch
 from specgen.method.tables import CostTable
 from specgen.options import GenerationOptions, SessionOptions
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration import MIN_SIZES, measure_if_new
+from specgen.session.calibration import MIN_SIZES, measure_costs
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.memory import Memory
 from specgen.session.session import Session
@@ -204,8 +204,7 @@ class Entrant:
             for n_rows in range(1, n_known + 1):
                 table.set_seconds(n_rows, known.seconds(n_rows))
         if drafting.is_by_cost:
-            with self._loaded.contexts(256) as (context, drafts):
-                measure_if_new(self._loaded, context, drafts)
+            measure_costs(self._loaded)
         self._known_first = copy.deepcopy(vars(self._loaded.memory))
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from specgen.method.policy import RoundPlan, RoundResult
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
-    measure_if_new,
+    measure_costs,
     time_batch,
     timed_batch_sizes,
 )
@@ -172,8 +172,8 @@ def try_draft(
             hint="`specgen bench` measures it",
         )
     replays: list[Replay] = []
+    measure_costs(session)
     with session.contexts(baseline.n_ctx) as (target, drafts):
-        measure_if_new(session, target, drafts)
         for answer in baseline.answers:
             progress(len(replays), len(baseline.answers))
             if interrupted():

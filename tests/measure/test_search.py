@@ -30,7 +30,7 @@ from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, DraftOptions, DraftSource
 from specgen.render.tables import print_draft_table
-from specgen.session.calibration import is_pair_measured, known_costs, measure_if_new
+from specgen.session.calibration import is_pair_measured, known_costs, measure_costs
 from specgen.session.memory import Memory, Threads
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
@@ -75,8 +75,7 @@ def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
         chosen = found.threads["target.gguf"]
         assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
         # Nothing is left to measure.
-        with opened.contexts(256) as contexts:
-            measure_if_new(opened, *contexts)
+        measure_costs(opened)
         assert not opened.setup_s["measuring_s"]
 
 
@@ -157,19 +156,19 @@ def test_the_table_shows_why_drafts_pay() -> None:
     stream = io.StringIO()
     print_draft_table(search(best), (), Console(file=stream, width=80))
     assert stream.getvalue().split("\n")[:14] == [
-        "draft            speed-up worst tokens/s accepted per-pass   ms start",
-        "small draft.gguf     1.40  1.30    14.00     0.60     2.50 4.12 81.60",
-        "none                 1.00  0.90    10.00        -     2.50    - 81.60",
+        "draft             speed-up  worst  tokens/s  accepted  per-pass    ms  start",
+        "small draft.gguf      1.40   1.30     14.00      0.60      2.50  4.12  81.60",
+        "none                  1.00   0.90     10.00         -      2.50     -  81.60",
         "",
-        "in one decode                  ms in tokens",
-        "1 token of target.gguf      100.0      1.00",
-        "2 tokens of target.gguf     116.7      1.17",
-        "4 tokens of target.gguf     150.0      1.50",
-        "1 token of small draft.gguf   4.1      0.04",
+        "in one decode                   ms  in tokens",
+        "1 token of target.gguf       100.0       1.00",
+        "2 tokens of target.gguf      116.7       1.17",
+        "4 tokens of target.gguf      150.0       1.50",
+        "1 token of small draft.gguf    4.1       0.04",
         "",
-        "with small draft.gguf speed-up accepted",
-        "code                      1.60     0.60",
-        "prose                     1.20     0.60",
+        "with small draft.gguf  speed-up  accepted",
+        "code                       1.60      0.60",
+        "prose                      1.20      0.60",
         "",
     ]
 

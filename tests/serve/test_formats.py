@@ -398,7 +398,7 @@ def test_a_call_and_what_the_tool_answered() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "7"},
     ]
     _, assistant, answer = chat(messages=turns).messages
-    calls = (ToolCall("c1", "a", {"x": 1}), ToolCall("c2", "a", "{"))
+    calls = (ToolCall("c1", "a", {"x": 1}), ToolCall("c2", "a", {"text": "{"}))
     assert assistant == Message("assistant", "", calls)
     assert answer == Message("tool", "7", tool_call_id="c1", name="a")
     # After compaction there may be results without tools.
@@ -410,11 +410,16 @@ def test_a_call_and_what_the_tool_answered() -> None:
     [
         *((nothing, {}) for nothing in ("", None, "{}")),
         ({"x": 1}, {"x": 1}),
-        *((broken, broken) for broken in ("[1]", "{", '{"x": "\\ud800"}', '{"x":' * 5000)),
+        *(
+            (broken, {"text": broken})
+            for broken in ("[1]", "{", '{"x": "\\ud800"}', '{"x":' * 5000)
+        ),
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_arguments_are_an_object_or_told_as_they_are(written: Any, read: Any) -> None:
+def test_arguments_are_an_object_which_has_what_was_written_instead(
+    written: Any, read: Any
+) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": written}}
     (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
     assert message.tool_calls[0].arguments == read
