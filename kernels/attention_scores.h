@@ -233,7 +233,7 @@ struct AttentionScores {
         for (int64_t position = part; position < blocks[0]; position += n_parts) {
             const int64_t block = blocks[1 + position];
             score_block(job, task, block, position, blocks[0], own, memory);
-            AttentionIntegers<V>::find_factors(job, task, block,
+            AttentionIntegers<V>::find_factors(job, task, block, task.rows() > most_rows,
                                                memory.factors + position * cells_per_block);
         }
     }
