@@ -6,7 +6,7 @@
 
 // GCC 12 writes sums that are one variable before and after a loop to the stack in each
 // of its steps, where all registers are in use: on AVX2 the third pass took 1.5 times as long.
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define SUMS_IN_REGISTERS [[gnu::optimize("no-tree-coalesce-vars")]]
 #else
 #define SUMS_IN_REGISTERS
