@@ -146,7 +146,7 @@ def measure(
             n_prompt = len(begun.tokens)
             n_ctx = loaded.context_size(n_prompt)
             with loaded.contexts(n_ctx) as (target, (draft, *_)):
-                generation = DrafterFactory(loaded).sequence(begun, n_ctx, (), number, plain=True)
+                generation = DrafterFactory(loaded).new_answer(begun, n_ctx, (), number)
                 loop = AnswerLoop(target, time.perf_counter)
                 while not (generation.is_started or generation.is_finished):
                     loop.read(generation)

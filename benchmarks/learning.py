@@ -301,7 +301,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
             for answer in answers:
                 context.remove(0)
                 begun = loaded.prompts.of_text(answer.prompt, now=NOW)
-                generation = DrafterFactory(loaded).sequence(begun, n_ctx, (context,), 0)
+                generation = DrafterFactory(loaded).new_answer(begun, n_ctx, (context,), 0)
                 found[arm].append(replay(generation, answer, baseline, loaded.clock))
     return {
         "figures": compared(found),

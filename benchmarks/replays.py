@@ -46,7 +46,7 @@ from specgen.method.backend import Backend, Batch
 from specgen.method.tables import CostTable
 from specgen.options import GenerationOptions, SessionOptions
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration import MIN_SIZES, measure_if_new
+from specgen.session.calibration import MIN_SIZES, measure_costs
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.memory import Memory
 from specgen.session.session import Session
@@ -204,8 +204,7 @@ class Entrant:
             for n_rows in range(1, n_known + 1):
                 table.set_seconds(n_rows, known.seconds(n_rows))
         if drafting.is_by_cost:
-            with self._loaded.contexts(256) as (context, drafts):
-                measure_if_new(self._loaded, context, drafts)
+            measure_costs(self._loaded)
         self._known_first = copy.deepcopy(vars(self._loaded.memory))
 
     def close(self) -> None:
@@ -238,7 +237,7 @@ class Entrant:
         )
         target = cast(Backend, Timed(said, self._costs[0], clock, change_s=self._changes))
         drafting = () if draft is None else (cast(Backend, Timed(draft, self._costs[1], clock)),)
-        generation = DrafterFactory(loaded).sequence(prompt, real.n_ctx, drafting, seed=1)
+        generation = DrafterFactory(loaded).new_answer(prompt, real.n_ctx, drafting, seed=1)
         loop = AnswerLoop(target, clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"

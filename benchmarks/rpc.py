@@ -46,7 +46,7 @@ from specgen.options import (
     SessionOptions,
     Workers,
 )
-from specgen.session.calibration import begin, time_batch
+from specgen.session.calibration import begin_text, time_batch
 from specgen.session.memory import Memory
 from specgen.session.session import Session
 
@@ -241,7 +241,7 @@ def _with_draft(options: SessionOptions, draft: DraftSource) -> SessionOptions:
 
 def _decodes(target: LlamaBackend, network: Network) -> list[dict[str, Any]]:
     """What decodes of some sizes cost: the quickest of several, since what disturbs only adds."""
-    text, found = begin(target), []
+    text, found = begin_text(target), []
     for n_rows in ROWS[: sum(rows <= target.n_outputs for rows in ROWS)]:
         times, sent = [], []
         for _ in range(1 + _N_REPEATS):

@@ -33,7 +33,7 @@ class PromptError(SpecgenError, exit_code=3):
 
 
 class PromptLengthError(PromptError):
-    """The prompt has `n_tokens` tokens, or more, and there may be `n_most`."""
+    """The prompt has more tokens (`n_tokens`) than the context or a limit allows (`n_most`)."""
 
     def __init__(self, message: str, n_tokens: int, n_most: int) -> None:
         super().__init__(message)

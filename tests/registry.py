@@ -16,7 +16,7 @@ from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.drafters.heads import HeadsDrafter
-from specgen.drafters.model_drafter import Guesses, HeadlessDrafter, ModelDrafter
+from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.drafters.mtp import MtpChainDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
@@ -73,11 +73,13 @@ class Text:
 Make: TypeAlias = Callable[[Text], Drafter | Cascade]
 
 
-def model(text: Text, guesses: Guesses | None = None, noise: float = 0.0) -> ModelDrafter:
+def model(
+    text: Text, guesses: Guesses | None = None, noise: float = 0.0, head: range = range(0)
+) -> ModelDrafter:
     language = noisy(text.language, noise) if noise else text.language
     return ModelDrafter(
         text.open_backend(text.vocabulary, language),
-        draft_request(text.state, text.sampler, seed=text.seed),
+        draft_request(text.state, text.sampler, seed=text.seed, head=head),
         n_shared_tokens=text.vocabulary.n_tokens,
         guesses=guesses,
     )
@@ -185,7 +187,7 @@ DRAFTERS: dict[str, DrafterCase] = {
     "drawn tree": DrafterCase(ModelDrafter, drawn_tree_model, draws=True, trees=True),
     "parallel": DrafterCase(ParallelDrafter, parallel, "parallel", draws=True),
     "behind a prompt's head": DrafterCase(
-        HeadlessDrafter, lambda text: HeadlessDrafter(model(text), range(2)), draws=True
+        ModelDrafter, lambda text: model(text, head=range(2)), draws=True
     ),
     "translated": DrafterCase(
         TranslatedDrafter, translated, "respelled", translated="auto", grammar=False

@@ -25,6 +25,7 @@ from specgen.errors import (
     MemoryLimitError,
     OutputError,
     SpecgenError,
+    UsageError,
 )
 from specgen.system.processes import left_running
 
@@ -118,6 +119,7 @@ app = typer.Typer(
     name="specgen",
     cls=_CommandLine,
     help="Make a local GGUF model generate faster without changing what it says.",
+    epilog="Begin with `specgen run 'Why is the sky blue?'`; `specgen COMMAND -h` has options and examples.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text
@@ -143,32 +145,40 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(arguments, prog_name="specgen", standalone_mode=False)
-    except SpecgenError as error:
-        if isinstance(error, OutputError):
-            flush_or_abandon_stdout()
-        _complain(error.message, error.hint)
-        code = error.exit_code
-    except COMMAND_LINE_ERROR as error:
-        code = _complain_of_usage(error)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
-    except (MemoryError, ImportError) as error:
-        # The dynamic loader, if there is no memory for a library.
-        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
-            raise
-        _complain("there is not enough memory", "close other programs, or take a smaller model")
-        code = MemoryLimitError.exit_code
+    except (SpecgenError, COMMAND_LINE_ERROR, MemoryError, ImportError) as error:
+        code = _complain(error)
     end_process(code or 0)
 
 
-def _complain_of_usage(error: Exception) -> int:
-    message = in_words(error.format_message())  # type: ignore[attr-defined]
+def _complain(error: Exception) -> int:
+    """Print an error that users may meet, and return its exit code. Raise any other."""
+    from specgen.cli.output import say_error
+
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(error.format_message(), file=sys.stderr)  # type: ignore[attr-defined]
+        return UsageError.exit_code
+    if isinstance(error, COMMAND_LINE_ERROR):
+        error = _usage_error(error)
+    elif isinstance(error, OutputError):
+        flush_or_abandon_stdout()
+    elif not isinstance(error, SpecgenError):
+        # The dynamic loader, if there is no memory for a library.
+        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
+            raise error
+        hint = "close other programs, or take a smaller model"
+        error = MemoryLimitError("there is not enough memory", hint)
+    assert isinstance(error, SpecgenError)
+    say_error(error.message, error.hint)
+    return error.exit_code
+
+
+def _usage_error(error: Any) -> UsageError:
+    message = in_words(error.format_message())
     for each in getattr(error.__cause__, "errors", list)():  # pydantic's, which know the value
         message = message.replace(": it is not ", f": {each['input']!r} is not ")
     context = getattr(error, "ctx", None)
-    if context is not None and type(error).__name__ == "NoArgsIsHelpError":
-        print(message, file=sys.stderr)
-        return 2
     command = context.command_path if context is not None else "specgen"
     hint = f"see `{command} --help`"
     unknown = re.fullmatch(r"No such command '(\w+)'\.", message)
@@ -176,14 +186,7 @@ def _complain_of_usage(error: Exception) -> int:
         hint = f"it is `specgen {_NAMES_ELSEWHERE[unknown[1]]}` here"
     if "unexpected extra argument" in message and command.endswith(" run"):
         hint = "put a prompt of several words into quotes"
-    _complain(" ".join(message.split()), hint)
-    return 2
-
-
-def _complain(message: str, hint: str | None) -> None:
-    from specgen.cli.output import say
-
-    say(f"error: {message}" + (f"\nhint: {hint}" if hint else ""))
+    return UsageError(" ".join(message.split()), hint)
 
 
 # --- standard streams, and the end of the process
@@ -234,7 +237,6 @@ def output_errors() -> Iterator[None]:
 
 
 def flush_or_abandon_stdout() -> None:
-    """Write the rest of stdout's buffer, or discard it if that fails."""
     try:
         sys.stdout.flush()
     except OSError:

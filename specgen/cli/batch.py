@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from typer import Argument, Option
-
 from specgen.cli import flags
+from specgen.cli.flags import REQUIRED, argument, option
 from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output
@@ -34,73 +33,60 @@ if TYPE_CHECKING:
 #: The most lines that the last message names.
 _N_NAMED = 10
 
+_batch = partial(option, panel="Batch")
 
-@flags.takes_options(
-    flags.panel(
-        "Batch",
-        parallel=Option(
-            "--parallel",
-            "-np",
-            min=1,
-            metavar="N",
-            help="How many answers to generate at once.",
-            show_default="as many as are fastest and fit into memory",
-        ),
-        retry_errors=Option(
-            "--retry-errors", help="Answer lines again whose result in OUT is an error."
-        ),
-        allow_mixed=Option(
-            "--allow-mixed",
-            help="Go on although OUT has results of other settings or other lines; they are kept.",
-        ),
-        ray=Option(
-            "--ray",
-            metavar="ADDRESS",
-            help="Let a Ray cluster answer: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), or local. "
-            "Each node needs specgen, and the models at the same paths.",
-        ),
-        cpus_per_worker=Option(
-            "--cpus-per-worker",
-            min=0.01,
-            metavar="N",
-            help="With --ray: CPUs of an actor.",
-            show_default="all of the largest node: one actor a node",
-        ),
-        gpus_per_worker=Option(
-            "--gpus-per-worker",
-            min=0.0,
-            metavar="N",
-            help="With --ray: GPUs of an actor.",
-            show_default="all of the node that has most",
-        ),
-    ),
-    source=Argument(
-        metavar="IN",
-        help="A file with a request or a prompt on each line; - is standard input.",
-        show_default=False,
-    ),
-    destination=Argument(
-        metavar="OUT",
-        help="The file that results are appended to; - is standard output.",
-        show_default=False,
-    ),
-    template=flags.template,
-    setup=flags.setup.without("answer_logprobs", "prompt_cache"),
-    output=flags.loudness,
-)
+
+@flags.takes_options
 def batch(
     *,
-    source: Path,
-    destination: Path,
-    setup: Setup,
-    parallel: int | None = None,
-    retry_errors: bool = False,
-    allow_mixed: bool = False,
-    ray: str | None = None,
-    cpus_per_worker: float | None = None,
-    gpus_per_worker: float | None = None,
-    template: flags.Template,
-    output: Output,
+    parallel: int | None = _batch(
+        None,
+        "--parallel -np",
+        "How many answers to generate at once.",
+        min=1,
+        metavar="N",
+        show_default="as many as are fastest and fit into memory",
+    ),
+    retry_errors: bool = _batch(
+        False, "--retry-errors", "Answer lines again whose result in OUT is an error."
+    ),
+    allow_mixed: bool = _batch(
+        False,
+        "--allow-mixed",
+        "Go on although OUT has results of other settings or other lines; they are kept.",
+    ),
+    ray: str | None = _batch(
+        None,
+        "--ray",
+        "Let a Ray cluster answer: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), or local. "
+        "Each node needs specgen, and the models at the same paths.",
+        metavar="ADDRESS",
+    ),
+    cpus_per_worker: float | None = _batch(
+        None,
+        "--cpus-per-worker",
+        "With --ray: CPUs of an actor.",
+        min=0.01,
+        metavar="N",
+        show_default="all of the largest node: one actor a node",
+    ),
+    gpus_per_worker: float | None = _batch(
+        None,
+        "--gpus-per-worker",
+        "With --ray: GPUs of an actor.",
+        min=0.0,
+        metavar="N",
+        show_default="all of the node that has most",
+    ),
+    source: Path = argument(
+        "IN", "A file with a request or a prompt on each line; - is standard input.", REQUIRED
+    ),
+    destination: Path = argument(
+        "OUT", "The file that results are appended to; - is standard output.", REQUIRED
+    ),
+    template: flags.Template = flags.template,
+    setup: Setup = flags.setup.without("answer_logprobs", "prompt_cache"),
+    output: Output = flags.loudness,
 ) -> int:
     """Answer each line of a file, many at once; run it again to resume.
 
@@ -187,7 +173,6 @@ def _check_files(source: Path, destination: Path | None) -> None:
 
 
 def _named(lines: Sequence[Line]) -> str:
-    """Return the numbers of the first lines, and ids of their own; empty if there are none."""
     names = [(str(line.number), line.custom_id) for line in lines]
     shown = [name if name == own else f"{name} ({own:.40})" for name, own in names[:_N_NAMED]]
     more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""

@@ -8,12 +8,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from typer import Argument, Option
-
 from specgen.cli import flags
+from specgen.cli.flags import argument, option
 from specgen.cli.flags.trials import TRIALS, Trials, alone, check_drafts, trial_options
 from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
@@ -56,107 +56,86 @@ def _parse_policies(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-_MODELS = flags.panel(
-    "Models",
-    target=flags.target_option(show_default="the default pair's"),
-    drafts=Option(
-        "--draft",
-        "--model-draft",
-        "-md",
-        metavar="FILE|NAME|ngram|none",
-        autocompletion=flags.draft_names,
-        help="What drafts; may be repeated. In large.gguf+small.gguf the "
-        "small one drafts for the large one.",
-        show_default="the one that `specgen run` would use, and ngram",
-    ),
-)
-_CONTEST = flags.panel(
-    "What is measured",
-    policies=Option(
-        "--policy",
-        metavar="NAMES",
-        parser=_parse_policies,
-        help="How much to draft: cost, threshold or fixed; several with commas, or given several times.",
-        show_default=DraftOptions().policy,
-    ),
-    trees=Option(
-        "--tree",
-        metavar="auto|off|3,2,1|4x5",
-        parser=lambda given: tuple(dict.fromkeys(map(parse_tree, given))),
-        help="Whether drafts branch, as for `specgen run`; may be repeated.",
-        show_default=str(DraftOptions().tree),
-    ),
-    temperatures=Option(
-        "--temp",
-        "--temperature",
-        min=0.0,
-        max=100.0,
-        help="A temperature; may be repeated.",
-        show_default="0",
-    ),
-    n_prompts=Option(
-        "--count",
-        "-N",
-        min=1,
-        help="How many prompts of each category to use; the first ones.",
-        show_default="all",
-    ),
-    n_rounds=Option("--repeat", min=1, help="How often to go through all prompts."),
-)
+_contest = partial(option, panel="What is measured")
 
 
-@flags.takes_options(
-    _MODELS,
-    _CONTEST,
-    trials=TRIALS.without("n_prompts").but(max_tokens=128),
-    json_file=Option(
-        "--json",
-        metavar="FILE",
-        help="Write all measurements as JSON; - writes them to standard output instead of the table.",
-    ),
-    html_file=Option(
-        "--html",
-        metavar="FILE",
-        help="Write a page of the results, with all answers, charts and settings.",
-    ),
-    chat=flags.CHAT,
-    drafting=flags.drafting.without("policy", "tree"),
-    sampling=flags.sampling.without("temperature"),
-    machine=flags.machine,
-    output=flags.loudness,
-    texts=Argument(
-        metavar="PROMPTS", help="Prompts to answer, instead of a file of them.", show_default=False
-    ),
-)
+@flags.takes_options
 def bench(
     *,
-    texts: list[str] | None = None,
-    target: str | None = None,
-    drafts: list[str] | None = None,
-    policies: tuple[PolicyName, ...] = ("cost",),
-    trees: tuple[TreeShape, ...] = (AUTO_TREE,),
-    temperatures: tuple[float, ...] = (0.0,),
-    trials: Trials,
-    n_prompts: int | None = None,
-    n_rounds: int = 1,
-    chat: bool | None = None,
-    drafting: DraftOptions,
-    sampling: SamplerOptions,
-    machine: Contexts,
-    json_file: Path | None = None,
-    html_file: Path | None = None,
-    output: Output,
+    target: str | None = flags.target_option(
+        None, show_default="the default pair's", panel="Models"
+    ),
+    drafts: list[str] | None = option(
+        None,
+        "--draft --model-draft -md",
+        "What drafts; may be repeated. In large.gguf+small.gguf the "
+        "small one drafts for the large one.",
+        metavar="FILE|NAME|ngram|none",
+        autocompletion=flags.draft_names,
+        show_default="the one that `specgen run` would use, and ngram",
+        panel="Models",
+    ),
+    policies: tuple[PolicyName, ...] = _contest(
+        ("cost",),
+        "--policy",
+        "How much to draft: cost, threshold or fixed; several with commas, or given several times.",
+        metavar="NAMES",
+        parse=_parse_policies,
+        show_default=DraftOptions().policy,
+    ),
+    trees: tuple[TreeShape, ...] = _contest(
+        (AUTO_TREE,),
+        "--tree",
+        "Whether drafts branch, as for `specgen run`; may be repeated.",
+        metavar="auto|off|3,2,1|4x5",
+        parse=lambda given: tuple(dict.fromkeys(map(parse_tree, given))),
+        show_default=str(DraftOptions().tree),
+    ),
+    temperatures: tuple[float, ...] = _contest(
+        (0.0,),
+        "--temp --temperature",
+        "A temperature; may be repeated.",
+        min=0.0,
+        max=100.0,
+        show_default="0",
+    ),
+    n_prompts: int | None = _contest(
+        None,
+        "--count -N",
+        "How many prompts of each category to use; the first ones.",
+        min=1,
+        show_default="all",
+    ),
+    n_rounds: int = _contest(1, "--repeat", "How often to go through all prompts.", min=1),
+    trials: Trials = TRIALS.without("n_prompts").but(max_tokens=128),
+    json_file: Path | None = option(
+        None,
+        "--json",
+        "Write all measurements as JSON; - writes them to standard output instead of the table.",
+        metavar="FILE",
+    ),
+    html_file: Path | None = option(
+        None,
+        "--html",
+        "Write a page of the results, with all answers, charts and settings.",
+        metavar="FILE",
+    ),
+    chat: bool | None = flags.CHAT,
+    drafting: DraftOptions = flags.drafting.without("policy", "tree"),
+    sampling: SamplerOptions = flags.sampling.without("temperature"),
+    machine: Contexts = flags.machine,
+    output: Output = flags.loudness,
+    texts: list[str] | None = argument("PROMPTS", "Prompts to answer, instead of a file of them."),
 ) -> int:
     """Measure what drafting gains over plain decoding, on your own prompts.
 
     Plain decoding, and every draft with every policy, answer every prompt at every temperature, taking turns.
     Speeds are tokens per second after the first token. Prompts of the file may have a "category".
 
-    In a pipe, it prints a line for each contender, and one for each category, with the columns' names first.
-    The columns, separated by tabs: temperature; contender; category, or "overall"; number of answers;
-    speed-up over plain decoding (geometric mean); its first and third quartile, and that of the worst
-    prompt; tokens per second (median); acceptance rate; tokens per pass of the target; time to the first
-    token relative to plain decoding.
+    In a pipe, it prints tab-separated lines under the columns' names, one for each contender and one for each
+    of its categories: speed-ups over plain decoding (geometric mean, quartiles, worst prompt), tokens per second
+    (median), acceptance rate, tokens per pass of the target, and the time to the first token relative to plain
+    decoding.
     """
     from specgen.session.open import layers_without_gpu, open_memory
 
@@ -247,7 +226,6 @@ def _notes(runs: Runs) -> list[str]:
 
 
 def _command() -> str:
-    """Return the command line for the report, without a token of the hub."""
     token = os.environ.get("HF_TOKEN")
     arguments = [each.replace(token, "TOKEN") if token else each for each in sys.argv[1:]]
     return shlex.join(["specgen", *arguments])

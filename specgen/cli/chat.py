@@ -8,19 +8,19 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
-from typer import Option
-
 from specgen.cli import flags
-from specgen.cli.inputs import read_text
+from specgen.cli.flags import option
+from specgen.cli.inputs import not_utf8, read_text
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say
-from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
+from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
+from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
 from specgen.sampler_options import utf8
 from specgen.system.progress import counted
 
@@ -33,34 +33,30 @@ if TYPE_CHECKING:
     from specgen.serve.chat import Chat, Conversation
     from specgen.train.online_learning import Learner
 
+_talk = partial(option, panel="Conversation")
 
-@flags.takes_options(
-    flags.panel(
-        "Conversation",
-        system=Option("--system", "-sys", metavar="TEXT", parser=utf8, help="The system message."),
-        files=Option(
-            "--file",
-            "-f",
-            help="A file whose text is put before the first message; may be repeated.",
-            show_default="none",
-        ),
-        name=Option(
-            "--session",
-            metavar="NAME",
-            help="Keep the conversation on disk under this name, and continue it if it exists.",
-            show_default="not kept",
-        ),
-    ),
-    setup=flags.setup,
-    output=flags.output.without("newline", "html"),
-)
+
+@flags.takes_options
 def chat(
     *,
-    setup: Setup,
-    system: str | None = None,
-    files: list[Path] | None = None,
-    name: str | None = None,
-    output: Output,
+    system: str | None = _talk(
+        None, "--system -sys", "The system message.", metavar="TEXT", parse=utf8
+    ),
+    files: list[Path] | None = _talk(
+        None,
+        "--file -f",
+        "A file whose text is put before the first message; may be repeated.",
+        show_default="none",
+    ),
+    name: str | None = _talk(
+        None,
+        "--session",
+        "Keep the conversation on disk under this name, and continue it if it exists.",
+        metavar="NAME",
+        show_default="not kept",
+    ),
+    setup: Setup = flags.setup,
+    output: Output = flags.output.without("newline", "html"),
 ) -> int:
     """Talk with a model, at a terminal or in a pipe.
 
@@ -154,7 +150,7 @@ class _Dialogue:
         if is_typed and not self._output.quiet:
             self._recall()
             say(f"{self._about}\n/help lists the commands; Ctrl-D ends the conversation")
-        for message in typed_messages() if is_typed else piped_messages(sys.stdin.buffer):
+        for message in _messages(is_typed):
             try:
                 learner.between_answers(begins=True)
                 code = self._take(message)
@@ -165,7 +161,7 @@ class _Dialogue:
                 if is_lost or isinstance(error, WorkerLostError):
                     raise
                 # The conversation goes on without this answer; a pipe's exit code shows the error.
-                say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
+                say_error(error.message, error.hint)
                 failed = error.exit_code
                 continue
             except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
@@ -230,17 +226,16 @@ class _Dialogue:
         return self._answer(self._chat.regenerate())
 
     def undo(self, _argument: str) -> None:
-        if not self._chat.conversation.turns:
+        if not (turns := self._chat.conversation.turns):
             raise UsageError("there is no turn to take back")
-        self._keep(len(self._chat.conversation.turns) - 1)
+        self._change(turns=turns[:-1])
 
     def reset(self, _argument: str) -> None:
-        self._keep(0)
+        self._change(turns=())
 
-    def _keep(self, n: int) -> None:
-        conversation = self._chat.conversation
-        self._chat.change(replace(conversation, turns=conversation.turns[:n]))
-        say(f"the conversation has {counted(n, 'turn')} now")
+    def _change(self, **parts: Any) -> None:
+        self._chat.change(replace(self._chat.conversation, **parts))
+        say(f"the conversation has {counted(len(self._chat.conversation.turns), 'turn')} now")
 
     def system(self, text: str) -> None:
         self._chat.change(replace(self._chat.conversation, system=text or None))
@@ -298,11 +293,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[_Dialogue, str], int | None]]] = 
     "help": ("", "show the commands (also /?)", _Dialogue.help),
     "regen": ("", "answer the last question again", _Dialogue.regenerate),
     "undo": ("", "remove the last question and its answer", _Dialogue.undo),
-    "reset": (
-        "",
-        "remove all turns, not the system message and files (also /clear)",
-        _Dialogue.reset,
-    ),
+    "reset": ("", "remove all turns, not the system message (also /clear)", _Dialogue.reset),
     "system": ("TEXT", "change the system message; without TEXT there is none", _Dialogue.system),
     "save": ("FILE", "write the conversation to a file", _Dialogue.save),
     "load": ("FILE", "go on with the conversation in a file", _Dialogue.load),
@@ -318,7 +309,23 @@ _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 # --- messages, from a person at a terminal or from a pipe
 
 
-def piped_messages(stream: IO[bytes]) -> Iterator[str]:
+def _messages(are_typed: bool) -> Iterator[str]:
+    if not are_typed:
+        return piped_messages(sys.stdin.buffer)
+    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return piped_messages(_prompted(sys.stdin.buffer)) if is_dumb else typed_messages()
+
+
+def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield lines that are typed at a terminal without escape codes, such as Emacs's shell."""
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        if not (line := stream.readline()):
+            return
+        yield line
+
+
+def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
     """Yield the lines of a stream. A backslash at the end of a line continues the message on the next one;
     empty lines are skipped. Raise `PromptError` for a line that is not UTF-8."""
     message = ""
@@ -326,10 +333,7 @@ def piped_messages(stream: IO[bytes]) -> Iterator[str]:
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise PromptError(
-                f"standard input is not UTF-8: byte {error.object[error.start]:#04x} on line {number}",
-                hint="convert it first, for example with iconv -f LATIN1 -t UTF-8",
-            ) from None
+            raise not_utf8("standard input", error, number) from None
         message += f"{line[:-1]}\n" if line.endswith("\\") else line
         if not line.endswith("\\"):
             if message.strip():
@@ -394,7 +398,6 @@ def _history() -> History:
 
 
 def _keys() -> KeyBindings:
-    """Return the keys: Enter sends, unless a backslash is before it."""
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
@@ -451,5 +454,4 @@ def without_echo() -> Iterator[None]:
 
 def is_person() -> bool:
     is_shown = sys.stdout.isatty() or sys.stderr.isatty()
-    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    return sys.stdin is not None and sys.stdin.isatty() and is_shown and not is_dumb
+    return sys.stdin is not None and sys.stdin.isatty() and is_shown

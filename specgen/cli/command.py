@@ -123,7 +123,7 @@ class Command(typer.core.TyperCommand):
                 continue
             names, text = each.get_help_record(ctx)
             if is_argument:
-                names = each.metavar or each.name.upper()
+                names, text = each.metavar or each.name.upper(), text.removesuffix(".")
             elif not is_whole:
                 short = [name for name in each.opts if not name.startswith("--")][:1]
                 names = ", ".join([*short, "/".join([each.opts[0], *each.secondary_opts])])

@@ -8,10 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from typer import Option
-
 from specgen.cli import flags
-from specgen.cli.flags import endpoints_of
+from specgen.cli.flags import endpoints_of, option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,21 +19,23 @@ if TYPE_CHECKING:
     from specgen.measure.doctor import DoctorReport
 
 
-@flags.takes_options(
-    model=Option(
-        "--model",
-        "-m",
+@flags.takes_options
+def doctor(
+    *,
+    model: str | None = option(
+        None,
+        "--model -m",
+        "Also decode with this model: a GGUF file, or the name of a model on this disk.",
         metavar="FILE|NAME",
-        help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
     ),
-    rpc=Option(
+    rpc: str | None = option(
+        None,
         "--rpc",
+        "Also check these workers: whether they answer, their memory and round trip.",
         metavar="HOST:PORT,...",
-        help="Also check these workers: whether they answer, their memory and round trip.",
     ),
-    as_json=flags.JSON_REPORT,
-)
-def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = False) -> int:
+    as_json: bool = flags.JSON_REPORT,
+) -> int:
     """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
     from rich.console import Console
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
 
 from specgen.cli import flags
 from specgen.cli.command import Command
+from specgen.cli.flags import argument, option
 from specgen.cli.flags.trials import COMPARISON, Comparison, alone, check_drafts, trial_options
 from specgen.cli.model_loading import load, log_shown, opened, use_kernels
 from specgen.cli.output import Output, console_on
@@ -84,9 +84,8 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
         if save and search is not None and not search.is_interrupted:
             best, today = search.tried[0], datetime.datetime.now().astimezone().date()
             of = best.figures
-            spread = of.worst_speedup, of.best_speedup, of.n_answers
-            found = SavedDraft(best.draft, today, of.speedup, *spread)
-            save_draft(identity_of(search.target), found)
+            gain = of.speedup, of.worst_speedup, of.best_speedup, of.n_answers
+            save_draft(identity_of(search.target), SavedDraft(best.draft, today, *gain))
             saved = best.draft
             search = replace(search, saved=saved)
     finally:  # show the measurements even if they cannot be saved
@@ -103,28 +102,27 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
 
 
 @app.command(cls=Command)
-@flags.takes_options(
-    target=flags.target_option(),
-    files=Argument(metavar="FILES", help="GGUF files to try.", show_default=False),
-    save=Option(
-        "--save",
-        help="Save the fastest draft for this target: `specgen run` without --draft uses it.",
-    ),
-    wanted=COMPARISON.but(trials_n_prompts=6),
-)
+@flags.takes_options
 def find(
-    *, target: str, files: list[Path] | None = None, save: bool = False, wanted: Comparison
+    *,
+    target: str = flags.target_option(),
+    files: list[Path] | None = argument("FILES", "GGUF files to try."),
+    save: bool = option(
+        False,
+        "--save",
+        "Save the fastest draft for this target: `specgen run` without --draft uses it.",
+    ),
+    wanted: Comparison = COMPARISON.but(trials_n_prompts=6),
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
-    It tries the files that you name, or else the models on this disk, and in any case n-grams and the
-    target's own MTP layers. The target answers a few prompts once; each draft is then replayed on these
-    answers, and ranked by its speed-up over plain decoding.
+    It tries the files that you name, or else the models on this disk and the saved draft, and in any case
+    n-grams and the target's own MTP layers. The target answers a few prompts once; each draft is then replayed
+    on these answers, and ranked by its speed-up over plain decoding.
 
-    In a pipe, it prints a line for each draft, the best first, with the columns' names first. The columns,
-    separated by tabs: the file, "mtp", "ngram" or "none"; the speed-up over plain decoding, and that of the
-    worst prompt; tokens per second; acceptance rate; tokens per pass of the target; milliseconds to draft a
-    token, and to begin.
+    In a pipe, it prints tab-separated lines under the columns' names, one for each draft, the best first: the
+    speed-up over plain decoding, and that of the worst prompt; tokens per second; acceptance rate; tokens per
+    pass of the target; milliseconds to draft a token, and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import saved_draft
@@ -150,40 +148,32 @@ def find(
 # --- make -----------------------------------------------------------------------------------------
 
 
-@flags.group(
-    TextOptions,
-    flags.panel(
-        "The target's text",
-        prompts=Option(
-            "--prompts",
-            help='Prompts that the target answers: JSON Lines with "prompt" or "turns"; every tenth is kept '
-            "for judging.",
-            show_default="241 of our own",
-        ),
-        n_tokens=Option("--tokens", min=1, help="How many tokens of answers to write in all."),
-        max_tokens=Option(
-            "--max-tokens",
-            "--predict",
-            "--n-predict",
-            "-n",
-            min=8,
-            help="The most tokens of an answer.",
-        ),
-        n_parallel=Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
+@flags.group(TextOptions)
+def text_options(
+    *,
+    prompts: Path | None = option(
+        None,
+        "--prompts",
+        'Prompts that the target answers: JSON Lines with "prompt" or "turns"; every tenth is kept for judging.',
+        show_default="241 of our own",
+        panel="The target's text",
     ),
-)
-def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
-    """Return the text to make drafts from, with the prompts of a file, each once, or those of the package."""
+    **others: Any,
+) -> TextOptions:
     from specgen.measure.prompts import read_prompts
 
     return TextOptions([*dict.fromkeys(read_prompts(prompts or OWN_PROMPTS))], **others)
 
 
 @app.command(cls=Command)
-@flags.takes_options(
-    target=flags.target_option(), text=text_options, machine=flags.machine, output=flags.loudness
-)
-def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -> int:
+@flags.takes_options
+def data(
+    *,
+    target: str = flags.target_option(),
+    text: TextOptions = text_options,
+    machine: Contexts = flags.machine,
+    output: Output = flags.loudness,
+) -> int:
     """Let a target write the text that drafts are made from.
 
     It answers prompts at temperature 0. The cache folder, which is printed, keeps the hidden state and the
@@ -203,42 +193,34 @@ def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -
 
 
 @app.command(cls=Command)
-@flags.takes_options(
-    target=flags.target_option(),
-    text=text_options,
-    draft=flags.draft_model_option(
-        help="The small model that is fitted to the target.",
+@flags.takes_options
+def make(
+    *,
+    target: str = flags.target_option(),
+    text: TextOptions = text_options,
+    draft: str | None = flags.draft_option(
+        "The small model that is fitted to the target.",
         show_default="the general draft, if it is on this disk",
     ),
-    kind=Option(
+    kind: Kind | None = option(
+        None,
         "--kind",
-        help="What to make: decoder heads, a small model fitted to the target, or the target without some "
+        "What to make: decoder heads, a small model fitted to the target, or the target without some "
         "of its layers.",
         show_default="heads; a fitted model too, where there is a small one",
     ),
-    minutes=Option(
-        "--minutes", min=0.1, help="About how long it may take, comparing drafts included."
+    minutes: float = option(
+        30.0, "--minutes", "About how long it may take, comparing drafts included.", min=0.1
     ),
-    save=Option(
+    save: bool = option(
+        True,
         "--save/--no-save",
-        help="Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind names "
+        "Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind names "
         "theirs.",
     ),
-    machine=flags.machine,
-    as_json=flags.JSON_REPORT,
-    output=flags.loudness,
-)
-def make(
-    *,
-    target: str,
-    draft: str | None = None,
-    kind: Kind | None = None,
-    minutes: float = 30.0,
-    text: TextOptions,
-    save: bool = True,
-    machine: Contexts,
-    as_json: bool = False,
-    output: Output,
+    machine: Contexts = flags.machine,
+    as_json: bool = flags.JSON_REPORT,
+    output: Output = flags.loudness,
 ) -> int:
     """Make drafts for a target, and compare them with others.
 
@@ -277,14 +259,11 @@ def make(
             least = builder.n_lacking(kinds)
             plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text, least, len(kinds))
             if plan.needed_s > ends_s - time.monotonic():
-                enough = math.ceil(plan.needed_s / 60.0) + 1
-                hint = f"give --minutes {enough} or more" + (
-                    ", or one --kind" if len(kinds) > 1 else ""
-                )
                 what = f"the text, training and comparing drafts take about {plan.needed_s / 60.0:.1f} min here"
-                raise UsageError(
-                    f"--minutes {minutes:g} is too short for {' and '.join(kinds)}: {what}", hint
-                )
+                hint = f"give --minutes {math.ceil(plan.needed_s / 60.0) + 1} or more"
+                hint += ", or one --kind" if len(kinds) > 1 else ""
+                too_short = f"--minutes {minutes:g} is too short for {' and '.join(kinds)}"
+                raise UsageError(f"{too_short}: {what}", hint)
             output.note(
                 f"{minutes:g} min: {plan.text_s / 60.0:.1f} for about {plan.n_tokens} tokens of the target's text, "
                 f"{plan.training_s / 60.0:.1f} for training, and {plan.judging_s / 60.0:.1f} for comparing drafts "
@@ -320,11 +299,10 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     if draft is not None:
         return find_target(draft, quiet=output.quiet)
     registry = load_registry()
-    general = registry.general_draft
-    found = None if general is None else locate(registry.model(general))
+    found = locate(registry.model(registry.general_draft)) if registry.general_draft else None
     if found is None and kind is not None:
-        hint = "name one with --draft"
-        raise UsageError("--kind distilled: no model to fit is on this disk", hint)
+        what = "--kind distilled: no model to fit is on this disk"
+        raise UsageError(what, "name one with --draft")
     return None if found is None or target.samefile(found) else found
 
 
@@ -332,23 +310,19 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
 
 
 @app.command(cls=Command)
-@flags.takes_options(
-    target=flags.target_option(help="The target whose answers were kept: a GGUF file, or a name."),
-    draft=flags.draft_model_option(
-        help="The draft model that learns.",
-        show_default="the one that `specgen run` takes for this target",
-    ),
-    minutes=Option("--minutes", min=0.1, help="How long it may train at most."),
-    as_json=flags.JSON_REPORT,
-    output=flags.loudness.without("verbose"),
-)
+@flags.takes_options
 def learn(
     *,
-    target: str,
-    draft: str | None = None,
-    minutes: float = 10.0,
-    as_json: bool = False,
-    output: Output,
+    target: str = flags.target_option(
+        help="The target whose answers were kept: a GGUF file, or a name."
+    ),
+    draft: str | None = flags.draft_option(
+        "The draft model that learns.",
+        show_default="the one that `specgen run` takes for this target",
+    ),
+    minutes: float = option(10.0, "--minutes", "How long it may train at most.", min=0.1),
+    as_json: bool = flags.JSON_REPORT,
+    output: Output = flags.loudness.without("verbose"),
 ) -> int:
     """Let a draft model learn from the answers that --learn kept.
 
@@ -385,11 +359,14 @@ def _draft_model(target: str, draft: str | None, output: Output) -> Path:
 
 
 @app.command(cls=Command)
-@flags.takes_options(
-    target=flags.target_option(help="The target whose answers are forgotten.", show_default="all"),
-    output=flags.loudness.without("verbose"),
-)
-def forget(*, target: str | None = None, output: Output) -> int:
+@flags.takes_options
+def forget(
+    *,
+    target: str | None = flags.target_option(
+        None, "The target whose answers are forgotten.", show_default="all"
+    ),
+    output: Output = flags.loudness.without("verbose"),
+) -> int:
     """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
     from specgen.drafters.lookup_texts import EarlierTexts, texts_in
     from specgen.llama import LlamaModel

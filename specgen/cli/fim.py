@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from typer import Argument, Option
-
 from specgen.cli import flags
+from specgen.cli.flags import argument, option
 from specgen.cli.inputs import STDIO, read_text
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Interrupt, Output, show_answer
@@ -25,42 +25,33 @@ _LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))
 #: How long a prompt may take to read by default, and the tokens that are read in any case.
 _READING_S, _LEAST_READ = 5.0, 256
 
+_gap = partial(option, panel="Gap")
 
-@flags.takes_options(
-    flags.panel(
-        "Gap",
-        prefix_file=Option(
-            "--prefix-file", help="A file with the text before the gap; - is standard input."
-        ),
-        suffix_file=Option(
-            "--suffix-file", help="A file with the text after the gap; - is standard input."
-        ),
-        context_files=Option(
-            "--context-file",
-            help="Another file of the project, as context for the model; may be repeated.",
-            show_default="none",
-        ),
-        in_place=Option("--in-place", "-i", help="Also write the middle into FILE."),
-    ),
-    place=Argument(
-        metavar="FILE:LINE[:COLUMN]",
-        help="Where the gap is: before this column, or at the end of the line; both count from 1, in characters.",
-        show_default=False,
-    ),
-    setup=flags.setup.without("machine_chat_template", "machine_template_variables").but(
-        answer_max_tokens=256
-    ),
-    output=flags.output.but(newline=False),
-)
+
+@flags.takes_options
 def fim(
     *,
-    place: str | None = None,
-    prefix_file: Path | None = None,
-    suffix_file: Path | None = None,
-    context_files: list[Path] | None = None,
-    in_place: bool = False,
-    setup: Setup,
-    output: Output,
+    prefix_file: Path | None = _gap(
+        None, "--prefix-file", "A file with the text before the gap; - is standard input."
+    ),
+    suffix_file: Path | None = _gap(
+        None, "--suffix-file", "A file with the text after the gap; - is standard input."
+    ),
+    context_files: list[Path] | None = _gap(
+        None,
+        "--context-file",
+        "Another file of the project, as context for the model; may be repeated.",
+        show_default="none",
+    ),
+    in_place: bool = _gap(False, "--in-place -i", "Also write the middle into FILE."),
+    place: str | None = argument(
+        "FILE:LINE[:COLUMN]",
+        "Where the gap is: before this column, or at the end of the line; both count from 1, in characters.",
+    ),
+    setup: Setup = flags.setup.without("machine_chat_template", "machine_template_variables").but(
+        answer_max_tokens=256
+    ),
+    output: Output = flags.output.but(newline=False),
 ) -> int:
     """Fill a gap in a file, or between two texts, and print the middle.
 
@@ -111,13 +102,13 @@ class _FileGap:
         from specgen.system.files import replace_bytes, write_errors
 
         assert self.path is not None
-        before, path = self.mark + self.prefix, self.path.resolve()  # a link stays a link
+        before, path = self.mark + self.prefix, self.path
         if "\r\n" in self.prefix + self.suffix:
             middle = re.sub("\r?\n", "\r\n", middle)
-        with write_errors(self.path):
+        with write_errors(path):
             if path.read_bytes() != (before + self.suffix).encode():
                 what = "the file has changed meanwhile; the middle was not written into it"
-                raise OutputError(f"{self.path}: {what}")
+                raise OutputError(f"{path}: {what}")
             replace_bytes(path, (before + middle + self.suffix).encode("utf-8", "replace"))
 
 

@@ -96,11 +96,12 @@ def read_text(path: Path | None, *, with_mark: bool = False) -> str:
         text = data.decode("utf-8")
         return text if with_mark else text.removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise PromptError(
-            f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start} (line {line})",
-            hint="convert it first, for example with iconv -f LATIN1 -t UTF-8",
-        ) from None
+        raise not_utf8(name, error, data[: error.start].count(b"\n") + 1) from None
+
+
+def not_utf8(name: object, error: UnicodeDecodeError, line: int) -> PromptError:
+    what = f"{name} is not UTF-8: byte {error.object[error.start]:#04x} on line {line}"
+    return PromptError(what, "convert it first, for example with iconv -f LATIN1 -t UTF-8")
 
 
 def is_terminal() -> bool:

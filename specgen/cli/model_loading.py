@@ -22,6 +22,7 @@ from specgen.options import (
     PrefixOptions,
     SamplerOptions,
 )
+from specgen.sampler_options import option
 
 if TYPE_CHECKING:
     from specgen.options import SessionOptions
@@ -49,9 +50,23 @@ class Setup:
     sampling: SamplerOptions
     drafting: DraftOptions
     machine: Contexts
-    learn: bool = False
-    prompt_cache: Path | None = None
+    learn: bool = option(
+        False,
+        "--learn/--no-learn",
+        "Keep prompts and answers in the data folder, readable by you alone: the draft model learns from "
+        "them, and repetitions of them draft. `specgen draft forget` deletes them.",
+        envvar="SPECGEN_LEARN",
+        panel="Learning",
+    )
     prefixes: PrefixOptions = field(default_factory=PrefixOptions)
+    prompt_cache: Path | None = option(
+        None,
+        "--prompt-cache",
+        "Keep in this file what was computed of the prompt, for prompts that begin with the same text.",
+        metavar="FILE",
+        show_default="not kept",
+        panel="Prompt",
+    )
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
         """Find the models. To `learn`, answers are kept: drafts learn from them, and n-grams are looked up in them."""

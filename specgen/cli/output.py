@@ -215,6 +215,10 @@ def say(text: str) -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
+def say_error(message: str, hint: str | None) -> None:
+    say(f"error: {message}" + (f"\nhint: {hint}" if hint else ""))
+
+
 # --- signals
 
 #: Ctrl-C; what `kill` sends; a closed terminal (not on Windows).

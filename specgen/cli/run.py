@@ -5,44 +5,36 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from typer import Argument, Option
-
 from specgen.cli import flags
+from specgen.cli.flags import argument, option
 from specgen.cli.inputs import read_prompt
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output, show_answer
 
 
-@flags.takes_options(
-    flags.panel(
-        "Prompt",
-        option=Option(
-            "--prompt", "-p", metavar="TEXT", help="The prompt, as an option as in llama.cpp."
-        ),
-        files=Option(
-            "--file",
-            "-f",
-            help="Read the prompt from a file, or what stands before it; may be repeated. "
-            "A newline at its end is dropped.",
-        ),
-    ),
-    setup=flags.setup,
-    argument=Argument(
-        metavar="PROMPT",
-        help="The prompt, behind what the files and standard input have; - is standard input.",
-        show_default=False,
-    ),
-    template=flags.template,
-    output=flags.output,
-)
+@flags.takes_options
 def run(
     *,
-    argument: str | None = None,
-    option: str | None = None,
-    files: list[Path] | None = None,
-    template: flags.Template,
-    setup: Setup,
-    output: Output,
+    prompt_option: str | None = option(
+        None,
+        "--prompt -p",
+        "The prompt, as an option as in llama.cpp.",
+        metavar="TEXT",
+        panel="Prompt",
+    ),
+    files: list[Path] | None = option(
+        None,
+        "--file -f",
+        "Read the prompt from a file, or what stands before it; may be repeated. "
+        "A newline at its end is dropped.",
+        panel="Prompt",
+    ),
+    prompt: str | None = argument(
+        "PROMPT", "The prompt, behind what the files and standard input have; - is standard input."
+    ),
+    template: flags.Template = flags.template,
+    setup: Setup = flags.setup,
+    output: Output = flags.output,
 ) -> int:
     """Generate an answer to a prompt, faster and unchanged.
 
@@ -50,12 +42,12 @@ def run(
     tokens were drafted and accepted.
     """
     setup = replace(setup, answer=output.needs(setup.answer))
-    text = read_prompt(argument, option, files or (), output.note)
+    text = read_prompt(prompt, prompt_option, files or (), output.note)
     if template.chat is not False:
         from specgen.session.prompts.thoughts import showing_thoughts
 
         setup = replace(setup, answer=showing_thoughts(setup.answer))
         output = replace(output, thinks=True)
     with setup.opened(output) as loaded:
-        prompt = loaded.prompts.of_text(text, chat=template.chat, system=template.system)
-        return show_answer(loaded, prompt, output)[0]
+        asked = loaded.prompts.of_text(text, chat=template.chat, system=template.system)
+        return show_answer(loaded, asked, output)[0]

@@ -6,11 +6,11 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from typer import Option
-
 from specgen.cli import flags
+from specgen.cli.flags import option
 from specgen.cli.flags.server import ModelSetup, later, limits, model_setup, server
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Interrupt, Output
@@ -28,43 +28,38 @@ def _memory_size(text: str) -> int:
     return parse_size(f"{text}MiB" if text.isdigit() else text)
 
 
-@flags.takes_options(
-    flags.panel(
-        "Server",
-        models=Option(
-            "--models",
-            metavar="FILE|FOLDER",
-            help="Serve several models, each loaded when a request names it: those of a TOML file, with a "
-            "table of options for each, or of a folder.",
-            show_default="one model",
-        ),
-        memory=Option(
-            "--memory",
-            metavar="SIZE",
-            parser=_memory_size,
-            help="With --models: how much memory loaded models may take, for example 24GB or 24GiB.",
-            show_default=f"{_MEMORY_SHARE:.0%} of the machine's memory",
-        ),
-        learn_across=Option(
-            "--learn-across-requests",
-            help="Use what is learnt about drafts in one request for later ones, whose time then tells a little of "
-            "what other users wrote.",
-        ),
-    ),
-    server=server,
-    limits=limits,
-    model=later(model_setup),
-    output=flags.loudness,
-)
+_server = partial(option, panel="Server")
+
+
+@flags.takes_options
 def serve(
     *,
-    model: Callable[..., ModelSetup],
-    models: Path | None = None,
-    memory: int | None = None,
-    learn_across: bool = False,
-    server: ServerOptions,
-    limits: Limits,
-    output: Output,
+    models: Path | None = _server(
+        None,
+        "--models",
+        "Serve several models, each loaded when a request names it: those of a TOML file, with a "
+        "table of options for each, or of a folder.",
+        metavar="FILE|FOLDER",
+        show_default="one model",
+    ),
+    memory: int | None = _server(
+        None,
+        "--memory",
+        "With --models: how much memory loaded models may take, for example 24GB or 24GiB.",
+        metavar="SIZE",
+        parse=_memory_size,
+        show_default=f"{_MEMORY_SHARE:.0%} of the machine's memory",
+    ),
+    learn_across: bool = _server(
+        False,
+        "--learn-across-requests",
+        "Use what is learnt about drafts in one request for later ones, whose time then tells a little of "
+        "what other users wrote.",
+    ),
+    server: ServerOptions = server,
+    limits: Limits = limits,
+    model: Callable[..., ModelSetup] = later(model_setup),
+    output: Output = flags.loudness,
 ) -> int:
     """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
 
@@ -94,33 +89,23 @@ def serve(
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         stack.enter_context(log_shown(output))
-        memory_bytes = None
-        if models is not None:
-            memory_bytes = memory or _MEMORY_SHARE * look_at_machine().memory_bytes
-            # Before any file is looked at with them.
-            use_kernels(wanted.setup.machine.kernels, output)
-        loader = ModelLoader(output, learn_across, stop, memory_bytes)
-        if models is not None:
-            entries = read_models(models, model, loader)
-        else:
+        kernels, most_bytes = wanted.setup.machine.kernels, math.inf
+        if models is None:
+            loader = ModelLoader(output, learn_across, stop)
             entries = [loader.entry(server.alias or "", wanted)]
-            use_kernels(wanted.setup.machine.kernels, output)
-        pool = stack.enter_context(
-            ModelPool(entries, limits, memory_bytes or math.inf, output.note)
-        )
+            use_kernels(kernels, output)
+        else:
+            use_kernels(kernels, output)  # before any file is looked at with them
+            most_bytes = memory or _MEMORY_SHARE * look_at_machine().memory_bytes
+            loader = ModelLoader(output, learn_across, stop, most_bytes)
+            entries = read_models(models, model, loader)
+            output.note(f"serving {', '.join(entry.name for entry in entries)}")
+        pool = stack.enter_context(ModelPool(entries, limits, most_bytes, output.note))
         if models is None:
             with stop:
                 pool.load(entries[0].name)
             if stop():
                 return stop.exit_code
-        else:
-            output.note(f"serving {', '.join(entry.name for entry in entries)}")
-        answer_requests(
-            pool,
-            server,
-            bound,
-            is_verbose=output.verbose > 0,
-            ready=ready,
-            note=output.note,
-        )
+        how = {"ready": ready, "note": output.note, "is_verbose": output.verbose > 0}
+        answer_requests(pool, server, bound, **how)
     return 0

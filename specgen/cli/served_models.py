@@ -253,7 +253,6 @@ def _needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_para
 
 
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
-    """Return the most tokens of a text for an embedding model, and estimate its memory."""
     n_train = _trained_context(target)
     n_ctx = usual_n_ctx(context.n_ctx, n_train)
     n_ctx = min(n_ctx, n_train) if n_train else n_ctx

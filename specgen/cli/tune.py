@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from specgen.session.session import Session
 
 
-@flags.takes_options(
-    models=flags.models, wanted=COMPARISON.without("drafting_policy", "drafting_ngrams")
-)
-def tune(*, models: ModelChoice, wanted: Comparison) -> int:
+@flags.takes_options
+def tune(
+    *,
+    models: ModelChoice = flags.models,
+    wanted: Comparison = COMPARISON.without("drafting_policy", "drafting_ngrams"),
+) -> int:
     """Measure what drafting is worth for your models on this machine.
 
     It measures the best number of threads, what decodes cost, and the speed-up of the draft, of n-grams, and,

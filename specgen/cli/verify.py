@@ -7,9 +7,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from typer import Option
-
 from specgen.cli import flags
+from specgen.cli.flags import option
 from specgen.cli.flags.trials import TRIALS, Trials, check_drafts
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output, console_on
@@ -24,40 +23,29 @@ if TYPE_CHECKING:
 _TEMPERATURE = 0.8
 
 
-@flags.takes_options(
-    flags.panel(
-        "Checks",
-        check=Option("--check", help="What to check."),
-        n_draws=Option(
-            "--draws",
-            min=100,
-            max=1_000_000,
-            help="Sampled: how many times to draw the next token, for each way to draft.",
-        ),
-    ),
-    trials=TRIALS.but(n_prompts=16),
-    models=flags.models,
-    chat=flags.CHAT,
-    answer=flags.constraint,
-    sampling=flags.sampling,
-    drafting=flags.drafting,
-    machine=flags.machine,
-    json=Option("--json", help="Print the whole report as one JSON object."),
-    output=flags.loudness,
-)
+@flags.takes_options
 def verify(
     *,
-    models: ModelChoice,
-    check: Literal["both", "greedy", "sampled"] = "both",
-    trials: Trials,
-    n_draws: int = 400,
-    chat: bool | None = None,
-    answer: GenerationOptions,
-    sampling: SamplerOptions,
-    drafting: DraftOptions,
-    machine: Contexts,
-    json: bool = False,
-    output: Output,
+    check: Literal["both", "greedy", "sampled"] = option(
+        "both", "--check", "What to check.", panel="Checks"
+    ),
+    n_draws: int = option(
+        400,
+        "--draws",
+        "Sampled: how many times to draw the next token, for each way to draft.",
+        min=100,
+        max=1_000_000,
+        panel="Checks",
+    ),
+    trials: Trials = TRIALS.but(n_prompts=16),
+    models: ModelChoice = flags.models,
+    chat: bool | None = flags.CHAT,
+    answer: GenerationOptions = flags.constraint,
+    sampling: SamplerOptions = flags.sampling,
+    drafting: DraftOptions = flags.drafting,
+    machine: Contexts = flags.machine,
+    json: bool = option(False, "--json", "Print the whole report as one JSON object."),
+    output: Output = flags.loudness,
 ) -> int:
     """Check that drafting does not change what your model says.
 

@@ -7,9 +7,8 @@ import os
 import sys
 import threading
 
-from typer import Option
-
 from specgen.cli import flags
+from specgen.cli.flags import option
 from specgen.cli.model_loading import use_kernels
 from specgen.cli.output import Interrupt, Output
 from specgen.errors import BackendError, UsageError, WorkerLostError
@@ -24,39 +23,32 @@ _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
 _START_S, _POLL_S = 10.0, 0.1
 
 
-@flags.takes_options(
-    host=Option("--host", metavar="ADDRESS", help="The address to listen on."),
-    port=Option("--port", min=1, max=65535, help="The port."),
-    memory=Option(
-        "--memory",
-        min=1,
-        metavar="MIB",
-        help="The most memory to offer on each device; it decides the worker's share of a model.",
-        show_default="all that is free",
-    ),
-    threads=Option(
-        "--threads", "-t", min=1, max=512, help="Threads.", show_default="physical cores"
-    ),
-    cache=Option(
-        "--cache", help="Keep large tensors on this disk, so that a model is sent only once."
-    ),
-    insecure_network=Option(
-        "--insecure-network",
-        help="Allow an address that other machines can reach; anyone who reaches it controls this process.",
-    ),
-    kernels=flags.kernels.without("packed_cache"),
-    output=flags.loudness,
-)
+@flags.takes_options
 def worker(
     *,
-    host: str = "127.0.0.1",
-    port: int = 50052,
-    memory: int | None = None,
-    threads: int | None = None,
-    cache: bool = False,
-    insecure_network: bool = False,
-    kernels: KernelOptions,
-    output: Output,
+    host: str = option("127.0.0.1", "--host", "The address to listen on.", metavar="ADDRESS"),
+    port: int = option(50052, "--port", "The port.", min=1, max=65535),
+    memory: int | None = option(
+        None,
+        "--memory",
+        "The most memory to offer on each device; it decides the worker's share of a model.",
+        min=1,
+        metavar="MIB",
+        show_default="all that is free",
+    ),
+    threads: int | None = option(
+        None, "--threads -t", "Threads.", min=1, max=512, show_default="physical cores"
+    ),
+    cache: bool = option(
+        False, "--cache", "Keep large tensors on this disk, so that a model is sent only once."
+    ),
+    insecure_network: bool = option(
+        False,
+        "--insecure-network",
+        "Allow an address that other machines can reach; anyone who reaches it controls this process.",
+    ),
+    kernels: KernelOptions = flags.kernels.without("packed_cache"),
+    output: Output = flags.loudness,
 ) -> int:
     """Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.
 
@@ -66,8 +58,7 @@ def worker(
     _check_address(host, port, insecure=insecure_network)
     from specgen.llama import default_threads
     from specgen.llama.kernels.attached import attached, computing
-    from specgen.llama.rpc import load_rpc
-    from specgen.llama.rpc_server import offered_devices, serve_devices
+    from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
     from specgen.models.files import cache_folder
 
     use_kernels(kernels, output)

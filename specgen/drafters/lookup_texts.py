@@ -247,7 +247,6 @@ def _files(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
 
 
 def _texts(path: Path, *, is_named: bool) -> list[str]:
-    """Return the texts of a file. Raise `UsageError` if it has none and is named."""
     texts: list[str] = []
     try:
         text = path.read_bytes().decode("utf-8-sig")

@@ -12,7 +12,7 @@ import numpy as np
 from specgen.drafters.expansion import WIDEST
 from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import refuse_draft
-from specgen.drafters.model_drafter import Guesses, HeadlessDrafter, ModelDrafter
+from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
@@ -146,19 +146,14 @@ class DraftModel(LoadedDraft):
     def drafter(self, request: DraftRequest) -> Drafter:
         backend, n, translation = request.caches[0], self._n_shared_tokens, self._translation
         if translation is None:
-            head, prompt = request.head, request.prompt
-            request = replace(request, prompt=(*prompt[: head.start], *prompt[head.stop :]))
-            drafter = (
-                ModelDrafter(backend, request, n_shared_tokens=n, guesses=self._guesses(request))
-                if self.mask is None
-                else ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
-            )
-            return HeadlessDrafter(drafter, head) if head else drafter
+            if self.mask is not None:
+                return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
+            return ModelDrafter(backend, request, n_shared_tokens=n, guesses=self._guesses(request))
         text = translation.text(request.prompt, request.draft_prompt)
         # The target's biases and penalties refer to the target's token ids.
         never = self.model.vocabulary.end_tokens() if request.is_endless else ()
         shaper = PrefixShaper(translation.draft_lexicon, never)
-        own = replace(request, text=TextState(()), shaper=shaper, prompt=tuple(text.tokens))
+        own = replace(request, text=TextState(()), shaper=shaper, prompt=text.tokens, head=range(0))
         inner = ModelDrafter(backend, own, n_shared_tokens=n, guesses=self._guesses(own))
         holds_back = backend.rollback == "cells"
         return TranslatedDrafter(inner, translation, text, shaper, holds_back=holds_back)
@@ -167,7 +162,7 @@ class DraftModel(LoadedDraft):
         """Return what drafts for this model. Its random generator is its own: this model's samples stay the same."""
         caches, key = request.caches[1:], Path("ngram")
         if self._guesses_ngrams:
-            cascade = Cascade(SuffixDrafter(*DraftOptions().ngrams_of))
+            caches, cascade = (), Cascade(SuffixDrafter(*DraftOptions().ngrams_of))
         elif self.helper is not None and caches:
             key = self.helper.model.path
             own = replace(
@@ -175,7 +170,6 @@ class DraftModel(LoadedDraft):
                 shaper=Shaper(Sampler(SamplerOptions()), request.text),  # the likeliest token
                 rng=np.random.default_rng(0),
                 caches=caches,
-                head=range(0),
                 costs=request.costs_of(key),
                 draws=False,
                 draft_prompt=None,
@@ -185,7 +179,7 @@ class DraftModel(LoadedDraft):
             return None
         acceptance = request.guesses_of(self.model.path, key)
         options = DraftOptions(max_tokens=LONGEST_GUESS)
-        return Guesses(cascade, CostAwarePolicy(options, request.costs, acceptance))
+        return Guesses(cascade, CostAwarePolicy(options, request.costs, acceptance), caches)
 
     def notices(self) -> Iterator[str]:
         if self._lacks_mask:

@@ -34,9 +34,9 @@ class Guesses:
     the same batch while the drawn token is the guessed one, as `MatchVerifier` does: so it drafts what it would without
     guesses. A policy decides how much to guess, by the costs of the draft model's decodes."""
 
-    def __init__(self, drafters: Cascade, policy: Policy) -> None:
-        self._drafters = drafters
-        self._policy = policy
+    def __init__(self, drafters: Cascade, policy: Policy, caches: Sequence[Backend] = ()) -> None:
+        self._drafters, self._policy = drafters, policy
+        self._caches = caches  # in which the drafter decodes
         #: The last guess, behind `_n_before` drafted tokens, and what it was cut from. Whether its result is to come.
         self._guess = NO_DRAFT
         self._n_before = 0
@@ -51,9 +51,9 @@ class Guesses:
         self._n_text = 0
         #: The guessed tokens of the present draft, and how many of them were right.
         self._n_guessed = self._n_right = 0
+        self._why = ""  # the first reason of the present draft
 
     def token_s(self, plain_s: float) -> float:
-        """Return the seconds for a drafted token; `plain_s` are those without guesses."""
         return plain_s if self._token_s is None else min(plain_s, self._token_s)
 
     def after(
@@ -65,14 +65,17 @@ class Guesses:
         if n_same < len(self._shown):  # some of what the drafter was shown did not become text
             drafters.rewind(self._n_text + n_same)
         self._shown, self._n_text = tuple(drafted), len(context)
-        self._n_before, self._is_open, self._draft_s = len(drafted), True, 0.0
+        self._n_before, self._is_open = len(drafted), True
         n_max = min(self._policy.n_max, n_room)
         found = drafters.look_up(text, n_max, n_drafted)
         price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(Offer(n_room + 1, n_max, found, drafters.model_name, price))
-        whole = yield from self._timed(drafters.propose(text, plan, n_drafted))
+        before_s = self._decoded_s()
+        whole = yield from drafters.propose(text, plan, n_drafted)
+        self._draft_s = self._decoded_s() - before_s
         guess = plan.stop.cut(whole)
         self._plan, self._proposed = plan, (found, whole)
+        self._why = self._why or plan.why
         self._guess = guess if guess.is_chain else NO_DRAFT
         self._n_guessed += len(self._guess)
         return self._guess.tokens
@@ -107,28 +110,18 @@ class Guesses:
 
     def in_words(self) -> str:
         """Return what was guessed of the draft that is done, and begin the next one."""
-        n_guessed, n_right = self._n_guessed, self._n_right
-        self._n_guessed = self._n_right = 0
+        n_guessed, n_right, why = self._n_guessed, self._n_right, self._why
+        self._n_guessed, self._n_right, self._why = 0, 0, ""
         if n_guessed:
             return f"the second draft guessed {n_guessed} of the draft's tokens, {n_right} of them right"
-        return f"the second draft guessed nothing: {self._plan.why}"
+        return f"the second draft guessed nothing: {why or 'the draft is a single token'}"
 
     def rewind(self, n_tokens: int) -> None:
         self._drafters.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
         self._shown, self._is_open = (), False
 
-    def _timed(self, drafting: Drafting) -> Drafting:
-        """Carry out a drafting, and count the seconds of its decodes."""
-        logits: Logits | None = None
-        while True:
-            try:
-                ask = next(drafting) if logits is None else drafting.send(logits)
-            except StopIteration as ended:
-                draft: Draft = ended.value
-                return draft
-            before_s = ask.backend.decode_s
-            logits = yield ask
-            self._draft_s += ask.backend.decode_s - before_s
+    def _decoded_s(self) -> float:
+        return sum(cache.decode_s for cache in self._caches)
 
 
 class ModelDrafter(Drafter):
@@ -139,6 +132,9 @@ class ModelDrafter(Drafter):
 
     To look beyond the nodes of a tree, the model decodes them in one batch, each on its own branch of the cache. Leaves
     cost no decode, since one look finds all children of a node. After the round the branch that became text stays.
+
+    It does not read what a chat template puts before every prompt, the request's `head`: it drafts nearly the same, and
+    its prefill is shorter (1 to 4 % of an answer to a short prompt).
 
     Tokens from `n_shared_tokens` on exist in only one of the two vocabularies (padding) and are never drafted. With
     `guesses`, a cheaper drafter speeds up the model itself, which then drafts chains."""
@@ -160,14 +156,22 @@ class ModelDrafter(Drafter):
         self._sequence = self._slot.first
         self._n_ctx = request.slot.n_ctx(backend)
         self._branches = NodeBranches(backend, self._slot)
-        request.reused(backend)
         self._n_agreed = 0  # the number of tokens on which cache and text agree for certain
-        self.n_skipped = 0  # that of tokens, behind the text's first few, that the cache leaves out
+        self._skipped = request.head  # the positions of the text that the cache leaves out
+        replace(request, prompt=self._read(request.prompt)).reused(backend)
         #: The last tree, whose branches the cache holds, and the text's length before it.
         self._tree: Expansion | None = None
         self._n_text = 0
         #: The rows after the last tokens in the cache, which the next decode replaces, and how many were decoded then.
         self._rows, self._n_decoded = np.empty((0, 0), np.float32), 0
+
+    @property
+    def n_skipped(self) -> int:
+        return len(self._skipped)
+
+    def _read(self, text: Sequence[int]) -> Sequence[int]:
+        skipped = self._skipped
+        return [*text[: skipped.start], *text[skipped.stop :]] if skipped else text
 
     def price(self, n_context: int) -> Price:
         price = price_after(self._costs, self.n_behind(n_context), N_USUAL)
@@ -219,7 +223,7 @@ class ModelDrafter(Drafter):
         self._drop_tree()
         if n_tokens >= self._n_agreed:
             return
-        if self.n_skipped and n_tokens < _N_SINK + self.n_skipped:
+        if n_tokens < self._skipped.stop:
             self._empty()
             return
         self._backend.remove(self._sequence, n_tokens - self.n_skipped)
@@ -244,7 +248,7 @@ class ModelDrafter(Drafter):
 
     def _empty(self) -> None:
         self._backend.remove(self._sequence)
-        self._n_agreed = self.n_skipped = 0
+        self._n_agreed, self._skipped = 0, range(0)
 
     def n_behind(self, n_context: int) -> int:
         """Return how many tokens are decoded before the next draft: those that the cache lacks, or the window."""
@@ -269,7 +273,7 @@ class ModelDrafter(Drafter):
             if n_window <= _N_SINK:  # too small for a beginning and an end
                 return 0
             self._empty()
-            self.n_skipped = max(0, n_context - n_window)
+            self._skipped = range(_N_SINK, _N_SINK + max(0, n_context - n_window))
             n_room = n_ctx - (n_context - self.n_skipped) + 1
         return min(n_max, n_room)
 
@@ -289,8 +293,7 @@ class ModelDrafter(Drafter):
     def _missing(self, context: Sequence[int]) -> Sequence[int]:
         """Drop from the cache what is not a prefix of `context`; return the tokens that it then lacks, at least one."""
         backend, start = self._backend, max(0, self._n_agreed - self.n_skipped)
-        if self.n_skipped:
-            context = [*context[:_N_SINK], *context[_N_SINK + self.n_skipped :]]
+        context = self._read(context)
         n_same = n_common(backend.text(self._sequence)[start:], context[start:])
         n_kept = min(start + n_same, len(context) - 1)
         if backend.length(self._sequence) > n_kept:
@@ -338,33 +341,3 @@ class ModelDrafter(Drafter):
             logits = yield Ask(backend, batch, self._costs)
         assert logits is not None, "at least one token is decoded"
         return logits
-
-
-class HeadlessDrafter(Drafter):
-    """Lets a draft model draft without the tokens at the positions `head`, which a chat template puts before every
-    prompt: it drafts nearly the same, and its prefill is shorter (1 to 4 % of an answer to a short prompt)."""
-
-    name = "model"
-
-    def __init__(self, inner: Drafter, head: range) -> None:
-        self._inner = inner
-        self._head = head
-        #: The text so far, without the head.
-        self._text: list[int] = []
-
-    def price(self, n_context: int) -> Price:
-        return self._inner.price(n_context - len(self._head))
-
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        text, head = self._text, self._head
-        text.extend(context[len(text) : head.start])
-        text.extend(context[len(text) + len(head) :])
-        return self._inner.propose(text, plan, n_drafted)
-
-    def observe(self, result: RoundResult) -> None:
-        self._inner.observe(result)
-
-    def rewind(self, n_tokens: int) -> None:
-        n_left_out = len(range(self._head.start, min(self._head.stop, n_tokens)))
-        del self._text[n_tokens - n_left_out :]
-        self._inner.rewind(n_tokens - n_left_out)

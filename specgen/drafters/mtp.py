@@ -73,12 +73,7 @@ class MtpDraft(StatesDraft):
         self._model: LlamaModel = target
         if path is not None:
             self._model = MtpModel(path, target, n_gpu_layers=setup.context.n_gpu_layers)
-            n_shared, n_tokens = self._n_shared(self._model), target.vocabulary.n_tokens
-            if n_shared < n_tokens:
-                self.close()
-                raise PairError(
-                    f"{path.name} cannot draft for {target.name}: it has {n_shared} of its {n_tokens} tokens"
-                )
+            self._take(self._model)
         n_layers, own = self._model.n_mtp_layers, None
         if n_layers > 1:
             own = f"each of the {n_layers} MTP layers of {self._model.name} drafts one token"

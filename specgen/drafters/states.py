@@ -217,6 +217,8 @@ class StatesDraft(LoadedDraft):
         self.timed = key
         self._target = setup.target
         self._grows_trees = setup.drafting.grows_trees
+        #: The number of tokens that both models have, from 0 on; None: all.
+        self._n_shared_tokens: int | None = None
 
     def n_sequences(self, n_rows: int) -> int:
         return self._n_branches(n_rows) + (self._target.n_window > 0)
@@ -227,13 +229,14 @@ class StatesDraft(LoadedDraft):
     def _sizes(self, room: Room) -> dict[str, Any]:
         n_ctx, n_branches = room.n_ctx + CELLS_BEHIND, self._n_branches(room.n_rows)
         sizes = {"n_ctx": n_ctx, "n_branches": n_branches, "n_slots": room.n_slots}
-        return {**sizes, "clock": room.clock}
+        return {**sizes, "clock": room.clock, "n_shared_tokens": self._n_shared_tokens}
 
-    def _n_shared(self, model: LlamaModel) -> int:
-        """Take a loaded model as the draft's; return how many tokens both share. Raise `PairError`."""
+    def _take(self, model: LlamaModel) -> None:
+        """Take a loaded model as the draft's. Raise `PairError`."""
         self.models, target = (model,), self._target
+        own, theirs = target.vocabulary, model.vocabulary
         try:
-            return check_pair(target.vocabulary, model.vocabulary, target.name, model.name)
+            self._n_shared_tokens = check_pair(own, theirs, target.name, model.name)
         except PairError:
             self.close()
             raise
@@ -252,7 +255,7 @@ class TrainedDraft(StatesDraft):
         own = None if self.draws_trees else f"{path.name} drafts chains"
         self.origin, self.why_chains = self.model_type.file_architecture, setup.why_chains or own
         self._model = self.model_type(path, setup.target, n_gpu_layers=setup.context.n_gpu_layers)
-        self._n_shared_tokens = self._n_shared(self._model)
+        self._take(self._model)
 
     @classmethod
     def kind(cls) -> DraftKind:
@@ -266,8 +269,7 @@ class TrainedDraft(StatesDraft):
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
         if room.target is None:  # it decodes elsewhere
             return ()
-        sizes = self._sizes(room) | {"n_shared_tokens": self._n_shared_tokens}
-        options = room.options_of(self._model.path)
+        options, sizes = room.options_of(self._model.path), self._sizes(room)
         return (self.context_type(self._model, room.target, options, **sizes),)
 
     def drafter(self, request: DraftRequest) -> Drafter:

@@ -200,7 +200,8 @@ class DraftText:
 
     def follow(self, context: Sequence[int], drafted: Draft = NO_DRAFT) -> None:
         """Add the new tokens of `context`. `drafted` is the last draft, after `tokens`, in the draft's own tokens."""
-        self.n_unchanged = len(self.tokens)
+        first = max(0, len(self.tokens) - _MAX_REPLACED)
+        last = self.tokens[first:]
         for token in context[self.n_followed :]:
             data = self._target.token_bytes(token)
             self._bytes += data
@@ -213,6 +214,7 @@ class DraftText:
                 self._border = (len(self._bytes), len(self.tokens))
         self.n_followed = max(self.n_followed, len(context))
         self._tell(drafted)
+        self.n_unchanged = first + n_common(last, self.tokens[first:])
 
     def ending(self, n_tokens: int) -> bytes:
         """Return the bytes of the last `n_tokens` tokens, if `hold_back` could take them back; else none."""
@@ -249,8 +251,7 @@ class DraftText:
 
     def _spell(self) -> None:
         """Spell the bytes that are in no token, together with the text before them."""
-        n_tokens, n_unchanged, replaced = len(self.tokens), self.n_unchanged, list[int]()
-        border, first_token = self._border
+        n_tokens, (border, first_token) = len(self.tokens), self._border
         first = bisect_right(self.ends, self._n_told - _BEFORE, lo=first_token)
         if first < n_tokens:
             start = self._begin(first)
@@ -263,21 +264,16 @@ class DraftText:
             place = max(0, (self.ends[n_kept - 1] if n_kept > first_token else border) - start)
             if place in common:
                 offset = start
-                replaced = self.tokens[n_kept:n_unchanged]
                 del self.tokens[n_kept:], self.ends[n_kept:]
-                self.n_unchanged = min(n_unchanged, n_kept)
                 break
         else:
             before = bytes(self._bytes[start : self._n_told])
             offset, place = self._n_told, 0
             joint = self._lexicon.spell_after(before, bytes(self._bytes[self._n_told :]))
-        n_kept = len(self.tokens)
         for token, end in joint:
             if end > place:
                 self.tokens.append(token)
                 self.ends.append(offset + end)
-        # The same tokens may stand for other bytes, if some bytes have no token.
-        self.n_unchanged += n_common(replaced, self.tokens[n_kept:])
 
 
 class Translation:

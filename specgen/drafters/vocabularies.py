@@ -12,8 +12,6 @@ from specgen.errors import PairError
 if TYPE_CHECKING:
     from specgen.llama import LlamaVocabulary
 
-#: The most differing tokens that a message shows.
-_N_SHOWN = 4
 #: llama.cpp's attribute bit of tokens that no text contains.
 _ATTRIBUTE_UNUSED = 1 << 1
 
@@ -33,13 +31,11 @@ def check_pair(
     if target.kind != draft.kind:
         why = "their tokenizers are of different kinds"
     elif differing:
-        shown = [f"{_name(target, i)} and {_name(draft, i)}" for i in differing[:_N_SHOWN]]
-        listed = _listed(shown, len(differing))
-        listed = listed if 2 * len(differing) <= n_shared else "each has a vocabulary of its own"
-        why = f"{len(differing)} of {n_shared} tokens differ: {listed}"
+        shown = f"{_name(target, differing[0])} and {_name(draft, differing[0])}"
+        shown = shown if 2 * len(differing) <= n_shared else "each has a vocabulary of its own"
+        why = f"{len(differing)} of {n_shared} tokens differ: {shown}"
     elif extra:
-        shown = [_name(larger, i) for i in extra[:_N_SHOWN]]
-        why = f"{len(extra)} tokens exist in {owner} only: {_listed(shown, len(extra))}"
+        why = f"{len(extra)} tokens exist in {owner} only: {_name(larger, extra[0])}"
     elif roles:
         names = f"{_name(target, own[roles[0]])} and {_name(draft, theirs[roles[0]])}"
         why = f"their {roles[0]} tokens differ: {names}"
@@ -63,7 +59,3 @@ def _is_padding(table: LlamaVocabulary, token_id: int) -> bool:
 
 def _name(table: LlamaVocabulary, token_id: int) -> str:
     return f"{token_id} {table.token_text(token_id)!r}" if token_id >= 0 else "none"
-
-
-def _listed(shown: list[str], n_all: int) -> str:
-    return ", ".join(shown) + (", ..." if n_all > len(shown) else "")

@@ -214,26 +214,26 @@ class LlamaBackend:
             parts = [replace(batch.part(row, row + 1), wants_logits=[True]) for row in range(n)]
             return [self.decode_rows(part) for part in parts][-1][:n_wanted]
         n_wanted = self._rows.fill(batch)
-        started, rows, status = self._clock(), self.computed_rows, 0
-        if rows is None and self.is_unwanted is None:
-            status = self._decode_native(self.handle, self._rows.native)
-        else:
-            limit = contextlib.nullcontext() if rows is None else rows.limit(batch.tokens)
-            with limit, self._ended_if_unwanted():
-                status = self._decode_native(self.handle, self._rows.native)
-        self.decode_s += self._clock() - started
-        if status == _ENDED:
-            raise DecodeEndedError(f"{self.model.name}: a decode was ended")
-        if status != 0:
-            raise BackendError(
-                f"{self.model.name}: llama.cpp could not decode {len(batch)} tokens at "
-                f"position {batch.positions[0]} of {self.n_ctx} ({_DECODE_ERRORS.get(status)}, "
-                f"status {status}): {last_error()}"
-            )
+        rows = self.computed_rows
+        limit = contextlib.nullcontext() if rows is None else rows.limit(batch.tokens)
+        what = f"decode {n} tokens at position {batch.positions[0]} of {self.n_ctx}"
+        with limit, self._ended_if_unwanted():
+            self._run(self._decode_native, self._rows.native, what)
         self.n_decoded_rows += len(batch.tokens)
         if n_wanted == 0:
             return np.empty((0, self.n_vocab), np.float32)
         return self._values_at(llama_cpp.llama_get_logits(self.handle), n_wanted, self.n_vocab)
+
+    def _run(self, function: Callable[[Any, Any], int], native: Any, what: str) -> None:
+        """Let llama.cpp compute a native batch. Raise `BackendError` or `DecodeEndedError`."""
+        started = self._clock()
+        status = function(self.handle, native)
+        self.decode_s += self._clock() - started
+        if status == _ENDED:
+            raise DecodeEndedError(f"{self.model.name}: a decode was ended")
+        if status != 0:
+            why = f"({_DECODE_ERRORS.get(status)}, status {status}): {last_error()}"
+            raise BackendError(f"{self.model.name}: llama.cpp could not {what} {why}")
 
     @contextlib.contextmanager
     def _ended_if_unwanted(self) -> Iterator[None]:
@@ -258,8 +258,8 @@ class LlamaBackend:
             yield
         finally:
             llama_cpp.llama_set_abort_callback(self.handle, llama_cpp.ggml_abort_callback(), None)
-        if raised:
-            raise raised[0]
+            if raised:
+                raise raised[0]
 
     def set_threads(self, n_single: int, n_batch: int) -> None:
         """Decode batches of one row with `n_single` threads from now on, and larger ones with `n_batch`. Raise
@@ -282,7 +282,6 @@ class LlamaBackend:
         return self._cache.saved_bytes(sequence)
 
     def saved_text(self, sequence: int) -> NDArray[np.uint8]:
-        """Return the state of a sequence's text: uint8[n_bytes]. Raise `BackendError`."""
         return self._cache.saved(sequence)
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:

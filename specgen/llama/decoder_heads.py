@@ -154,7 +154,6 @@ def write_heads(path: Path, weights: HeadWeights) -> None:
 
 
 def is_heads_file(path: Path) -> bool:
-    """Return whether a file names the architecture of heads; False if it cannot be read."""
     return architecture_of(path) == ARCHITECTURE
 
 

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.draft_models import AssistantModel, DflashModel, EagleModel, TrainedModel
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
-from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
+from specgen.llama.library import llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
@@ -36,8 +37,6 @@ _WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
 class Rows(NamedTuple):
     """What the rows of a context read and give."""
 
-    #: The number of values of the target's hidden states that are kept for rows still to be read.
-    n_read: int
     #: The number of values that a row reads beside its token.
     n_inputs: int = 0
     #: The most rows that may want logits, for each text.
@@ -160,7 +159,7 @@ class MtpContext(StatesContext):
 
     def _rows_of(self, model: LlamaModel, _target: object, n_branches: int, n_slots: int) -> Rows:
         n, are_wanted = model.n_embd_out, model.architecture in _WANTED_ROWS_ONLY
-        return Rows(n, n, min(n_branches, _WIDEST), "wanted" if are_wanted else "all")
+        return Rows(n, min(n_branches, _WIDEST), "wanted" if are_wanted else "all")
 
     def close(self) -> None:
         for layer in self.layers[1:]:
@@ -176,28 +175,22 @@ class EagleContext(StatesContext):
         self, model: EagleModel, target: LlamaBackend | None, n_branches: int, n_slots: int
     ) -> Rows:
         n_outputs = max(-(-_MOST_OUTPUTS // n_slots), min(n_branches, _WIDEST))
-        return Rows(model.n_read, model.n_embd, n_outputs)
+        return Rows(model.n_embd, n_outputs)
 
     def _encode(self, batch: Batch) -> None:
         """Encode what the target's layers read, float32[n_read] for a row, as hidden states, float32[n_embd]."""
         rows = [
             row
             for row, state in enumerate(batch.hidden)
-            if state is not None and len(state) == self._kind.n_read
+            if state is not None and len(state) != self.model.n_embd
         ]
         for start in range(0, len(rows), _MOST_OUTPUTS):
             some = rows[start : start + _MOST_OUTPUTS]
             read = np.stack([np.asarray(batch.hidden[row], np.float32) for row in some])
             embd = read.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             native = llama_cpp.llama_batch(n_tokens=len(some), embd=embd)
-            started = self._clock()
-            status = self.model.call(llama_cpp.llama_encode, self.handle, native)
-            self.decode_s += self._clock() - started
-            if status != 0:
-                raise BackendError(
-                    f"{self.model.name}: llama.cpp could not encode {len(some)} hidden states "
-                    f"(status {status}): {last_error()}"
-                )
+            encode = partial(self.model.call, llama_cpp.llama_encode)
+            self._run(encode, native, f"encode {len(some)} hidden states")
             for row, state in zip(some, self._mtp_states(len(some)).copy(), strict=True):
                 batch.hidden[row] = state
 
@@ -236,7 +229,7 @@ class DflashContext(StatesContext):
         self._n_positions = _N_POSITIONS if rope == _MROPE else 1
 
     def _rows_of(self, model: DflashModel, *_: object) -> Rows:
-        return Rows(model.n_read, n_outputs=model.n_most + 1, states="none")
+        return Rows(n_outputs=model.n_most + 1, states="none")
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         hidden, start = batch.hidden or [None] * len(batch), 0
@@ -269,14 +262,7 @@ class DflashContext(StatesContext):
             seq_id=rows.seq_id,
             logits=rows.logits,
         )
-        started = self._clock()
-        status = self._decode_native(self.handle, native)
-        self.decode_s += self._clock() - started
-        if status != 0:
-            raise BackendError(
-                f"{self.model.name}: llama.cpp could not read {len(batch)} hidden states "
-                f"(status {status}): {last_error()}"
-            )
+        self._run(self._decode_native, native, f"read {len(batch)} hidden states")
         self.n_decoded_rows += len(batch)
         return np.empty((0, self.n_vocab), np.float32)
 
@@ -300,7 +286,7 @@ class AssistantContext(StatesContext):
         compute_frequent_tokens(self)
 
     def _rows_of(self, model: AssistantModel, *_: object) -> Rows:
-        return Rows(model.n_embd_out, model.n_embd_out, _N_ROWS)
+        return Rows(model.n_embd_out, _N_ROWS)
 
     def decode(self, batch: Batch) -> Logits:
         return self.decode_rows(batch)

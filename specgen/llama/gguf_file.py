@@ -83,7 +83,6 @@ class GgufMetadata:
         return ggml(name, result, ctypes.c_void_p, ctypes.c_int64)(self.handle, index)
 
     def value(self, key: str) -> float | None:
-        """Return a number of 32 bits; None if the key is missing or has another value."""
         reader = _READERS.get(self.get("gguf_get_kv_type", ctypes.c_int, key))
         return None if reader is None else float(self.get(*reader, key))
 
@@ -239,7 +238,6 @@ def _read_layers(path: Path, _version: tuple[int, int, int]) -> _Layers:
 
 
 def why_no_mtp(path: Path) -> str:
-    """Return why the MTP layers of a file cannot draft; empty if they can."""
     try:
         architecture, _, n_mtp, _, names = _layers_of(path)
     except (OSError, BackendError):

@@ -16,7 +16,7 @@ from specgen.llama.gguf_file import (
     why_no_mtp,
 )
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
-from specgen.llama.library import has_gpu, llama_cpp
+from specgen.llama.library import ggml, has_gpu, llama_cpp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.options import CacheType, Workers
@@ -54,15 +54,7 @@ _ROW_EXCEPTIONS = {
     "(SET of result_output)",
 }
 #: Types without a packed form that llama.cpp multiplies otherwise from 8 rows on, by GGML's number.
-_TILED_TYPES = {
-    16: "iq2_xxs",
-    17: "iq2_xs",
-    18: "iq3_xxs",
-    19: "iq1_s",
-    21: "iq3_s",
-    22: "iq2_s",
-    29: "iq1_m",
-}
+_TILED_TYPES = frozenset({16, 17, 18, 19, 21, 22, 29})
 
 
 class LlamaModel:
@@ -171,7 +163,8 @@ class LlamaModel:
         with opened_parts(self.file) as (_, tensors):
             # Rows of the embeddings are only copied.
             types = {tensor.type for tensor in tensors if "token_embd" not in tensor.name}
-        tiled = " and ".join(sorted(_TILED_TYPES[kind] for kind in types & _TILED_TYPES.keys()))
+        name_of = ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+        tiled = " and ".join(sorted(name_of(kind).decode() for kind in types & _TILED_TYPES))
         how = f"adds up products of {tiled} weights in another order for 8 and more rows (MUL_MAT)"
         return f"llama.cpp {how}" if tiled else ""
 

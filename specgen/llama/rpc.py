@@ -1,4 +1,4 @@
-"""llama.cpp's RPC backend: use the devices of other machines for a model (`rpc_server.py` offers devices).
+"""llama.cpp's RPC backend: use the devices of other machines for a model, or offer this machine's to others.
 
 llama.cpp's RPC client has no time limit, and ends the process when a connection ends. So every call that may use a
 connection is made in a separate thread (`RemoteCalls`). If a worker is lost, the thread is abandoned with its native
@@ -12,7 +12,7 @@ import ctypes
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,17 @@ from typing import Any
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama.library import (
     abort_listeners,
+    device_of,
     forget_log,
     ggml,
     last_error,
     llama_cpp,
+    native_devices,
     procedure,
     watch_aborts,
 )
 from specgen.options import Workers
-from specgen.system.machine import LIBRARY, REINSTALL, stamp_of
+from specgen.system.machine import LIBRARY, REINSTALL, Device, stamp_of
 from specgen.system.processes import left_running
 from specgen.system.progress import human_bytes
 from specgen.system.worker_probe import check_protocol, lost_among, probe
@@ -240,3 +242,49 @@ def _on_abort(message: str) -> None:
     for calls in _open.copy():
         calls.give_up("the connection was refused" if is_refused else "the connection ended")
     threading.Event().wait()  # the `WorkerLostError` ends the process properly
+
+
+# --- this machine's devices for others --------------------------------------------------------------
+
+_GET_MEMORY = ctypes.CFUNCTYPE(None, _POINTER, *2 * (ctypes.POINTER(ctypes.c_size_t),))
+#: The callbacks of limits, kept for as long as GGML may call them.
+_limits: list[Any] = []
+
+
+class _DeviceStruct(ctypes.Structure):
+    """The beginning of GGML's `ggml_backend_device`: pointers to functions."""
+
+    _fields_ = (("name", _POINTER), ("description", _POINTER), ("memory", _POINTER))
+
+
+def offered_devices(memory_bytes: int | None) -> dict[int, Device]:
+    """Return the GPUs, or else the CPU, by native pointers; clients see `memory_bytes` of each at most."""
+    load_rpc()
+    found = {handle: device_of(handle) for handle in native_devices()}
+    gpus = [handle for handle, each in found.items() if each.kind not in ("cpu", "accelerator")]
+    chosen = gpus or [handle for handle, each in found.items() if each.kind == "cpu"]
+    for handle in chosen if memory_bytes is not None else ():
+        _limit_memory(handle, memory_bytes or 0)
+    return {handle: device_of(handle) for handle in chosen}
+
+
+def serve_devices(
+    endpoint: str, devices: Collection[int], n_threads: int, cache: Path | None
+) -> None:
+    """Compute for clients, one after the other; return only if llama.cpp gives up. `cache` keeps tensors."""
+    types = (*2 * (ctypes.c_char_p,), *2 * (ctypes.c_size_t,), _POINTER)
+    start = rpc_procedure(b"ggml_backend_rpc_start_server", None, *types)
+    folder = None if cache is None else os.fsencode(cache)
+    start(endpoint.encode(), folder, n_threads, len(devices), (_POINTER * len(devices))(*devices))
+
+
+def _limit_memory(device: int, limit: int) -> None:
+    struct = _DeviceStruct.from_address(device)
+    own = ctypes.cast(struct.memory, _GET_MEMORY)
+
+    def tell(asked: int, free: Any, total: Any) -> None:
+        own(asked, free, total)
+        free[0], total[0] = min(limit, free[0]), min(limit, total[0])
+
+    _limits.append(_GET_MEMORY(tell))
+    struct.memory = ctypes.cast(_limits[-1], _POINTER).value

@@ -77,14 +77,13 @@ class LlamaVocabulary:
         return int(llama_cpp.llama_vocab_type(self.handle))
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the special tokens by role; -1 for a token that the model does not have."""
         return self._by_role("bos", "eos", "eot")
 
     def infill_tokens(self) -> dict[str, int]:
-        """Return the fill-in-the-middle tokens by llama.cpp's names; -1 for one that the model does not have."""
         return self._by_role("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 
     def _by_role(self, *roles: str) -> dict[str, int]:
+        """Return tokens by llama.cpp's names of their roles; -1 for one that the model does not have."""
         return {role: getattr(llama_cpp, f"llama_vocab_{role}")(self.handle) for role in roles}
 
     def check(self, tokens: Sequence[int]) -> None:

@@ -71,19 +71,17 @@ def entries_of(
     drafts: Sequence[Stages],
     policies: Sequence[PolicyName],
     trees: Sequence[TreeShape],
-    temperatures: Sequence[float] = (0.0,),
-    known: Memory | None = None,
+    temperatures: Sequence[float],
+    known: Memory,
 ) -> list[Entry]:
     """Return for each temperature plain decoding and every draft with every policy and tree. `base` has the options
     that all share; `known` has the numbers of threads that `specgen run` would use."""
-    from specgen.session.memory import with_threads
+    from specgen.session.memory import ModelCosts
 
-    def in_context(options: SessionOptions, model: DraftSource, which: str) -> SessionOptions:
-        context = getattr(options, which)
-        if known is not None and isinstance(model, Path):
-            context = with_threads(context, known.threads(model, context))
-        changed: dict[str, Any] = {which: context}
-        return replace(options, **changed)
+    def with_threads(options: SessionOptions) -> SessionOptions:
+        costs, draft, context = ModelCosts(options, known), options.draft, options.draft_context
+        context = costs.context_options(draft) if isinstance(draft, Path) else context
+        return replace(options, target_context=costs.context_options(), draft_context=context)
 
     # A fixed shape of drafts needs no policy.
     ways = [
@@ -91,12 +89,10 @@ def entries_of(
         for tree in trees
         for policy in (policies[:1] if tree.is_fixed else policies)
     ]
-    options = in_context(base, base.target, "target_context")
-    plain = replace(options, drafting=replace(base.drafting, policy="fixed"))
-    entries = [Entry(PLAIN, replace(plain, draft="none", helpers=()))]
+    plain = replace(base, drafting=replace(base.drafting, policy="fixed"), draft="none", helpers=())
+    entries = [Entry(PLAIN, with_threads(plain))]
     for name, (draft, *helpers) in _by_name(drafts).items():
-        drafted = replace(options, draft=draft, helpers=tuple(helpers))
-        drafted = in_context(drafted, draft, "draft_context")
+        drafted = with_threads(replace(base, draft=draft, helpers=tuple(helpers)))
         for way in ways:
             parts = [name]
             if len(policies) > 1 and not way.tree.is_fixed:

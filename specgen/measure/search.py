@@ -18,8 +18,8 @@ from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_dr
 from specgen.models import hub_names
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.models.registry import load_registry
-from specgen.session.calibration import Costs, begin, break_even, short_context, time_batch
-from specgen.session.choose_models import name_of
+from specgen.session.calibration import Costs, begin_text, break_even, short_context, time_batch
+from specgen.session.choose_models import name_of, saved_draft
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.files import as_json
@@ -183,13 +183,15 @@ def advice(search: Search) -> tuple[str, ...]:
 def find_candidates(
     named: Sequence[Path], target: Path, *, tries_known: bool = True
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try for `target`, the registry's on this disk among them if `tries_known`, without larger and
-    equal ones; and the `named` that are refused."""
-    models = load_registry().models.values() if tries_known else ()
-    known = filter(None, map(hub_names.locate, models))
+    """Return the files to try for `target`, with `tries_known` also the registry's on this disk and the saved draft,
+    without larger and equal ones; and the `named` that are refused."""
+    of_target, known = identity_of(target), list[Path]()
+    if tries_known:
+        known += filter(None, map(hub_names.locate, load_registry().models.values()))
+        saved = saved_draft(of_target)  # it is replaced by a faster one only
+        known += [saved.draft] if saved is not None and isinstance(saved.draft, Path) else []
     candidates: list[Path] = []
     refused: list[Refused] = []
-    of_target = identity_of(target)
     seen: set[FileIdentity] = set()
     # Named files come first, since the first of equal files is used.
     for path in (*named, *known):
@@ -263,7 +265,7 @@ def measure_threads(
     """Return the best of these numbers of threads, which the backend then uses; its context is empty before and after.
     All are timed in turns, since a machine's speed changes. If `interrupted`, the default stays."""
     backend.set_threads(default, default)
-    text, before_s = begin(backend), backend.decode_s
+    text, before_s = begin_text(backend), backend.decode_s
     #: By the rows of the batch: the seconds by the number of threads, of each round.
     rounds: dict[int, list[dict[int, float]]] = {1: [], BATCH_ROWS: []}
     tried = sorted({default, *counts}, reverse=True)
@@ -291,7 +293,6 @@ def measure_threads(
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
-    """Return the quickest number of threads; `default` unless another one is clearly faster."""
     best, least = default, 1.0 - _MARGIN
     for count in sorted({count for seconds in rounds for count in seconds} - {default}):
         ratios = [s[count] / s[default] for s in rounds if count in s and default in s]

@@ -23,7 +23,7 @@ from specgen.method.policy import RoundPlan, RoundResult
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
-    measure_if_new,
+    measure_costs,
     time_batch,
     timed_batch_sizes,
 )
@@ -119,7 +119,7 @@ def measure_target(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Baseline | None:
-    """Let the target answer the prompts greedily without a draft, and time its batches. None if interrupted. Raise
+    """Let the target, which has no draft, answer the prompts greedily, and time its batches. None if interrupted. Raise
     `MemoryLimitError`, or `PromptError` if no prompt fits, no answer is long enough, or nothing can be timed."""
     asked = dict(enumerate(prompts, 1))
     texts = [(number, prompt.text) for number, prompt in asked.items()]
@@ -132,7 +132,7 @@ def measure_target(
         for number, prompt in fitting.items():
             progress(len(answers), len(fitting))
             target.remove(0)
-            generation = DrafterFactory(session).sequence(prompt, n_ctx, (), 0, plain=True)
+            generation = DrafterFactory(session).new_answer(prompt, n_ctx, (), 0)
             list(AnswerLoop(target, session.clock, interrupted).run(generation))
             if interrupted():
                 return None
@@ -172,8 +172,8 @@ def try_draft(
             hint="`specgen bench` measures it",
         )
     replays: list[Replay] = []
+    measure_costs(session)
     with session.contexts(baseline.n_ctx) as (target, drafts):
-        measure_if_new(session, target, drafts)
         for answer in baseline.answers:
             progress(len(replays), len(baseline.answers))
             if interrupted():
@@ -181,7 +181,7 @@ def try_draft(
             prompt = session.prompts.of_text(answer.prompt, chat=baseline.chat, now=NOW)
             for draft in drafts:
                 draft.remove(0)
-            generation = DrafterFactory(session).sequence(prompt, baseline.n_ctx, drafts, 0)
+            generation = DrafterFactory(session).new_answer(prompt, baseline.n_ctx, drafts, 0)
             tokens, states = (*prompt.tokens, *answer.tokens), None
             if generation.trail is not None and generation.trail.all_rows:
                 read_states(target, tokens, generation.trail)
@@ -283,7 +283,6 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
 def fitting_prompts(
     session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
-    """Return the prompts that fit with `n_more` tokens, and the numbers of others. Raise `PromptError`."""
     prompts: dict[int, Prompt] = {}
     failures: dict[int, PromptError] = {}
     for number, text in texts:

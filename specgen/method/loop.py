@@ -19,7 +19,7 @@ from specgen.system.arrays import Hidden, Logits
 if TYPE_CHECKING:
     from specgen.text.answer_state import AnswerState
 
-#: Decodes a round's batch for its sequences, and adds to its events. Returns the logits, the hidden states if a drafter
+#: Decodes a round's batch for its answers, and adds to its events. Returns the logits, the hidden states if a drafter
 #: needs them, and the seconds of other work in the same batch.
 Decode: TypeAlias = Callable[
     [Batch, Sequence["AnswerState"], list[Event]], tuple[Logits, Hidden | None, float]
@@ -28,8 +28,8 @@ _MAX_PENDING = 16  # the most committed tokens in a round's batch; more are deco
 
 
 class Loop:
-    """Rounds with one target, repeated by whoever holds the sequences (`session/answer_loop.py`). Once `interrupted`
-    returns True between decodes, sequences finish with what they have."""
+    """Rounds with one target, repeated by whoever holds the answers (`session/answer_loop.py`). Once `interrupted`
+    returns True between decodes, answers finish with what they have."""
 
     def __init__(
         self, target: Backend, clock: Clock, interrupted: Callable[[], bool] = lambda: False
@@ -41,8 +41,8 @@ class Loop:
     def now_s(self) -> float:
         return self.clock() - self._started_s
 
-    def round(self, sequences: Sequence[AnswerState], decode: Decode | None = None) -> list[Event]:
-        """Run one round for all sequences that are started and not finished: their drafts are packed into one batch of
+    def round(self, answers: Sequence[AnswerState], decode: Decode | None = None) -> list[Event]:
+        """Run one round for all answers that are started and not finished: their drafts are packed into one batch of
         the target, and verified one by one. Return the events.
 
         With the target's distributions p and a draft's q, for each text x (Leviathan et al., arXiv:2211.17192):
@@ -55,18 +55,18 @@ class Loop:
             commit    x becomes x y_1 ... y_k t; the cache forgets the other rows
             learn     how much was accepted, and what it took
 
-        `decode` decodes the batch, by default the target alone. If a sequence's grammar allows no token, or its logits
+        `decode` decodes the batch, by default the target alone. If a answer's grammar allows no token, or its logits
         are not numbers, it ends with a `failure`, and the others go on. Raise `BackendError` if the decode fails."""
-        active = [sequence for sequence in sequences if not sequence.is_finished]
+        active = [answer for answer in answers if not answer.is_finished]
         if not active:
             return []
         if self._interrupted():
-            return [event for sequence in active for event in sequence.interrupt(self.now_s)]
+            return [event for answer in active for event in answer.interrupt(self.now_s)]
         started, target, batch, events = self.clock(), self.target, Batch(), list[Event]()
         turns = [(each, self._plan(each, len(active))) for each in active]
         self._propose(turns)
-        for sequence, result in turns:
-            self._pack(batch, sequence, result, target.n_batch // len(turns))
+        for answer, result in turns:
+            self._pack(batch, answer, result, target.n_batch // len(turns))
 
         n_own, before_s, n_before_rows = len(batch.tokens), target.decode_s, target.n_decoded_rows
         logits, hidden, other_s = (decode or self.decode)(batch, active, events)
@@ -75,25 +75,25 @@ class Loop:
         n_rows = target.n_decoded_rows - n_before_rows - (len(batch.tokens) - n_own)
 
         first = 0
-        for sequence, result in turns:
+        for answer, result in turns:
             result.target_s, result.n_rows, result.n_sequences = target_s, n_rows, len(turns)
             end = first + 1 + len(result.draft)
-            events += self._finish(sequence, result, logits[first:end], hidden)
+            events += self._finish(answer, result, logits[first:end], hidden)
             first = end
         wall_s = self.clock() - started - other_s
-        for sequence in active:  # they share the batch's time equally
-            sequence.tally.wall_s += wall_s / len(active)
+        for answer in active:  # they share the batch's time equally
+            answer.tally.wall_s += wall_s / len(active)
         return events
 
-    def _plan(self, sequence: AnswerState, n_sequences: int) -> RoundResult:
-        """Plan the sequence's draft, and note what its free drafter finds."""
-        if sequence.cascade is None:
-            return RoundResult(RoundPlan(sequence.why_undrafted))
+    def _plan(self, answer: AnswerState, n_sequences: int) -> RoundResult:
+        """Plan the answer's draft, and note what its free drafter finds."""
+        if answer.cascade is None:
+            return RoundResult(RoundPlan(answer.why_undrafted))
         started = self.clock()
         try:
             # The root wants logits, too.
-            offer = sequence.offer(self.target.n_outputs // n_sequences - 1)
-            plan = sequence.policy.plan(offer)
+            offer = answer.offer(self.target.n_outputs // n_sequences - 1)
+            plan = answer.policy.plan(offer)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
             return RoundResult(RoundPlan("failed"), error=error)
         return RoundResult(plan, proposed=(offer.found,), draft_s=self.clock() - started)
@@ -102,12 +102,12 @@ class Loop:
         """Let the drafters draft side by side, and cut what they propose to what is verified."""
         drafting = [turn for turn in turns if len(turn[1].plan.found) + turn[1].plan.n_max]
         draftings = [
-            sequence.cascade.propose(sequence.tokens, result.plan)
-            for sequence, result in drafting
-            if sequence.cascade is not None
+            answer.cascade.propose(answer.tokens, result.plan)
+            for answer, result in drafting
+            if answer.cascade is not None
         ]
         proposals = propose_together(draftings, self.clock, self._interrupted)
-        for (sequence, result), proposal in zip(drafting, proposals, strict=True):
+        for (answer, result), proposal in zip(drafting, proposals, strict=True):
             started, plan, draft = self.clock(), result.plan, proposal.draft
             n_most = len(plan.found) + plan.n_max
             result.error = proposal.error or nonsense(draft, n_most, self.target.n_vocab)
@@ -115,7 +115,7 @@ class Loop:
                 result.plan = replace(plan, reason="failed")
             else:
                 # Sampled drafts obey the grammar already, and stay whole.
-                allowed, state = draft, sequence.state
+                allowed, state = draft, answer.state
                 if state.has_grammar and not draft.is_drawn:
                     allowed = state.within_grammar(draft)
                 result.draft, result.proposed = plan.stop.cut(allowed), (*result.proposed, draft)
@@ -125,86 +125,86 @@ class Loop:
                     result.plan = replace(plan, reason="grammar" if is_forbidden else why)
             seconds = proposal.seconds + self.clock() - started
             # Decoder heads, which read the last hidden state alone, ask for no decode: all of it counts as one.
-            asks = sequence.trail is None or sequence.trail.all_rows
+            asks = answer.trail is None or answer.trail.all_rows
             result.model_s = proposal.model_s if asks else seconds
             result.draft_s += seconds
 
-    def _pack(self, batch: Batch, sequence: AnswerState, result: RoundResult, n_room: int) -> None:
+    def _pack(self, batch: Batch, answer: AnswerState, result: RoundResult, n_room: int) -> None:
         """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows. Usually
         only the last token is missing; if a grammar forced more than fit, all but the last are decoded first."""
-        target, tokens, first = self.target, sequence.tokens, sequence.slot.first
+        target, tokens, first = self.target, answer.tokens, answer.slot.first
         n_held, last = target.length(first), len(tokens) - 1
         if last - n_held >= max(1, min(n_room - len(result.draft), _MAX_PENDING)):
             while n_held < last:
                 silent, end = Batch(), min(last, n_held + target.n_batch)
                 for position in range(n_held, end):
                     silent.add(tokens[position], position, (first,), False)
-                self.decode_text(sequence, silent)
+                self.decode_text(answer, silent)
                 n_held = end
         n_before = len(batch.tokens)
-        result.rows = pack(batch, target, sequence.slot, tokens[n_held:], result.draft)
-        if sequence.trail is not None and not sequence.trail.all_rows:
+        result.rows = pack(batch, target, answer.slot, tokens[n_held:], result.draft)
+        if answer.trail is not None and not answer.trail.all_rows:
             n_wanted = sum(batch.wants_logits[:n_before])
             result.rows = range(n_wanted, n_wanted + 1)
 
-    def decode_text(self, sequence: AnswerState, batch: Batch) -> Logits:
+    def decode_text(self, answer: AnswerState, batch: Batch) -> Logits:
         """Decode rows of a text, and keep their hidden states for drafters that read those of all rows."""
-        trail = sequence.trail
+        trail = answer.trail
         if trail is None or not trail.all_rows:
             return self.target.decode(batch)
         logits, hidden = self.target.decode_hidden(batch, all_rows=True)
-        trail.keep_states(hidden, sequence.tokens, batch.positions[-1] + 1)
+        trail.keep_states(hidden, answer.tokens, batch.positions[-1] + 1)
         return logits
 
     def decode(
         self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
-        # The same draft serves all sequences.
+        # The same draft serves all answers.
         trail = next((each.trail for each in active if each.trail is not None), None)
         if trail is None or not (trail.all_rows or len(batch.tokens) <= self.target.n_outputs):
             return self.target.decode(batch), None, 0.0
         return *self.target.decode_hidden(batch, all_rows=trail.all_rows), 0.0
 
     def _finish(
-        self, sequence: AnswerState, result: RoundResult, logits: Logits, hidden: Hidden | None
+        self, answer: AnswerState, result: RoundResult, logits: Logits, hidden: Hidden | None
     ) -> list[Event]:
         """Verify, commit and learn. The cache and a draft's trail keep what belongs to the text."""
-        draft, n_before = result.draft, len(sequence.tokens)
+        draft, n_before = result.draft, len(answer.tokens)
         try:
-            verdict = self.verify(sequence, draft, logits)
+            verdict = self.verify(answer, draft, logits)
         except BackendError as error:  # the grammar allows no token, or a logit is not a number
-            sequence.failure = error
+            answer.failure = error
             return []
-        events = sequence.commit_verdict(draft, verdict, logits, self.now_s, result)
-        result.path, result.committed = verdict.path, tuple(sequence.tokens[n_before:])
+        events = answer.commit_verdict(draft, verdict, logits, self.now_s, result)
+        result.path, result.committed = verdict.path, tuple(answer.tokens[n_before:])
         kept = verdict.path[: len(result.committed)]  # the text may end on the path
-        keep_path(self.target, sequence.slot, draft, kept)
-        if hidden is not None and sequence.trail is not None:
+        keep_path(self.target, answer.slot, draft, kept)
+        if hidden is not None and answer.trail is not None:
             rows = [*result.rows, *(result.rows[-1] + 1 + node for node in kept)]
-            sequence.trail.keep_states(hidden[rows], sequence.tokens, n_before + len(kept))
-        sequence.tally.add_round(result)
-        sequence.policy.observe(result)
+            answer.trail.keep_states(hidden[rows], answer.tokens, n_before + len(kept))
+        answer.tally.add_round(result)
+        answer.policy.observe(result)
         try:
             if result.error is not None:
                 raise result.error
-            if sequence.cascade is not None:
-                sequence.cascade.observe(result)
+            if answer.cascade is not None:
+                answer.cascade.observe(result)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
-            sequence.cascade, sequence.why_undrafted = None, "failed"
+            answer.cascade, answer.why_undrafted = None, "failed"
             what = error.message if isinstance(error, SpecgenError) else repr(error)
             message = f"drafting failed, going on without a draft: {what}"
             detail = "".join(traceback.format_exception(error))
-            events.append(NoticeEvent(sequence.index, self.now_s, message, detail))
+            events.append(NoticeEvent(answer.index, self.now_s, message, detail))
         return events
 
-    def verify(self, sequence: AnswerState, draft: Draft, logits: Logits) -> Verdict:
+    def verify(self, answer: AnswerState, draft: Draft, logits: Logits) -> Verdict:
         """Judge a draft by the logits at the root and each node, float32[1 + n, n_vocab]. Raise `BackendError`."""
         dead_ends: set[int] = set()
 
         def target(node: int) -> Distribution:
-            if node == ROOT or not sequence.vocabulary.is_end(draft.tokens[node]):
+            if node == ROOT or not answer.vocabulary.is_end(draft.tokens[node]):
                 try:
-                    return sequence.shaper.distribution(logits[node + 1], draft.text(node))
+                    return answer.shaper.distribution(logits[node + 1], draft.text(node))
                 except NoTokenAllowedError:
                     if node == ROOT:
                         raise
@@ -212,7 +212,7 @@ class Loop:
             # Nothing follows the end of a text: a token that is chosen here is never committed.
             return Distribution.certain(draft.tokens[node])
 
-        verdict = sequence.verifier.verify(draft, target, sequence.rng)
+        verdict = answer.verifier.verify(draft, target, answer.rng)
         if verdict.path and verdict.path[-1] in dead_ends:
             raise NoTokenAllowedError
         return verdict

@@ -92,7 +92,6 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
 
 
 def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
-    """Return the file of MTP layers in a model's folder, with the model's quantisation if there is one."""
     path = PurePosixPath(model)
     if path.name.startswith(FILE_PREFIXES):
         return None
@@ -144,7 +143,6 @@ def locate(model: CatalogueModel) -> Path | None:
 
 
 def find_in_cache(reference: HubReference) -> Path | None:
-    """Return the first file of a model, from the newest snapshot that has all its files."""
     for snapshot, names in snapshots(storage_of(reference.repo)):
         if (files := choose(names, reference)) is not None:
             return snapshot / files[0]

@@ -141,7 +141,6 @@ class Registry:
         return self._find(name, self.pairs, "pair")
 
     def pairs_for(self, target: CatalogueModel) -> tuple[Pair, ...]:
-        """Return the pairs of a target, the default pair first."""
         pairs = [pair for pair in self.pairs.values() if pair.target == target.name]
         return tuple(sorted(pairs, key=lambda pair: pair.name != self.default_pair))
 

@@ -85,7 +85,6 @@ class Region:
             self._write(f"\r{_ERASE_BELOW}")
 
     def close(self, settled: str) -> None:
-        """Write the last rows in the region's place and give the cursor back."""
         if self._open or settled:
             self._open = False
             self._write(f"\r{_ERASE_BELOW}{settled}{_SHOW_CURSOR}")

@@ -78,46 +78,42 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
 def summary_items(
     finished: FinishedEvent, draft: str | None = None, kernels: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    prompt = counted(finished.n_prompt_tokens, "prompt token")
-    length = f"{finished.mean_accepted_length or 0.0:.2f} tokens per pass of the target"
-    length = length if finished.mean_accepted_length is not None else ""
-    forced = f"{finished.n_forced} forced by the grammar" if finished.n_forced else ""
-    counts = counted(finished.n_tokens, "token"), counted(finished.n_rounds, "round")
-    yield "answer", _listed(*counts, length, forced)
-    first = ""
-    if (first_s := finished.time_to_first_token_s) is not None:
-        first = f"first token after {seconds_text(first_s)} ({prompt})"
-    if speed := _listed(_speed(finished), first):
-        yield "speed", speed
-    if finished.n_cached_tokens:
-        n_all = counted(finished.n_prompt_tokens, "token")
-        yield "prompt", f"{n_all}, {finished.n_cached_tokens} of them not read again"
-    if finished.n_drafted:
-        rate = finished.acceptance_rate
-        share = "" if rate is None else f"acceptance rate {rate:.0%}, "
-        yield (
-            "drafts",
-            f"{share}{finished.n_accepted} of {counted(finished.n_drafted, 'token')} accepted",
-        )
-        yield "a round", _histogram(finished.rounds_by_tokens)
-    elif finished.n_rounds and draft not in (None, "none"):
-        yield "drafts", "nothing was drafted"
+    """Yield by name what the first line does not say."""
+    length, first_s = finished.mean_accepted_length, finished.time_to_first_token_s
+    rate, n_cached = finished.acceptance_rate, finished.n_cached_tokens
+    n_drafted, n_placed = finished.n_drafted, sum(finished.drafted_by_depth)
     n_undrafted = sum(each.n_rounds for each in finished.undrafted)
-    if draft != "none" and n_undrafted > _LITTLE * finished.n_rounds:
-        yield "reasons", undrafted_text(finished.undrafted, finished.n_rounds)
-    if before := _startup_times(finished):
-        yield "before", before
-    if finished.wall_s > 0:
-        parts = {"prompt": finished.prompt_s, "draft": finished.draft_s}
-        parts |= {"target": finished.target_s - finished.prompt_s, "specgen": finished.loop_s}
-        shares = {name: part_s / finished.wall_s for name, part_s in parts.items() if part_s > 0}
-        texts = (f"{n} {s:.0%}" if s >= 0.01 else f"{n} under 1%" for n, s in shares.items())
-        yield "time", _listed(seconds_text(finished.wall_s), *texts)
-    if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
-        yield "kernels", str(kernels)
-    if gain := _gain(finished, draft):
-        yield "gain", gain
-    yield "end", _end(finished)
+    says_why = draft != "none" and n_undrafted > _LITTLE * finished.n_rounds
+    parts = {"prompt": finished.prompt_s, "draft": finished.draft_s}
+    parts |= {"target": finished.target_s - finished.prompt_s, "specgen": finished.loop_s}
+    shares = {n: part_s / finished.wall_s for n, part_s in parts.items() if part_s > 0}
+    items = {
+        "answer": _listed(
+            counted(finished.n_rounds, "round"),
+            f"{length:.2f} tokens per pass of the target" if length is not None else "",
+            f"{finished.n_forced} tokens forced by the grammar" if finished.n_forced else "",
+        ),
+        "prompt": _listed(
+            counted(finished.n_prompt_tokens, "token"),
+            f"{n_cached} of them not read again" if n_cached else "",
+            f"first token after {seconds_text(first_s)}" if first_s is not None else "",
+        ),
+        "drafts": _listed(
+            f"acceptance rate {rate:.0%}" if rate is not None else "",
+            f"{finished.n_accepted} of {counted(n_placed, 'token')} accepted",
+            f"{n_drafted} with all branches" if n_placed < n_drafted else "",
+        ),
+        "a round": _histogram(finished.rounds_by_tokens),
+        "reasons": undrafted_text(finished.undrafted, finished.n_rounds) if says_why else "",
+        "before": _startup_times(finished),
+        "time": _listed(*(f"{n} {s:.0%}" if s >= 0.01 else f"{n} <1%" for n, s in shares.items())),
+        # Those of our own: the others are what one expects.
+        "kernels": "" if kernels in (None, "llama.cpp") else str(kernels),
+        "gain": _gain(finished, draft) or "",
+        "end": _end(finished) if finished.finish_reason == "stop" else "",
+    }
+    left_out = () if n_drafted else ("drafts", "a round")
+    return ((name, text) for name, text in items.items() if text and name not in left_out)
 
 
 def _speed(finished: FinishedEvent) -> str:
@@ -156,23 +152,21 @@ def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
 
 
 def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
-    """Return the gain over plain decoding, how it is known, and advice if it is a loss."""
+    """Return how the gain over plain decoding is known, and advice if it is a loss."""
     between, others_share = _speedup_range(finished), finished.others_share
     if others_share is not None and is_busy(others_share) and (between or finished.n_drafted):
-        return f"not known, since the machine was busy: {busy_text(others_share)}"
+        return busy_text(others_share)
     if between is None:
         return finished.estimate
     after, plain = finished.estimated_speedup_range or between, finished.plain_tokens_per_s
-    details = _listed(
-        f"after the first token {times_text(*after)} times" if after != between else "",
-        f"{three_digits(plain)} tokens/s without" if plain is not None else "",
-        f"estimated {finished.estimate}" if finished.estimate else "",
-    )
-    said, about = gain_text(*between), f" ({details})" if details else ""
-    if not said.startswith("slower"):
-        return f"{said}{about}"
+    is_loss = gain_text(*between).startswith("slower")
     others = "" if draft == "ngram" else ", `--draft ngram`"
-    return f"{said}{about}; try `--draft none`{others} or a smaller `--draft-max`"
+    return _listed(
+        f"after the first token {times_text(*after)} times" if after != between else "",
+        f"{three_digits(plain)} tokens/s without drafts" if plain is not None else "",
+        f"estimated {finished.estimate}" if finished.estimate else "",
+        f"try `--draft none`{others} or a smaller `--draft-max`" if is_loss else "",
+    )
 
 
 def _end(finished: FinishedEvent) -> str:

@@ -60,7 +60,6 @@ def _lines(headings: str, columns: Sequence[_Column], rows: Mapping[str, Any]) -
 
 
 def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
-    """Yield a line for each contender, followed by one for each of its categories if there are several."""
     rows = {
         f"{each.temperature:g}\t{each.contender}\t{each.category}": each
         for whole in figures
@@ -96,7 +95,6 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
 
 
 def print_draft_table(search: Search, sentences: Sequence[str], console: Console) -> None:
-    """Print the drafts as a table, an explanation of the figures, and sentences about them."""
     rows = [(name_of(one.draft), one.figures) for one in search.tried]
     console.print(_figures("draft", _DRAFT, rows, console))
     print_argument(search, console)

@@ -55,114 +55,114 @@ class ReadingCosts:
 
 
 class AnswerLoop(Loop):
-    """A loop that also reads the prompts of its sequences, and sums their answers up."""
+    """A loop that also reads the prompts of its answers, and sums their answers up."""
 
     @functools.cached_property
     def reading(self) -> ReadingCosts:
         return ReadingCosts()
 
-    def run(self, sequence: AnswerState) -> Iterator[Event]:
+    def run(self, answer: AnswerState) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""
-        while not sequence.is_finished:
-            yield from self.round([sequence]) if sequence.is_started else self.read(sequence)
-        if sequence.failure is not None:
-            raise sequence.failure
+        while not answer.is_finished:
+            yield from self.round([answer]) if answer.is_started else self.read(answer)
+        if answer.failure is not None:
+            raise answer.failure
 
     def decode_beside(
         self,
-        sequence: AnswerState,
+        answer: AnswerState,
         costs: CostTable,
         batch: Batch,
         active: Sequence[AnswerState],
         events: list[Event],
     ) -> tuple[Logits, Hidden | None, float]:
-        """Decode a round's batch, and in it as much of the prompt of `sequence` as the `costs` of batches allow: a row
+        """Decode a round's batch, and in it as much of the prompt of `answer` as the `costs` of batches allow: a row
         has the same logits in any batch."""
         n_own, before_s = len(batch), self.target.decode_s
-        events += self.begin_reading(sequence, self.clock())
+        events += self.begin_reading(answer, self.clock())
         n_most, n_batch, is_last = N_READ_BESIDE, self.target.n_batch, False
         if costs:  # as long as the round's own rows: running answers keep half of their pace
             sizes, limit_s = range(1, n_batch), 2 * costs.seconds(n_own)
             n_most = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_own + n))
         n_most = min(n_most, n_batch - n_own)
-        if n_most > 0 and not sequence.is_finished:
-            is_last = self.add_piece(batch, sequence, n_most)
+        if n_most > 0 and not answer.is_finished:
+            is_last = self.add_piece(batch, answer, n_most)
         logits, hidden, other_s = self.decode(batch, active, events)
         if (n_all := len(batch)) > n_own:
             own = costs.seconds(n_own) / costs.seconds(n_all) if costs else n_own / n_all
             other_s = (self.target.decode_s - before_s) * (1.0 - min(1.0, own))
             last, started = logits[-1:] if is_last else None, self.clock() - other_s
             try:
-                events += self.after_chunk(sequence, last, other_s, started)
+                events += self.after_piece(answer, last, other_s, started)
             except BackendError as error:  # the grammar allows no token, or a logit is not a number
-                sequence.failure = error
+                answer.failure = error
         return logits, hidden, other_s
 
     def read(
         self,
-        sequence: AnswerState,
+        answer: AnswerState,
         n_most: int | None = None,
         is_unwanted: Callable[[], bool] = lambda: False,
     ) -> list[Event]:
         """Decode a piece of a prompt, of at most `n_most` tokens; after the last one, commit the first token. The
         answer ends in the middle of the decode if it `is_unwanted`."""
-        if sequence.is_finished:
+        if answer.is_finished:
             return []
         started, target_s = self.clock(), self.target.decode_s
-        events = self.begin_reading(sequence, started)
-        if self._interrupted() and not sequence.is_finished:
-            events += sequence.interrupt(self.now_s)
+        events = self.begin_reading(answer, started)
+        if self._interrupted() and not answer.is_finished:
+            events += answer.interrupt(self.now_s)
         logits, scored = None, tuple[Piece, ...]()
-        if not sequence.is_finished:
+        if not answer.is_finished:
             batch, n_batch = Batch(), self.target.n_batch
-            is_scored = sequence.options.prompt_logprobs
+            is_scored = answer.options.prompt_logprobs
             n_batch = min(n_batch, self.target.n_outputs) if is_scored else n_batch
-            if self.target.length(sequence.slot.first) in sequence.stops:
-                self.target.anchor(sequence.slot.first)
-            is_last = self.add_piece(batch, sequence, min(n_most or n_batch, n_batch))
+            if self.target.length(answer.slot.first) in answer.reading_stops:
+                self.target.anchor(answer.slot.first)
+            is_last = self.add_piece(batch, answer, min(n_most or n_batch, n_batch))
             if is_scored:
                 batch.wants_logits = [True] * len(batch)
-            if sequence.n_read > 0 and len(batch) > N_READ_BESIDE:  # a state to go back to
-                self.target.checkpoint(sequence.slot.first)
+            if answer.n_read > 0 and len(batch) > N_READ_BESIDE:  # a state to go back to
+                self.target.checkpoint(answer.slot.first)
             self.target.is_unwanted = lambda: self._interrupted() or is_unwanted()
             try:
-                rows = self.decode_text(sequence, batch)
+                rows = self.decode_text(answer, batch)
             except DecodeEndedError:
-                return events + sequence.interrupt(self.now_s)
+                return events + answer.interrupt(self.now_s)
             finally:
                 self.target.is_unwanted = None
-            scored = sequence.scored_prompt(batch.positions[0], rows) if is_scored else ()
+            scored = answer.scored_prompt(batch.positions[0], rows) if is_scored else ()
             logits = rows[-1:] if is_last else None
         target_s = self.target.decode_s - target_s
-        return events + self.after_chunk(sequence, logits, target_s, started, scored)
+        return events + self.after_piece(answer, logits, target_s, started, scored)
 
-    def begin_reading(self, sequence: AnswerState, started: float) -> list[Event]:
+    def begin_reading(self, answer: AnswerState, started: float) -> list[Event]:
         """Note when the first piece of a prompt is read, and commit what a grammar forces before any logits."""
-        if sequence.read_since_s is not None:
+        if answer.read_since_s is not None:
             return []
-        sequence.read_since_s = started
-        sequence.n_cached = sequence.n_read = self.target.length(sequence.slot.first)
-        reading = [self._reading(sequence)] if sequence.options.reports_reading else []
-        events = sequence.take_forced(started - self._started_s)
+        answer.read_since_s = started
+        answer.n_cached = answer.n_read = self.target.length(answer.slot.first)
+        reading = [self._reading(answer)] if answer.options.reports_reading else []
+        events = answer.take_forced(started - self._started_s)
         if events:
-            sequence.tally.time_to_first_token_s = self.clock() - started
+            answer.tally.time_to_first_token_s = self.clock() - started
         return [*reading, *events]
 
-    def add_piece(self, batch: Batch, sequence: AnswerState, n_most: int) -> bool:
+    def add_piece(self, batch: Batch, answer: AnswerState, n_most: int) -> bool:
         """Add the next tokens of the text that the cache lacks to a batch. Return whether these are the last ones,
         whose last row wants logits."""
-        text, first = sequence.tokens, sequence.slot.first
+        text, first = answer.tokens, answer.slot.first
         start = self.target.length(first)
-        n_most = min([n_most, *(stop - start for stop in sequence.stops if stop > start)])
+        n_most = min([n_most, *(stop - start for stop in answer.reading_stops if stop > start)])
         for offset, token in enumerate(text[start : start + n_most]):
             batch.add(token, start + offset, (first,), False)
         is_last = start + n_most >= len(text)
         batch.wants_logits[-1] = is_last
         return is_last
 
-    def after_chunk(
+    def after_piece(
         self,
-        sequence: AnswerState,
+        answer: AnswerState,
         logits: Logits | None,
         target_s: float,
         started: float,
@@ -170,42 +170,42 @@ class AnswerLoop(Loop):
     ) -> list[Event]:
         """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are its tokens, if
         with log-probabilities. After the last, whose `logits` are float32[1, n_vocab], commit the first token."""
-        tally, n_held = sequence.tally, self.target.length(sequence.slot.first)
-        self.reading.observe(sequence.n_read, n_held - sequence.n_read, target_s)
-        sequence.n_read = min(n_held, sequence.n_prompt)
+        tally, n_held = answer.tally, self.target.length(answer.slot.first)
+        self.reading.observe(answer.n_read, n_held - answer.n_read, target_s)
+        answer.n_read = min(n_held, answer.n_prompt)
         events: list[Event] = []
-        if logits is not None and sequence.options.max_tokens == 0:
-            sequence.finish("length")
+        if logits is not None and answer.options.max_tokens == 0:
+            answer.finish("length")
         elif logits is not None:
-            verdict = self.verify(sequence, NO_DRAFT, logits)
-            events += sequence.commit_verdict(NO_DRAFT, verdict, logits, self.now_s)
-            sequence.is_started = True
+            verdict = self.verify(answer, NO_DRAFT, logits)
+            events += answer.commit_verdict(NO_DRAFT, verdict, logits, self.now_s)
+            answer.is_started = True
         now = self.clock()
-        tally.add_prompt(target_s, now - started, len(sequence.tokens) - sequence.n_prompt)
-        if sequence.is_started and tally.time_to_first_token_s is None:
-            assert sequence.read_since_s is not None
-            tally.time_to_first_token_s = now - sequence.read_since_s
-        is_last = sequence.is_started or sequence.is_finished
-        if is_last and not (scored or sequence.options.reports_reading):
+        tally.add_prompt(target_s, now - started, len(answer.tokens) - answer.n_prompt)
+        if answer.is_started and tally.time_to_first_token_s is None:
+            assert answer.read_since_s is not None
+            tally.time_to_first_token_s = now - answer.read_since_s
+        is_last = answer.is_started or answer.is_finished
+        if is_last and not (scored or answer.options.reports_reading):
             return events
-        return [self._reading(sequence, scored), *events]
+        return [self._reading(answer, scored), *events]
 
-    def _reading(self, sequence: AnswerState, scored: tuple[Piece, ...] = ()) -> ReadingEvent:
+    def _reading(self, answer: AnswerState, scored: tuple[Piece, ...] = ()) -> ReadingEvent:
         return ReadingEvent(
-            sequence.index,
+            answer.index,
             self.now_s,
-            sequence.n_read,
-            sequence.n_prompt,
-            self.reading.seconds(sequence.n_read, sequence.n_prompt),
-            sequence.n_cached,
-            sequence.n_loaded,
-            sequence.tally.wall_s,
+            answer.n_read,
+            answer.n_prompt,
+            self.reading.seconds(answer.n_read, answer.n_prompt),
+            answer.n_cached,
+            answer.n_loaded,
+            answer.tally.wall_s,
             scored,
         )
 
-    def finish(self, sequence: AnswerState, costs: CostTable) -> FinishedEvent:
-        """Return the summary of a finished sequence. One that had drafts, and is not so short that noise would decide,
+    def finish(self, answer: AnswerState, costs: CostTable) -> FinishedEvent:
+        """Return the summary of a finished answer. One that had drafts, and is not so short that noise would decide,
         is compared with plain decoding by the `costs` of the target's batches."""
-        is_compared = sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED
-        token_s = sequence.tally.priced_token_s(costs) if is_compared else None
-        return sequence.finished_event(self.now_s, token_s)
+        is_compared = answer.tally.n_drafted and answer.n_answer >= _SHORTEST_COMPARED
+        token_s = answer.tally.priced_token_s(costs) if is_compared else None
+        return answer.finished_event(self.now_s, token_s)

@@ -111,7 +111,7 @@ def known_costs(session: Session, draft: Key) -> Costs | None:
 def target_costs(session: Session, interrupted: Callable[[], bool] = bool) -> CostTable:
     """Return the target's costs, measured now if they are not known. Raise `KeyboardInterrupt`."""
     if not is_measured(session.costs.table()):
-        measure_in_short_contexts(session, interrupted)
+        measure_costs(session, interrupted)
     return session.costs.table()
 
 
@@ -127,7 +127,7 @@ def calibrate(
     if not is_by_cost or draft is None or is_pair_measured(session, draft.timed):
         return ""
     with status("measuring what drafting costs"):
-        measure_in_short_contexts(session, interrupted)
+        measure_costs(session, interrupted)
     busy = "the machine was busy while the costs of drafting were measured: they will be measured again"
     return busy if session.costs.was_busy else ""
 
@@ -137,33 +137,22 @@ def short_context(session: Session) -> int:
     return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
 
 
-def measure_in_short_contexts(session: Session, interrupted: Callable[[], bool] = bool) -> None:
-    """Call `measure_if_new` with contexts of their own. Raise what it raises, and `MemoryLimitError`."""
-    with session.contexts(short_context(session)) as (target, drafts):
-        measure_if_new(session, target, drafts, interrupted)
-
-
-def measure_if_new(
-    session: Session,
-    target: Backend,
-    drafts: Sequence[Backend],
-    interrupted: Callable[[], bool] = bool,  # never: bool() is False
-) -> None:
-    """Measure the costs of decodes that are not known, in empty contexts. What was measured while the machine was busy
-    is not kept: by it perhaps no draft pays, and then no decode would correct it. Raise `BackendError`, and
-    `KeyboardInterrupt` if `interrupted`."""
-    started, costs = session.clock(), session.costs
-    timed = session.draft.timed if session.draft is not None else None
+def measure_costs(session: Session, interrupted: Callable[[], bool] = bool) -> None:
+    """Measure the costs of decodes that are not known, in short contexts of their own. What was measured while the
+    machine was busy is not kept: by it perhaps no draft pays, and then no decode would correct it. Raise
+    `BackendError`, `MemoryLimitError`, and `KeyboardInterrupt` if `interrupted`."""
+    costs, timed = session.costs, session.draft.timed if session.draft is not None else None
     if is_pair_measured(session, timed):
         return
-    load = LoadOfOthers()
+    started, load = session.clock(), LoadOfOthers()
     sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
-    has_draft, before_s = bool(drafts) and timed is not None, target.decode_s
-    own_s = _BUDGET_S * (1.0 - _DRAFT_SHARE if has_draft else 1.0)
-    complete(costs.table(), target, sizes, own_s, session.n_rows_max, interrupted)
-    if has_draft:
-        left_s = max(_DRAFT_SHARE * _BUDGET_S, _BUDGET_S - (target.decode_s - before_s))
-        complete(costs.table(timed), drafts[0], _DRAFT_SIZES, left_s, interrupted=interrupted)
+    with session.contexts(short_context(session)) as (target, drafts):
+        has_draft, before_s = bool(drafts) and timed is not None, target.decode_s
+        own_s = _BUDGET_S * (1.0 - _DRAFT_SHARE if has_draft else 1.0)
+        time_missing(costs.table(), target, sizes, own_s, session.n_rows_max, interrupted)
+        if has_draft:
+            left_s = max(_DRAFT_SHARE * _BUDGET_S, _BUDGET_S - (target.decode_s - before_s))
+            time_missing(costs.table(timed), drafts[0], _DRAFT_SIZES, left_s, 1, interrupted)
     costs.was_busy = is_busy(load.share)
     if costs.was_busy:
         costs.do_not_keep(None, timed)
@@ -181,13 +170,13 @@ def timed_batch_sizes(n_max: int) -> list[int]:
     return sizes
 
 
-def complete(
+def time_missing(
     table: CostTable,
     backend: Backend,
     sizes: Sequence[int],
-    budget_s: float = _BUDGET_S,
-    n_rows: int = 1,
-    interrupted: Callable[[], bool] = bool,
+    budget_s: float,
+    n_rows: int,
+    interrupted: Callable[[], bool],
 ) -> None:
     """Time the sizes that the table lacks, in an empty context, unless it was measured up to `n_rows` rows; these are
     estimated if there is no time. Raise what `measure_sizes` raises; the table is then unchanged."""
@@ -210,7 +199,7 @@ def measure_sizes(
     """Return the median seconds of batches of these sizes, powers of two first, in a context that is empty before and
     after; two sizes at least, for `budget_s` seconds. Raise `BackendError`, and `KeyboardInterrupt` if
     `interrupted`."""
-    before_s, text = backend.decode_s, begin(backend)
+    before_s, text = backend.decode_s, begin_text(backend)
     samples: defaultdict[int, list[float]] = defaultdict(list)
     ordered = sorted(sizes, key=lambda size: (size & (size - 1) != 0, size))
     for _ in range(_N_REPEATS):
@@ -227,7 +216,7 @@ def measure_sizes(
     return {size: statistics.median_low(times) for size, times in sorted(samples.items())}
 
 
-def begin(backend: Backend) -> list[int]:
+def begin_text(backend: Backend) -> list[int]:
     text = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
     if first := text[: min(_N_FILLER, backend.n_ctx // 2, backend.n_batch)]:
         backend.decode(Batch.of(first, 0, 1))

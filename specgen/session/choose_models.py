@@ -91,7 +91,6 @@ def find_models(
 
 
 def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> DraftSource:
-    """Return the draft of a name. Raise `UsageError` if it stands for heads that were not made."""
     words = ("none", *WORDS)
     is_model = name in registry.models or _exists(Path(name))
     if name not in words and (is_model or not is_word(name)):
@@ -236,7 +235,6 @@ def saved_drafts_file() -> Path:
 
 
 def saved_draft(target: FileIdentity) -> SavedDraft | None:
-    """Return the draft that was saved for a target. Raise `UsageError` if the file is damaged."""
     entry = _read()["drafts"].get(_key(target))
     if entry is None:
         return None

@@ -18,7 +18,7 @@ from specgen.method.tables import AcceptanceRates, CostTable
 from specgen.method.verify import VERIFIERS
 from specgen.options import DRAFT_TEMPERATURE, DraftOptions, SamplerName, SamplerOptions, TreeShape
 from specgen.session.prompts import Prompt
-from specgen.session.request import RequestSettings, Slot
+from specgen.session.request import Request, RequestSettings, Slot
 from specgen.session.session import Session
 from specgen.text.answer_state import AnswerState
 from specgen.text.sampling.chain import Sampler
@@ -37,39 +37,37 @@ class DrafterFactory:
     session: Session
     learns_alone: bool = False
 
-    def sequence(
+    def new_answer(
         self,
         prompt: Prompt,
         n_ctx: int,
         caches: Sequence[Backend],
         seed: int,
-        *,
-        plain: bool = False,
-        settings: RequestSettings | None = None,
-        slot: Slot | None = None,
-        index: int = 0,
+        request: Request | None = None,
     ) -> AnswerState:
-        """Return the state of an answer to `prompt`. `caches` are the draft's contexts; with `plain` nothing drafts.
-        `settings` are by default the models', `slot` the only one in all contexts."""
+        """Return the state of an answer to `prompt`. `caches` are the draft's contexts, without which models draft
+        nothing. Without a `request`, it has the session's settings, and the only slot in all contexts."""
         session, rng = self.session, np.random.SeedSequence(seed)
-        settings, slot = settings or session.settings, slot or Slot()
+        settings, index, slot, draft = session.settings, 0, Slot(), session.draft
+        if request is not None:
+            settings, index, slot = request.settings, request.index, request.slot or slot
+            draft = draft if request.drafts else None
         # The draft has a random generator of its own, so that it cannot change the target's samples.
         target_seed, draft_seed = rng.spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
         cascade: Cascade | None = None
         trail: TargetStates | None = None
-        draft = None if plain else session.draft
         if draft is not None and (caches or draft.timed is None):
-            request = self._request(draft, prompt, state, settings, draft_seed)
-            request = replace(request, caches=caches, slot=slot)
-            drafter = draft.drafter(request)
+            asked = self._draft_request(draft, prompt, state, settings, draft_seed)
+            asked = replace(asked, caches=caches, slot=slot)
+            drafter = draft.drafter(asked)
             trail = drafter.trail
             cascade = Cascade(None, drafter, state)
             if draft.is_free:
                 cascade = Cascade(drafter, None, state)
             elif settings.drafting.adds_ngrams:
-                request = replace(request, branches=session.n_branches_max > 1)
-                cascade = Cascade(session.ngrams.drafter(request), drafter, state)
+                asked = replace(asked, branches=session.n_branches_max > 1)
+                cascade = Cascade(session.ngrams.drafter(asked), drafter, state)
         return AnswerState(
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
@@ -89,7 +87,6 @@ class DrafterFactory:
     def acceptance(
         self, settings: RequestSettings | None = None
     ) -> MutableMapping[str, AcceptanceRates]:
-        """Return the acceptance statistics of the present draft with a request's samplers, by origin."""
         settings, draft = settings or self.session.settings, self.session.draft
         mode = "greedy"
         if not settings.sampling.greedy:
@@ -122,7 +119,7 @@ class DrafterFactory:
         table = self.session.costs.table(n_past=n_past)
         return CostAwarePolicy(drafting, table, self.acceptance(settings))
 
-    def _request(
+    def _draft_request(
         self,
         draft: LoadedDraft,
         prompt: Prompt,

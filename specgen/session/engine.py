@@ -45,9 +45,10 @@ _LEAST_ANCHORED = 128
 class Engine:
     """Generates up to `n_parallel` answers at once with loaded models, which it does not close; a context manager.
 
+    `step` takes a request from the queue, reads its prompt in pieces, decodes its answer in rounds and settles it.
     The contexts stay open: of a prompt that begins like a text in a cache, only the rest is decoded. `n_ctx` is the
     room for one prompt and its answer. Once `interrupted` returns True, answers end with the text that they have.
-    With `learn_alone`, drafts never depend on another text. `prepare` may change a request's sequence before its
+    With `learn_alone`, drafts never depend on another text. `prepare` may change a request's answer before its
     prompt is read. Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
     fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
     """
@@ -191,55 +192,6 @@ class Engine:
         if message:
             self._notices.append(message)
 
-    def _open_drafts(self) -> tuple[LlamaBackend, ...]:
-        own = self._session.draft_contexts(self.n_ctx, target=self.target, n_slots=self.n_parallel)
-        return self._draft_contexts.enter_context(own)
-
-    def _open_stores(self) -> None:
-        """Let the contexts begin with the text of a prompt cache, and open the store of prefixes, where the options ask
-        for them."""
-        options, target = self._session.options, self.target
-        context = CachedContext.of(target, options.target_context)
-        if options.prompt_cache is not None:
-            why = "is on other machines" if target.model.is_remote else ""
-            if target.rollback != "cells":
-                why = "has a recurrent state, which cannot go back to the end of a prompt"
-            if why:
-                self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
-            else:
-                cache = PromptCache(options.prompt_cache)
-                self.notify(cache.restore(context))
-                self._resources.callback(cache.save, context)
-        wanted = options.prefixes
-        if wanted is None or wanted.kept == "off" or options.cache is None:
-            return
-        if not target.model.is_remote:
-            folder = prefixes_folder(options.cache)
-            self._prefixes = PrefixStore(folder, wanted, context, self._session.clock)
-            self._resources.callback(self._prefixes.close)
-
-    def _extend_prefix(
-        self, slot: Slot, prompt: Prompt, n_held: int, n_again: int
-    ) -> tuple[int, tuple[int, ...]]:
-        """Load more of a prompt than the slot's `n_held` tokens from the store. Return how many tokens were loaded, and
-        where reading the prompt stops: where its state is stored and, for a model that cannot go back anywhere, before
-        the answer's turn, behind which the next prompt may go on otherwise than this answer."""
-        stops, n, n_loaded = [0], len(prompt.tokens), 0
-        marks = marks_in(self.target.vocabulary, prompt.tokens) if n > _LEAST_ANCHORED else ()
-        if self._prefixes is not None:
-            n_loaded = self._prefixes.extend(slot, prompt, marks, n_held, n_again)
-            stops.append(self._prefixes.due(slot.branches(self.target).first))
-        if self.target.rollback != "cells" and n > _LEAST_ANCHORED:
-            stops += marks[-1:]
-        return n_loaded, tuple(stop for stop in stops if 0 < stop < n)
-
-    def _store_prefix(self, request: Request) -> None:
-        slot = request.slot
-        if self._prefixes is not None and slot is not None:
-            sequence = slot.branches(self.target).first
-            reading_s = self._loop.reading.seconds(0, self._prefixes.due(sequence))
-            self._prefixes.take(sequence, reading_s)
-
     def take_notices(self) -> list[str]:
         notices = list(self._notices)
         self._notices.clear()
@@ -296,58 +248,106 @@ class Engine:
         if request.failure is not None:
             raise request.failure
 
+    # --- contexts, and what is stored of them ------------------------------------------------
+
+    def _open_drafts(self) -> tuple[LlamaBackend, ...]:
+        own = self._session.draft_contexts(self.n_ctx, target=self.target, n_slots=self.n_parallel)
+        return self._draft_contexts.enter_context(own)
+
+    def _open_stores(self) -> None:
+        """Let the contexts begin with the text of a prompt cache, and open the store of prefixes, where the options ask
+        for them."""
+        options, target = self._session.options, self.target
+        context = CachedContext.of(target, options.target_context)
+        if options.prompt_cache is not None:
+            why = "is on other machines" if target.model.is_remote else ""
+            if target.rollback != "cells":
+                why = "has a recurrent state, which cannot go back to the end of a prompt"
+            if why:
+                self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
+            else:
+                cache = PromptCache(options.prompt_cache)
+                self.notify(cache.restore(context))
+                self._resources.callback(cache.save, context)
+        wanted = options.prefixes
+        if wanted is None or wanted.kept == "off" or options.cache is None:
+            return
+        if not target.model.is_remote:
+            folder = prefixes_folder(options.cache)
+            self._prefixes = PrefixStore(folder, wanted, context, self._session.clock)
+            self._resources.callback(self._prefixes.close)
+
+    def _extend_prefix(
+        self, slot: Slot, prompt: Prompt, n_held: int, n_again: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """Load more of a prompt than the slot's `n_held` tokens from the store. Return how many tokens were loaded, and
+        where reading the prompt stops: where its state is stored and, for a model that cannot go back anywhere, before
+        the answer's turn, behind which the next prompt may go on otherwise than this answer."""
+        stops, n, n_loaded = [0], len(prompt.tokens), 0
+        marks = marks_in(self.target.vocabulary, prompt.tokens) if n > _LEAST_ANCHORED else ()
+        if self._prefixes is not None:
+            n_loaded = self._prefixes.extend(slot, prompt, marks, n_held, n_again)
+            stops.append(self._prefixes.due(slot.branches(self.target).first))
+        if self.target.rollback != "cells" and n > _LEAST_ANCHORED:
+            stops += marks[-1:]
+        return n_loaded, tuple(stop for stop in stops if 0 < stop < n)
+
+    def _store_prefix(self, request: Request) -> None:
+        slot = request.slot
+        if self._prefixes is not None and slot is not None:
+            sequence = slot.branches(self.target).first
+            reading_s = self._loop.reading.seconds(0, self._prefixes.due(sequence))
+            self._prefixes.store(sequence, reading_s)
+
     # --- waiting, reading, decoding, done ----------------------------------------------------
 
     def _begin_next(self) -> list[Event]:
         request = self._scheduler.take_next()
         if request is None:
             return []
-        slot, session = request.slot, self._session
+        slot, prompt, n_loaded, stops = request.slot, request.prompt, 0, tuple[int, ...]()
         assert slot is not None, "it was given one"
         request.load, events = LoadOfOthers(), list[Event]()
         with self._failing([request]):
-            draft, own = session.draft, request.settings.generation
+            draft, uses_cache = self._session.draft, request.settings.generation.uses_cache
             # The state behind a prefix may be forgotten, and the first row of such a draft reads it.
             n_again = int(draft is not None and draft.reads in ("all states", "cache"))
-            prompt, n_loaded, stops = request.prompt, 0, tuple[int, ...]()
-            tokens = prompt.tokens[: None if own.uses_cache else 1]
+            tokens = prompt.tokens[: None if uses_cache else 1]
             n_held = slot.share_prefix(self.target, tokens, n_again=n_again)
-            if own.uses_cache:
+            if uses_cache:
                 n_loaded, stops = self._extend_prefix(slot, prompt, n_held, n_again)
-            request.sequence = self._factory.sequence(
-                request.prompt,
-                self.n_ctx,
-                self.drafts,
-                request.seed,
-                plain=not request.drafts,
-                settings=request.settings,
-                slot=slot,
-                index=request.index,
+            answer = self._factory.new_answer(
+                prompt, self.n_ctx, self.drafts, request.seed, request
             )
-            request.sequence.n_loaded, request.sequence.stops = n_loaded, stops
-            self._prepare(request, request.sequence)
+            answer.n_loaded, answer.reading_stops = n_loaded, stops
+            request.answer = answer
+            self._prepare(request, answer)
             self._store_prefix(request)
             slot.request = request
-            draft = draft if request.drafts else None
-            begun = PromptEvent(
-                sequence=request.index,
-                time_s=self._loop.now_s,
-                text=request.prompt.text,
-                n_prompt_tokens=len(request.prompt.tokens),
-                target=session.target.name,
-                draft=draft.name if draft is not None else "none",
-                translated=draft is not None and draft.own_vocabulary is not None,
-                kernels=session.target.kernels,
-                n_ctx=self.n_ctx,
-                sampler=as_json(replace(request.settings.sampling, seed=request.seed)),
-                verifier=request.settings.verifier,
-                grammar=own.grammar.text if own.grammar is not None else None,
-            )
+            begun = self._begun(request)
             notices = (
                 NoticeEvent(request.index, begun.time_s, text) for text in self.take_notices()
             )
             events += self._pass_on(request, begun, *notices)
         return events
+
+    def _begun(self, request: Request) -> PromptEvent:
+        session, settings = self._session, request.settings
+        draft, grammar = session.draft if request.drafts else None, settings.generation.grammar
+        return PromptEvent(
+            sequence=request.index,
+            time_s=self._loop.now_s,
+            text=request.prompt.text,
+            n_prompt_tokens=len(request.prompt.tokens),
+            target=session.target.name,
+            draft=draft.name if draft is not None else "none",
+            translated=draft is not None and draft.own_vocabulary is not None,
+            kernels=session.target.kernels,
+            n_ctx=self.n_ctx,
+            sampler=as_json(replace(settings.sampling, seed=request.seed)),
+            verifier=settings.verifier,
+            grammar=grammar.text if grammar is not None else None,
+        )
 
     def _read_piece(self, request: Request) -> list[Event]:
         events: list[Event] = []
@@ -390,7 +390,7 @@ class Engine:
             raise
         except BaseException as error:  # also Ctrl-C in the middle of a round
             for request in requests:
-                if request.sequence is not None and request.sequence.is_finished:
+                if request.answer is not None and request.answer.is_finished:
                     self._settle(request)
                 else:
                     self._fail(request, error)
@@ -399,21 +399,21 @@ class Engine:
 
     def _settle(self, request: Request) -> list[Event]:
         """Free the slot of a request if its answer is finished, and return the events of its end."""
-        sequence = request.running
-        if not sequence.is_finished:
+        answer = request.running
+        if not answer.is_finished:
             return []
-        if sequence.failure is not None:
-            self._fail(request, sequence.failure)
+        if answer.failure is not None:
+            self._fail(request, answer.failure)
             return []
         notices = []
         try:
-            self._keep(request.prompt, sequence.tokens)
+            self._keep(request.prompt, answer.tokens)
         except OutputError as error:  # the answer itself has not failed
             text = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
         costs = self._session.costs
-        table = CostTable() if costs.was_busy else costs.table(n_past=sequence.n_prompt)
-        finished = self._loop.finish(sequence, table)
+        table = CostTable() if costs.was_busy else costs.table(n_past=answer.n_prompt)
+        finished = self._loop.finish(answer, table)
         if request.load is not None:
             setup: dict[str, Any] = dict(self._session.setup_s)
             self._session.setup_s.clear()
@@ -441,7 +441,7 @@ class Engine:
     def _free(self, request: Request) -> None:
         if request.slot is not None:
             request.slot.request = None
-        request.slot = request.sequence = None
+        request.slot = request.answer = None
 
     def _pass_on(self, request: Request, *events: Event) -> list[Event]:
         request.events.extend(events)

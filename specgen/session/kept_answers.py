@@ -57,10 +57,17 @@ def keep_answer(folder: Path, answer: KeptAnswer, *, max_bytes: int = MAX_BYTES)
     path = folder / ANSWERS
     held = OutputError(f"{path}: another process is writing to it")
     with locked(folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S), write_errors(path):
-        line = _to_json(answer, last_number(folder) + 1)
+        draft_prompt = answer.draft_prompt
+        kept = replace(
+            answer,
+            number=last_number(folder) + 1,
+            prompt=answer.prompt[-MAX_PROMPT_TOKENS:],
+            answer=answer.answer[:MAX_ANSWER_TOKENS],
+            draft_prompt=draft_prompt and draft_prompt[-MAX_PROMPT_TOKENS:],
+        )
         with open(path, "ab", opener=open_private) as file:
             # What a process that was killed wrote of its line stays alone.
-            file.write(b"\n" + line + b"\n")
+            file.write(b"\n" + _ANSWER.dump_json(kept, exclude_none=True) + b"\n")
         if path.stat().st_size > max_bytes:
             data = path.read_bytes()
             start = data.find(b"\n", len(data) - max_bytes // 2) + 1
@@ -100,18 +107,6 @@ def _parsed(data: bytes) -> list[KeptAnswer]:
     return found
 
 
-def _to_json(answer: KeptAnswer, number: int) -> bytes:
-    draft_prompt = answer.draft_prompt
-    kept = replace(
-        answer,
-        number=number,
-        prompt=answer.prompt[-MAX_PROMPT_TOKENS:],
-        answer=answer.answer[:MAX_ANSWER_TOKENS],
-        draft_prompt=None if draft_prompt is None else draft_prompt[-MAX_PROMPT_TOKENS:],
-    )
-    return _ANSWER.dump_json(kept, exclude_none=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Learnt:
     """What a draft learnt: the file of its `weights` (empty: the original ones), the number of the last answer, how
@@ -138,7 +133,6 @@ def read_learnt(folder: Path, draft: Path) -> Learnt:
 
 
 def read_state(path: Path) -> Learnt:
-    """Return what a draft model learnt; the default values if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         return _LEARNT.validate_json(path.read_bytes(), strict=True)
     return Learnt()
@@ -149,7 +143,6 @@ def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
 
 
 def learnt_weights(folder: Path | None, draft: Path) -> Path | None:
-    """Return the path of the weights that a draft model learnt; None if there are none."""
     name = read_learnt(folder, draft).weights if folder is not None else ""
     is_there = folder is not None and Path(name).name == name and (folder / name).is_file()
     return folder / name if is_there and folder is not None else None

@@ -147,7 +147,6 @@ class Memory:
         return CostTable(dict(zip(sorted(known, reverse=True), least_s, strict=True)))
 
     def _nearest(self, keys: Sequence[str], depth: int) -> Iterator[CostTable]:
-        """Yield the tables of other depths that know something, the nearest depth first."""
         for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
             if other != depth and (table := self._table(keys[other])):
                 yield table
@@ -196,7 +195,6 @@ class ModelCosts:
         self.kind: Callable[[Mapping[int, float]], CostTable] = CostTable
 
     def context_options(self, draft: Key | None = None) -> ContextOptions:
-        """Return the options of contexts, with the measured numbers of threads if the user named none."""
         model, context = self._options.target, self._options.target_context
         if isinstance(draft, Path):
             model, context = draft, self._options.draft_context
@@ -240,7 +238,7 @@ def _key(about: Mapping[str, Any]) -> str:
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Bins = Annotated[
-    list[Annotated[_Number, Field(ge=0.0)]], Field(min_length=N_BINS, max_length=N_BINS)
+    list[Annotated[_Number, Field(ge=0.0, le=1e12)]], Field(min_length=N_BINS, max_length=N_BINS)
 ]
 _SECONDS = TypeAdapter(
     dict[Annotated[int, Field(ge=1, le=10**6)], Annotated[_Number, Field(gt=0.0)]]
@@ -279,7 +277,6 @@ def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
 
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the contents of the file by kind; empty if it cannot be read, or makes no sense."""
     found = read_object(file)
     kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS)}
     return {kind: dict(value) if isinstance(value, dict) else {} for kind, value in kinds.items()}

@@ -32,7 +32,7 @@ from specgen.session.calibration import (
     expected_gain,
     is_pair_measured,
     known_costs,
-    measure_in_short_contexts,
+    measure_costs,
     no_status,
 )
 from specgen.session.choose_models import DraftChoice, Sources
@@ -130,7 +130,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
                 session.change_draft(choice.draft)
                 if path is not None:
                     if not is_pair_measured(session, path):
-                        measure_in_short_contexts(session)
+                        measure_costs(session)
                     costs = known_costs(session, path)
                     session.memory.save()  # not every command saves what its session learns
         except DRAFT_ERRORS as error:
@@ -150,7 +150,6 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
 
 
 def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iterator[str]:
-    """Yield what the user should know of the loaded models, and of options that change nothing or slow things down."""
     models = session.models
     for model in models:
         if model.loaded.kernel_problem:

@@ -180,13 +180,13 @@ class PromptCache:
         self._path = path
         self._restored: list[int] = []
         try:
-            with path.open("rb") as file:
-                begin = file.read(len(_MAGIC))
-        except FileNotFoundError:
             begin = b""
+            if path.is_file():
+                with path.open("rb") as file:
+                    begin = file.read(len(_MAGIC))
         except OSError as error:
             raise UsageError(f"--prompt-cache {path}: {error.strerror}") from error
-        if begin not in (b"", _MAGIC):
+        if begin not in (b"", _MAGIC) or (path.exists() and not path.is_file()):
             hint = "name another file; this one is not overwritten"
             raise UsageError(f"--prompt-cache {path}: this file is no prompt cache", hint)
 
@@ -287,14 +287,18 @@ class PrefixStore:
             return n_loaded
         if place > n and self._file(tokens[:place]) not in self._tried:
             self._due[sequence] = tokens[:place]
-            self._cut(sequence, place)
+            try:
+                if backend.length(sequence) > place:
+                    backend.remove(sequence, place)
+            except RollbackError:  # the cells that a sliding window needs are gone
+                backend.remove(sequence)
         return n_loaded
 
     def due(self, sequence: int) -> int:
         """Return where reading has to stop, so that the text is stored; 0 for nowhere."""
         return len(self._due.get(sequence, ()))
 
-    def take(self, sequence: int, reading_s: float) -> None:
+    def store(self, sequence: int, reading_s: float) -> None:
         """Copy the state of a text that is due, if the sequence holds it, for another thread to write. Reading it takes
         `reading_s`; 0 if that is not known."""
         tokens, backend = self._due.get(sequence), self._context.backend
@@ -316,15 +320,6 @@ class PrefixStore:
             _log.info("a prefix is not stored: %s", error)
             return
         self._writer.submit(self._write, tokens, state, reading_s / n)
-
-    def _cut(self, sequence: int, n: int) -> None:
-        """Let a sequence hold at most the first `n` tokens of its text."""
-        backend = self._context.backend
-        try:
-            if backend.length(sequence) > n:
-                backend.remove(sequence, n)
-        except RollbackError:  # the cells that a sliding window needs are gone
-            backend.remove(sequence)
 
     # --- reading
 

@@ -126,7 +126,7 @@ class Request:
     drafts: bool = True
     #: Its place in the caches, and the state of its answer, while it is served.
     slot: Slot | None = None
-    sequence: AnswerState | None = None
+    answer: AnswerState | None = None
     #: The summary, once it is finished; the error that ended it early.
     finished: FinishedEvent | None = None
     failure: SpecgenError | None = None
@@ -140,9 +140,9 @@ class Request:
     def state(self) -> Literal["waiting", "reading", "decoding", "done"]:
         if self.finished is not None or self.failure is not None:
             return "done"
-        if self.sequence is None:
+        if self.answer is None:
             return "waiting"
-        return "decoding" if self.sequence.is_started else "reading"
+        return "decoding" if self.answer.is_started else "reading"
 
     @property
     def is_done(self) -> bool:
@@ -150,8 +150,8 @@ class Request:
 
     @property
     def running(self) -> AnswerState:
-        assert self.sequence is not None, "it is served"
-        return self.sequence
+        assert self.answer is not None, "it is served"
+        return self.answer
 
     @property
     def text(self) -> str:

@@ -289,7 +289,6 @@ class Session:
             yield found
 
     def notices(self, n_ctx: int) -> Iterator[str]:
-        """Yield what the user should know of the draft, and of contexts of `n_ctx` tokens that are too long."""
         draft, folder, shape = self.draft, self.options.learning, self.options.drafting.tree
         if draft is not None:
             if draft.learnt is not None and draft.learns is not None:

@@ -223,7 +223,7 @@ class AnswerState:
     n_loaded: int = 0
     n_read: int = 0
     #: Lengths of the text at which a piece of the prompt ends, so that its state can be kept.
-    stops: tuple[int, ...] = ()
+    reading_stops: tuple[int, ...] = ()
     #: The clock's time when the first piece of the prompt was read; None before.
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.

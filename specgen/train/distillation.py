@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -94,15 +94,25 @@ def distil(
         judged_every=max(1, n_per_pass // _JUDGED_PER_PASS),
         patience=_PATIENCE,
     )
-    before = trainer.judge()
-    state = TrainingState(before.loss, trainer.copied())
+    before = trainer.before
+    with write_errors(output), new_beside(output) as new:
+        fitted = fit(trainer, schedule, budget, new)
+        if fitted is None:
+            return None
+        new.replace(output)
+    state, after = fitted
+    return Distilled(before.agreement, after.agreement, state.n_steps, state.seconds)
+
+
+def fit(
+    trainer: Trainer, schedule: Schedule, budget: Budget, output: Path
+) -> tuple[TrainingState, Score] | None:
+    """Train, write the weights of the lowest loss, and judge them as written; None if interrupted."""
+    state = TrainingState(trainer.before.loss, trainer.copied())
     if not train(trainer, state, schedule, budget):
         return None
-    with write_errors(output), new_beside(output) as new:
-        write_weights(draft, state.best, new)
-        after = Trainer(new, learnt, judged).judge()
-        new.replace(output)
-    return Distilled(before.agreement, after.agreement, state.n_steps, state.seconds)
+    write_weights(trainer.file, state.best, output)
+    return state, Trainer(output, trainer.learnt, trainer.judged).before
 
 
 def _check_memory(draft: Path, weights: GgufWeights) -> None:
@@ -134,7 +144,6 @@ def stack_layers(weights: GgufWeights) -> tuple[Parameters, Parameters]:
 
 
 def output_matrix(others: Parameters) -> jax.Array:
-    """Return the matrix that turns `hidden_states` into logits: float32[n_vocab, n_embd]."""
     name = "output.weight" if "output.weight" in others else "token_embd.weight"
     return jnp.asarray(others[name])
 
@@ -261,7 +270,7 @@ class Trainer:
     def __init__(self, draft: Path, learnt: Rows, judged: Rows) -> None:
         weights = read_weights(draft)
         _check_memory(draft, weights)
-        self._learnt, self._judged = learnt, judged
+        self.file, self.learnt, self.judged = draft, learnt, judged
         self._shape = weights.hyperparameters
         layers, others = stack_layers(weights)
         self._frozen = jax.tree.map(jnp.asarray, (layers, others))
@@ -277,18 +286,23 @@ class Trainer:
         self._changes: Parameters = jax.tree.map(jnp.asarray, start)
         self._moments: Any = _OPTIMIZER.init(self._changes)
 
+    @cached_property
+    def before(self) -> Score:
+        """The score of the weights in the file, if asked for before the first step."""
+        return self.judge()
+
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
-        rows = _arrays(self._learnt.pick(batch))
+        rows = _arrays(self.learnt.pick(batch))
         own = self._changes, self._moments, self._frozen
         self._changes, self._moments = _step(self._shape, *own, rows, rate)
 
     def judge(self) -> Score:
         loss = n_right = 0.0
-        for index in range(self._judged.n_rows):
-            row = _arrays(self._judged.pick(np.array([index])))
+        for index in range(self.judged.n_rows):
+            row = _arrays(self.judged.pick(np.array([index])))
             sums = _sums(self._shape, self._changes, self._frozen, row)
             loss, n_right = loss + float(sums[0]), n_right + float(sums[1])
-        n_labels = self._judged.n_labels
+        n_labels = self.judged.n_labels
         return Score(n_right / n_labels, loss / n_labels)
 
     def loss(self) -> float:

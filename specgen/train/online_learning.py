@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import IO, TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.errors import ModelFileError, OutputError, SpecgenError, UsageError
 from specgen.llama import LlamaModel, default_threads
@@ -34,14 +34,12 @@ from specgen.session.kept_answers import (
     read_learnt,
 )
 from specgen.system.files import NEW, locked, new_beside, write_errors
-from specgen.train.gguf_weights import write_weights
-from specgen.train.target_text import Rows, kept_texts, pack_split
-from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library, train
+from specgen.train.target_text import kept_texts, pack_split
+from specgen.train.training_loop import Budget, Schedule, check_library
 
 if TYPE_CHECKING:
     from specgen.session.engine import Engine
     from specgen.session.session import Session
-    from specgen.train.distillation import Score, Trainer
 
 #: The learning rate of Adam at its peak, and the most passes over the texts: the next lesson uses them again.
 RATE, N_PASSES = 6e-3, 1
@@ -100,6 +98,8 @@ def learn(
     """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raise `UsageError` for
     too few answers, without JAX, or if another process learns there; `SpecgenError`."""
     check_library()
+    from specgen.train.distillation import Trainer, fit
+
     started_s = budget.clock()
     answers = kept_answers.read_answers(folder)
     learning, judging = split(answers)
@@ -119,40 +119,35 @@ def learn(
             rows, judged = pack_split(kept_texts(model, small, learning, judging))
         if not rows.n_labels or not judged.n_labels:
             raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
-        former = learnt_weights(folder, draft)
-        starts = [_start(draft, rows, judged)]
+        former, starts = learnt_weights(folder, draft), [Trainer(draft, rows, judged)]
         if former is not None:
             with contextlib.suppress(ModelFileError):  # no draft uses damaged ones
-                starts.append(_start(former, rows, judged))
-        as_it_came, in_use = starts[0].score, starts[1].score if starts[1:] else None
-        start = max(starts, key=lambda each: each.score.agreement)
-        trainer = start.trainer
-        state = TrainingState(start.score.loss, trainer.copied())
+                starts.append(Trainer(former, rows, judged))
+        as_it_came, in_use = starts[0].before, starts[1].before if starts[1:] else None
+        start = max(starts, key=lambda each: each.before.agreement)
         n_rows, judged_every = rows.n_rows, max(1, rows.n_rows // _JUDGED_PER_PASS)
         schedule = Schedule(
             n_rows, 1, N_PASSES, rate, _N_RISING, _LAST_SHARE, judged_every, _PATIENCE
         )
-        if not train(trainer, state, schedule, budget):
-            return None
-        if answers[-1].number > last_number(folder):
-            raise UsageError("the answers were deleted while the draft learnt from them")
-        known = replace(read_learnt(folder, draft), last_number=answers[-1].number)
         with write_errors(folder), new_beside(folder / "weights.gguf") as written:
-            write_weights(start.file, state.best, written)
-            new = type(trainer)(written, rows, judged).judge()
+            fitted = fit(start, schedule, budget, written)
+            if fitted is None:
+                return None
+            state, new = fitted
+            if answers[-1].number > last_number(folder):
+                raise UsageError("the answers were deleted while the draft learnt from them")
+            known = replace(read_learnt(folder, draft), last_number=answers[-1].number)
             outcome: Outcome = "kept"
-            if new.agreement > start.score.agreement:
+            if new.agreement > start.before.agreement:
                 outcome = "new"
-            elif in_use is not None and in_use.agreement < as_it_came.agreement:
-                outcome = "none"
-            if outcome == "none":
-                known = Learnt(last_number=known.last_number)
-            elif outcome == "new":
                 digest = hashlib.sha256(written.read_bytes()).hexdigest()[:12]
                 agreements = as_it_came.agreement, new.agreement
                 counts = known.last_number, len(learning)
                 known = Learnt(f"{draft.stem}-{digest}.gguf", *counts, *agreements)
                 written.replace(folder / known.weights)
+            elif in_use is not None and in_use.agreement < as_it_came.agreement:
+                outcome = "none"
+                known = Learnt(last_number=known.last_number)
             kept_answers.write_learnt(folder, draft, known)
         if outcome != "kept" and former is not None:
             with contextlib.suppress(OSError):  # a later lesson deletes it
@@ -168,19 +163,6 @@ def learn(
             state.n_steps,
             budget.clock() - started_s,
         )
-
-
-class _Start(NamedTuple):
-    file: Path
-    trainer: Trainer
-    score: Score
-
-
-def _start(file: Path, rows: Rows, judged: Rows) -> _Start:
-    from specgen.train.distillation import Trainer
-
-    trainer = Trainer(file, rows, judged)
-    return _Start(file, trainer, trainer.judge())
 
 
 def _clear(folder: Path) -> None:
@@ -260,7 +242,7 @@ COMMAND = (sys.executable, "-m", "specgen.train.online_learning")
 
 class Learner:
     """A context manager that starts a lesson when there are enough new answers, pauses it while an answer is generated,
-    and gives its result to the engine's draft. `tell` gets a sentence for each change."""
+    and gives its result, or what another process learnt, to the engine's draft. `tell` gets a sentence for each lesson."""
 
     def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._target, self._engine, self._tell = session.options.target, engine, tell
@@ -269,8 +251,6 @@ class Learner:
         self._is_running = True
         #: The number of the kept answer from which on the next lesson may begin.
         self._not_before = 0
-        #: The sentence about a lesson's result, until the draft is reloaded.
-        self._news = ""
         folder, own = session.options.learning, session.draft
         self._is_on = False
         why_not = ""
@@ -326,11 +306,6 @@ class Learner:
         learnt = learnt_weights(self._folder, self._draft)
         if learnt != self._in_use and self._engine.reload_draft():
             self._in_use = learnt
-            change = "drafts with what it learnt elsewhere from now on"
-            if learnt is None:
-                change = "drafts as it came again: what it learnt was deleted"
-            self._tell(self._news or f"{self._draft.name} {change}")
-            self._news = ""
 
     def _send(self, data: bytes) -> None:
         stdin = None if self._child is None else self._child.stdin
@@ -369,12 +344,7 @@ class Learner:
             return
         if child.returncode != 0:
             raise OutputError(words or f"its process ended with code {child.returncode}")
-        lesson = Lesson(**json.loads(result))
-        text = f"{self._draft.name} {lesson.text}"
-        if lesson.outcome == "kept":
-            self._tell(text)
-        else:
-            self._news = text
+        self._tell(f"{self._draft.name} {Lesson(**json.loads(result)).text}")
 
     def _last_words(self, child: subprocess.Popen[bytes]) -> tuple[bytes, str]:
         result, _ = child.communicate()

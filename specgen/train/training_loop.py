@@ -6,12 +6,14 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import UsageError
+from specgen.sampler_options import option
 
 #: Arrays by name.
 Parameters: TypeAlias = dict[str, NDArray[Any]]
@@ -27,10 +29,9 @@ def check_library() -> None:
 
 #: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
 N_TOKENS = 40_000
-#: The most tokens of an answer, and the number of answers that are generated at once.
-N_ANSWER_TOKENS, N_PARALLEL = 256, 16
 #: The fewest tokens of answers to learn from, and to judge by, by what is made of them.
 LEAST_TEXT = {"heads": (2048, 100), "distilled": (1000, 100), "pruned": (0, 100)}
+_text = partial(option, panel="The target's text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,13 @@ class TextOptions:
     """Answers to `prompts`, `n_tokens` in all, to make drafts from."""
 
     prompts: Sequence[str]
-    n_tokens: int = N_TOKENS
-    max_tokens: int = N_ANSWER_TOKENS
-    n_parallel: int = N_PARALLEL
+    n_tokens: int = _text(
+        N_TOKENS, "--tokens", "How many tokens of answers to write in all.", min=1
+    )
+    max_tokens: int = _text(
+        256, "--max-tokens --predict --n-predict -n", "The most tokens of an answer.", min=8
+    )
+    n_parallel: int = _text(16, "--parallel -np", "How many answers to generate at once.", min=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats import request
 from specgen.serve.formats.openai import read_request
 from tests.helpers.batch import answers, records, text_of, wait_for_results
-from tests.helpers.cli import Result, Specgen, spawn
+from tests.helpers.cli import Result, Specgen, models_of, spawn
 
 PROMPTS = [
     "the cat is in the",
@@ -31,9 +31,8 @@ PROMPTS = [
 ]
 
 
-def options(models: Path, target: str = "target", draft: str = "draft") -> list[str]:
-    draft = draft if draft in ("ngram", "none") else str(models / f"{draft}.gguf")
-    return ["-m", str(models / f"{target}.gguf"), "-md", draft, "-n", "16"]
+def options(models: Path, **names: str) -> list[str]:
+    return [*models_of(models, **names), "-n", "16"]
 
 
 class Batch:

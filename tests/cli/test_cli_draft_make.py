@@ -120,19 +120,6 @@ def test_make_cuts_a_draft_out_of_the_target(made_and_used: MadeAndUsed, tmp_pat
     assert "of 5 layers left out" in noted
 
 
-def test_a_target_that_cannot_be_cut_is_refused(
-    specgen: Specgen, target: Path, asked: Path
-) -> None:
-    options = ("--prompts", asked, "--tokens", "1200", "--kind", "pruned", "-q")
-    result = specgen("draft", "make", "-m", target, *options, *MACHINE)
-    assert result.code == 4
-    assert result.err.splitlines() == [
-        "error: t.gguf: no layers can be left out: it has 2 layers only",
-        "hint: make another draft: --kind heads, or --kind distilled",
-    ]
-    assert not (cache() / "made").exists(), "before it writes a text"
-
-
 def test_what_is_trained_needs_the_library_before_anything_is_loaded(
     specgen: Specgen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,20 +131,6 @@ def test_what_is_trained_needs_the_library_before_anything_is_loaded(
             "error: training a draft needs jax, which is not installed",
             "hint: pip install 'specgen-gguf[train]'",
         ]
-
-
-def test_a_model_to_fit_goes_with_its_kind(specgen: Specgen, target: Path) -> None:
-    wrong = specgen("draft", "make", "-m", target, "-md", target, "--kind", "heads")
-    assert "it goes with --kind distilled" in complaint(wrong, 2)
-
-
-def test_without_heads_the_word_is_refused(specgen: Specgen, target: Path) -> None:
-    result = specgen("run", "-m", target, "--draft", "heads", "abc")
-    assert result.code == 2
-    assert result.err.splitlines() == [
-        "error: --draft heads: none were made for t.gguf",
-        f"hint: `specgen draft make -m {target}` makes them",
-    ]
 
 
 def test_too_little_text_is_one_line(specgen: Specgen, target: Path, asked: Path) -> None:
@@ -173,7 +146,16 @@ def test_too_little_text_is_one_line(specgen: Specgen, target: Path, asked: Path
     assert "tokens to learn from; more time or more --prompts would give more" in loud.err
 
 
-def test_a_target_without_cells_is_refused(specgen: Specgen, tmp_path: Path, asked: Path) -> None:
+def test_what_cannot_be_made_or_used_is_refused_before_a_text_is_written(
+    specgen: Specgen, target: Path, asked: Path, tmp_path: Path
+) -> None:
     mamba = write_tiny_model(tmp_path / "m.gguf", TinyConfig(architecture="mamba"))
-    result = specgen("draft", "make", "-m", mamba, "--prompts", asked, "-q", *MACHINE)
-    assert "recurrent state" in complaint(result, 5)
+    make = ("draft", "make", "--prompts", asked, "-q", *MACHINE, "-m")
+    for command, code, words in (
+        ((*make, target, "--tokens", "1200", "--kind", "pruned"), 4, "it has 2 layers only"),
+        ((*make, target, "-md", target, "--kind", "heads"), 2, "goes with --kind distilled"),
+        ((*make, mamba), 5, "recurrent state"),
+        (("run", "-m", target, "--draft", "heads", "abc"), 2, f"make -m {target}` makes them"),
+    ):
+        assert words in complaint(specgen(*command), code)
+    assert not (cache() / "made").exists()

@@ -16,7 +16,7 @@ import pytest
 
 from specgen.cli import output
 from specgen.method.tables import CostTable
-from tests.helpers.cli import Result, Specgen, complaint, ended, events_of
+from tests.helpers.cli import Result, Specgen, complaint, ended, events_of, models_of
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig
 from tests.tiny.config import INFILL_TOKENS
@@ -45,10 +45,8 @@ def fim(specgen: Specgen, monkeypatch: pytest.MonkeyPatch, models: Path, tmp_pat
     """Runs `specgen fim` in a folder of its own."""
     monkeypatch.chdir(tmp_path)
 
-    def command(*arguments: str, target: str = "target", draft: str = "draft") -> Result:
-        draft = draft if draft in ("ngram", "none") else str(models / f"{draft}.gguf")
-        own = ["-m", str(models / f"{target}.gguf"), "-md", draft, "-n", "12", "--no-stats"]
-        return specgen("fim", *own, *arguments)
+    def command(*arguments: str, **names: str) -> Result:
+        return specgen("fim", *models_of(models, **names), "-n", "12", "--no-stats", *arguments)
 
     return command
 
@@ -209,7 +207,7 @@ def test_what_the_context_has_no_room_for(fim: Fim) -> None:
         (("a.txt:6",), 3, "a.txt has no line 6: it has 5"),
         (("a.txt:1:12",), 3, "line 1 has no column 12: it has 10 characters"),
         (("missing.txt:1",), 3, "missing.txt: cannot be read"),
-        (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 at offset 7 (line 2)"),
+        (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 on line 2"),
         (("a.txt:1", "--prefix-file", "a.txt"), 2, "exclude each other"),
         ((), 2, "no gap"),
         (("--prefix-file", "a.txt", "--in-place"), 2, "--in-place needs FILE:LINE"),

@@ -361,7 +361,7 @@ def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
     assert "empty" in complaint(cli(*model, ""), 3)
     assert "empty" in complaint(cli(*model, "-", stdin=b""), 3)
     assert "empty" in complaint(cli(*model, stdin=b"\n"), 3)
-    assert "0xe9 at offset 3 (line 1)" in complaint(cli(*model, "-", stdin=b"caf\xe9"), 3)
+    assert "0xe9 on line 1" in complaint(cli(*model, "-", stdin=b"caf\xe9"), 3)
     assert "UTF-8" in complaint(cli(*model, "caf\udce9"), 3)
     assert "No such file" in complaint(cli(*model, "-f", str(tmp_path / "none")), 3)
     assert "a directory" in complaint(cli(*model, "-f", str(tmp_path)), 3)

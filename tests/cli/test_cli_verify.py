@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.bugs import plant
-from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
+from tests.helpers.cli import Result, Specgen, complaint, models_of, on_terminal, rest_of
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-N", "2", "-n", "12", "--draws", "100")
@@ -21,10 +21,8 @@ SHORT = ("-N", "2", "-n", "12", "--draws", "100")
 Verify = Callable[..., Result]
 
 
-def arguments(models: Path, *more: str, target: str = "target", draft: str = "draft") -> list[str]:
-    source = draft if draft in ("ngram", "none") else str(models / f"{draft}.gguf")
-    own = ["-m", str(models / f"{target}.gguf"), "-md", source]
-    return ["verify", *own, "-t", "1", "-fa", "off", *SHORT, *more]
+def arguments(models: Path, *more: str, **names: str) -> list[str]:
+    return ["verify", *models_of(models, **names), "-t", "1", "-fa", "off", *SHORT, *more]
 
 
 @pytest.fixture

@@ -133,15 +133,15 @@ BUGS: Mapping[str, Bug] = MappingProxyType(
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Build a bug into all answers with drafts that are made from now on."""
-    make = DrafterFactory.sequence
+    make = DrafterFactory.new_answer
 
-    def sequence(factory: DrafterFactory, *arguments: Any, **more: Any) -> AnswerState:
+    def new_answer(factory: DrafterFactory, *arguments: Any, **more: Any) -> AnswerState:
         made = make(factory, *arguments, **more)
         if made.cascade is not None:
             BUGS[name].plant(made)
         return made
 
-    monkeypatch.setattr(DrafterFactory, "sequence", sequence)
+    monkeypatch.setattr(DrafterFactory, "new_answer", new_answer)
 
 
 def lose_bonus(monkeypatch: pytest.MonkeyPatch) -> None:

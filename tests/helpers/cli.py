@@ -52,6 +52,12 @@ def tiny_names(folder: Path, arguments: Sequence[str | Path]) -> list[str | Path
     return [p if p.exists() else a for p, a in zip(paths, arguments, strict=True)]
 
 
+def models_of(folder: Path, target: str = "target", draft: str = "draft") -> list[str]:
+    """The options that name tiny models, or a word as the draft."""
+    source = draft if draft in ("ngram", "none") else str(folder / f"{draft}.gguf")
+    return ["-m", str(folder / f"{target}.gguf"), "-md", source]
+
+
 def spawn(
     *arguments: str | Path,
     code: str | None = None,
@@ -122,10 +128,9 @@ class Cli:
     def model(self, name: str) -> str:
         return str(self.models / f"{name}.gguf")
 
-    def run(self, *arguments: str, target: str = "target", draft: str = "draft") -> Result:
-        draft = draft if draft in ("ngram", "none") else self.model(draft)
-        own = ["-m", self.model(target), "-md", draft, "-t", "1", "-n", "30", "-fa", "off"]
-        return self(*own, *arguments)
+    def run(self, *arguments: str, **names: str) -> Result:
+        own = ["-t", "1", "-n", "30", "-fa", "off"]
+        return self(*models_of(self.models, **names), *own, *arguments)
 
 
 def events_of(result: Result) -> list[dict[str, Any]]:

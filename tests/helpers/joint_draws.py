@@ -231,7 +231,7 @@ def draw_with_models(
         target = MemoBackend(cache, has_states=has_states)
         drafts = [MemoBackend(each) for each in draft_caches]
         with patch("specgen.session.drafter_factory.Shaper", RememberingShaper):
-            sequence = DrafterFactory(session).sequence(prompt, n_ctx, drafts, seed)
+            sequence = DrafterFactory(session).new_answer(prompt, n_ctx, drafts, seed)
         loop = AnswerLoop(target, session.clock)
         place = _find_place(sequence, loop)
         return None if place is None else _draw(sequence, loop, place, depth, n_draws)

@@ -121,6 +121,7 @@ FAMILIES = {
         closing="]<]mm[>[</tool_call>",
     ).replace("{%- if tools", _NESTED_VALUE + "{%- if tools", 1),
 }
+FAMILIES["Gemma-3"] = FAMILIES["Gemma"].replace('<|"|>', "<escape>")
 #: The marks of their calls that are control tokens.
 CONTROLS: dict[str, tuple[str, ...]] = {
     "Hermes": ("<tool_call>", "</tool_call>"),

@@ -178,7 +178,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(
         prompt = speculative.prompts.of_text(PROMPT)
         with speculative.contexts(512) as (target, _), speculative.contexts(512) as (alone, _):
             loop = AnswerLoop(target, time.perf_counter)
-            generation = DrafterFactory(speculative).sequence(prompt, 512, (), 0)
+            generation = DrafterFactory(speculative).new_answer(prompt, 512, (), 0)
             read_prompt(loop, generation)
             last = generation.trail
             assert isinstance(last, LastHidden)

@@ -66,7 +66,7 @@ def _arguments(form: CallForm, given: dict[str, Any]) -> str:
         return f"({', '.join(f'{key}={value!r}' for key, value in given.items())})"
     if form.style == "gemma":
         quoted = json.dumps(given, ensure_ascii=False).replace('": ', '":')
-        return re.sub(r'"(\w+)":', r"\1:", quoted).replace('"', '<|"|>').replace(", ", ",")
+        return re.sub(r'"(\w+)":', r"\1:", quoted).replace('"', form.quote).replace(", ", ",")
     assert form.pair is not None
     pair, text = form.pair, ""
     for key, value in given.items():

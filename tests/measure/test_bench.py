@@ -205,8 +205,8 @@ def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) ->
 
     def options(context: ContextOptions) -> tuple[ContextOptions, ContextOptions]:
         base = SessionOptions(target, "none", target_context=context, draft_context=context)
-        ways = [base.drafting.policy], [base.drafting.tree]
-        _, entry = entries_of(base, [(draft,)], *ways, known=memory)
+        ways = [base.drafting.policy], [base.drafting.tree], [0.0]
+        _, entry = entries_of(base, [(draft,)], *ways, memory)
         return entry.options.target_context, entry.options.draft_context
 
     ours, drafts = options(context)

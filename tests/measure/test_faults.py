@@ -8,17 +8,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specgen.errors import MemoryLimitError
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from specgen.options import ContextOptions, DraftOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
 from specgen.session.memory import Memory
 from specgen.session.session import Session
 from tests.helpers.cli import ended
-from tests.helpers.sessions import answers
+from tests.helpers.sessions import answers, options_of
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 SHORT = ("-t", "1", "-n", "12")
@@ -133,15 +134,8 @@ def test_a_cache_that_vanishes_while_it_is_in_use_changes_nothing(
     cache = tmp_path / "cache"
     cache.mkdir()
     context = ContextOptions(n_threads=1)
-    options = SessionOptions(
-        target=tiny_models / "target.gguf",
-        draft=tiny_models / "draft.gguf",
-        generation=GenerationOptions(max_tokens=40),
-        drafting=DraftOptions(lookup_store=True),
-        target_context=context,
-        draft_context=context,
-        cache=cache,
-    )
+    more: dict[str, Any] = {"drafting": DraftOptions(lookup_store=True), "cache": cache}
+    options = options_of(tiny_models / "target.gguf", "draft", context=context, **more)
     memory = Memory(cache / "learnt.json")
     with Session(options, time.perf_counter, memory) as loaded, Engine(loaded) as engine:
         calibrate(loaded)

@@ -6,8 +6,7 @@ import dataclasses
 import io
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -29,41 +28,27 @@ from specgen.measure.search import (
 )
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.method.backend import Batch
-from specgen.options import (
-    ContextOptions,
-    DraftOptions,
-    DraftSource,
-    GenerationOptions,
-    SessionOptions,
-)
+from specgen.options import ContextOptions, DraftOptions, DraftSource
 from specgen.render.tables import print_draft_table
-from specgen.session.calibration import is_pair_measured, known_costs, measure_if_new
+from specgen.session.calibration import is_pair_measured, known_costs, measure_costs
 from specgen.session.memory import Memory, Threads
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
+from tests.helpers.sessions import options_of
 
 PROMPTS = given_prompts(("def add(a, b): return a + b # and the sum is", "Once upon a time"))
-N_TOKENS = 16
 ONE_THREAD = ContextOptions(n_threads=1, flash_attention="off")
 
 pytestmark = pytest.mark.usefixtures("quick_threads")
 
 
-@contextmanager
 def loaded(
     folder: Path, context: ContextOptions = ONE_THREAD, memory: Memory | None = None
-) -> Iterator[Session]:
-    options = SessionOptions(
-        folder / "target.gguf",
-        "none",
-        drafting=DraftOptions(max_tokens=4),
-        generation=GenerationOptions(max_tokens=N_TOKENS),
-        target_context=context,
-        draft_context=context,
-    )
-    with Session(options, time.perf_counter, memory) as opened:
-        yield opened
+) -> Session:
+    more: dict[str, Any] = {"n_tokens": 16, "drafting": DraftOptions(max_tokens=4)}
+    options = options_of(folder / "target.gguf", context=context, **more)
+    return Session(options, time.perf_counter, memory)
 
 
 def drafts(search: Search) -> set[DraftSource]:
@@ -90,8 +75,7 @@ def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
         chosen = found.threads["target.gguf"]
         assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
         # Nothing is left to measure.
-        with opened.contexts(256) as contexts:
-            measure_if_new(opened, *contexts)
+        measure_costs(opened)
         assert not opened.setup_s["measuring_s"]
 
 

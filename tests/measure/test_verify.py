@@ -11,6 +11,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,20 +31,13 @@ from specgen.measure.verify import (
 )
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import Branches, Draft, keep_path
-from specgen.options import (
-    DraftOptions,
-    DraftSource,
-    GenerationOptions,
-    Grammar,
-    SamplerOptions,
-    SessionOptions,
-)
+from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.bugs import BUGS, lose_bonus, plant
-from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads
 from tests.helpers.joint_draws import JointDraws, draw_with_models
+from tests.helpers.sessions import options_of
 from tests.helpers.virtual_time import VirtualTime
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -81,19 +75,16 @@ def opened(
     grammar: str | None = None,
     max_tokens: int = 40,
     clock: Callable[[], float] = time.perf_counter,
-    draft: DraftSource | None = None,
-    **sampler: object,
+    draft: Path | None = None,
+    **sampler: Any,
 ) -> Session:
-    draft = draft or ("ngram" if ngram else models / f"draft {pair}.gguf")
     rules = None if grammar is None else Grammar("gbnf", grammar)
-    options = SessionOptions(
-        target=models / f"target {pair}.gguf",
-        draft=draft,
-        sampler=SamplerOptions(**{"temperature": 0.8, "seed": 0, **sampler}),  # type: ignore[arg-type]
+    options = options_of(
+        models / f"target {pair}.gguf",
+        draft or ("ngram" if ngram else f"draft {pair}"),
+        sampler=SamplerOptions(**{"temperature": 0.8, "seed": 0, **sampler}),
         drafting=drafting,
         generation=GenerationOptions(max_tokens=max_tokens, grammar=rules),
-        target_context=EXACT,
-        draft_context=EXACT,
     )
     return Session(options, clock)
 

@@ -32,22 +32,13 @@ TIMES = st.floats(0.001, 100.0)
 TABLES = st.dictionaries(st.integers(1, 40), TIMES, min_size=1, max_size=8)
 
 
-@given(TABLES)
-def test_what_was_measured_is_expected(seconds: dict[int, float]) -> None:
-    table = CostTable(seconds)
-    assert table
-    assert table.known == seconds
-    assert list(table.known) == sorted(seconds)
-    for size, time in seconds.items():
-        assert table.seconds(size) == time
-
-
 @given(TABLES, st.integers(1, 80))
 def test_what_lies_between_two_sizes_costs_what_lies_between_their_costs(
     seconds: dict[int, float], n_rows: int
 ) -> None:
-    found = CostTable(seconds).seconds(n_rows)
-    sizes = sorted(seconds)
+    table, sizes = CostTable(seconds), sorted(seconds)
+    assert list(table.known.items()) == sorted(seconds.items())
+    found = table.seconds(n_rows)
     if n_rows > sizes[-1]:
         assert found == pytest.approx(seconds[sizes[-1]] * n_rows / sizes[-1])
     else:

@@ -164,8 +164,6 @@ def test_of_a_long_text_a_window_is_read() -> None:
         assert backend.n_decoded_rows - n_decoded <= n_read + 2
 
 
-# --- n-grams and a model
-
 TEXT = [1, 2, 3]
 
 
@@ -195,9 +193,6 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool)
     draft = draft_alone(model.propose([*TEXT, 4, 5], RoundPlan("fixed", 3), 2))
     assert len(draft) == 3
     assert shaper.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
-
-
-# --- a draft for the draft model
 
 
 # --- a draft for the draft model

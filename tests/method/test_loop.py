@@ -25,7 +25,6 @@ from specgen.events import (
 )
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
-from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.system.arrays import Logits
 from specgen.text.text_state import Cascade, TextState
@@ -42,7 +41,6 @@ from tests.helpers.fake_generations import (
     model_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
-from tests.registry import DRAFTERS as DRAFTER_CASES
 from tests.registry import ON_FAKES, VERIFIERS, Text
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
@@ -247,26 +245,6 @@ def test_an_interruption_releases_text_that_was_held_back(after: int) -> None:
     fast, events = Setup(options=options).run(lambda: next(calls) >= after)
     shown = "".join(event.text for event in events if isinstance(event, CommittedEvent))
     assert shown == fast.text.text == text[: fast.n_answer]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_matching_keeps_a_seeds_text_above_temperature_0(seed: int) -> None:
-    sampler = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    plain, _ = Setup(sampler=sampler, seed=seed).run()
-    other, _ = Setup(sampler=sampler, seed=seed + 1).run()
-    assert other.tokens != plain.tokens
-    for kind in DRAFTERS:
-        # A draft without draws is matched anyway.
-        draws = kind in QUALITIES or DRAFTER_CASES[kind].draws
-        setup = Setup(
-            sampler=sampler,
-            seed=seed,
-            drafter=drafter(kind, sampler=sampler),
-            verifier=MatchVerifier() if draws else None,
-        )
-        fast, events = setup.run()
-        assert fast.tokens == plain.tokens
-        assert (finished(events).n_drafted > 0) == (kind != "nothing")
 
 
 def test_events_tell_the_answer_and_account_for_every_token() -> None:

@@ -14,7 +14,6 @@ drawn anew. They are fixed, so what passes goes on passing.
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias, get_args
@@ -24,19 +23,16 @@ import pytest
 from specgen.events import FinishedEvent
 from specgen.measure.verify import check_greedy, check_sampled
 from specgen.options import (
-    DraftOptions,
-    DraftSource,
     GenerationOptions,
     Grammar,
     SamplerOptions,
-    SessionOptions,
     TranslateMode,
     VerifierName,
 )
 from specgen.session.engine import Engine, generate
 from specgen.session.kept_answers import Learnt, write_learnt
 from specgen.session.session import Session
-from tests.helpers.common import EXACT
+from tests.helpers import sessions
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.heads import make_heads
 from tests.helpers.joint_draws import draw_with_models
@@ -210,33 +206,25 @@ def loaded(
 ) -> Session:
     cache, drafter, translate = case
     has_learnt = drafter == "learnt"
-    words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none", "mtp": "mtp"}
     # A parallel draft is the same file, read with a mask token.
     name = "draft" if has_learnt or drafter == "parallel" else drafter
-    draft = words.get(drafter, models / f"{cache} {name}.gguf")
-    sampler = GREEDY.get(samplers) or SAMPLED[samplers]
-    options = SessionOptions(
-        target=models / f"{cache}.gguf",
-        draft=draft,
-        sampler=replace(sampler, seed=seed),
-        drafting=DraftOptions(
-            policy="fixed",
-            max_tokens=3,
-            p_min=0.0,
-            ngram_min=1,
-            ngram_max=3,
-            verifier=verifier,
-            translate=translate,
-            mask=MASK if drafter == "parallel" else "off",
-        ),
-        generation=GenerationOptions(
-            max_tokens=40, grammar=Grammar("gbnf", GRAMMAR) if "grammar" in samplers else None
-        ),
-        target_context=EXACT,
-        draft_context=EXACT,
+    grammar = Grammar("gbnf", GRAMMAR) if "grammar" in samplers else None
+    mask = MASK if drafter == "parallel" else "off"
+    opened = sessions.opened(
+        models / f"{cache}.gguf",
+        drafter if drafter in ("ngram", "none", "mtp") else f"{cache} {name}",
+        n_draft=3,
+        drafting={
+            "ngram_min": 1,
+            "ngram_max": 3,
+            "verifier": verifier,
+            "translate": translate,
+            "mask": mask,
+        },
+        sampler=replace(GREEDY.get(samplers) or SAMPLED[samplers], seed=seed),
+        generation=GenerationOptions(max_tokens=40, grammar=grammar),
         learning=models / "learning" if has_learnt else None,
     )
-    opened = Session(options, time.perf_counter)
     made = opened.draft
     assert (made is not None and made.learnt is not None) == has_learnt
     reads_rows = made is not None and made.reads in ("all states", "cache")

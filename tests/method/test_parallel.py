@@ -55,9 +55,6 @@ def predicted(text: Sequence[int], n: int) -> list[int]:
     return [int(LANGUAGE((*text, *[MASK] * i)).argmax()) for i in range(n)]
 
 
-# --- one proposal
-
-
 # --- the cache
 
 

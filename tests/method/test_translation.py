@@ -97,9 +97,13 @@ def test_padding_at_the_end_of_either_is_fine(padded: Any) -> None:
         (
             TABLE,
             replace(TABLE, entries=(b"<s>", b"</s>", b"a", b"c", b"\xff")),
-            "2 of 5 tokens differ: 3 'b' and 3 'c', 4 'ab' and 4 '\ufffd'",
+            "2 of 5 tokens differ: 3 'b' and 3 'c'",
         ),
-        (TEN, replace(TEN, entries=(*TEN.entries[:5], *[b"x"] * 5)), "8 '8' and 8 'x', ..."),
+        (
+            TEN,
+            replace(TEN, entries=(*TEN.entries[:5], *[b"x"] * 5)),
+            "5 of 10 tokens differ: 5 '5' and 5 'x'",
+        ),
         (
             TABLE,
             replace(TABLE, entries=(b"1", b"2", b"3", b"4", b"5")),

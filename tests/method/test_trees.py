@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,13 @@ from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
 from specgen.method.tables import AcceptanceRates, CostTable, WhilePaying
-from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
+from specgen.method.verify import (
+    AutoVerifier,
+    BlockVerifier,
+    ResidualVerifier,
+    SpecTrVerifier,
+    Verifier,
+)
 from specgen.options import (
     LARGEST_TREE,
     DraftOptions,
@@ -80,28 +87,20 @@ def texts(draft: Draft) -> set[tuple[int, ...]]:
     return {draft.text(node) for node in range(len(draft))}
 
 
-def test_a_walk_leads_from_the_root_down() -> None:
-    tokens, parents = (1, 2, 3), (ROOT, 0, ROOT)
-    rest = (("m",) * 3, (None,) * 3, (None,) * 3)
-    Draft(tokens, parents, *rest, walks=((0, 1), (2,), (0,)))
+def test_independent_walks_lead_from_the_root_down_and_stay_whole() -> None:
+    """Without its walks, a token that was drawn twice would be judged once."""
+    rest = ("m",) * 3, (None,) * 3, (None,) * 3
+    walks = Draft((1, 2, 3), (ROOT, 0, ROOT), *rest, walks=((0, 1), (2,), (0,)))
     for walk in [(1,), (0, 2), ()]:
         with pytest.raises(ValueError, match="no walk"):
-            Draft(tokens, parents, *rest, walks=(walk,))
-
-
-def test_independent_walks_stay_whole() -> None:
-    """Without its walks, a token that was drawn twice would be judged once."""
-    walks = Draft(
-        (1, 2, 3), (ROOT, 0, ROOT), ("m",) * 3, (None,) * 3, (None,) * 3, ((0, 1), (2,), (0,))
-    )
+            replace(walks, walks=(walk,))
     assert walks.first(3) is walks
     moved = walks.only([2, 0, 1])
     assert moved.walks == ((1, 2), (0,), (1,))
     assert [[moved.tokens[node] for node in walk] for walk in moved.walks] == [[1, 2], [3], [1]]
-    with pytest.raises(ValueError, match="left out"):
-        walks.first(2)
-    with pytest.raises(ValueError, match="left out"):
-        walks.only([0, 1])
+    for nodes in ([0, 1], [0, 2]):
+        with pytest.raises(ValueError, match="left out"):
+            walks.only(nodes)
 
 
 @given(st.lists(st.floats(0.01, 1.0), max_size=7), st.integers(0, 2**31))
@@ -125,62 +124,174 @@ def test_the_best_nodes_are_the_best_of_all_subtrees(chances: list[float], seed:
         assert parents[node] in (ROOT, *nodes[:place])
 
 
-# --- selections, by calculation ---------------------------------------------------------------
+# --- whatever is drawn, by calculation ---------------------------------------------------------
 
-Probs = st.lists(st.integers(0, 6), min_size=4, max_size=4).filter(any)
-
-
-def distribution_of(weights: list[int]) -> Distribution:
-    ids = np.flatnonzero(weights)
-    probs = np.array(weights, np.float64)[ids]
-    return Distribution(ids.astype(np.int64), probs / probs.sum())
+N_LETTERS = 3
+N_DEEP = 3
 
 
-def siblings(source: Distribution, k: int, fate: Fate, *, with_replacement: bool) -> Draft:
-    """A draft of one level: k draws from a distribution."""
-    left: Distribution | None = source
+def pseudo_random(*what: object) -> int:
+    """A number that looks like chance and is always the same."""
+    return zlib.crc32(repr(what).encode())
+
+
+def speaks(seed: int) -> Callable[[tuple[int, ...]], Distribution]:
+    """A language over a few letters; some letters cannot follow some texts."""
+
+    def after(text: tuple[int, ...]) -> Distribution:
+        weights = np.array(
+            [pseudo_random(seed, text, letter) % 7 for letter in range(N_LETTERS)], float
+        )
+        if not weights.any():
+            weights[0] = 1.0
+        ids = np.flatnonzero(weights)
+        return Distribution(ids.astype(np.int64), weights[ids] / weights[ids].sum())
+
+    return after
+
+
+def drawn_tree(
+    source: Callable[[tuple[int, ...]], Distribution], seed: int, n_max: int, fate: Fate
+) -> Draft:
+    """A tree whose shape depends on all that was drawn before, in other branches too: beyond which
+    node it goes on next, and how many tokens it draws there, which is settled before they are."""
     tokens: list[int] = []
+    parents: list[int] = []
     sources: list[Distribution] = []
-    while left is not None and len(tokens) < k:
-        tokens.append(left.draw(fate))  # type: ignore[arg-type]
-        sources.append(left)
-        left = left if with_replacement else left.minus(Distribution.certain(tokens[-1]))
-    nodes = tuple(dict.fromkeys(tokens))
-    walks = tuple((nodes.index(token),) for token in tokens) if with_replacement else ()
-    n = len(nodes)
-    return Draft(nodes, (ROOT,) * n, ("m",) * n, (None,) * n, tuple(sources[:n]), walks)
+    texts: dict[int, tuple[int, ...]] = {ROOT: ()}
+    open_nodes = [ROOT]
+    while open_nodes and len(tokens) < n_max:
+        number = pseudo_random(seed, tokens, parents)
+        if tokens and number % 5 == 0:
+            break
+        node = open_nodes.pop(number % len(open_nodes))
+        left: Distribution | None = source(texts[node])
+        for _ in range(min((1, 1, 2, 2, 3)[number // 5 % 5], n_max - len(tokens))):
+            if left is None:
+                break
+            token = left.draw(fate)  # type: ignore[arg-type]
+            child = len(tokens)
+            tokens.append(token)
+            parents.append(node)
+            sources.append(left)
+            texts[child] = (*texts[node], token)
+            if len(texts[child]) < N_DEEP:
+                open_nodes.append(child)
+            left = left.minus(Distribution.certain(token))
+    n = len(tokens)
+    return Draft(tuple(tokens), tuple(parents), ("m",) * n, (None,) * n, tuple(sources))
 
 
-@settings(max_examples=40)
-@given(Probs, Probs, st.integers(1, 3), st.sampled_from(["spectr", "residual", "without"]))
-def test_whatever_is_drawn_the_target_is_told(
-    target: list[int], source: list[int], k: int, kind: str
-) -> None:
-    """Summed over all drafts and all decisions: exactly the target's distribution."""
-    wanted, drawn_from = distribution_of(target), distribution_of(source)
-    verifier: Verifier = SpecTrVerifier() if kind == "spectr" else ResidualVerifier()
-    found: defaultdict[int, float] = defaultdict(float)
-    token, is_accepted, accepted = -1, False, 0.0
+def joint(after: Callable[[tuple[int, ...]], Distribution]) -> dict[tuple[int, ...], float]:
+    """The distribution of the first tokens of a language."""
+    found: dict[tuple[int, ...], float] = {}
+    for text in itertools.product(range(N_LETTERS), repeat=N_DEEP + 1):
+        found[text] = float(
+            np.prod([after(text[:n]).probability(letter) for n, letter in enumerate(text)])
+        )
+    return found
+
+
+def largest_error(
+    verifier: Verifier, seed: int, draft_by: Callable[[Fate], Draft]
+) -> tuple[float, Counter[tuple[int, ...]]]:
+    """How far what is told is from the target's joint distribution, over all that can be drawn and
+    decided, and the shapes of the drafts."""
+    target = speaks(seed)
+    found: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    shapes: Counter[tuple[int, ...]] = Counter()
+    told: tuple[int, ...] = ()
 
     def happen(fate: Fate) -> None:
-        nonlocal token, is_accepted
-        draft = siblings(drawn_from, k, fate, with_replacement=kind != "without")
-        verdict = verifier.verify(draft, lambda _node: wanted, fate)  # type: ignore[arg-type]
-        is_accepted = bool(verdict.path)
-        token = draft.tokens[verdict.path[0]] if is_accepted else verdict.next_token
+        nonlocal told
+        draft = draft_by(fate)
+        shapes[draft.parents] += 1
+
+        def after(node: int) -> Distribution:
+            return target(() if node == ROOT else draft.text(node))
+
+        verdict = verifier.verify(draft, after, fate)  # type: ignore[arg-type]
+        told = (*(draft.tokens[node] for node in verdict.path), verdict.next_token)
 
     for fate in all_fates(happen):
         if fate.chance > 0.0:
-            found[token] += fate.chance
-            accepted += fate.chance * is_accepted
+            found[told] += fate.chance
     assert sum(found.values()) == pytest.approx(1.0)
-    if k == 1:  # no rule accepts more
-        shared = [
-            min(wanted.probability(token), drawn_from.probability(token)) for token in range(4)
-        ]
-        assert accepted == pytest.approx(sum(shared))
-    for token in range(4):
-        assert found[token] == pytest.approx(wanted.probability(token), abs=1e-9)
+    error = 0.0
+    for text, chance in joint(target).items():
+        total = 0.0  # what was told, and what the target goes on with
+        for n in range(1, len(text) + 1):
+            rest = [target(text[:m]).probability(text[m]) for m in range(n, len(text))]
+            total += found[text[:n]] * float(np.prod(rest))
+        error = max(error, abs(total - chance))
+    return error, shapes
+
+
+def tree_by(seed: int, n_max: int) -> Callable[[Fate], Draft]:
+    """Draws a tree by another language than the target's."""
+    source = speaks(seed + 1)
+    return lambda fate: drawn_tree(source, seed, n_max, fate)
+
+
+def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
+    """Draws chains independently by another language than the target's; common beginnings are the same nodes."""
+    source = speaks(seed + 1)
+
+    def draw(fate: Fate) -> Draft:
+        nodes, sources = dict[tuple[int, ...], int](), list[Distribution]()
+        walks = []
+        for _ in range(n_walks):
+            texts: list[tuple[int, ...]] = [()]
+            for _ in range(n_deep):
+                after = source(texts[-1])
+                texts.append((*texts[-1], after.draw(fate)))  # type: ignore[arg-type]
+                if texts[-1] not in nodes:
+                    nodes[texts[-1]] = len(nodes)
+                    sources.append(after)
+            walks.append(tuple(nodes[text] for text in texts[1:]))
+        n, tokens = len(nodes), tuple(text[-1] for text in nodes)
+        parents = tuple(nodes.get(text[:-1], ROOT) for text in nodes)
+        return Draft(tokens, parents, ("m",) * n, (None,) * n, tuple(sources), tuple(walks))
+
+    return draw
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    shape=st.sampled_from([1, 2, 3, 4, (1, 1), (2, 1), (3, 1), (2, 2)]),
+    verifier=st.sampled_from([BlockVerifier, ResidualVerifier, SpecTrVerifier, AutoVerifier]),
+)
+def test_whatever_is_drawn_the_target_is_told(
+    seed: int, shape: int | tuple[int, int], verifier: Callable[[], Verifier]
+) -> None:
+    """Summed over all that can be drawn (trees of so many nodes, or walks) and decided: exactly the target's joint
+    distribution."""
+    draft_by = tree_by(seed, shape) if isinstance(shape, int) else walks_by(seed, *shape)
+    assert largest_error(verifier(), seed, draft_by)[0] < 1e-9
+
+
+@pytest.mark.parametrize("verifier", [BlockVerifier(), ResidualVerifier(), SpecTrVerifier()])
+@pytest.mark.parametrize("seed", range(10))
+def test_of_a_single_draw_as_much_is_accepted_as_can_be(verifier: Verifier, seed: int) -> None:
+    target, source, paths = speaks(seed)(()), speaks(seed + 1)(()), list[tuple[int, ...]]()
+
+    def happen(fate: Fate) -> None:
+        draft = walks_by(seed, 1, 1)(fate)
+        paths.append(verifier.verify(draft, lambda _node: target, fate).path)  # type: ignore[arg-type]
+
+    accepted = sum(fate.chance for fate in all_fates(happen) if paths[-1])
+    shared = (min(target.probability(n), source.probability(n)) for n in range(N_LETTERS))
+    assert accepted == pytest.approx(sum(shared))
+
+
+def test_all_kinds_of_shapes_are_among_them() -> None:
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for seed in range(12):
+        shapes += largest_error(BlockVerifier(), seed, tree_by(seed, 4))[1]
+    assert (ROOT, 0, 1) in shapes
+    assert any(len(set(shape)) < len(shape) and shape.count(ROOT) == 1 for shape in shapes)
+    assert any(shape.count(ROOT) > 1 and len(set(shape)) > 1 for shape in shapes)
 
 
 # --- in the loop ------------------------------------------------------------------------------

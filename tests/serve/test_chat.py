@@ -26,6 +26,15 @@ def test_a_conversation_goes_on_and_is_private(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
     if os.name != "nt":
         assert file.stat().st_mode & 0o077 == 0
+        device = tmp_path / "device"
+        device.symlink_to(os.devnull)
+        save_conversation(device, made)
+        link = tmp_path / "link"
+        link.symlink_to(file)
+        save_conversation(link, Conversation())
+        assert device.is_symlink()
+        assert link.is_symlink()
+        assert read_conversation(file) == Conversation()
     assert made.asking("c").turns == (Turn("a", "é\n"), Turn("c"))
 
 
@@ -48,6 +57,9 @@ _THOUGHTS = [
     "<|START_RESPONSE|>so < it<|END_RESPONSE|>",
     "<|channel|>analysis<|message|>why < not<|end|><|start|>assistant<|channel|>final<|message|>so < it",
     "<|channel|>final<|message|>so < it",
+    "<|channel|>analysis<|message|>why < not<|end|><|channel|>final <|constrain|>json<|message|>so < it",
+    "<|channel>thought\nwhy < not<channel|>so < it<|channel>thought\n<channel|><channel|>",
+    "<|open|>think<|sep|>why < not<|open|>response<|sep|>so < it<|close|>response<|sep|>",  # no end
     "so < it",
 ]
 

@@ -369,6 +369,26 @@ def test_the_tools_that_may_be_called() -> None:
     assert responding(tools=[{"type": "web_search"}], tool_choice="auto").tools is None
 
 
+def test_a_deferred_tool_may_be_called_when_a_search_has_found_it() -> None:
+    """The tools in the prompt stay the same: a new one is described where it was found."""
+    late = {"name": "late", "defer_loading": True, "description": "D."}
+    asked: dict[str, Any] = {"tools": [{"name": "Search"}, late, {**late, "name": "never"}]}
+    call = {"type": "tool_use", "id": "t1", "name": "Search", "input": {}}
+    found = [{"type": "tool_reference", "tool_name": "late"}]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": found}
+    turns = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    before, after = messaging(**asked), messaging(**asked, messages=turns)
+    for request, names in ((before, ["Search"]), (after, ["Search", "late"])):
+        assert request.tools is not None
+        assert [each.name for each in request.tools.functions] == ["Search"]
+        assert [each.name for each in request.tools.callable] == names
+        assert request.warnings == ()
+    assert json.loads(after.messages[-1].content or "")["description"] == "D."
+    hosted = messaging(tools=[late, {"type": "tool_search_tool_regex_20251119", "name": "s"}])
+    assert hosted.tools is not None
+    assert [each.name for each in hosted.tools.functions] == ["late"]
+
+
 def test_a_call_and_what_the_tool_answered() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "a", "arguments": '{"x": 1}'}}
     broken = {"id": "c2", "type": "function", "function": {"name": "a", "arguments": "{"}}

@@ -269,6 +269,16 @@ def test_a_last_message_of_the_assistant_is_continued(
         assert not other.endswith("A b")
 
 
+def test_a_thread_that_is_not_kept_is_sent_again_whole(server: Running) -> None:
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 1}
+    assert server.post("/v1/messages", **asked, thread={"type": "create"}).status_code == 200
+    going_on = {"type": "continue", "previous_message_id": "msg_1"}
+    refused = server.post("/v1/messages", **asked, thread=going_on)
+    assert refused.status_code == 404
+    # The package looks for this code.
+    assert refused.json()["error"]["details"] == {"error_code": "thread_not_found"}
+
+
 def test_keys_and_other_errors(tmp_path: Path) -> None:
     options = ServerOptions(port=0, api_keys=("secret",), limits=Limits(body_bytes=2000))
     with tiny_server(tmp_path, options, chat_template=TEMPLATE) as server:

@@ -15,13 +15,15 @@ from pydantic_core import from_json
 from specgen.errors import UsageError
 from specgen.events import FinishedEvent
 from specgen.options import SamplerOptions
+from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.call_forms import CallForm, form_of
+from specgen.serve.formats.call_values import typed_json
 from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.openai import read_chat, read_request
 from specgen.serve.formats.request import Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser, calls_grammar
-from tests.helpers.formats import written
+from tests.helpers.formats import FINISHED, written
 from tests.helpers.sessions import answered, opened
 from tests.helpers.templates import CONTROLS, FAMILIES, UNKNOWN, calls_as_written, made_of
 from tests.tiny import TinyConfig, write_tiny_model
@@ -36,6 +38,8 @@ def form(name: str) -> CallForm:
 
 
 HERMES, LLAMA, MISTRAL, GRANITE, LFM = map(form, ("Hermes", "Llama", "Mistral", "Granite", "LFM"))
+HARMONY = "{{ tools }}<|channel|>functions."
+USER = {"role": "user", "content": "x"}
 TEXT, NUMBERS = {"type": "string"}, {"type": "array"}
 FUNCTIONS = [
     Function("weather", "", {"properties": {"city": TEXT, "days": {"type": "integer"}}}),
@@ -137,6 +141,15 @@ WRITTEN: dict[str, str] = {
 }
 
 
+#: Calls whose first mark is left out, as several families do it, the second time with the mark.
+WITHOUT_MARK: dict[str, str] = {
+    "Qwen-Coder": WRITTEN["Qwen-Coder"].removeprefix("<tool_call>\n"),
+    "Kimi": WRITTEN["Kimi"].removeprefix("<|section|>").removesuffix("<|/section|>"),
+    "MiniMax": WRITTEN["MiniMax"].removeprefix("<calls>\n"),
+    "DeepSeek": WRITTEN["DeepSeek"].removeprefix("<calls>\n"),
+}
+
+
 #: Answers that are cut, with their content and calls: no part of an unfinished call is content.
 CUT: dict[str, tuple[CallForm, str, str, list[tuple[str, Any]]]] = {
     "in the arguments": (HERMES, CUT_CALL, "", []),
@@ -152,6 +165,13 @@ CUT: dict[str, tuple[CallForm, str, str, list[tuple[str, Any]]]] = {
     "an object": (HERMES, '{"name": "Ann", "age": ', '{"name": "Ann", "age": ', []),
     "a text": (HERMES, "a < b, <tool", "a < b, <tool", []),
 }  # fmt: skip
+
+
+def with_tools(template: str) -> Request:
+    """A request with all functions, to a model with this template."""
+    tools = [each.definition for each in FUNCTIONS]
+    (asked,) = read_chat({"messages": [USER], "tools": tools})
+    return with_call_form(asked, template)
 
 
 def streamed(
@@ -331,11 +351,13 @@ def test_a_form_that_is_not_known(template: str) -> None:
     assert form_of(template) is None
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_calls_of_each_family_are_read_however_they_are_cut(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "written"), [*WRITTEN.items(), *WITHOUT_MARK.items()], ids=lambda each: each[:10]
+)
+def test_calls_of_each_family_are_read_however_they_are_cut(name: str, written: str) -> None:
     expected = [("weather", {"city": "K", "days": 3}), ("add", {"numbers": []})]
     for before, after in (("", ""), ("Let me see.", ""), ("", " Done")):
-        text = before + WRITTEN[name] + after
+        text = before + written + after
         for pieces in cuts(text):
             content, calls, _ = parsed(form(name), pieces)
             assert (content.strip(), calls) == ((before + after).strip(), expected), pieces
@@ -369,6 +391,62 @@ def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> Non
         assert calls == [("weather", {"city": CITY, "days": "many"})]
     bare = "<tool_call>\n<function=weather>\n<parameter=city>\n42\n</parameter>\n</function>"
     assert parsed(form("Qwen-Coder"), [bare])[1] == [("weather", {"city": "42"})]
+    for types, value, read in (
+        (["string", "null"], "null", None),
+        (["string", "null"], "7", "7"),
+        (["string", "integer"], "7", 7),
+        (["string", "integer"], "7.5", "7.5"),
+        (["string", "object"], '{"a": 1}', {"a": 1}),
+        (["object", "string"], "{no json", "{no json"),
+    ):
+        assert json.loads(typed_json(value, {"type": types})) == read
+
+
+def test_gpt_oss_names_the_channel_of_a_call_anywhere() -> None:
+    for head in (
+        "<|channel|>commentary to=functions.weather <|constrain|>json",
+        " to=functions.weather<|channel|>analysis",
+        " to=functions.weather<|channel|>analysis <|constrain|>json",
+        "<|channel|>analysis to=functions.weather",
+    ):
+        for pieces in cuts(f'{head}<|message|>{{"city": "K"}}<|call|>'):
+            answer = Answer(with_tools(HARMONY), "<|start|>assistant")
+            answer.feed(pieces)
+            answer.finish(FINISHED)
+            assert [(each.name, each.text) for each in answer.calls] == [
+                ("weather", '{"city": "K"}')
+            ]
+
+
+#: What a model writes in open thoughts, and the thoughts and the calls of that.
+IN_THOUGHTS: dict[str, tuple[str, str, int]] = {
+    "at the end": (f"Why. <tool_call>{CALL}</tool_call>\n", "Why.", 1),
+    "two": (f"<tool_call>{CALL}</tool_call>\n<tool_call>{ADD}</tool_call>", "", 2),
+    "text behind": (f"A <tool_call>{CALL}</tool_call> B", f"A <tool_call>{CALL}</tool_call> B", 0),
+    "an end behind": (
+        f"A <tool_call>{CALL}</tool_call></think>Hi",
+        f"A <tool_call>{CALL}</tool_call>",
+        0,
+    ),
+    "one, and one at the end": (
+        f"<tool_call>{CALL}</tool_call> B <tool_call>{ADD}</tool_call>",
+        f"<tool_call>{CALL}</tool_call> B",
+        1,
+    ),
+    "a broken one": ("A <tool_call>{", "A <tool_call>{", 0),
+}
+
+
+@pytest.mark.parametrize("name", IN_THOUGHTS)
+def test_a_call_at_the_end_of_open_thoughts_is_one(name: str) -> None:
+    text, thought, n_calls = IN_THOUGHTS[name]
+    for pieces in cuts(text):
+        answer = Answer(with_tools(FAMILIES["Hermes"]), "<think>\n")
+        told = [delta for piece in pieces for delta in answer.feed([piece])]
+        told += answer.finish(FINISHED)
+        assert sum(delta.kind == "call" for delta in told) == n_calls
+        assert (answer.text("thought").strip(), len(answer.calls)) == (thought, n_calls), pieces
+        assert answer.text("content") == ("Hi" if "Hi" in text else "")
 
 
 def test_lists_and_objects_may_be_tags_within_tags() -> None:
@@ -418,7 +496,6 @@ PIECES = (
     '"}',
     "}</tool_call>",
 )
-USER = {"role": "user", "content": "x"}
 
 
 def sent(chunk: dict[str, Any]) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from specgen.session.calibration import (
     Costs,
     expected_gain,
     is_pair_measured,
-    measure_if_new,
+    measure_costs,
     measure_sizes,
     timed_batch_sizes,
 )
@@ -224,12 +224,12 @@ def test_what_a_busy_machine_costs_holds_for_its_run_only(
     monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
     memory = Memory(file)
-    with Session(options, time.perf_counter, memory) as loaded, loaded.contexts(64) as contexts:
-        measure_if_new(loaded, *contexts)
+    with Session(options, time.perf_counter, memory) as loaded:
+        measure_costs(loaded)
         assert is_pair_measured(loaded, draft)
         assert loaded.costs.was_busy == (share_of_others > 0.25)
         took_s = dict(loaded.setup_s)
-        measure_if_new(loaded, *contexts)  # known by now
+        measure_costs(loaded)  # known by now
         assert loaded.setup_s == took_s
     memory.save()
     with Session(options, time.perf_counter, Memory(file)) as loaded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from specgen.models.files import identify, memory_file
 from specgen.options import DraftSource
 from specgen.session.calibration import Costs
 from specgen.session.choose_models import DraftChoice, SavedDraft, save_draft, saved_drafts_file
-from specgen.session.open import open_session, use_first
+from specgen.session.open import use_first
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen
-from tests.helpers.sessions import opened, options_of
+from tests.helpers.sessions import opened
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
@@ -131,23 +130,7 @@ def test_a_draft_whose_context_cannot_be_had_gives_way_to_the_next(
     assert session.draft_name == "none"
 
 
-# --- the commands
-
-
-def test_a_session_opens_with_the_draft_that_pays(
-    tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
-) -> None:
-    measured.costs = {"draft.gguf": SLOW_DRAFT}
-    notes: list[str] = []
-    own = options_of(tiny_models / "target.gguf")
-    with open_session(own, choices, clock=time.perf_counter, note=notes.append) as session:
-        assert session.draft_name == "bad.gguf"
-    assert measured.asked == ["draft.gguf", "bad.gguf"]
-    assert len(notes) == 1
-    # What was measured is kept: the next session opens without measuring.
-    with open_session(own, choices, clock=time.perf_counter) as session:
-        assert session.draft_name == "bad.gguf"
-    assert measured.asked == ["draft.gguf", "bad.gguf"]
+# --- the command
 
 
 @pytest.fixture

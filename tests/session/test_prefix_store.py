@@ -1,4 +1,5 @@
-"""Prefixes that prompts share outlive the process, and no text changes; what came once is not on the disk."""
+"""Prefixes that prompts share outlive the process, and so does a prompt cache, and no text changes; what came once is not
+on the disk."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.events import FinishedEvent
+from specgen.errors import UsageError
+from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import PrefixOptions, SamplerOptions
 from specgen.session import prefix_store
-from specgen.session.engine import Engine
+from specgen.session.engine import Engine, generate
 from specgen.session.prefix_store import LEAST_TOKENS, stored
 from specgen.session.prompts.template import Message
 from specgen.session.session import Session
@@ -405,3 +407,88 @@ def test_the_command_line_shows_and_clears_the_store(models: Path, specgen: Spec
     wrong = specgen(*command, "--prefix-store-size", "many", SYSTEM)
     assert wrong.code == 2
     assert "'many' is not a size: give one like 500M or 20G" in wrong.err
+
+
+# --- the file that the user names: the text that a context held when a process ended
+
+PROMPT = "the cat is in the else for with that it be not self " * 4
+OTHER = "was made with another model or other settings: it is made anew"
+
+
+def kept_in(file: Path, target: Path, **choices: Any) -> tuple[FinishedEvent, list[str]]:
+    """The answer of a session of its own, and its notices."""
+    with session_on(target, None, prompt_cache=file, **choices) as session:
+        events = list(generate(session, session.prompts.of_text(PROMPT, chat=False)))
+    return finished(events), [event.message for event in events if isinstance(event, NoticeEvent)]
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_same_text_comes_of_a_prompt_that_is_not_read_again(
+    models: Path, tmp_path: Path, cache: str, temperature: float, drafted: bool
+) -> None:
+    target, file = models / f"{cache}.gguf", tmp_path / "kept"
+    choices: dict[str, Any] = {
+        "draft": f"{cache} draft" if drafted else "none",
+        "sampler": SamplerOptions(temperature=temperature, seed=3),
+    }
+    expected = answered(target, None, PROMPT, **choices)[0]
+    first, notices = kept_in(file, target, **choices)
+    second = kept_in(file, target, **choices)[0]
+    assert expected.token_ids == first.token_ids == second.token_ids
+    if notices:
+        assert "recurrent state" in notices[0]
+        assert not file.exists()
+    else:
+        assert first.n_cached_tokens == 0
+        assert second.n_cached_tokens == second.n_prompt_tokens - 1
+
+
+@pytest.mark.parametrize("change", ["model", "damage"])
+def test_what_does_not_fit_is_made_anew(models: Path, tmp_path: Path, change: str) -> None:
+    target, file = models / "attention.gguf", tmp_path / "kept"
+    kept_in(file, target)
+    if change == "model":
+        target = models / "attention draft.gguf"
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    last, notices = kept_in(file, target)
+    assert last.n_cached_tokens == 0
+    assert last.token_ids == answered(target, None, PROMPT)[0].token_ids
+    why = OTHER if change == "model" else "is damaged: it is made anew"
+    assert notices == [f"{file} {why}"]
+    assert kept_in(file, target)[0].n_cached_tokens > 0
+
+
+@pytest.mark.parametrize("content", [b"a text\n", b'{"format": "another"}\n', b"\xff\xfe"])
+def test_a_file_of_another_kind_is_refused_and_stays(
+    models: Path, tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "mine"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="this file is no prompt cache"):
+        kept_in(file, models / "attention.gguf")
+    assert file.read_bytes() == content
+
+
+def test_a_device_is_refused_before_anything_is_answered(models: Path, tmp_path: Path) -> None:
+    device = tmp_path / "device"
+    device.symlink_to(os.devnull)
+    with pytest.raises(UsageError, match="this file is no prompt cache"):
+        kept_in(device, models / "attention.gguf")
+    assert device.is_symlink()
+
+
+def test_the_command_line_keeps_a_prompt(models: Path, tmp_path: Path, specgen: Specgen) -> None:
+    file, target = tmp_path / "kept", models / "attention.gguf"
+    command = ("run", "-m", target, "--draft", "none", "--raw", "-n", "8", "--prompt-cache", file)
+    first = specgen(*command, "--json", PROMPT)
+    second = specgen(*command, "--json", PROMPT)
+    assert first.code == second.code == 0
+    assert '"n_cached_tokens": 0' in first.out
+    assert '"n_cached_tokens": 0' not in second.out
+    missing = tmp_path / "no folder" / "kept"
+    refused = specgen(*command[:-1], missing, PROMPT)
+    assert refused.out == ""
+    assert "there is no folder" in refused.err

@@ -322,9 +322,8 @@ def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
     learning: Learning, models: Path, tmp_path: Path
 ) -> None:
     folder, draft = tmp_path / "learning", models / "draft.gguf"
-    with learning(_NOTES) as (engine, learner, said, loaded):
+    with learning(_NOTES) as (engine, learner, _, loaded):
         learner.between_answers()
-        assert said == []
         folder.mkdir()
         engine.insert("abc")
         engine.step()
@@ -340,10 +339,6 @@ def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
         learner.between_answers()
         assert in_use(loaded) is None
         assert sessions.answers(engine, ["abc"])
-    assert said == [
-        "draft.gguf drafts with what it learnt elsewhere from now on",
-        "draft.gguf drafts as it came again: what it learnt was deleted",
-    ]
 
 
 @pytest.mark.parametrize(("minutes", "closes"), [(1e-6, False), (10.0, True)])

@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from typer import Option
-
+from specgen.cli.flags.typer_groups import REQUIRED as REQUIRED
+from specgen.cli.flags.typer_groups import argument as argument
 from specgen.cli.flags.typer_groups import group as group
-from specgen.cli.flags.typer_groups import panel as panel
 from specgen.cli.flags.typer_groups import takes_options as takes_options
 from specgen.cli.inputs import BUILT_IN, read_template, read_variables
 from specgen.cli.model_loading import Setup
@@ -29,7 +28,8 @@ from specgen.options import (
     Workers,
     staged,
 )
-from specgen.sampler_options import SamplerOptions, option, utf8
+from specgen.sampler_options import SamplerOptions, utf8
+from specgen.sampler_options import option as option
 
 # --- models
 
@@ -53,46 +53,52 @@ def draft_names(incomplete: str) -> list[str]:
     return words + model_names(incomplete)
 
 
-def target_option(**settings: Any) -> Any:
-    """Return the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
-    usual: dict[str, Any] = {
-        "help": "The target, the model that answers: a GGUF file, a name from `specgen models list`, or "
+def target_option(
+    default: Any = REQUIRED,
+    help: str = "The target, as for `specgen run`: a GGUF file or a name.",  # noqa: A002
+    **settings: Any,
+) -> Any:
+    """Declare the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
+    settings |= {"metavar": "FILE|NAME", "autocompletion": model_names}
+    return option(default, "--target --model -m", help, **settings)
+
+
+def draft_option(help: str, metavar: str = "FILE|NAME", **settings: Any) -> Any:  # noqa: A002
+    return option(None, "--draft --model-draft -md", help, metavar=metavar, **settings)
+
+
+_model = partial(option, panel="Models")
+
+
+@group(ModelChoice)
+def models(
+    *,
+    target: str | None = target_option(
+        None,
+        "The target, the model that answers: a GGUF file, a name from `specgen models list`, or "
         "hf:USER/REPO:QUANT on the hub (-hf USER/REPO:QUANT; --hf-file names a file, HF_TOKEN or --hf-token opens "
         "gated repositories).",
-        "autocompletion": model_names,
-    }
-    return Option("--target", "--model", "-m", metavar="FILE|NAME", **(usual | settings))
-
-
-def draft_model_option(**settings: Any) -> Any:
-    return Option("--draft", "--model-draft", "-md", **({"metavar": "FILE|NAME"} | settings))
-
-
-_MODELS = panel(
-    "Models",
-    target=target_option(show_default="the default pair's"),
-    draft=draft_model_option(
-        metavar="FILE|NAME|mtp|ngram|none",
-        autocompletion=draft_names,
-        help="What drafts for it: a file or a name as for the target (-hfd on the hub), `mtp` (the target's own layers), "
+        show_default="the default pair's",
+        panel="Models",
+    ),
+    draft: list[str] | None = draft_option(
+        "What drafts for it: a file or a name as for the target (-hfd on the hub), `mtp` (the target's own layers), "
         "`ngram` (repetitions of the text so far), `heads` (made by `specgen draft make`), or `none`. A second "
         "--draft drafts for the first.",
+        metavar="FILE|NAME|mtp|ngram|none",
+        autocompletion=draft_names,
         show_default="the pair's; with -m alone what `specgen draft find` saved, MTP layers, a known partner on "
         "this disk, or ngram",
+        panel="Models",
     ),
-    pair=Option(
+    pair: str | None = _model(
+        None,
         "--pair",
+        "A target and its draft, by a name from `specgen models list`.",
         metavar="NAME",
         autocompletion=pair_names,
-        help="A target and its draft, by a name from `specgen models list`.",
         show_default="the default pair, if no target is given",
     ),
-)
-
-
-@group(ModelChoice, _MODELS)
-def models(
-    *, target: str | None = None, draft: list[str] | None = None, pair: str | None = None
 ) -> ModelChoice:
     return staged(target, draft or (), pair)
 
@@ -102,67 +108,61 @@ def models(
 #: llama.cpp's own limit.
 _MOST_WORKERS = 16
 kernels = group(KernelOptions)(KernelOptions)
-_MACHINE = panel(
-    "Machine",
-    n_gpu_layers_draft=Option(
-        "--gpu-layers-draft", "-ngld", min=-1, help="Layers of the draft on the GPU; -1 is all."
-    ),
-    rpc=Option(
-        "--rpc",
-        metavar="HOST:PORT,...",
-        help="Spread the target's layers over these machines, which run `specgen worker`.",
-    ),
-    tensor_split=Option(
-        "--tensor-split",
-        "-ts",
-        metavar="N,N,...",
-        help="With --rpc: each device's share of the target, as 3,1.",
-        show_default="by their free memory",
-    ),
-    output_here=Option(
-        "--output-here",
-        help="With --rpc: keep the output matrix here: hidden states travel in place of logits, a 20th or less.",
-    ),
-    rpc_timeout=Option(
-        "--rpc-timeout",
-        metavar="SECONDS",
-        min=0.1,
-        help="With --rpc: give up when a worker is silent for longer.",
-    ),
-)
-_TEMPLATE = panel(
-    "Models",
-    chat_template=Option(
-        "--chat-template",
-        "--chat-template-file",
-        metavar="FILE|NAME",
-        help="A chat template: a file of Jinja, the template itself, a model's (a GGUF file, or its name), or "
-        f"{', '.join(BUILT_IN)}.",
-        show_default="the target's own",
-    ),
-    template_variables=Option(
-        "--chat-template-kwargs",
-        metavar="JSON",
-        parser=utf8,
-        help='Variables for the chat template, as {"enable_thinking": false}.',
-    ),
-)
+_machine = partial(option, panel="Machine")
 
 
-@group(ContextOptions, {"kernels": kernels}, _MACHINE, _TEMPLATE)
+@group(ContextOptions)
 def machine(
     *,
-    kernels: KernelOptions,
-    n_gpu_layers_draft: int = ContextOptions().n_gpu_layers,
-    rpc: str | None = None,
-    tensor_split: str | None = None,
-    output_here: bool = False,
-    rpc_timeout: float = Workers(()).timeout_s,
-    chat_template: str | None = None,
-    template_variables: str | None = None,
+    kernels: KernelOptions = kernels,
+    n_gpu_layers_draft: int = _machine(
+        ContextOptions().n_gpu_layers,
+        "--gpu-layers-draft -ngld",
+        "Layers of the draft on the GPU; -1 is all.",
+        min=-1,
+    ),
+    rpc: str | None = _machine(
+        None,
+        "--rpc",
+        "Spread the target's layers over these machines, which run `specgen worker`.",
+        metavar="HOST:PORT,...",
+    ),
+    tensor_split: str | None = _machine(
+        None,
+        "--tensor-split -ts",
+        "With --rpc: each device's share of the target, as 3,1.",
+        metavar="N,N,...",
+        show_default="by their free memory",
+    ),
+    output_here: bool = _machine(
+        False,
+        "--output-here",
+        "With --rpc: keep the output matrix here: hidden states travel in place of logits, a 20th or less.",
+    ),
+    rpc_timeout: float = _machine(
+        Workers(()).timeout_s,
+        "--rpc-timeout",
+        "With --rpc: give up when a worker is silent for longer.",
+        metavar="SECONDS",
+        min=0.1,
+    ),
+    chat_template: str | None = _model(
+        None,
+        "--chat-template --chat-template-file",
+        "A chat template: a file of Jinja, the template itself, a model's (a GGUF file, or its name), or "
+        f"{', '.join(BUILT_IN)}.",
+        metavar="FILE|NAME",
+        show_default="the target's own",
+    ),
+    template_variables: str | None = _model(
+        None,
+        "--chat-template-kwargs",
+        'Variables for the chat template, as {"enable_thinking": false}.',
+        metavar="JSON",
+        parse=utf8,
+    ),
     **others: Any,
 ) -> Contexts:
-    """Return the options of both contexts, and the kernels. The draft is always on this machine."""
     workers, shares = None, () if tensor_split is None else _shares(tensor_split)
     if rpc is not None:
         workers = Workers(endpoints_of(rpc), shares, output_here, rpc_timeout)
@@ -255,33 +255,30 @@ class Template:
 template = group(Template)(Template)
 CHAT = group(Template)(lambda **given: Template(**given).chat).without("system")
 
-_GRAMMAR = panel(
-    "Constrained answers",
-    grammar=Option(
-        "--grammar",
-        metavar="GBNF",
-        parser=utf8,
-        help="A grammar for the answer, in llama.cpp's GBNF.",
-    ),
-    grammar_file=Option("--grammar-file", help="A file with a grammar."),
-    json_schema=Option(
-        "--json-schema",
-        "-j",
-        metavar="SCHEMA",
-        parser=utf8,
-        help="A JSON schema for the answer; {} is any JSON object.",
-    ),
-    json_schema_file=Option("--json-schema-file", "-jf", help="A file with a JSON schema."),
-)
+_grammar = partial(option, panel="Constrained answers")
 
 
-@group(GenerationOptions, _GRAMMAR)
+@group(GenerationOptions)
 def answer(
     *,
-    grammar: str | None = None,
-    grammar_file: Path | None = None,
-    json_schema: str | None = None,
-    json_schema_file: Path | None = None,
+    grammar: str | None = _grammar(
+        None,
+        "--grammar",
+        "A grammar for the answer, in llama.cpp's GBNF.",
+        metavar="GBNF",
+        parse=utf8,
+    ),
+    grammar_file: Path | None = _grammar(None, "--grammar-file", "A file with a grammar."),
+    json_schema: str | None = _grammar(
+        None,
+        "--json-schema -j",
+        "A JSON schema for the answer; {} is any JSON object.",
+        metavar="SCHEMA",
+        parse=utf8,
+    ),
+    json_schema_file: Path | None = _grammar(
+        None, "--json-schema-file -jf", "A file with a JSON schema."
+    ),
     **others: Any,
 ) -> GenerationOptions:
     options = GenerationOptions(**others)
@@ -325,33 +322,17 @@ constraint = answer.without("max_tokens", "stop", "ignore_eos", "logprobs")
 #: The options of commands that load models and answer with them.
 setup = group(
     Setup,
-    {
-        "models": models,
-        "answer": answer,
-        "sampling": sampling,
-        "drafting": drafting,
-        "machine": machine,
-        "learn": Option(
-            "--learn/--no-learn",
-            envvar="SPECGEN_LEARN",
-            help="Keep prompts and answers in the data folder, readable by you alone: the draft model learns from "
-            "them, and repetitions of them draft. `specgen draft forget` deletes them.",
-            rich_help_panel="Learning",
-        ),
-        "prefixes": group(PrefixOptions)(PrefixOptions),
-        "prompt_cache": Option(
-            "--prompt-cache",
-            metavar="FILE",
-            help="Keep in this file what was computed of the prompt, for prompts that begin with the same text.",
-            show_default="not kept",
-            rich_help_panel="Prompt",
-        ),
-    },
+    models=models,
+    answer=answer,
+    sampling=sampling,
+    drafting=drafting,
+    machine=machine,
+    prefixes=group(PrefixOptions)(PrefixOptions),
 )(Setup)
 
 # --- output
 
-JSON_REPORT = Option("--json", help="Print a JSON object.")
+JSON_REPORT = option(False, "--json", "Print a JSON object.")
 output = group(Output)(Output)
 #: The output of commands that show no answers: --quiet and --verbose.
 loudness = output.without("show", "stats", "json", "html", "newline")

@@ -2,56 +2,45 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 import typer.main
-from typer import Option
 
 from specgen.cli.command import checked
 from specgen.cli.flags import setup
-from specgen.cli.flags.typer_groups import Group, group, panel, sign
+from specgen.cli.flags.typer_groups import Group, group, sign
 from specgen.cli.model_loading import Setup
 from specgen.errors import UsageError
+from specgen.sampler_options import option
 from specgen.serve.server.options import Limits, ServerOptions, is_loopback
 
 _MIB = 1024 * 1024
 #: The default number of answers at once, if the memory has room for as many.
 N_PARALLEL = 4
 
-_KEYS = panel(
-    "Server",
-    api_key_file=Option(
-        "--api-key-file",
-        metavar="FILE",
-        help="A file with a key on each line; requests without one of the keys are refused.",
-        show_default="none: anyone who reaches the server may use it",
-    ),
-    insecure_network=Option(
-        "--insecure-network",
-        help="Listen on a network address without keys: anyone who reaches it may use the server.",
-    ),
-)
-_BODY = panel(
-    "Limits of a request",
-    body_mib=Option(
-        "--limit-body",
-        min=0,
-        metavar="MIB",
-        help="Size of a request's body, in MiB; 0 is no limit.",
-    ),
-)
+_server = partial(option, panel="Server")
 
 
-@group(ServerOptions, _KEYS)
+@group(ServerOptions)
 def server(
     *,
-    api_key_file: Path | None = None,
-    insecure_network: bool = False,
+    api_key_file: Path | None = _server(
+        None,
+        "--api-key-file",
+        "A file with a key on each line; requests without one of the keys are refused.",
+        metavar="FILE",
+        show_default="none: anyone who reaches the server may use it",
+    ),
+    insecure_network: bool = _server(
+        False,
+        "--insecure-network",
+        "Listen on a network address without keys: anyone who reaches it may use the server.",
+    ),
     **others: Any,
 ) -> ServerOptions:
     keys = () if api_key_file is None else _keys(api_key_file)
@@ -70,8 +59,19 @@ def server(
     return options
 
 
-@group(Limits, _BODY)
-def limits(*, body_mib: int = Limits().body_bytes // _MIB, **others: Any) -> Limits:
+@group(Limits)
+def limits(
+    *,
+    body_mib: int = option(
+        Limits().body_bytes // _MIB,
+        "--limit-body",
+        "Size of a request's body, in MiB; 0 is no limit.",
+        min=0,
+        metavar="MIB",
+        panel="Limits of a request",
+    ),
+    **others: Any,
+) -> Limits:
     return Limits(body_bytes=body_mib * _MIB, **others)
 
 
@@ -80,30 +80,23 @@ class ModelSetup:
     """The options of one of a server's models."""
 
     setup: Setup
-    parallel: int | None = None
+    parallel: int | None = _server(
+        None,
+        "--parallel -np",
+        "How many answers to generate at once; each has a context of its own.",
+        min=1,
+        metavar="N",
+        show_default=f"{N_PARALLEL}, or fewer if they do not fit into memory",
+    )
 
 
 #: The options that an entry of a file may have, and that the command line sets for all.
-model_setup = group(
-    ModelSetup,
-    {"setup": setup.without("answer_logprobs", "prompt_cache")},
-    panel(
-        "Server",
-        parallel=Option(
-            "--parallel",
-            "-np",
-            min=1,
-            metavar="N",
-            help="How many answers to generate at once; each has a context of its own.",
-            show_default=f"{N_PARALLEL}, or fewer if they do not fit into memory",
-        ),
-    ),
-)(ModelSetup)
+model_setup = group(ModelSetup, setup=setup.without("answer_logprobs", "prompt_cache"))(ModelSetup)
 
 
 def later(options: Group) -> Group:
     """Return a group with a function as its value, which makes that of `options`; keywords replace options."""
-    return Group(lambda **values: functools.partial(options, **values), options.parameters)
+    return replace(options, make=lambda **values: partial(options, **values), parsers={}, groups={})
 
 
 def options_in(table: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:

@@ -54,11 +54,11 @@ class Comparison:
     """How drafts are compared, and the ranking is printed."""
 
     trials: Trials
+    chat: bool | None
     drafting: DraftOptions
     machine: Contexts
     output: Output
-    chat: bool | None = None
-    as_json: bool = False
+    as_json: bool = option(False, "--json", "Print a JSON object.")
 
     def options(self, sources: Sources) -> SessionOptions:
         return trial_options(sources, self.trials.max_tokens, self.machine, self.drafting)
@@ -66,14 +66,11 @@ class Comparison:
 
 COMPARISON = group(
     Comparison,
-    {
-        "trials": TRIALS,
-        "chat": flags.CHAT,
-        "drafting": flags.drafting,
-        "machine": flags.machine,
-        "as_json": flags.JSON_REPORT,
-        "output": flags.loudness,
-    },
+    trials=TRIALS,
+    chat=flags.CHAT,
+    drafting=flags.drafting,
+    machine=flags.machine,
+    output=flags.loudness,
 )(Comparison)
 
 

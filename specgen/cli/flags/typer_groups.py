@@ -1,12 +1,13 @@
-"""How typer gets the options of commands (to add one, see `specgen/options.py`): a group has those of a dataclass
-(`specgen.sampler_options.option`), and the function that makes its value. The types and defaults of other options are
-those of the function's parameters::
+"""How typer gets the options of commands (to add one, see `specgen/options.py`). An option is declared once, by
+`specgen.sampler_options.option`: as a field of a dataclass, of which `group` makes a group of options for several
+commands, or as the default of a function's parameter, which a group may be, too::
 
-    @takes_options(
-        parallel=Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
-        sampling=flags.sampling,
-    )
-    def batch(*, parallel: int = 4, sampling: SamplerOptions) -> int: ...
+    @takes_options
+    def batch(
+        *,
+        parallel: int = option(4, "--parallel -np", "How many answers to generate at once.", min=1),
+        sampling: SamplerOptions = flags.sampling,
+    ) -> int: ...
 
 typer sees a function with the group's options in place of the parameter.
 """
@@ -19,16 +20,15 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import typer
 
 from specgen.errors import UsageError
 from specgen.sampler_options import LARGEST_FACTOR
 
-Command: TypeAlias = Callable[..., int]
-#: By the name of a parameter: what `typer.Option` or `typer.Argument` returns, or a `Group`.
-Table: TypeAlias = Mapping[str, Any]
+#: The default of an option that must be given.
+REQUIRED: Any = inspect.Parameter.empty
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,9 +39,11 @@ class Group:
     #: As keyword parameters, annotated for typer.
     parameters: tuple[inspect.Parameter, ...]
     #: What makes values of texts that were given.
-    parsers: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    parsers: Mapping[str, Callable[[Any], Any]]
     #: Groups among the parameters of `make`: the option `top_k` of the group `sampling` is `sampling_top_k` here.
-    groups: Mapping[str, Group] = dataclasses.field(default_factory=dict)
+    groups: Mapping[str, Group]
+    #: Of parameters of `make` that are options.
+    defaults: Mapping[str, Any]
 
     def __call__(self, **values: Any) -> Any:
         for name, inner in self.groups.items():
@@ -60,7 +62,7 @@ class Group:
                     values[name] = parse(tuple(value) if isinstance(value, list) else value)
                 except ValueError as error:
                     raise UsageError(f"{self.spelling(name)}: {error}") from None
-        return self.make(**values)
+        return self.make(**{**self.defaults, **values})
 
     def without(self, *names: str) -> Group:
         kept = tuple(each for each in self.parameters if each.name not in names)
@@ -76,75 +78,69 @@ class Group:
         return spelling
 
 
-def panel(heading: str, **options: Any) -> Table:
-    for option in options.values():
-        option.rich_help_panel = heading
-    return options
+def argument(metavar: str, help: str, default: Any = None, **settings: Any) -> Any:  # noqa: A002
+    """Declare a parameter that is an argument, as `specgen.sampler_options.option` does an option."""
+    settings |= {"metavar": metavar, "help": help, "show_default": False}
+    return dataclasses.field(default=default, metadata=settings)
 
 
-def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]], Group]:
-    """Make a group of the fields of a dataclass and of `tables`, whose function gets them as keywords."""
-    fields = dataclasses.fields(fields_of)
+def group(fields_of: type[Any], **groups: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a group of the fields of a dataclass and of the parameters of its function, which gets the fields as
+    keywords; `groups` are those among the fields. (Its type is Any: it may be the default of a parameter.)"""
     hints = typing.get_type_hints(fields_of)
-    declared = {each.name: _option(each.metadata) for each in fields if each.metadata}
-    parsers = {each.name: each.metadata["parse"] for each in fields if "parse" in each.metadata}
-    known = {each.name: (hints[each.name], each.default) for each in fields}
-    declared |= {name: each for table in tables for name, each in table.items()}
-    return lambda make: _group(make, known | _parameters(make), declared, parsers)
+    fields = {
+        each.name: (hints[each.name], groups.get(each.name, each))
+        for each in dataclasses.fields(fields_of)
+    }
+    return lambda make: _group(make, fields)
 
 
-def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command]:
-    """Declare a command's options: by parameter, an option or a `Group`."""
-    declared = {name: each for table in (*tables, options) for name, each in table.items()}
+def takes_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Let typer call a command whose parameters have options, arguments and groups as their defaults."""
+    made = _group(command, {})
 
-    def decorate(command: Command) -> Command:
-        own = _parameters(command)
-        made = _group(command, own, {name: declared[name] for name in own}, {})
+    @functools.wraps(command)
+    def whole(**values: Any) -> Any:
+        return made(**values)
 
-        @functools.wraps(command)
-        def whole(**values: Any) -> int:
-            code: int = made(**values)
-            return code
-
-        sign(whole, made.parameters)
-        del whole.__wrapped__  # typer would inspect the wrapped function instead
-        return whole
-
-    return decorate
+    sign(whole, made.parameters)
+    del whole.__wrapped__  # typer would inspect the wrapped function instead
+    return whole
 
 
-def _option(metadata: Mapping[str, Any]) -> Any:
-    settings = {name: metadata[name] for name in metadata.keys() - {"spellings", "panel", "parse"}}
-    return typer.Option(*metadata["spellings"], rich_help_panel=metadata.get("panel"), **settings)
-
-
-def _group(
-    make: Callable[..., Any],
-    known: Mapping[str, tuple[Any, Any]],
-    declared: Table,
-    parsers: Mapping[str, Callable[[Any], Any]],
-) -> Group:
+def _group(make: Callable[..., Any], fields: Mapping[str, tuple[Any, Any]]) -> Group:
     parameters: list[inspect.Parameter] = []
-    parsers = dict(parsers)
-    kind: Any
-    for name, option in declared.items():
-        if isinstance(option, Group):
-            parameters += (each.replace(name=f"{name}_{each.name}") for each in option.parameters)
-            continue
-        if option.parser is not None:
-            parsers[name], option.parser = option.parser, None
-        kind, default = known[name]
-        if typing.get_origin(kind) is tuple:
-            inner: Any = str if name in parsers else typing.get_args(kind)[0]
-            kind, default = list[inner] | None, None
-            parsers.setdefault(name, tuple)
-        elif name in parsers:
-            kind, default = (str | None, None) if default is None else (str, str(default))
-        option.metavar = option.metavar or _metavar(kind)
-        parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        parameters.append(parameter.replace(annotation=Annotated[kind, option]))
-    groups = {name: each for name, each in declared.items() if isinstance(each, Group)}
-    return Group(make, tuple(parameters), parsers, groups)
+    parsers: dict[str, Callable[[Any], Any]] = {}
+    groups: dict[str, Group] = {}
+    own = {} if isinstance(make, type) else _parameters(make)
+    for name, (kind, declared) in {**fields, **own}.items():
+        if isinstance(declared, Group):
+            groups[name] = declared
+            parameters += (each.replace(name=f"{name}_{each.name}") for each in declared.parameters)
+        elif declared.metadata:
+            parameters.append(_parameter(name, kind, declared, parsers))
+    is_option = dataclasses.Field
+    defaults = {
+        name: each.default for name, (_, each) in own.items() if isinstance(each, is_option)
+    }
+    return Group(make, tuple(parameters), parsers, groups, defaults)
+
+
+def _parameter(name: str, kind: Any, field: Any, parsers: dict[str, Any]) -> inspect.Parameter:
+    settings, default = dict(field.metadata), field.default
+    spellings, panel = settings.pop("spellings", None), settings.pop("panel", None)
+    if (parse := settings.pop("parse", None)) is not None:
+        parsers[name] = parse
+    if typing.get_origin(kind) is tuple:
+        inner: Any = str if name in parsers else typing.get_args(kind)[0]
+        kind, default = list[inner] | None, None
+        parsers.setdefault(name, tuple)
+    elif name in parsers:
+        kind, default = (str | None, None) if default is None else (str, str(default))
+    settings["metavar"] = settings.get("metavar") or _metavar(kind)
+    how = typer.Argument if spellings is None else functools.partial(typer.Option, *spellings)
+    parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+    return parameter.replace(annotation=Annotated[kind, how(rich_help_panel=panel, **settings)])
 
 
 def sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
@@ -163,7 +159,6 @@ def _metavar(kind: Any) -> str | None:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the type and the default of each parameter by its name, without `**` ones."""
     hints = typing.get_type_hints(function)
     return {
         name: (hints[name], parameter.default)

@@ -74,7 +74,6 @@ def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str |
 
 
 def is_first_time(marker: Path) -> bool:
-    """Return whether `marker` was not there, and make it."""
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch(exist_ok=False)
@@ -91,7 +90,6 @@ def library_path() -> Path | None:
 
 
 def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
-    """Return the choice of the environment variable. Raise `UsageError` if it is not valid."""
     wanted = environment.get(VARIABLE) or "auto"
     choices: tuple[KernelChoice, ...] = get_args(KernelChoice)
     if wanted not in choices:
@@ -135,16 +133,11 @@ def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
     result = self_test_of(path, cache, anew=anew)
     if result.outcome == "passed":
         return KernelStatus("specgen", result.instructions, path=path, tested=result.message)
-    if result.outcome == "refused":
-        hint = f"{result.hint}; {_LEAVE}" if result.hint else _LEAVE
-        return KernelStatus("llama.cpp", reason=result.message, hint=hint, path=path)
-    return KernelStatus(
-        "llama.cpp",
-        reason=f"their test failed: {result.message}",
-        hint=f"`specgen doctor` tests them again; {_LEAVE}",
-        path=path,
-        is_broken=True,
-    )
+    reason, hint, is_broken = result.message, result.hint, result.outcome == "failed"
+    if is_broken:
+        reason, hint = f"their test failed: {reason}", "`specgen doctor` tests them again"
+    hint = f"{hint}; {_LEAVE}" if hint else _LEAVE
+    return KernelStatus("llama.cpp", reason=reason, hint=hint, path=path, is_broken=is_broken)
 
 
 # --- verdicts -------------------------------------------------------------------------------------

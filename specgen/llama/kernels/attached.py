@@ -172,7 +172,6 @@ def loading_with(problem: str) -> Iterator[None]:
 
 
 def ggml_version() -> str:
-    """Return the version of the GGML that llama.cpp is linked to; empty if it does not report one."""
     try:
         return _text(ggml("ggml_version", _TEXT)())
     except BackendError:

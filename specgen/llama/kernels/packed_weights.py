@@ -49,7 +49,6 @@ def kept_bytes(folder: Path) -> int:
 
 
 def room_bytes(folder: Path) -> int:
-    """Return the size of the largest file that has room, if all others are deleted."""
     disk = shutil.disk_usage(existing_parent(folder))
     free = disk.free + kept_bytes(folder) - int(FREE_SHARE * disk.total)
     return max(0, min(free, int(MOST_SHARE * disk.total)))
@@ -128,7 +127,6 @@ def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
 
 
 def is_packed_first(file: Path) -> bool:
-    """Return whether the weights of a model file will be packed while they are loaded, since no file has them."""
     kernels = attached()
     is_packing = _folder is not None and kernels is not None and kernels.computes_products
     names = [path.name for path in _files(_folder)] if _folder is not None else []

@@ -136,7 +136,7 @@ class SpecgenDraft(LlamaDraftModel):
         try:
             if sequence is None or known is None or not _extends(text, sequence.tokens, known):
                 self._end_text()  # the caches keep the prefix that both texts share
-                self._sequence = sequence = DrafterFactory(self.session).sequence(
+                self._sequence = sequence = DrafterFactory(self.session).new_answer(
                     Prompt("", tuple(text)), _UNLIMITED, self.contexts, seed=0
                 )
             else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from specgen.errors import BackendError, PromptError, PromptLengthError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
 from specgen.serve.formats.request import BodyError, Json, Request, with_call_form
-from specgen.serve.formats.tool_calls import Delta, ToolCallParser
+from specgen.serve.formats.tool_calls import CallsInThoughts, Delta, ToolCallParser
 from specgen.session.prompts import template_of
 from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
@@ -107,16 +107,17 @@ class Answer:
         self._request = request
         self._thoughts: ThoughtReader | None = None
         self._calls: ToolCallParser | None = None
+        self._early: CallsInThoughts | None = None
         if request.splits_reasoning:
             self._thoughts = ThoughtReader(prompt)
         if (tools := request.tools) is not None and request.call_form is not None:
+            form, one_only = request.call_form, not tools.is_parallel
+            self._early = CallsInThoughts(form, tools.callable, one_only=one_only)
             self._calls = ToolCallParser(
-                request.call_form,
-                tools.callable,
-                one_only=not tools.is_parallel,
-                calls_only=tools.must_call,
+                form, tools.callable, one_only=one_only, calls_only=tools.must_call
             )
-        self.deltas: list[Delta] = []
+        #: Its thoughts, content and calls, in their order; a call's text is its arguments.
+        self.blocks: list[Delta] = []
         self.n_reasoning_tokens = 0
         self.finished: FinishedEvent | None = None
 
@@ -147,33 +148,38 @@ class Answer:
         deltas = self._add(*self._thoughts.finish()) if self._thoughts is not None else []
         if self._calls is not None:
             is_cut = event.finish_reason != "stop" or self.stop_string is not None
-            rest = self._calls.finish(is_cut=is_cut)
-            self.deltas += rest
-            deltas += rest
+            rest = [] if self._early is None else self._early.finish(is_cut=is_cut)
+            rest += self._calls.finish(is_cut=is_cut)
+            deltas += self._merge(rest)
         return deltas
 
     def _add(self, thought: str, answer: str) -> list[Delta]:
+        if self._early is not None and self._thoughts is not None:
+            is_over = self._thoughts.is_past
+            thought = self._early.feed(thought, is_over=is_over)
+            self._early = None if is_over else self._early
         deltas = [Delta("thought", thought)] if thought else []
         if self._calls is not None:
             deltas += self._calls.feed(answer)
         elif answer:
             deltas.append(Delta("content", answer))
-        self.deltas += deltas
+        return self._merge(deltas)
+
+    def _merge(self, deltas: list[Delta]) -> list[Delta]:
+        for delta in deltas:
+            if delta.continues(self.blocks[-1] if self.blocks else None):
+                self.blocks[-1] = self.blocks[-1].with_more(delta)
+            else:
+                self.blocks.append(delta)
         return deltas
 
     def text(self, kind: Literal["thought", "content"]) -> str:
-        return "".join(delta.text for delta in self.deltas if delta.kind == kind)
+        return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property
     def calls(self) -> list[Delta]:
-        """The whole calls, each with its arguments as its text: nobody can use one that was cut."""
-        added = [delta for delta in self.deltas if delta.kind == "arguments"]
-        texts = ["" for delta in self.deltas if delta.kind == "call"]
-        for delta in added:
-            texts[delta.number] += delta.text
-        begun = [delta for delta in self.deltas if delta.kind == "call"]
-        ends = [delta.number for delta in added if delta.is_end]
-        return [replace(begun[number], text=texts[number]) for number in ends]
+        """The whole calls: nobody can use one that was cut."""
+        return [block for block in self.blocks if block.kind == "call" and block.is_end]
 
     @property
     def stop_string(self) -> str | None:
@@ -267,6 +273,47 @@ class AnswerWriter(ABC):
                 has = f"{n} tokens of the prompt and {n_own} of the answer"
                 warnings.append(f"max_tokens: the context is full, with {has}")
         return found | ({"warnings": warnings} if warnings else {})
+
+
+class BlockWriter(AnswerWriter):
+    """Writes one answer, whole or as named events, in blocks one behind the other: thoughts, texts and calls."""
+
+    form = "named"
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        #: The open block, and those that are closed in the form of the API.
+        self._block: Delta | None = None
+        self._blocks: list[Json] = []
+
+    def _add(self, _number: int, deltas: list[Delta], _event: CommittedEvent | None) -> list[Json]:
+        events: list[Json] = []
+        for delta in deltas:
+            if self._block is not None and delta.continues(self._block):
+                self._block = self._block.with_more(delta)
+            else:
+                events += self._close()
+                self._block = delta
+                events += self._opened(delta)
+            events += self._added(self._block, delta.text)
+            if delta.is_end:
+                events += self._close()
+        return events
+
+    def _close(self, status: str = "completed") -> list[Json]:
+        block, self._block = self._block, None
+        return self._closed(block, status) if block is not None else []
+
+    # The events at the beginning of a block, for a text that was added to it, and at its end, which keeps it.
+
+    @abstractmethod
+    def _opened(self, block: Delta) -> list[Json]: ...
+
+    @abstractmethod
+    def _added(self, block: Delta, text: str) -> list[Json]: ...
+
+    @abstractmethod
+    def _closed(self, block: Delta, status: str) -> list[Json]: ...
 
 
 def figures(

@@ -66,6 +66,8 @@ class CallForm:
     #: Arguments are an object of JSON, pairs of key and value, Python's arguments, or Gemma's object.
     style: Style | Literal["pairs"] = "json"
     pair: Pair | None = None
+    #: What begins and ends a text in Gemma's object.
+    quote: str = '<|"|>'
     #: What else may stand behind a name.
     others: tuple[str, ...] = ()
     #: A call is an object of JSON with these keys for the name and the arguments; an empty one: the name is the key.
@@ -76,6 +78,12 @@ class CallForm:
         """What shows that a call begins; empty if a call is a bare object."""
         found = _MARK.match(self.opening.strip())
         return found[0] if found is not None else ""
+
+    @property
+    def inner(self) -> str:
+        """What a call begins with if the model leaves out the first mark; empty if nothing shows it then."""
+        rest = self.opening.strip()[len(self.mark) :].lstrip()
+        return rest if rest.startswith(("<", "]<]")) else ""
 
     @property
     def trigger(self) -> str:
@@ -109,7 +117,7 @@ class CallForm:
     @property
     def controls(self) -> tuple[str, ...]:
         """Texts that may be control tokens; they are found only if the text shows control tokens."""
-        texts = [self.opening, self.after_name, self.closing, self.between or "", '<|"|>']
+        texts = [self.opening, self.after_name, self.closing, self.between or "", self.quote]
         if self.pair is not None:
             texts += [self.pair.opening, *self.pair.middles.values(), self.pair.closing]
         if not self.mark:
@@ -334,7 +342,11 @@ _HARMONY = CallForm(
     "to=functions.",
     " <|constrain|>json<|message|>",
     "<|call|>",
-    others=("<|channel|>commentary json<|message|>", " json<|message|>"),
+    others=tuple(
+        channel + kind + "<|message|>"
+        for channel in ("", f"<|channel|>{ANY}")
+        for kind in (" <|constrain|>json", " json", "")
+    ),
 )
 
 
@@ -343,7 +355,7 @@ def form_of(
 ) -> CallForm | None:
     """Return the form of a template's calls; None if the template takes no tools, or writes calls in a form that
     specgen cannot read. `has_token` says whether the model has a control token of this name."""
-    if not re.search(r"\b(?:tools|functions)\b", template):
+    if not re.search(r"\b(?:tools|functions|tool_calls)\b", template):
         return None
     if "<|channel|>" in template and "functions." in template:
         return _HARMONY
@@ -432,7 +444,8 @@ def _forms(written: str, two: str | None, probe: Arguments) -> Iterator[CallForm
             if not is_over or json.loads(value) != probe:
                 continue
             form = CallForm(written[:place], after[:begin], after[begin + end :], style=style)
-            form = replace(form, keys=_keys(written, place))
+            quote = "<escape>" if "<escape>" in written else form.quote  # of FunctionGemma
+            form = replace(form, keys=_keys(written, place), quote=quote)
             yield _with_two(form, two)
     yield from _forms_of_pairs(written, place, two, probe)
 

@@ -19,7 +19,7 @@ Style: TypeAlias = Literal["json", "python", "gemma"]
 _QUOTES: Mapping[Style, tuple[str, ...]] = {
     "json": ('"',),
     "python": ('"""', "'''", '"', "'"),
-    "gemma": ('<|"|>',),
+    "gemma": ('<|"|>', "<escape>"),
 }
 _BETWEEN, _WORD = re.compile(r"[\s,:=]*"), re.compile(r"[^\s,:=(){}\[\]<>|\"']+")
 _SPACE = re.compile(r"\s*")
@@ -34,6 +34,15 @@ _ESCAPE_BEGUN = re.compile(
 )
 _NAMES = {"True": "true", "False": "false", "None": "null"}
 _MOST_DEPTH = 100
+#: The types of JSON schemas that a value has.
+_KINDS: Mapping[type, set[str]] = {
+    type(None): {"null"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
+}
 
 
 def arguments_of(text: str | dict[str, Any] | None) -> Mapping[str, Any] | str:
@@ -252,5 +261,5 @@ def _typed(text: str, schema: Any) -> Any:
             value = ast.literal_eval(text.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return text
-    is_wanted = not kinds or "string" not in kinds or (value is None and "null" in kinds)
+    is_wanted = not kinds or "string" not in kinds or kinds & _KINDS.get(type(value), set())
     return value if is_wanted else text

@@ -206,6 +206,7 @@ class Tool(Fields):
     description: str = ""
     parameters: Schema = Field({}, validation_alias=AliasChoices("parameters", "input_schema"))
     format: dict[str, Any] = {}
+    defer_loading: bool = False  # for a search to find
 
 
 class Choice(Fields):
@@ -404,27 +405,25 @@ class ChatBody(AnswerBody):
 
     def _allowed(self, found: Mapping[str, Function]) -> Tools | None:
         functions, choice = tuple(found.values()), self.tool_choice or Choice(type="auto")
-        kind, is_parallel = choice.type, self.parallel_tool_calls
-        if kind == "none" or (not functions and kind == "auto"):
+        kind, names = choice.type, [*found]
+        must_call = kind != "auto" and (kind != "allowed_tools" or choice.mode == "required")
+        if kind == "none" or (kind == "auto" and not functions):
             return None
         if not functions:
             raise BodyError("tool_choice", f"{shown(kind)} needs tools")
-        if kind in ("auto", "required", "any"):
-            is_parallel = is_parallel and not choice.disable_parallel_tool_use
-            return Tools(functions, functions, kind != "auto", is_parallel)
-        must_call, named = kind != "allowed_tools" or choice.mode == "required", [choice]
-        if kind == "allowed_tools":
-            named = [each for each in choice.tools if each.type in ("function", "custom")]
-        elif kind in ("function", "custom", "tool"):
-            is_parallel = False
-        else:
+        is_one = kind in ("function", "custom", "tool")
+        if is_one:
+            names = [choice.name]
+        elif kind == "allowed_tools":
+            names = [each.name for each in choice.tools if each.type in ("function", "custom")]
+        elif kind not in ("auto", "required", "any"):
             raise BodyError("tool_choice", f"{shown(kind)} is not a choice that specgen knows")
-        for each in named:
-            if each.name not in found:
-                what = f"there is no function {shown(each.name)} among tools"
-                raise BodyError("tool_choice", what)
-        allowed = tuple({each.name: found[each.name] for each in named}.values())
-        return Tools(functions, allowed, must_call, is_parallel) if allowed else None
+        if unknown := [name for name in names if name not in found]:
+            what = f"there is no function {shown(unknown[0])} among tools"
+            raise BodyError("tool_choice", what)
+        allowed = tuple({name: found[name] for name in names}.values())
+        is_parallel = self.parallel_tool_calls and not choice.disable_parallel_tool_use
+        return Tools(functions, allowed, must_call, is_parallel and not is_one) if allowed else None
 
 
 # --- requests -------------------------------------------------------------------------------------

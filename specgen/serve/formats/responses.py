@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
-from specgen.events import CommittedEvent
-from specgen.serve.formats.answers import AnswerWriter, own_figures
+from specgen.serve.formats.answers import BlockWriter, own_figures
 from specgen.serve.formats.call_values import arguments_of
 from specgen.serve.formats.request import (
     NO_DEFAULTS,
@@ -47,8 +47,7 @@ _ECHO: Json = {
 }
 
 
-#: The kinds of items that are calls, with the field for what is passed, and what ids begin with.
-_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+#: What ids of items begin with.
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
@@ -154,11 +153,9 @@ def _drop_lone_thoughts(found: Conversation) -> None:
 # --- answers --------------------------------------------------------------------------------------
 
 
-class ResponseWriter(AnswerWriter):
+class ResponseWriter(BlockWriter):
     """Writes one response, whole or as events. `echo` repeats the request; `custom` tools take a free text. With
     `hides`, thoughts are also in the form that clients send back."""
-
-    form = "named"
 
     def __init__(
         self,
@@ -179,20 +176,13 @@ class ResponseWriter(AnswerWriter):
             "store": False,
         }
         self._n_events = 0
-        self._output: list[Json] = []
-        #: The open item: its kind (``message``, ``reasoning`` or one of `_CALLS`), id and text; the open call.
-        self._kind: str | None = None
-        self._item_id = ""
-        self._text = ""
-        self._call, self._arguments = Delta("call", ""), ""
+        #: Of the open block: the id of its item, and what is told of a call.
+        self._item_id = self._told = ""
         self._whole: Json = {}
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
         response = self._response("in_progress")
-        return [
-            self._event("created", response=response),
-            self._event("in_progress", response=response),
-        ]
+        return [self._event(kind, response=response) for kind in ("created", "in_progress")]
 
     def fail(self, error: Json) -> list[Json]:
         what = {"code": "server_error", "message": error["error"]["message"]}
@@ -202,31 +192,15 @@ class ResponseWriter(AnswerWriter):
     def whole(self) -> Json:
         return self._whole
 
-    def _add(self, _number: int, deltas: list[Delta], _event: CommittedEvent | None) -> list[Json]:
-        events: list[Json] = []
-        for delta in deltas:
-            if delta.kind == "arguments":
-                events += self._add_arguments(delta)
-                continue
-            kind = "message" if delta.kind == "content" else "reasoning"
-            if delta.kind == "call":
-                is_custom = delta.name in self._custom
-                kind = "custom_tool_call" if is_custom else "function_call"
-                self._arguments, self._call = "", delta
-            if self._kind != kind or delta.kind == "call":
-                events += [*self._close("completed"), *self._open(kind)]
-            if delta.kind != "call":
-                self._text += delta.text
-                events.append(self._text_event("delta", delta=delta.text))
-        return events
-
     def _end(self, _number: int) -> list[Json]:
         is_whole = self._answers[0].finish_reason != "length"
         status = "completed" if is_whole else "incomplete"
         events: list[Json] = []
-        if self._kind is None and not self._output:  # clients expect an item
-            events += self._open("message")
-        events += self._close("incomplete" if self._kind in _CALLS else status)
+        if self._block is None and not self._blocks:  # clients expect an item
+            self._block = Delta("content", "")
+            events += self._opened(self._block)
+        is_call = self._block is not None and self._block.kind == "call"
+        events += self._close("incomplete" if is_call else status)
         figures = self._figures()
         usage = figures["usage"]
         # OpenAI charges for writing to its cache.
@@ -251,7 +225,7 @@ class ResponseWriter(AnswerWriter):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "output": list(self._output),
+            "output": list(self._blocks),
             "usage": None,
         }
 
@@ -261,70 +235,77 @@ class ResponseWriter(AnswerWriter):
 
     # --- items ----------------------------------------------------------------------------------
 
-    def _item_event(self, kind: str, **fields: Any) -> Json:
-        """Return an event about the open item, the next of the output, and its only part."""
-        place = {"item_id": self._item_id, "output_index": len(self._output), "content_index": 0}
-        return self._event(kind, **place, **fields)
-
-    def _open(self, kind: str) -> list[Json]:
-        self._kind, self._text = kind, ""
-        self._item_id = f"{_IDS[kind]}_{self._identity}_{len(self._output)}"
-        item = self._item("in_progress")
-        if kind in _CALLS:
+    def _opened(self, block: Delta) -> list[Json]:
+        block, self._told = replace(block, text=""), ""
+        self._item_id = f"{_IDS[self._kind(block)]}_{self._identity}_{len(self._blocks)}"
+        item = self._item(block, "in_progress")
+        if block.kind == "call":
             return [self._item_event("output_item.added", item=item)]
         return [
             self._item_event("output_item.added", item={**item, "content": []}),
-            self._item_event("content_part.added", part=self._part()),
+            self._item_event("content_part.added", part=_part(block)),
         ]
 
-    def _close(self, status: str) -> list[Json]:
-        if self._kind is None:
-            return []
-        item = self._item(status)
-        if (field := _CALLS.get(self._kind)) is not None:
-            done = {field: self._text, "name": self._call.name}
-            events = [self._item_event(f"{self._kind}_{field}.done", **done)]
+    def _added(self, block: Delta, text: str) -> list[Json]:
+        if block.kind != "call":
+            kind = f"{_part(block)['type']}.delta"
+            return [self._item_event(kind, logprobs=[], delta=text)]
+        field, passed = self._passed(block)
+        added, self._told = passed[len(self._told) :], passed
+        kind = f"{self._kind(block)}_{field}.delta"
+        return [self._item_event(kind, delta=added)] if added else []
+
+    def _closed(self, block: Delta, status: str) -> list[Json]:
+        if block.kind == "call":
+            field, passed = self._passed(block)
+            done = {field: passed, "name": block.name}
+            events = [self._item_event(f"{self._kind(block)}_{field}.done", **done)]
         else:
+            part = _part(block)
             events = [
-                self._text_event("done", text=self._text),
-                self._item_event("content_part.done", part=self._part()),
+                self._item_event(f"{part['type']}.done", logprobs=[], text=block.text),
+                self._item_event("content_part.done", part=part),
             ]
+        item = self._item(block, status)
         events.append(self._item_event("output_item.done", item=item))
-        self._output.append(item)
-        self._kind = None
+        self._blocks.append(item)
         return events
 
-    def _item(self, status: str) -> Json:
-        item: Json = {"id": self._item_id, "type": self._kind, "status": status}
-        if (field := _CALLS.get(self._kind or "")) is not None:
-            call = self._call
-            return {**item, "call_id": call.identity, "name": call.name, field: self._text}
-        item["content"] = [self._part()]
-        if self._kind == "message":
+    def _item_event(self, kind: str, **fields: Any) -> Json:
+        """Return an event about the open item, the next of the output, and its only part."""
+        place = {"item_id": self._item_id, "output_index": len(self._blocks), "content_index": 0}
+        return self._event(kind, **place, **fields)
+
+    def _kind(self, block: Delta) -> str:
+        if block.kind == "call":
+            return "custom_tool_call" if block.name in self._custom else "function_call"
+        return "message" if block.kind == "content" else "reasoning"
+
+    def _item(self, block: Delta, status: str) -> Json:
+        item: Json = {"id": self._item_id, "type": self._kind(block), "status": status}
+        if block.kind == "call":
+            field, passed = self._passed(block)
+            return {**item, "call_id": block.identity, "name": block.name, field: passed}
+        item["content"] = [_part(block)]
+        if block.kind == "content":
             return {**item, "role": "assistant"}
-        hidden = {"encrypted_content": f"{_HIDDEN}{self._text}"} if self._hides else {}
+        hidden = {"encrypted_content": f"{_HIDDEN}{block.text}"} if self._hides else {}
         return {**item, "summary": [], **hidden}
 
-    def _part(self) -> Json:
-        if self._kind == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+    def _passed(self, block: Delta) -> tuple[str, str]:
+        """Return the field of a call for what is passed, and that as far as it is there."""
+        if block.name in self._custom:
+            return "input", _free_text(block.text, is_end=block.is_end)
+        return "arguments", block.text
 
-    def _text_event(self, step: str, **fields: Any) -> Json:
-        return self._item_event(f"{self._part()['type']}.{step}", logprobs=[], **fields)
 
-    def _add_arguments(self, delta: Delta) -> list[Json]:
-        self._arguments += delta.text
-        text = self._arguments
-        if self._kind == "custom_tool_call":
-            text = _free_text(text, is_end=delta.is_end)
-        added, self._text = text[len(self._text) :], text
-        kind = f"{self._kind}_{_CALLS[self._kind or '']}.delta"
-        events = [self._item_event(kind, delta=added)] if added else []
-        return events + (self._close("completed") if delta.is_end else [])
+def _part(block: Delta) -> Json:
+    if block.kind == "thought":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
 def _free_text(arguments: str, *, is_end: bool) -> str:
     """Return the input of a custom tool, as far as it is there; if the model wrote other arguments, these."""
-    value = from_json(arguments, allow_partial="trailing-strings").get("input")
+    value = from_json(arguments or "{}", allow_partial="trailing-strings").get("input")
     return value if isinstance(value, str) else arguments if is_end else ""

@@ -9,7 +9,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from specgen.errors import UsageError
@@ -42,6 +42,14 @@ class Delta:
     number: int = 0
     is_end: bool = False
 
+    def continues(self, block: Delta | None) -> bool:
+        """Return whether this is a part of a block, and not the beginning of the next."""
+        same = block is not None and block.kind == self.kind != "call"
+        return same or self.kind == "arguments"
+
+    def with_more(self, delta: Delta) -> Delta:
+        return replace(self, text=self.text + delta.text, is_end=delta.is_end)
+
 
 @dataclass(frozen=True, slots=True)
 class Function:
@@ -71,8 +79,8 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
     "gemma": (
         'gemma: gemma_text | GEMMA_PLAIN | "[" (gemma ("," gemma)*)? "]" | "{" (gemma_pair ("," gemma_pair)*)? "}"',
         "GEMMA_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|true|false|null/",
-        'gemma_text: "<|\\"|>" gemma_string',
-        'gemma_string[suffix="<|\\"|>"]: /(?s:.*)/',
+        "gemma_text: QUOTE gemma_string",
+        "gemma_string[suffix=QUOTE]: /(?s:.*)/",
         'gemma_pair: /[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" gemma',
     ),
     "python": (
@@ -93,7 +101,9 @@ class _Rules:
 
     def __init__(self, form: CallForm) -> None:
         self.form = form
-        self.lines = [_ANY_RULE, _WHITE_RULE, *_VALUES.get(form.style, ())]
+        quote, values = literal(form.quote), _VALUES.get(form.style, ())
+        values = tuple(each.replace("QUOTE", quote) for each in values)
+        self.lines = [_ANY_RULE, _WHITE_RULE, *values]
         #: What cannot be enforced.
         self.warnings: list[str] = []
         #: Calls as objects of JSON, from the name to the arguments, in which white space is free.
@@ -177,7 +187,7 @@ class _Rules:
             if kind in ("integer", "number", "boolean"):
                 value = self._value(schema, function, key)
             elif choices:
-                value = _one_of(choices, '<|"|>')
+                value = _one_of(choices, self.form.quote)
             return self._new(f"{literal(key + ':')} {value}")
         if self.form.style == "python":
             plain = {"string": "PYTHON_TEXT", "boolean": '"True" | "False"'}
@@ -289,6 +299,8 @@ _FENCE = "```"
 _BETWEEN = " \n\t\r,;"
 #: The beginning of an object that names a function.
 _NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
+#: The first mark of a closing text.
+_FIRST_TAG = re.compile(r"\s*(?:\]<\]\S+?\[>\[)?<[^<>]*>")
 #: The most characters of an object before the arguments.
 _MOST_HEAD = 1000
 
@@ -421,9 +433,12 @@ class ToolCallParser:
             if n_between == len(self._rest) and not is_last:
                 return UNCLEAR
         between, closing = self._form.ends
+        closing = self._fence or closing
+        if match(closing, self._rest, 0) is None:  # its last marks may be missing
+            first = _FIRST_TAG.match(closing)
+            closing = first[0] if first is not None else ""
         found = [
-            match(literal, self._rest, 0) if literal else None
-            for literal in (between, self._fence or closing)
+            match(literal, self._rest, 0) if literal else None for literal in (between, closing)
         ]
         if UNCLEAR in found and not is_last:
             return UNCLEAR
@@ -444,11 +459,13 @@ class ToolCallParser:
         bare = _BARE.match(self._rest) if self._is_beginning else None
         if bare is not None:
             return 0, bare.end()
-        mark = self._form.mark
-        place = self._rest.find(mark) if mark else -1
-        if place < 0:
+        marks = [mark for mark in (self._form.mark, self._form.inner) if mark]
+        places = [place for mark in marks if (place := self._rest.find(mark)) >= 0]
+        if not places:
             return -1, -1
-        return len(self._rest[:place].rstrip()), place + len(mark)
+        place = min(places)
+        n_mark = len(marks[0]) if self._rest.startswith(marks[0], place) else 0
+        return len(self._rest[:place].rstrip()), place + n_mark
 
     def _calls(self, begin: int, *, is_last: bool) -> tuple[int, list[tuple[str, str | None]]]:
         """Return the end of the calls that begin here, and their names and arguments. The end is `UNCLEAR` if the
@@ -469,7 +486,10 @@ class ToolCallParser:
             return self._objects(start)
         place: int | None = start
         if not self._is_behind_call:
-            place = match(form.opening, text, len(text[:begin].rstrip()) - len(form.mark))
+            is_marked = text[:begin].rstrip().endswith(form.mark)
+            n_mark = len(form.mark) if is_marked else 0
+            opening = form.opening if is_marked else form.inner
+            place = match(opening, text, len(text[:begin].rstrip()) - n_mark)
         found: tuple[int, str] | int | None = place
         if place is not None and place != UNCLEAR:
             found = read_name(form, text, place, self._schemas, is_last=is_last)
@@ -543,7 +563,8 @@ class ToolCallParser:
         ):
             return 0
         text = self._rest
-        n_certain = len(text[: len(text) - n_begun(text, self._form.mark)].rstrip())
+        n_held = max(n_begun(text, mark) for mark in (self._form.mark, self._form.inner))
+        n_certain = len(text[: len(text) - n_held].rstrip())
         self._is_beginning = self._is_beginning and n_certain == 0
         return n_certain
 
@@ -553,6 +574,46 @@ class ToolCallParser:
         begun = Delta("call", "", name, f"call_{uuid.uuid4().hex[:24]}", number)
         whole = Delta("arguments", arguments or "", number=number, is_end=True)
         return [begun] if arguments is None else [begun, whole]
+
+
+class CallsInThoughts:
+    """Reads thoughts. Some models end their turn with calls before they end their thoughts; so what looks like calls is
+    held back, and is a thought if anything follows."""
+
+    def __init__(
+        self, form: CallForm, functions: Sequence[Function], *, one_only: bool = False
+    ) -> None:
+        self._make = functools.partial(ToolCallParser, form, functions)
+        self._parser, self._one_only = self._make(), one_only
+        self._found, self._held = list[Delta](), ""
+
+    def feed(self, text: str, *, is_over: bool) -> str:
+        """Return what is certainly a thought now: all of it if the thoughts are over."""
+        told = "".join(map(self._fed, text))
+        if is_over:
+            told, self._held = told + self._held, ""
+        return told
+
+    def _fed(self, character: str) -> str:
+        self._held += character
+        self._found += self._parser.feed(character)
+        kinds = [each.kind for each in self._found]
+        n = kinds.index("call") if "call" in kinds else len(kinds)
+        told = "".join(each.text for each in self._found[:n])
+        self._found = self._found[n:]
+        if any(each.kind == "content" and each.text.strip() for each in self._found):
+            told, self._parser, self._found = self._held, self._make(), []
+        self._held = self._held[len(told) :]
+        return told
+
+    def finish(self, *, is_cut: bool) -> list[Delta]:
+        """Return the calls at the end of an answer that ends in its thoughts, or else the rest of the thoughts."""
+        found = [each for each in self._found + self._parser.finish() if each.kind != "content"]
+        if self._one_only:
+            found = [each for each in found if each.number == 0]
+        if found and not is_cut:
+            return found
+        return [Delta("thought", self._held)] if self._held else []
 
 
 @functools.lru_cache(maxsize=16)

@@ -377,7 +377,7 @@ class Server:
                 continue
             for slot in model.engine.slots:
                 about = {"id": slot.number, "model": model.name, "n_ctx": model.engine.n_ctx}
-                answer = getattr(slot.request, "sequence", None)
+                answer = getattr(slot.request, "answer", None)
                 counts = (answer.n_prompt, answer.n_read, answer.n_answer) if answer else (0, 0, 0)
                 names = ("n_prompt_tokens", "n_prompt_tokens_processed", "n_decoded")
                 is_processing = {"is_processing": answer is not None}

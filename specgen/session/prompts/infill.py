@@ -94,7 +94,6 @@ class InfillTokens:
 
 
 def check_infill(model: LlamaModel) -> InfillTokens:
-    """Return the tokens of a model for texts with a gap. Raise `UsageError` if it was not trained for gaps."""
     tokens = InfillTokens.of(model.vocabulary)
     if tokens is None:
         hint = "use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2"
@@ -121,7 +120,6 @@ def infill_prompt(
 def _written(
     vocabulary: LlamaVocabulary, tokens: InfillTokens, gap: Gap, n_room: int
 ) -> tuple[list[int], list[str]]:
-    """Return the prompt for a gap, of at most `n_room` tokens, and descriptions of the texts that did not fit."""
     inside, knows_files = vocabulary.tokenize_inside, tokens.knows_files
     bos = [vocabulary.special_tokens()["bos"]] if vocabulary.add_bos else []
     marks = (tokens.prefix, tokens.suffix, tokens.middle)
@@ -173,7 +171,6 @@ def _headings(
 def _around_gap(
     prefix: list[int], suffix: list[int], n_room: int
 ) -> tuple[list[int], list[int], list[str]]:
-    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out."""
     most = max(n_room - len(prefix), n_room - int(_PREFIX_SHARE * n_room))
     n_suffix = min(len(suffix), most)
     n_prefix = min(len(prefix), n_room - n_suffix)

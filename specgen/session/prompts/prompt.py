@@ -105,7 +105,6 @@ class Prompts:
         )
 
     def of_tokens(self, parts: Sequence[int | str]) -> Prompt:
-        """Return a prompt of these tokens of the target, with the texts among them. Raise `PromptError`."""
         for part in parts:
             if isinstance(part, str):
                 check_length(self.target.vocabulary, part, self.n_ctx)
@@ -113,7 +112,6 @@ class Prompts:
         return make_prompt(self._text_of(tokens), tokens)
 
     def followed_by(self, prompt: Prompt, answer: Sequence[int]) -> Prompt:
-        """Return a prompt with the beginning of an answer behind it, for both models."""
         draft_tokens = prompt.draft_tokens
         if draft_tokens is not None and self.own_draft is not None:
             own = self.own_draft.vocabulary.tokenize_inside(self._text_of(answer))
@@ -160,7 +158,6 @@ def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> 
 def tokens_of(
     vocabulary: LlamaVocabulary, parts: Sequence[int | str], *, parse_special: bool
 ) -> list[int]:
-    """Return the tokens of a text in parts, some of which are tokens already. Raise `PromptError`."""
     found: list[int] = []
     for part in parts:
         if isinstance(part, int):
@@ -206,7 +203,6 @@ class _Conversation:
     variables: Mapping[str, Any] | None
 
     def tokens(self, model: LlamaModel, n_ctx: int | None = None) -> tuple[str, list[int]] | None:
-        """Return the conversation in the model's template, and its tokens; None if it has no template."""
         has_tools = bool(self.tools) or any(message.role == "tool" for message in self.messages)
         template = template_of(model, has_tools=has_tools)
         if template is None:

@@ -19,7 +19,11 @@ FAMILIES = (
     ThoughtMarks("<think:opensource>", "</think:opensource>"),  # Hunyuan 3
     ThoughtMarks("<thinking>", "</thinking>"),  # Apriel
     ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
-    ThoughtMarks("<|channel>thought", "<channel|>"),  # Gemma 4
+    ThoughtMarks(
+        "<|channel>thought",
+        "<channel|>",
+        behind=("<|channel>thought\n<channel|>", "<|channel>", "<channel|>"),
+    ),  # Gemma 4, which may repeat its marks behind the answer
     ThoughtMarks(
         "<|START_THINKING|>",
         "<|END_THINKING|>",
@@ -38,8 +42,10 @@ FAMILIES = (
         (
             "<|start|>assistant<|channel|>final<|message|>",
             "<|channel|>final<|message|>",
+            f"<|channel|>final <|constrain|>{ANY}<|message|>",
             "<|channel|>commentary<|message|>",
             "<|channel|>commentary",
+            "<|channel|>analysis",
             "<|start|>assistant",
             "<|end|>",
         ),
@@ -116,11 +122,13 @@ class ThoughtReader:
         if self.is_past:
             return "", self._answer(text)
         assert self._marks is not None
-        thought, end, answer = text.partition(self._marks.end)
-        if end:
+        ends = [each for each in (self._marks.end, *self._marks.before) if ANY not in each]
+        places = [place for each in ends if (place := text.find(each)) >= 0]
+        if places:
             self.is_open, self.is_past = False, True
-            return thought, self._answer(answer)
-        n_held = n_begun(text, self._marks.end)
+            answer = text[min(places) :].removeprefix(self._marks.end)
+            return text[: min(places)], self._answer(answer)
+        n_held = max(n_begun(text, each) for each in ends)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held], ""
 
@@ -130,7 +138,6 @@ class ThoughtReader:
         return (held, "") if self.is_open else ("", held)
 
     def _answer(self, text: str) -> str:
-        """Return new text of the answer, without white space at its beginning and marks around it."""
         around = self._marks.around if self._marks is not None else ()
         n_held = max((_n_held(text, mark) for mark in around), default=0)
         text, self._held = text[: len(text) - n_held], text[len(text) - n_held :]
@@ -170,7 +177,6 @@ class ThoughtMarker:
         return self._marked(*self._reader.feed(text))
 
     def finish(self) -> str:
-        """Return the text that was held back."""
         return self._marked(*self._reader.finish())
 
     def _marked(self, thought: str, answer: str) -> str:
@@ -192,7 +198,6 @@ def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
 
 
 def split_thought(prompt: str, text: str) -> tuple[str, str]:
-    """Return the thinking block at the beginning of an answer to a prompt, empty if there is none, and the rest."""
     reader = ThoughtReader(prompt)
     (thought, answer), (more_thought, more_answer) = reader.feed(text), reader.finish()
     return (thought + more_thought).strip(), answer + more_answer
