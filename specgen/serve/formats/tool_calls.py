@@ -62,7 +62,8 @@ class Function:
     @property
     def definition(self) -> dict[str, Any]:
         """The definition in the form that chat templates expect, with all fields that they may read."""
-        function = {name: getattr(self, name) for name in ("name", "description", "parameters")}
+        parameters = {"type": "object", "properties": {}, **self.parameters}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
 
