@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -150,7 +150,7 @@ class _Dialogue:
         if is_typed and not self._output.quiet:
             self._recall()
             say(f"{self._about}\n/help lists the commands; Ctrl-D ends the conversation")
-        for message in typed_messages() if is_typed else piped_messages(sys.stdin.buffer):
+        for message in _messages(is_typed):
             try:
                 learner.between_answers(begins=True)
                 code = self._take(message)
@@ -309,7 +309,23 @@ _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 # --- messages, from a person at a terminal or from a pipe
 
 
-def piped_messages(stream: IO[bytes]) -> Iterator[str]:
+def _messages(are_typed: bool) -> Iterator[str]:
+    if not are_typed:
+        return piped_messages(sys.stdin.buffer)
+    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return piped_messages(_prompted(sys.stdin.buffer)) if is_dumb else typed_messages()
+
+
+def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield lines that are typed at a terminal without escape codes, such as Emacs's shell."""
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        if not (line := stream.readline()):
+            return
+        yield line
+
+
+def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
     """Yield the lines of a stream. A backslash at the end of a line continues the message on the next one;
     empty lines are skipped. Raise `PromptError` for a line that is not UTF-8."""
     message = ""
@@ -438,5 +454,4 @@ def without_echo() -> Iterator[None]:
 
 def is_person() -> bool:
     is_shown = sys.stdout.isatty() or sys.stderr.isatty()
-    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    return sys.stdin is not None and sys.stdin.isatty() and is_shown and not is_dumb
+    return sys.stdin is not None and sys.stdin.isatty() and is_shown

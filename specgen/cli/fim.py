@@ -102,13 +102,13 @@ class _FileGap:
         from specgen.system.files import replace_bytes, write_errors
 
         assert self.path is not None
-        before, path = self.mark + self.prefix, self.path.resolve()  # a link stays a link
+        before, path = self.mark + self.prefix, self.path
         if "\r\n" in self.prefix + self.suffix:
             middle = re.sub("\r?\n", "\r\n", middle)
-        with write_errors(self.path):
+        with write_errors(path):
             if path.read_bytes() != (before + self.suffix).encode():
                 what = "the file has changed meanwhile; the middle was not written into it"
-                raise OutputError(f"{self.path}: {what}")
+                raise OutputError(f"{path}: {what}")
             replace_bytes(path, (before + middle + self.suffix).encode("utf-8", "replace"))
 
 

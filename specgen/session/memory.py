@@ -238,7 +238,7 @@ def _key(about: Mapping[str, Any]) -> str:
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Bins = Annotated[
-    list[Annotated[_Number, Field(ge=0.0)]], Field(min_length=N_BINS, max_length=N_BINS)
+    list[Annotated[_Number, Field(ge=0.0, le=1e12)]], Field(min_length=N_BINS, max_length=N_BINS)
 ]
 _SECONDS = TypeAdapter(
     dict[Annotated[int, Field(ge=1, le=10**6)], Annotated[_Number, Field(gt=0.0)]]

@@ -180,13 +180,13 @@ class PromptCache:
         self._path = path
         self._restored: list[int] = []
         try:
-            with path.open("rb") as file:
-                begin = file.read(len(_MAGIC))
-        except FileNotFoundError:
             begin = b""
+            if path.is_file():
+                with path.open("rb") as file:
+                    begin = file.read(len(_MAGIC))
         except OSError as error:
             raise UsageError(f"--prompt-cache {path}: {error.strerror}") from error
-        if begin not in (b"", _MAGIC):
+        if begin not in (b"", _MAGIC) or (path.exists() and not path.is_file()):
             hint = "name another file; this one is not overwritten"
             raise UsageError(f"--prompt-cache {path}: this file is no prompt cache", hint)
 

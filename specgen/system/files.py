@@ -27,7 +27,10 @@ NEW = ".new"
 
 @contextlib.contextmanager
 def new_beside(path: Path) -> Iterator[Path]:
-    """Make an empty file beside `path`, which the caller writes and moves there with `replace`. Raise `OSError`."""
+    """Make an empty file beside `path`, which the caller writes and moves there with `replace`. Raise `OSError`, also if
+    `path` is something that must not be replaced, such as a device."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW)
     os.close(descriptor)
     new = Path(name)
@@ -76,10 +79,11 @@ def make_room(files: Iterable[Path], n_bytes: int, most_bytes: int) -> bool:
 
 def replace_bytes(path: Path, data: bytes) -> None:
     """Replace a file through one of `new_beside`; its rights stay, and a new one is the user's alone. A device or a pipe
-    is written to."""
+    is written to, and a link stays a link."""
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
+    path = path.resolve()
     with new_beside(path) as new:
         new.write_bytes(data)
         with contextlib.suppress(OSError):

@@ -302,14 +302,16 @@ def terminal(chat_models: Path) -> Iterator[Terminal]:
 
     children: list[pexpect.spawn[str]] = []
 
-    def begin(*arguments: str, quiet: bool = True) -> pexpect.spawn[str]:
+    def begin(
+        *arguments: str, quiet: bool = True, term: str = "xterm-256color", ready: str = READY
+    ) -> pexpect.spawn[str]:
         command = ["-m", "specgen", "chat", *(["-q"] if quiet else []), *options(chat_models)]
         command += arguments
-        env = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        env = {**os.environ, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"}
         like: dict[str, Any] = {"dimensions": (30, 100), "encoding": "utf-8", "timeout": 30}
         child = pexpect.spawn(sys.executable, command, env=env, cwd=str(ROOT), **like)
         children.append(child)
-        child.expect_exact(READY)
+        child.expect_exact(ready)
         return child
 
     yield begin
@@ -365,6 +367,20 @@ def test_typing(terminal: Terminal, chat: Chat) -> None:
     assert [shown.count(f"> {line}") for line in ("the cat", "one", "is on")] == [0, 1, 1]
     assert "target.gguf; draft.gguf drafts; " in shown
     assert " tokens of context" in shown
+
+
+@posix
+def test_a_terminal_without_escape_codes_has_a_prompt_too(terminal: Terminal) -> None:
+    child = terminal("--session", "dumb", quiet=False, term="dumb", ready="conversation\r\n> ")
+    child.send("the cat\\\nis on\n")
+    child.expect_exact("> ")
+    assert wait_for("dumb", 1)[0][0] == "the cat\nis on"
+    child.expect_exact("tokens in")
+    child.expect_exact("> ")
+    child.send("\x04")
+    assert "\x1b" not in f"{child.before}{child.read()}"
+    child.wait()
+    assert child.exitstatus == 0
 
 
 @posix

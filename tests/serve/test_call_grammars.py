@@ -245,17 +245,19 @@ BARE = [
     FENCED.replace('"a.py"', '"a.py", "lines": "x"'),
     '{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}',
     ' {"name":"read","parameters":{"path": "a.py", "lines": "x"}} Done.',
+    '{"name": "list", "arguments": {}}\n{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}',
 ]
 
 
 @pytest.mark.parametrize("text", BARE)
 @pytest.mark.parametrize("added", ["", OPENS])
 def test_a_call_without_a_mark_has_valid_arguments(tmp_path: Path, text: str, added: str) -> None:
-    """Where it is the beginning of an answer, and its name was offered."""
+    """Where it is the beginning of an answer, or follows one that is, and its name was offered."""
     lead = "Well.</think>" if added else ""
     for draft in ("none", "same"):
         _, _, calls = said_by(tmp_path, "Hermes in plain text", lead + text, added, draft)
-        ((name, arguments),) = calls
+        *others, (name, arguments) = calls
+        assert len(others) == text.count('"list"')
         assert (name, arguments["path"]) == ("read", "a.py")
         assert is_right(name, arguments)
 

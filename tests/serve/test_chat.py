@@ -29,7 +29,12 @@ def test_a_conversation_goes_on_and_is_private(tmp_path: Path) -> None:
         device = tmp_path / "device"
         device.symlink_to(os.devnull)
         save_conversation(device, made)
+        link = tmp_path / "link"
+        link.symlink_to(file)
+        save_conversation(link, Conversation())
         assert device.is_symlink()
+        assert link.is_symlink()
+        assert read_conversation(file) == Conversation()
     assert made.asking("c").turns == (Turn("a", "é\n"), Turn("c"))
 
 

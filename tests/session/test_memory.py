@@ -258,7 +258,7 @@ FULL = {name: [1.0] * N_BINS for name in ("judged", "accepted", "seen")}
     [
         None,
         {"judged": [1.0] * (N_BINS - 1)},
-        {"judged": [float("inf")] * N_BINS},
+        *({"judged": [count] * N_BINS} for count in (float("inf"), 1e308)),
         {"accepted": ["1"] * N_BINS},
         {"seen": [-1.0] * N_BINS},
         {"seen": None},

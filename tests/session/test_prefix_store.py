@@ -472,6 +472,14 @@ def test_a_file_of_another_kind_is_refused_and_stays(
     assert file.read_bytes() == content
 
 
+def test_a_device_is_refused_before_anything_is_answered(models: Path, tmp_path: Path) -> None:
+    device = tmp_path / "device"
+    device.symlink_to(os.devnull)
+    with pytest.raises(UsageError, match="this file is no prompt cache"):
+        kept_in(device, models / "attention.gguf")
+    assert device.is_symlink()
+
+
 def test_the_command_line_keeps_a_prompt(models: Path, tmp_path: Path, specgen: Specgen) -> None:
     file, target = tmp_path / "kept", models / "attention.gguf"
     command = ("run", "-m", target, "--draft", "none", "--raw", "-n", "8", "--prompt-cache", file)

@@ -165,8 +165,14 @@ def _in_free_text(
             return state
         data = b"".join(map(vocabulary.token_bytes, tokens)).decode(errors="ignore")
         if re.match(grammar.head, data):
-            return _Watched(begun, within)
+            return _Watched(begun, within_bare)
         return _Watched(state, beginning, tokens)
+
+    def within_bare(state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
+        """Another such call may follow."""
+        is_over = state.allows(own.ends).any()
+        follow = beginning if is_over else within_bare
+        return _Watched(text.after_token(tokens[-1]) if is_over else state, follow)
 
     then: dict[bytes, _Then] = {grammar.mark.encode(): call}
     if thoughts is not None and thoughts.state == "may come":
