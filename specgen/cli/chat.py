@@ -85,20 +85,20 @@ def chat(
                 opened(options, kernels, output, sources.drafts, check_template)
             )
             news = calibrate(session, status=output.status)
-        engine = stack.enter_context(Engine(session, interrupted=stop))
-        engine.notify(news)
-        stack.callback(session.memory.save)
-        now = datetime.datetime.now().astimezone()
-        talk = Chat(session, engine, conversation, path, now=now)
-        stack.callback(talk.keep)
-        learner = stack.enter_context(Learner(session, engine, engine.notify))
-        system = conversation.system if system is None else system
-        given = replace(conversation, system=system, files=text or conversation.files)
-        if given != conversation:
-            talk.change(given)
-        drafts = f"{name_of(session.draft_source)} drafts"
-        drafts = drafts if session.draft is not None else "nothing drafts"
-        about = f"{session.target.name}; {drafts}; {talk.n_ctx} tokens of context"
+            engine = stack.enter_context(Engine(session, interrupted=stop))
+            engine.notify(news)
+            stack.callback(session.memory.save)
+            now = datetime.datetime.now().astimezone()
+            talk = Chat(session, engine, conversation, path, now=now)
+            stack.callback(talk.keep)
+            learner = stack.enter_context(Learner(session, engine, engine.notify))
+            system = conversation.system if system is None else system
+            given = replace(conversation, system=system, files=text or conversation.files)
+            if given != conversation:
+                talk.change(given)
+            drafts = f"{name_of(session.draft_source)} drafts"
+            drafts = drafts if session.draft is not None else "nothing drafts"
+            about = f"{session.target.name}; {drafts}; {talk.n_ctx} tokens of context"
         return _Dialogue(talk, stop, output, about).run(learner)
 
 
@@ -122,8 +122,7 @@ def _session_file(name: str) -> Path:
     from specgen.models.files import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
-        hint = "give a word without slashes"
-        raise UsageError(f"--session {name!r} is not a valid name", hint)
+        raise UsageError(f"--session {name!r} is not a valid name", "give a word without slashes")
     return data_folder() / "chats" / f"{name}.json"
 
 
@@ -151,6 +150,7 @@ class _Dialogue:
             self._recall()
             say(f"{self._about}\n/help lists the commands; Ctrl-D ends the conversation")
         for message in _messages(is_typed):
+            code: int | None = None
             try:
                 learner.between_answers(begins=True)
                 code = self._take(message)
@@ -163,12 +163,10 @@ class _Dialogue:
                 # The conversation goes on without this answer; a pipe's exit code shows the error.
                 say_error(error.message, error.hint)
                 failed = error.exit_code
-                continue
             except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
                 if not is_typed:
                     raise
                 self._chat.keep()
-                continue
             finally:
                 learner.between_answers()
             if is_typed:
@@ -277,7 +275,7 @@ class _Dialogue:
         if self._chat.last is None:
             raise UsageError("there is no answer yet")
         prompt, last = self._chat.last
-        print_summary(console_on(sys.stderr), last, draft=prompt.draft, kernels=prompt.kernels)
+        print_summary(console_on(sys.stderr), last, prompt)
         n_used, n_ctx = last.n_prompt_tokens + last.n_tokens, self._chat.n_ctx
         parts = totals(len(self._chat.answers), self._chat.answers)
         say(f"in all: {', '.join(parts)}, {n_used} of {n_ctx} tokens of context in use")
@@ -349,22 +347,23 @@ def typed_messages() -> Iterator[str]:
     A backslash at the end of a line starts another line, and so does Alt-Enter; a paste stays one message.
     Ctrl-C clears the line, Ctrl-D in an empty one ends. Commands are completed.
     """
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.output import create_output
+    with without_echo():  # to import it takes a while
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.output import create_output
 
-    names = [f"/{name}" for name in (*_COMMANDS, *_ALIASES)]
-    session: PromptSession[str] = PromptSession(
-        "> ",
-        history=_history(),
-        completer=WordCompleter(names, sentence=True),
-        complete_while_typing=False,
-        multiline=True,
-        prompt_continuation=lambda width, _number, _is_soft: " " * width,
-        key_bindings=_keys(),
-        # Answers may go into a pipe; the typed text must be visible all the same.
-        output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr),
-    )
+        names = [f"/{name}" for name in (*_COMMANDS, *_ALIASES)]
+        session: PromptSession[str] = PromptSession(
+            "> ",
+            history=_history(),
+            completer=WordCompleter(names, sentence=True),
+            complete_while_typing=False,
+            multiline=True,
+            prompt_continuation=lambda width, _number, _is_soft: " " * width,
+            key_bindings=_keys(),
+            # Answers may go into a pipe; the typed text must be visible all the same.
+            output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr),
+        )
     while True:
         try:
             with _ending_by_signals(session):

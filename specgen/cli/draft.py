@@ -27,6 +27,7 @@ from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import find_models, find_target, name_of
+from specgen.system.machine import is_busy
 from specgen.system.progress import human_bytes
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
@@ -76,12 +77,13 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
 
 
 def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json: bool) -> Any:
-    """Save the best draft for the target if `save` is set, and show the ranking. Return what was saved."""
+    """Save the best draft for the target if `save` is set and the machine was not busy, and show the ranking. Return what
+    was saved."""
     from specgen.session.choose_models import SavedDraft, save_draft
 
-    saved = None
+    saved, was_busy = None, search is not None and is_busy(search.others_share)
     try:
-        if save and search is not None and not search.is_interrupted:
+        if save and search is not None and not search.is_interrupted and not was_busy:
             best, today = search.tried[0], datetime.datetime.now().astimezone().date()
             of = best.figures
             gain = of.speedup, of.worst_speedup, of.best_speedup, of.n_answers
@@ -95,6 +97,8 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
     elif saved is not None:
         name = search.target.name
         output.note(f"for {name}, `specgen run` without --draft now takes: {name_of(saved)}")
+    elif save and was_busy:
+        output.note("nothing was saved, since the machine was busy")
     return saved
 
 

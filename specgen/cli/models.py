@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 
@@ -74,41 +74,35 @@ def list_models(*, as_json: bool = _JSON) -> None:
     Models of the hub's cache have names as `-m` takes them (hf:USER/REPO:QUANT).
     """
     registry = load_registry()
-    found = [(model, locate(model)) for model in registry.models.values()]
-    named = {path for _model, path in found}
-    cached = [model for model in cached_models() if model.path not in named]
-    if as_json:
-        document = {
-            "default_pair": registry.default_pair,
-            "general_draft": registry.general_draft,
-            "models": [_model_values(registry, model) for model, _path in found],
-            "pairs": [_pair_values(registry, pair) for pair in registry.pairs.values()],
-            "hub_cache": [
-                {
-                    "model": str(model.reference),
-                    "hub_repo": model.reference.repo,
-                    "hub_files": list(model.names),
-                    "quantisation": hub.quant_of(model.names[0]),
-                    "path": str(model.path),
-                    "size_bytes": model.size_bytes,
-                }
-                for model in cached
-            ],
+    models = [_model_values(registry, model) for model in registry.models.values()]
+    pairs = [_pair_values(registry, pair) for pair in registry.pairs.values()]
+    named = {each["path"] for each in models}
+    cached = [
+        {
+            "model": str(each.reference),
+            "hub_repo": each.reference.repo,
+            "hub_files": list(each.names),
+            "quantisation": hub.quant_of(each.names[0]),
+            "path": str(each.path),
+            "size_bytes": each.size_bytes,
         }
-        _print_json(document)
+        for each in cached_models()
+        if str(each.path) not in named
+    ]
+    if as_json:
+        defaults = {name: getattr(registry, name) for name in ("default_pair", "general_draft")}
+        _print_json({**defaults, "models": models, "pairs": pairs, "hub_cache": cached})
         return
-    models = [
-        (model.name, "yes" if path else "no", human_bytes(model.size_bytes), model.licence)
-        for model, path in found
+    rows = [
+        (m["model"], _shown(bool(m["path"])), human_bytes(m["size_bytes"]), m.get("licence", ""))
+        for m in (*models, *cached)
     ]
-    models += [(str(each.reference), "yes", human_bytes(each.size_bytes), "") for each in cached]
-    _print_table(("model", "on disk", "size", "licence"), models)
+    _print_table(("model", "on disk", "size", "licence"), rows)
     print()
-    pairs = [
-        (pair.name, pair.target, pair.draft, _shown(pair.name == registry.default_pair))
-        for pair in registry.pairs.values()
+    rows = [
+        (each["pair"], each["target"], each["draft"], _shown(each["default"])) for each in pairs
     ]
-    _print_table(("pair", "target", "draft", "default"), pairs)
+    _print_table(("pair", "target", "draft", "default"), rows)
     kept = {
         "packed weights": packed_folder(),
         "prefixes of prompts": prefixes_folder(cache_folder()),
@@ -266,7 +260,7 @@ def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> 
         print("  ".join(cells).rstrip())
 
 
-def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, object]:
+def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, Any]:
     on_hub, pypi, path = model.hub, model.pypi, locate(model)
     return {
         "model": model.name,
@@ -288,7 +282,7 @@ def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, object
     }
 
 
-def _pair_values(registry: Registry, pair: Pair) -> dict[str, object]:
+def _pair_values(registry: Registry, pair: Pair) -> dict[str, Any]:
     return {
         "pair": pair.name,
         "description": pair.description,

@@ -113,24 +113,23 @@ class Output:
 
         renderer = self.renderer(sys.stdout, sys.stderr, os.environ, in_chat=in_chat)
         seen: dict[type[Event], Any] = {}
-        replayed: list[Event] = []
+        replayed: list[object] = []
         with contextlib.closing(events), renderer:
             for event in events:
                 renderer.handle(event)
                 seen[type(event)] = event
-                replayed += [event] if self.html is not None else []
+                replayed += [to_json_object(event)] if self.html is not None else []
         if self.html is not None:
             from specgen.render.streams import REPLAY, write_page
 
-            write_page(self.html, REPLAY, [*map(to_json_object, replayed)])
+            write_page(self.html, REPLAY, replayed)
         prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
         if finished is not None and prompt is not None and self.has_summary:
             is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
             whole = self.stats is True
             legend = is_coloured and sys.stderr.isatty() and (whole or not in_chat)
             how: dict[str, Any] = {"whole": whole, "show_legend": legend}
-            about = {"draft": prompt.draft, "kernels": prompt.kernels}
-            print_summary(console_on(sys.stderr), finished, **about, **how)
+            print_summary(console_on(sys.stderr), finished, prompt, **how)
         return finished
 
     def renderer(

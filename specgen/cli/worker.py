@@ -67,22 +67,18 @@ def worker(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     devices = offered_devices(None if memory is None else memory * 2**20)
-
-    def say(text: str) -> None:
-        if not output.quiet:
-            print(text, file=sys.stderr, flush=True)
-
     if insecure_network and not is_loopback(host):
-        say(
-            f"warning: anyone who reaches {host}:{port} can read and write this process's memory and "
-            "run code in it; nothing is encrypted. Use it in a private network only."
+        output.note(
+            f"anyone who reaches {host}:{port} can read and write this process's memory and run code in it; nothing is "
+            "encrypted. Use it in a private network only."
         )
     own = attached()
     if own is not None and own.computes_products:
         own.serve()
     for device in devices.values():
         by = f", {computing()}" if device.kind == "cpu" else ""
-        say(f"offering {device.name}: {device.description}, {human_bytes(device.free_bytes)}{by}")
+        size = human_bytes(device.free_bytes)
+        output.note(f"offering {device.name}: {device.description}, {size}{by}")
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
         out = _native_stdout(shows=output.verbose > 0)
@@ -102,7 +98,7 @@ def worker(
     if not stop():
         what = "no longer serves" if is_listening else "cannot listen on"
         raise BackendError(f"llama.cpp {what} {endpoint}", hint="--verbose shows llama.cpp's log")
-    say("the worker has ended; programs that use it have lost it")
+    output.note("the worker has ended; programs that use it have lost it")
     return 0
 
 

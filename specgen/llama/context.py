@@ -459,7 +459,9 @@ def open_context(
     Without them, a recurrent model has twice as many sequences (`StateCopies`). With a sliding window and several
     sequences, those of texts get guards; those of branches do not outlive a draft. Raise `MemoryLimitError`,
     `UsageError`."""
-    _check_cache_types(options)
+    if options.flash_attention == "off" and options.cache_type_v not in ("f32", "f16", "bf16"):
+        hint = "leave out --flash-attn off, or use --cache-type-v f16"
+        raise UsageError(f"--cache-type-v {options.cache_type_v} needs flash attention", hint)
     is_guarded = model.n_window > 0 and size.n_sequences > 1
     guarded = range(0, size.n_sequences, size.n_branches) if is_guarded else range(0)
     # llama.cpp aborts if the number of snapshots, plus one, reaches the number of rows in a batch.
@@ -536,13 +538,6 @@ def _make(
 def default_threads() -> int:
     """Return the number of physical cores: hyper-threads do not help matrix products."""
     return psutil.cpu_count(logical=False) or os.cpu_count() or 1
-
-
-def _check_cache_types(options: ContextOptions) -> None:
-    is_quantised = options.cache_type_v not in ("f32", "f16", "bf16")
-    if is_quantised and options.flash_attention == "off":
-        hint = "leave out --flash-attn off, or use --cache-type-v f16"
-        raise UsageError(f"--cache-type-v {options.cache_type_v} needs flash attention", hint)
 
 
 def _needed_bytes(

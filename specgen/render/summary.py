@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specgen.events import FinishedEvent, undrafted_text
+from specgen.events import FinishedEvent, PromptEvent, undrafted_text
 from specgen.render.rows import LEGEND, clean_line, styles_on
 from specgen.render.streams import say
 from specgen.system.machine import busy_text, is_busy
@@ -28,14 +28,13 @@ _LONG_S = 1.0
 def print_summary(
     console: Console,
     finished: FinishedEvent,
+    prompt: PromptEvent | None = None,
     *,
-    draft: str | None = None,
-    kernels: str | None = None,
     whole: bool = True,
     show_legend: bool = False,
 ) -> None:
-    """Print one line in plain words and, if `whole`, all figures; `draft` and `kernels` are those of the prompt's event."""
-    styles = styles_on(console)
+    """Print one line in plain words and, if `whole`, all figures."""
+    styles, draft = styles_on(console), prompt.draft if prompt is not None else None
     if console.is_terminal:
         say(console, Text())
     say(console, Text(summary_line(finished, draft)))
@@ -43,6 +42,7 @@ def print_summary(
         say(console, Text("  ").join(Text(mark, styles[mark]) for mark in LEGEND))
     if not whole:
         return
+    kernels = prompt.kernels if prompt is not None else None
     items = [(label, Text(text)) for label, text in summary_items(finished, draft, kernels)]
     if not console.is_terminal:
         for label, text in items:

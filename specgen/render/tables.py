@@ -138,7 +138,7 @@ def _figures(
     speed-up is bold."""
     columns = [each for each in columns if each[1]]
     room = console.width - min(_NAME_COLUMNS, max((len(name) for name, _ in rows), default=0))
-    while sum(max(_FIGURE_COLUMNS, len(heading) + 1) for _, heading, _ in columns) > room > 0:
+    while sum(max(_FIGURE_COLUMNS, len(heading) + 2) for _, heading, _ in columns) > room > 0:
         columns = columns[:-1]
     table = _table(first, *(heading for _, heading, _ in columns))
     best = max((of.speedup or 0.0 for _, of in rows), default=0.0)
@@ -149,7 +149,7 @@ def _figures(
 
 
 def _table(first: str, *headings: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(first, overflow="fold")
     for heading in headings:
         table.add_column(Text(heading), justify="right", no_wrap=True)

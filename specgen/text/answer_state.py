@@ -39,7 +39,6 @@ from specgen.text.vocabulary import Vocabulary
 
 #: The expected tokens of an answer that has just begun: for few, reading the prompt does not pay off.
 _N_EXPECTED = 8
-_HOW_ESTIMATED = "from the measured costs of the target's batches"
 _NOT_KNOWN = "not known: plain decoding was measured while the machine was slower"
 #: The least equal decodes of a kind, and in all, from which their noise is learnt; else it is usual.
 _MIN_OF_A_KIND, _MIN_DECODES, _USUAL_NOISE = 3, 6, 0.1
@@ -404,7 +403,7 @@ class AnswerState:
         tally, n_tokens = self.tally, len(self.tokens) - self.n_prompt
         tokens_per_s, error = tally.speed(n_tokens), 1.0 + tally.speedup_error()
         speedup = tokens_per_s * plain_token_s if tokens_per_s and plain_token_s else None
-        estimate = _HOW_ESTIMATED if plain_token_s else None
+        estimate = "from the measured costs of the target's batches" if plain_token_s else None
         if speedup and speedup > _LEEWAY * (tally.mean_accepted_length or math.inf):
             # It is more than drafting can give: the machine is less busy by now.
             plain_token_s, speedup, estimate = None, None, _NOT_KNOWN

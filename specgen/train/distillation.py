@@ -121,7 +121,8 @@ def _check_memory(draft: Path, weights: GgufWeights) -> None:
     n_ff = max(len(weights.tensors[f"blk.{i}.ffn_up.weight"]) for i in range(shape.n_layer))
     # The outputs of a layer's matrices for each token, and some copies of a row's logits.
     states = shape.n_layer * (8 * shape.n_embd + 4 * n_ff) * N_ROWS * N_COLUMNS
-    needed = 4 * (weights.n_parameters + states + 4 * N_COLUMNS * n_vocab)
+    n_parameters = sum(tensor.size for tensor in weights.tensors.values())
+    needed = 4 * (n_parameters + states + 4 * N_COLUMNS * n_vocab)
     available = psutil.virtual_memory().available
     if needed > available:
         raise MemoryLimitError(

@@ -56,10 +56,6 @@ class GgufWeights:
     tensors: dict[str, FloatArray]
     types: dict[str, str]
 
-    @property
-    def n_parameters(self) -> int:
-        return sum(tensor.size for tensor in self.tensors.values())
-
 
 def read_weights(path: Path) -> GgufWeights:
     """Read and dequantise a model in one file. Raise `ModelFileError` if it cannot be read or trained."""

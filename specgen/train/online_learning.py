@@ -294,18 +294,15 @@ class Learner:
             elif self._n_new >= NEW_ANSWERS and last_number(self._folder) >= self._not_before:
                 self._start_lesson()
             if self._child is None:
-                self._reload_draft()
+                learnt = learnt_weights(self._folder, self._draft)
+                if learnt != self._in_use and self._engine.reload_draft():
+                    self._in_use = learnt
             elif begins == self._is_running:
                 self._is_running = not begins
                 self._send(GO if self._is_running else PAUSE)
         except (SpecgenError, OSError, ValueError, TypeError) as error:  # not the answers end
             self._is_on = False
             self._tell(f"learning has ended: {error}")
-
-    def _reload_draft(self) -> None:
-        learnt = learnt_weights(self._folder, self._draft)
-        if learnt != self._in_use and self._engine.reload_draft():
-            self._in_use = learnt
 
     def _send(self, data: bytes) -> None:
         stdin = None if self._child is None else self._child.stdin

@@ -153,6 +153,16 @@ def test_save_keeps_the_best_and_run_takes_it(
     assert result.err.splitlines()[-1] == last
 
 
+def test_a_busy_machine_saves_nothing(
+    find: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.5)
+    result = find("draft", "--save")
+    assert result.code == 0
+    assert result.err.splitlines()[-1] == "note: nothing was saved, since the machine was busy"
+    assert saved_draft(identity_of(tiny_models / "target.gguf")) is None
+
+
 def run_without_a_draft(specgen: Specgen, target: Path, *more: str) -> Result:
     return specgen("run", "-m", target, "-t", "1", "-fa", "off", "-n", "20", *more, PROMPT)
 

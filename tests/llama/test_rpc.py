@@ -213,7 +213,7 @@ class TestLoss:
             worker.process.send_signal(signal.SIGINT)
             code, _, err = finished(worker.process, 30.0)
         assert code == 0
-        assert err.splitlines()[-1].startswith("the worker has ended")
+        assert err.splitlines()[-1].startswith("note: the worker has ended")
 
 
 class TestProbe:

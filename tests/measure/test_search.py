@@ -156,19 +156,19 @@ def test_the_table_shows_why_drafts_pay() -> None:
     stream = io.StringIO()
     print_draft_table(search(best), (), Console(file=stream, width=80))
     assert stream.getvalue().split("\n")[:14] == [
-        "draft            speed-up worst tokens/s accepted per-pass   ms start",
-        "small draft.gguf     1.40  1.30    14.00     0.60     2.50 4.12 81.60",
-        "none                 1.00  0.90    10.00        -     2.50    - 81.60",
+        "draft             speed-up  worst  tokens/s  accepted  per-pass    ms  start",
+        "small draft.gguf      1.40   1.30     14.00      0.60      2.50  4.12  81.60",
+        "none                  1.00   0.90     10.00         -      2.50     -  81.60",
         "",
-        "in one decode                  ms in tokens",
-        "1 token of target.gguf      100.0      1.00",
-        "2 tokens of target.gguf     116.7      1.17",
-        "4 tokens of target.gguf     150.0      1.50",
-        "1 token of small draft.gguf   4.1      0.04",
+        "in one decode                   ms  in tokens",
+        "1 token of target.gguf       100.0       1.00",
+        "2 tokens of target.gguf      116.7       1.17",
+        "4 tokens of target.gguf      150.0       1.50",
+        "1 token of small draft.gguf    4.1       0.04",
         "",
-        "with small draft.gguf speed-up accepted",
-        "code                      1.60     0.60",
-        "prose                     1.20     0.60",
+        "with small draft.gguf  speed-up  accepted",
+        "code                       1.60      0.60",
+        "prose                      1.20      0.60",
         "",
     ]
 

@@ -152,14 +152,6 @@ def test_logprobs_are_the_same_with_drafts_and_without(client: openai.OpenAI) ->
     assert [each.token for each in streamed] == [each.token for each in drafted]
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-
-
 # --- errors
 
 

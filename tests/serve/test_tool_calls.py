@@ -351,6 +351,18 @@ def test_a_form_that_is_not_known(template: str) -> None:
     assert form_of(template) is None
 
 
+def test_a_template_may_only_say_how_calls_begin() -> None:
+    for mark, name in (("<tool_call>", "Hermes"), ("<|tool_call|>", "Granite")):
+        for found in (form_of("{{ tools }} " + mark), form_of("{{ tools }}", mark.__eq__)):
+            assert found is not None
+            assert found.opening == form(name).opening
+            assert found.closing == form(name).closing
+    described = with_tools("{{ tools }} " + FAMILIES["Hermes"])
+    assert described.warnings == ()
+    (told,) = with_tools(FAMILIES["Hermes"].replace("tools", "x")).warnings
+    assert "does not describe them" in told
+
+
 @pytest.mark.parametrize(
     ("name", "written"), [*WRITTEN.items(), *WITHOUT_MARK.items()], ids=lambda each: each[:10]
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaModel
-from specgen.session.prompts.template import Message, ToolCall, render
+from specgen.session.prompts.template import Message, ToolCall, render, unmarked
 from specgen.session.prompts.thoughts import ThoughtReader
 from tests.helpers.common import NOW
 from tests.helpers.server import running, session_of
@@ -104,6 +104,19 @@ def test_templates_are_told_what_llama_cpp_tells_them() -> None:
     assert rendered(template, two) == f'True {date} {NOW.year} ["user","assistant"]'
     added = "{% set ns = namespace(all=[]) %}{% set _ = ns.all.append(1) %}{{ ns.all }}"
     assert rendered(added, two) == "[1]"
+    types = [{"type": ["string", "null"]}]
+    cased = render(
+        "{{ tools[0].type | upper }}",
+        two,
+        bos_token="",
+        eos_token="",
+        now=NOW,
+        tools=types,
+        marks_contents=True,
+    )
+    assert unmarked(cased) == "['STRING', 'NULL']"  # as Gemma 4's template writes them
+    read = """{{ ('{"a": 1}' | from_json).a }}{{ messages[0] | fromjson if messages is string }}"""
+    assert rendered(read, two) == "1"
     taken = "{% set ns = namespace(all=['a', 'b']) %}{{ ns.all.pop(0) }} {{ ns.all | join }}"
     assert rendered(taken, two) == "a b"  # Kimi K2's ids of results
 
@@ -111,7 +124,40 @@ def test_templates_are_told_what_llama_cpp_tells_them() -> None:
 #: Templates that refuse most conversations with calls, as Llama 3's and Functionary's do.
 _ONE_CALL = "{% if m.tool_calls | length > 1 %}{{ raise_exception('only single tool-calls at once!') }}{% endif %}"
 _TEXTS = "{% for c in m.tool_calls %}{{ '>' + c.function.name + c.function.arguments }}{% endfor %}"
+_ONE_TEXT = "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
 _JSON = "{% for c in m.tool_calls %}>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ message.reasoning_content }}{{ message.thinking }}", "Why"),
+        ("{{ message['thinking'] }}{{ message.reasoning_text }}", "Why"),
+        ("{{ message.reasoning }}", "Why"),
+        ("{% for block in message.content %}{{ block['thinking'] }}{{ block['text'] }}{% endfor %}", "WhySo"),
+        (_ONE_TEXT + "{{ message.thinking }}{{ message.tool_calls[1:] }}", "Why\n\nSo[]"),
+    ],
+)  # fmt: skip
+def test_thoughts_are_where_the_template_reads_them(template: str, text: str) -> None:
+    call = ToolCall("1", "f", {"a": 1})
+    turn = Message("assistant", "So", (call,), reasoning="Why")
+    turn = turn if "tool_calls" in template else replace(turn, tool_calls=())
+    assert rendered("{% for message in messages %}" + template + "{% endfor %}", [turn]) == text
+
+
+def test_calls_are_text_where_the_template_writes_none() -> None:
+    plain = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    assert (
+        rendered(plain, TURNS[2:], TOOLS)
+        == '{"name": "weather", "arguments": {"city": "Köln"}}|7 °C|'
+    )
+    named = "{% for tool in xml_tools %}{{ tool.function.name }}{% endfor %}"
+    assert rendered(named, TURNS, TOOLS) == "weather"
+
+
+def test_a_system_message_may_begin_the_first_turn() -> None:
+    first = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    assert rendered(first + "{{ messages[0].content }}", TURNS) == "Be brief.\n\nHow warm is it?"
 
 
 @pytest.mark.parametrize("calls", [_ONE_CALL + _JSON, _TEXTS, _ONE_CALL + _TEXTS])

@@ -32,6 +32,10 @@ class _Envelope(Fields, extra="forbid"):
     body: dict[str, Any]
 
 
+class _Named(Fields, coerce_numbers_to_str=True):
+    custom_id: str = ""
+
+
 #: The field of a result with specgen's own data for a restart: what was asked, and with what settings.
 OWN = "specgen"
 _log = logging.getLogger("specgen.serve.batch")
@@ -102,7 +106,7 @@ def _read(number: int, raw: bytes, defaults: Defaults) -> Line:
             except ValueError as error:
                 what = f"the line is not JSON: {error}"
                 return Line(number, custom_id, digest, LineError("invalid_json", what))
-        custom_id = _custom_id(body.pop("custom_id", None))
+        custom_id = parse(_Named, {"custom_id": body.pop("custom_id", None)}).custom_id
         # The order of fields, and white space between them, ask for nothing else.
         digest = _hash(json.dumps(body, sort_keys=True).encode())
         request = read_request(*_asked(body), defaults)
@@ -124,14 +128,6 @@ def unexpected(error: Exception, number: int) -> LineError:
 
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _custom_id(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise BodyError("custom_id", "it is not a text")
-    return str(value)
 
 
 def _asked(body: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:

@@ -317,15 +317,17 @@ _CONTENT = "@@plain@@"
 _TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 #: Marks of an empty thought before calls, and of the end of a turn or the beginning of a result behind them.
 _AROUND = re.compile(
-    r"\A(?:\s*<[^<>]*think[^<>]*>)+|\s*(?:<\|calls?\|>|<[^<>]*(?:eo[mst]|im_end|response)[^<>]*>)\s*\Z",
+    r"\A(?:\s*<[^<>]*think[^<>]*>)+"
+    r"|(?:\s*(?:<\|calls?\|>|<[^<>]*(?:eo[mst]|im_end|response|end\Wof\Wsentence|assistant)[^<>]*>))+\s*\Z",
     re.IGNORECASE,
 )
 #: What a reader of thoughts takes away.
 _MARKS = [mark for family in FAMILIES for mark in family.around]
 _ABOUT = {"description": "A tool.", "parameters": _SCHEMA}
 _TOOLS = [{"type": "function", "function": {"name": name, **_ABOUT}} for name in (_NAME, _OTHER)]
-#: Forms of templates that offer tools and write no call of their own, by a token that the calls begin with.
-_BY_TOKEN = {
+#: Forms of templates that offer tools and write no call of their own, by what the calls begin with: a token that the
+#: model has, or a text of the template's instructions.
+_BY_MARK = {
     "<|tool_call_start|>": CallForm(
         "<|tool_call_start|>[", "", "]<|tool_call_end|>", ", ", style="python"
     ),
@@ -334,6 +336,13 @@ _BY_TOKEN = {
         '", "arguments": ',
         "}]",
         '}, {"name": "',
+        keys=("name", "arguments"),
+    ),
+    "<tool_call>": CallForm(
+        '<tool_call>\n{"name": "',
+        '", "arguments": ',
+        "}\n</tool_call>",
+        '}\n</tool_call>\n<tool_call>\n{"name": "',
         keys=("name", "arguments"),
     ),
 }
@@ -360,8 +369,9 @@ def form_of(
     if "<|channel|>" in template and "functions." in template:
         return _HARMONY
     found = _found(template)
-    if found is None:
-        found = next((form for token, form in _BY_TOKEN.items() if has_token(token)), None)
+    if found is None and "tool_calls" not in template:
+        marks = (mark for mark in _BY_MARK if has_token(mark) or mark in template)
+        found = _BY_MARK.get(next(marks, ""))
     return found
 
 

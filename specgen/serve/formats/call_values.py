@@ -45,16 +45,15 @@ _KINDS: Mapping[type, set[str]] = {
 }
 
 
-def arguments_of(text: str | dict[str, Any] | None) -> Mapping[str, Any] | str:
-    """Return the arguments as an object, or as the text that the model wrote instead."""
-    if isinstance(text, dict):
-        return text
-    text = text or "{}"
-    try:
-        value = from_json(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, dict) else text
+def arguments_of(text: str | dict[str, Any] | None) -> Mapping[str, Any]:
+    """Return the arguments as an object; what a model wrote instead of one is in it, since most templates want one."""
+    value: Any = text or {}
+    if isinstance(text, str) and text:
+        try:
+            value = from_json(text)
+        except ValueError:
+            value = text
+    return value if isinstance(value, dict) else {"text": text}
 
 
 class ArgumentsReader:

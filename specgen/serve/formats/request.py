@@ -533,17 +533,17 @@ def with_call_form(
         warnings = []
     controls = dict.fromkeys((*generation.shown_controls, *form.controls))
     generation = replace(generation, shown_controls=tuple(controls))
-    told = (*request.warnings, *(f"tools: {each}" for each in warnings if is_strict))
-    return replace(request, generation=generation, call_form=form, warnings=told)
+    told = warnings if is_strict else []
+    if not re.search(r"\b(?:tools|functions)\b", template or ""):
+        told = [*told, "the model's chat template does not describe them to the model"]
+    told = [*request.warnings, *(f"tools: {each}" for each in told)]
+    return replace(request, generation=generation, call_form=form, warnings=tuple(told))
 
 
 def _with_read_variables(request: Request, template: str) -> Request:
     given = request.variables
-    read = {
-        name: value
-        for name, value in given.items()
-        if re.search(rf"\b{re.escape(name)}\b", template)
-    }
+    words = set(re.findall(r"\w+", template))
+    read = {name: value for name, value in given.items() if name in words}
     unread = given.keys() - read - (_THINKING if _THINKING & read.keys() else frozenset())
     ignored = [f"{name}: ignored, since the chat template does not read it" for name in unread]
     return replace(request, variables=read, warnings=(*request.warnings, *sorted(ignored)))

@@ -156,8 +156,7 @@ class Server:
         app = Starlette(
             routes=routes,
             middleware=[
-                Middleware(_without_slash),
-                Middleware(_counted, metrics=self._pool.metrics),
+                Middleware(_outermost, metrics=self._pool.metrics),
                 *([cors] if options.cors_origins else []),
                 Middleware(AccessCheck, options.api_keys, options.host, options.cors_origins),
             ],
@@ -392,30 +391,21 @@ async def _version(request: HttpRequest) -> Response:
     return JSONResponse({"version": "0.9.0" if is_ollama else __version__, "specgen": __version__})
 
 
-def _without_slash(app: ASGIApp) -> ASGIApp:
-    """Return an app that takes a path with a slash at its end for the one without: many clients follow no redirection
-    of a POST."""
+def _outermost(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
+    """Return an app that counts responses by their status, and takes a path with a slash at its end for the one
+    without: many clients follow no redirection of a POST."""
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        await app(scope, receive, send)
-
-    return routed
-
-
-def _counted(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
-    """Return an app whose responses are counted by their status."""
-
-    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 metrics.count_response(message["status"])
             await send(message)
 
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         await app(scope, receive, counting)
 
-    return counted
+    return routed
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:

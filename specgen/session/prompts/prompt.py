@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import re
@@ -254,20 +255,11 @@ class _Conversation:
         return range(int(head[0] == vocabulary.special_tokens()["bos"]), stop)
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
-        """Return the conversation for a draft with another vocabulary, without its template's `head`. A system message
-        that is not accepted begins the first turn; without a working template, the turns are paragraphs."""
-        attempts = [self]
-        system, *others = self.messages
-        if system.role == "system" and others:
-            first = replace(others[0], content=f"{system.content}\n\n{others[0].content}")
-            attempts.append(replace(self, messages=[first, *others[1:]]))
-        for attempt in attempts:
-            try:
-                found = attempt.tokens(model)
-            except PromptError:
-                continue
-            if found is not None:
-                tokens, head = found[1], attempt.head(model.vocabulary, *found)
+        """Return the conversation for a draft with another vocabulary, without its template's `head`. Without a working
+        template, the turns are paragraphs."""
+        with contextlib.suppress(PromptError):
+            if (found := self.tokens(model)) is not None:
+                tokens, head = found[1], self.head(model.vocabulary, *found)
                 return (*tokens[: head.start], *tokens[head.stop :])
         paragraphs = "".join(f"{message.content}\n\n" for message in self.messages)
         return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))

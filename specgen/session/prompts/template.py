@@ -32,7 +32,7 @@ _NEEDS_SHORT_IDS = "[TOOL_CALLS]"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool in an earlier turn. `arguments` is an object of JSON, or what the model wrote instead."""
+    """A call of a tool in an earlier turn. `arguments` is an object of JSON, or that as a text."""
 
     identity: str
     name: str
@@ -65,8 +65,9 @@ def render(
 ) -> str:
     """Return the conversation as the model expects it, up to where its answer begins. `template` is Jinja from a model
     file, which is not trusted. `tools` are as OpenAI's API describes them. `OWN_VARIABLES` keep their values.
-    `marks_contents` marks all that is not the template's own text; `rearranges` says to try calls in other orders if
-    the template refuses them. Raise `PromptError` if it does not accept the messages, or fails in any way."""
+    `marks_contents` marks all that is not the template's own text; `rearranges` says to try turns and calls in other
+    shapes if the template refuses them, and to add calls to the text if it writes none. Raise `PromptError` if it does
+    not accept the messages, or fails in any way."""
     mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
     # As llama.cpp: templates ask whether they are defined, and some have a date of long ago.
     given = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
@@ -75,28 +76,33 @@ def render(
     given["strftime_now"] = now.strftime
     given.pop("tools", None)
     if tools:  # templates ask whether it is defined
-        given["tools"] = mark(list(tools))
+        given["tools"] = given["xml_tools"] = mark(list(tools))  # SmolLM3 has that name for them
     if not _TAKES_TOOLS.search(template):  # Firefunction has names of its own
         functions = mark(_to_json(tools, indent=4)) if tools else ""
         given |= {"functions": functions, "datetime": now.strftime("%b %d %Y")}
     failure: Exception | None = None
-    joined = _joined(messages)
-    split = _one_by_one(joined)
-    others = (_with_texts(joined), split, _with_texts(split)) if rearranges else ()
-    tries = [list(messages), joined, *others]
-    for n, tried in enumerate(tries):
-        if tried in tries[:n]:
-            continue
+    for tried in _shapes(messages) if rearranges else [messages]:
         # The role is not the sender's text: templates make control tokens of it.
-        turns = (_turn(message, _NEEDS_SHORT_IDS in template) for message in tried)
+        turns = (_turn(message, template, adds_calls=rearranges) for message in tried)
         given["messages"] = [mark(turn) | {"role": turn["role"]} for turn in turns]
         try:
             return "".join(_compiled(template).generate(given))
         except Exception as error:  # noqa: BLE001 - a template's expressions can raise anything
             failure = failure or error
     reason = " ".join(str(failure).split()) or type(failure).__name__
-    hint = "leave out --system if the template takes none; `specgen run --raw` uses no template"
-    raise PromptError(f"the model's chat template failed: {reason}", hint) from failure
+    what = f"the model's chat template failed: {reason}"
+    raise PromptError(what, "`specgen run --raw` uses no template") from failure
+
+
+def _shapes(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield a conversation, and then in the shapes that a template may want which refuses it."""
+    shapes = [list(messages)]
+    yield shapes[0]
+    for change in (_joined, _with_texts, _one_by_one, _with_all_in_thoughts, _without_system):
+        for shape in [*shapes]:
+            if (changed := change(shape)) not in shapes:
+                shapes.append(changed)
+                yield changed
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
@@ -132,10 +138,28 @@ def _with_texts(messages: Sequence[Message]) -> list[Message]:
     """Return a conversation whose arguments are texts of JSON, as Functionary's template wants them."""
 
     def written(call: ToolCall) -> ToolCall:
-        is_text = isinstance(call.arguments, str)
-        return call if is_text else replace(call, arguments=_to_json(call.arguments))
+        return replace(call, arguments=_to_json(call.arguments))
 
     return [replace(each, tool_calls=tuple(map(written, each.tool_calls))) for each in messages]
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation whose system message begins the user's first turn, as Gemma 2's template wants it."""
+    first, *others = messages
+    if first.role != "system" or not others or others[0].role != "user":
+        return list(messages)
+    joined = replace(others[0], content=f"{first.content}\n\n{others[0].content}")
+    return [joined, *others[1:]]
+
+
+def _with_all_in_thoughts(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation in which turns with calls have thoughts or a text, as gpt-oss's template wants them."""
+    return [
+        replace(each, content="", reasoning=f"{each.reasoning}\n\n{each.content}")
+        if each.tool_calls and each.reasoning and each.content
+        else each
+        for each in messages
+    ]
 
 
 @functools.lru_cache(maxsize=16)
@@ -152,9 +176,18 @@ def check_syntax(template: str) -> str:
     return ""
 
 
-def _turn(message: Message, has_short_ids: bool) -> dict[str, Any]:
+def _turn(message: Message, template: str, *, adds_calls: bool) -> dict[str, Any]:
     """Return a message as templates read it. They test which keys it has, so absent fields have none."""
-    as_id = _short_id if has_short_ids else str
+    as_id = _short_id if _NEEDS_SHORT_IDS in template else str
+    content: Any = message.content
+    if message.tool_calls and adds_calls and "tool_calls" not in template:
+        calls_made = (
+            {"name": call.name, "arguments": call.arguments} for call in message.tool_calls
+        )
+        content = "\n".join([content] * bool(content) + list(map(_to_json, calls_made)))
+    if message.reasoning and "block['thinking']" in template:  # Ministral 3
+        thought = {"type": "thinking", "thinking": message.reasoning}
+        content = [thought, {"type": "text", "text": content}]
     calls = [
         {
             "id": as_id(call.identity),
@@ -165,13 +198,20 @@ def _turn(message: Message, has_short_ids: bool) -> dict[str, Any]:
     ]
     turn: dict[str, Any] = {
         "role": message.role,
-        "content": message.content,
+        "content": content,
         "tool_calls": calls or None,
         "tool_call_id": None if message.tool_call_id is None else as_id(message.tool_call_id),
         "name": message.name,
-        "reasoning_content": message.reasoning,
+        _name_of_thoughts(template): message.reasoning,
     }
     return {name: value for name, value in turn.items() if value is not None}
+
+
+@functools.lru_cache(maxsize=16)
+def _name_of_thoughts(template: str) -> str:
+    """Return the field of a turn that has its thoughts: a few templates (gpt-oss, Solar) have names of their own."""
+    found = re.search(r"message(?:\.|\[['\"])(thinking|reasoning|thought)\b", template)
+    return "reasoning_content" if found is None or "reasoning_content" in template else found[1]
 
 
 def _short_id(identity: str) -> str:
@@ -294,6 +334,11 @@ def _recased(name: str) -> Callable[..., Any]:
     return lambda text: MarkedText(getattr(str, name)(unmarked(text)).translate(_MARKS))
 
 
+def _cased(name: str) -> Callable[..., Any]:
+    """Return a filter that knows the marks of a list's texts, too: Gemma 4's template writes types in upper case."""
+    return lambda value: getattr(_kept(str(value)), name)()
+
+
 def _pieces(name: str) -> Callable[..., Any]:
     """Return a method of which the results are pieces of the text, in their order."""
     method = _like_plain(name)
@@ -357,6 +402,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
         )
         self.filters["tojson"] = _to_json
+        self.filters["from_json"] = self.filters["fromjson"] = json.loads
+        self.filters |= {name: _cased(name) for name in ("upper", "lower", "title", "capitalize")}
         self.filters = {name: _keeping_marks(each) for name, each in self.filters.items()}
         self.globals["raise_exception"] = _raise_exception
 

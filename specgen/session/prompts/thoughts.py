@@ -10,6 +10,7 @@ from specgen.options import GenerationOptions
 from specgen.text.grammar.free_text import ANY, ThoughtMarks
 from specgen.text.text_state import n_begun
 
+_GEMMA = ("<|channel>", "<channel|>")
 #: By what an answer begins with, or a prompt ends with.
 FAMILIES = (
     ThoughtMarks("<think>", "</think>"),
@@ -19,11 +20,8 @@ FAMILIES = (
     ThoughtMarks("<think:opensource>", "</think:opensource>"),  # Hunyuan 3
     ThoughtMarks("<thinking>", "</thinking>"),  # Apriel
     ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
-    ThoughtMarks(
-        "<|channel>thought",
-        "<channel|>",
-        behind=("<|channel>thought\n<channel|>", "<|channel>", "<channel|>"),
-    ),  # Gemma 4, which may repeat its marks behind the answer
+    # Gemma 4 may repeat its marks behind the answer.
+    ThoughtMarks("<|channel>thought", "<channel|>", (), ("<|channel>thought\n<channel|>", *_GEMMA)),
     ThoughtMarks(
         "<|START_THINKING|>",
         "<|END_THINKING|>",
@@ -51,6 +49,11 @@ FAMILIES = (
         ),
         final="<|message|>",
     ),  # gpt-oss
+    ThoughtMarks(
+        "<|think|>",
+        "<|end|>",
+        ("<|begin|>assistant<|content|>", "<|content|>", "<|begin|>assistant"),
+    ),  # Solar
     ThoughtMarks(
         "to=self<|message|>",
         "<|eom|>",

@@ -293,7 +293,6 @@ class GbnfReader:
 
 
 def _rules_that_end(rules: list[_Alternatives]) -> set[int]:
-
     def ends(item: str) -> bool:
         if not item.startswith("r"):
             return True

@@ -23,7 +23,6 @@ from specgen.text.grammar.llguidance_grammar import objections_to, trouble_with
 
 #: Schemas within a schema, which describe the same value as it does.
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
-_SCALARS = frozenset(["number", "integer", "string"])
 _TYPES = frozenset(["null", "boolean", "number", "integer", "string", "array", "object"])
 #: Keywords about properties beside the named ones.
 _OPENING = frozenset(["additionalProperties", "patternProperties", "unevaluatedProperties"])
@@ -37,9 +36,6 @@ _CONSTRAINTS = _ABOUT_PROPERTIES | {
     *("pattern", "minLength", "maxLength", "format", "enum", "const", "multipleOf"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 }
-_OF_SCALARS = frozenset(
-    ["pattern", "minLength", "maxLength", "enum", "const", "multipleOf", "minimum", "maximum"]
-)
 #: The standard's formats that llguidance does not know; other unknown formats are annotations.
 _FORMATS = frozenset(
     ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template")
@@ -47,7 +43,6 @@ _FORMATS = frozenset(
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*?)(?: \(\d+ times\))?$")
 _OUTER_REFERENCE = re.compile("Resource '(.*)' is not present in a registry")
-_N_SHOWN = 300
 #: The most parts of a schema: its values, the characters of its patterns with repetitions written out, and a tenth of
 #: each `multipleOf`. For larger ones llguidance takes minutes, or fails in the middle of an answer.
 _MOST_PARTS = 10_000
@@ -58,10 +53,8 @@ _LENGTHS = ("minLength", "maxLength", "format")
 _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
 #: Each doubles the forms of an object.
 _MOST_DEPENDENCIES = 4
-#: The most comparisons of options in a schema, and how many of them take the time of a trial by llguidance.
-_MOST_COMPARISONS, _OF_A_TRIAL = 20_000, 20
-#: The characters of a pattern that a message shows.
-_N_NAMED = 60
+#: The most characters of a problem and of a pattern that a message shows.
+_N_SHOWN, _N_NAMED = 300, 60
 #: References that are followed to compare two schemas.
 _DEPTH = 8
 
@@ -190,9 +183,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _plain(problem: str) -> str:
-    keywords, reference = _UNKNOWN_KEYWORDS.search(problem), _OUTER_REFERENCE.search(problem)
-    if keywords is not None:
-        return f"no grammar can enforce {keywords[1]}"
+    reference = _OUTER_REFERENCE.search(problem)
     if reference is not None:
         return f"$ref {reference[1]!r} leads out of the schema"
     return textwrap.shorten(problem, _N_SHOWN, placeholder="...")
@@ -375,7 +366,7 @@ class _Choices:
     root: Part
     closed: set[int]  # the schemas that were closed here
     left_out: list[str]
-    n_left: int = _MOST_COMPARISONS
+    n_left: int = 20_000  # comparisons of options
 
     def write(self, part: Part) -> None:
         """Write a schema's choice, without a type beside options that have it: llguidance would join it with each."""
@@ -424,28 +415,15 @@ class _Choices:
             return True
         if not isinstance(one, dict) or not isinstance(other, dict) or not depth:
             return False
-
-        def apart(one: Any, other: Any) -> bool:
-            return self.n_left > 0 and self._are_apart(one, other, depth - 1)
-
         types, values = _types(one) & _types(other), (_values(one), _values(other))
         if not types or (values[0] and values[1] and not values[0] & values[1]):
             return True
-        for name, enough in (("allOf", any), ("anyOf", all), ("oneOf", all)):
-            options, others = _list(one.get(name)), _list(other.get(name))
-            if options and enough(apart(each, other) for each in options):
-                return True
-            if others and enough(apart(one, each) for each in others):
-                return True
-        if types <= _SCALARS and self.n_left > 0:
-            self.n_left -= _OF_A_TRIAL
-            both = [
-                {name: each[name] for name in each.keys() & _OF_SCALARS} for each in (one, other)
-            ]
-            return _trouble(type=sorted(types), allOf=both).startswith("Unsatisfiable")
         is_open = id(other) in self.closed
         return types == {"object"} and any(
-            apart(_property(one, name), _property(other, name, is_open=is_open))
+            self.n_left > 0
+            and self._are_apart(
+                _property(one, name), _property(other, name, is_open=is_open), depth - 1
+            )
             for name in _required(one) + _required(other)
         )
 

@@ -281,7 +281,9 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
     token_ids, places = np.unique(np.array(numbers, np.int64), return_inverse=True)
     # A larger bias says no more, and a logit of 32 bits would be infinite with it.
     amounts = np.minimum(np.bincount(places, biases), LARGEST_FACTOR)
-    return Edit(lambda _: (token_ids, amounts), samplers.logit_bias)
+    return Edit(
+        lambda _: (token_ids, amounts), lambda scores, bias: scores + bias.astype(scores.dtype)
+    )
 
 
 # --- what a row of logits says by itself, before samplers and grammar -------------------------------

@@ -57,10 +57,6 @@ class DryBreakers:
                         tails.setdefault(token_id, set()).add(rests[rest])
         return cls({token_id: frozenset(found) for token_id, found in tails.items()})
 
-    def is_whole(self, token_id: int) -> bool:
-        """Return whether the token alone is a breaker. Such a token is never penalised."""
-        return () in self.tails.get(token_id, ())
-
     def distance(self, text: Sequence[int]) -> int | None:
         """Return the number of tokens of `text` after its last breaker; None if it has no breaker."""
         n = len(text)
@@ -111,7 +107,8 @@ def dry_penalties(
     # The longest repetition of a token comes last, so the dictionary keeps that one.
     ranked = places[order]
     repeated = dict(zip(backwards[ranked].tolist(), lengths[ranked].tolist(), strict=True))
-    token_ids = sorted(token for token in repeated if not breakers.is_whole(token))
+    # A token that is a breaker by itself is never penalised.
+    token_ids = sorted(token for token in repeated if () not in breakers.tails.get(token, ()))
     exponents = np.array([repeated[token] - allowed_length for token in token_ids], np.float64)
     if max_exponent:
         exponents = np.minimum(exponents, max_exponent)

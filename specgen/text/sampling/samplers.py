@@ -97,11 +97,6 @@ def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
 # They take and return the scores of the affected tokens only, in the precision of these.
 
 
-def logit_bias(scores: Scores, bias: ProbArray) -> Scores:
-    """Add float64[n] biases to scores. Minus infinity forbids a token."""
-    return scores + bias.astype(scores.dtype)
-
-
 def penalties(
     scores: Scores, counts: ProbArray, repeat: float, frequency: float, presence: float
 ) -> Scores:
