@@ -31,10 +31,10 @@ SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test
 # What `make pythons` runs in other versions of Python, and which: what differs between them is how
 # signatures are read (the options of commands), JSON, tarfile, temporary folders, recursion and messages.
 PYTHONS = 3.10 3.12 3.13
-PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/method/test_json_schema.py \
+PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/text/test_json_schema.py \
 	tests/session/test_template_sandbox.py tests/llama/test_llama_backend.py tests/llama/test_native_end.py \
 	tests/measure/test_goodness_of_fit.py tests/models tests/project/test_api.py tests/project/test_packaging.py \
-	tests/render tests/serve/test_formats.py tests/serve/test_server_openai.py
+	tests/render tests/serve/test_formats.py tests/serve/test_answers.py tests/serve/test_server_openai.py
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check

@@ -111,6 +111,9 @@ constexpr int64_t bytes_of_cell(CacheType type, int64_t size) {
 inline void prefetch(const char *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
+inline void prefetch_to_write(const void *to, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char *>(to) + i, 1);
+}
 
 // The lines of cells that are needed soon, asked for one by one between other work: a head's cells lie
 // apart, so the processor does not foresee them, and it waits where many are asked for at once. (One row

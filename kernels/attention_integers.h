@@ -68,14 +68,14 @@ struct AttentionIntegers {
         const char *operator[](int i) const { return values + smaller(first + i, last) * stride; }
     };
 
-    // The factors of a block.
+    // The factors of a block. Where its values were not asked for, those of the next block are.
     static void find_factors(const AttentionJob &job, const AttentionTask &task, int64_t block,
-                             float *factors) {
+                             bool asked_for, float *factors) {
         with_type(job.value_type, [&](auto type) {
             const Cells cells(job, task, block);
             const int64_t bytes = bytes_of_cell(job.value_type, job.value_size);
             for (int i = 0; i < cells_per_block; i++) {
-                prefetch(cells[i + cells_per_block], bytes);
+                if (!asked_for) prefetch(cells[i + cells_per_block], bytes);
                 factors[i] = factor(largest_exponent<type()>(cells[i], job.value_size));
             }
         });

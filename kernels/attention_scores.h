@@ -168,24 +168,19 @@ struct AttentionScores {
     }
 
     // The scores of one tile of cells for `n` rows.
-    static void score_tile(const AttentionJob &job, const AttentionTask &task, const TaskRow *rows, int n,
-                           bool is_first, int64_t first_cell, const float *keys, float *scores,
-                           int64_t scores_of_row) {
+    static void score_tile(const AttentionJob &job, const TaskRow *rows, int n, const Lines &ahead,
+                           int64_t first_cell, const float *keys, float *scores, int64_t scores_of_row) {
         float dots[most_rows * tile_cells];
         const float *queries[most_rows];
         for (int i = 0; i < n; i++) queries[i] = rows[i].query;
-        // While the first rows are multiplied, the next tile is on its way.
-        const int64_t next_cell = first_cell + tile_cells;
-        const int64_t n_next = smaller(tile_cells, job.n_cells - next_cell);
-        const Lines ahead(job.keys + task.kv_head * job.key_head_stride +
-                              task.stream * job.key_stream_stride + next_cell * job.key_cell_stride,
-                          job.key_cell_stride, bytes_of_cell(job.key_type, job.key_size),
-                          is_first ? n_next : 0);
         multiply(n, queries, keys, job.key_size, ahead, dots);
         const int64_t n_cells = smaller(tile_cells, job.n_cells - first_cell);
         for (int i = 0; i < n; i++) {
             int16_t space[cells_per_block];
             const char *mask = rows[i].mask ? rows[i].mask + 2 * first_cell : nullptr;
+            // Rows' masks and scores lie far apart: those of the next tiles are asked for here.
+            if (mask) __builtin_prefetch(mask + 4 * tile_cells);
+            prefetch_to_write(scores + i * scores_of_row + tile_cells, tile_cells * sizeof(float));
             if (!mask || n_cells < tile_cells) mask = copy_mask(mask, n_cells, space);
             finish(job, mask, rows[i].slope, dots + i * tile_cells, scores + i * scores_of_row);
         }
@@ -196,15 +191,29 @@ struct AttentionScores {
                             int64_t position, int64_t n_positions, const ThreadMemory &own,
                             const TaskMemory &memory) {
         const RowTiles tiles(task.rows(), most_rows);
+        const char *keys = job.keys + task.kv_head * job.key_head_stride + task.stream * job.key_stream_stride;
+        const char *values =
+            job.values + task.kv_head * job.value_head_stride + task.stream * job.value_stream_stride;
+        const int64_t key_bytes = bytes_of_cell(job.key_type, job.key_size);
+        const int64_t value_bytes = bytes_of_cell(job.value_type, job.value_size);
         for (int first = 0; first < cells_per_block; first += tile_cells) {
-            const int64_t first_cell = block * cells_per_block + first;
+            const int64_t first_cell = block * cells_per_block + first, next_cell = first_cell + tile_cells;
+            // While rows are multiplied, what is needed next is on its way: with the first ones the keys
+            // of the next tile, with the second ones the values of this tile, for their factors.
+            const Lines ahead[] = {
+                {keys + next_cell * job.key_cell_stride, job.key_cell_stride, key_bytes,
+                 smaller(tile_cells, job.n_cells - next_cell)},
+                {values + first_cell * job.value_cell_stride, job.value_cell_stride, value_bytes,
+                 smaller(tile_cells, job.n_cells - first_cell)},
+                {nullptr, 0, 0, 0},
+            };
             with_type(job.key_type, [&](auto type) {
                 transpose_keys<type()>(job, task, first_cell, own);
             });
             float *scores = memory.scores + position * cells_per_block + first;
             for (int64_t i = 0; i < tiles.n; i++) {
                 const int64_t m = tiles.first(i), n_scores = n_positions * cells_per_block;
-                score_tile(job, task, own.rows + m, tiles.rows(i), i == 0, first_cell, own.keys,
+                score_tile(job, own.rows + m, tiles.rows(i), ahead[smaller(i, 2)], first_cell, own.keys,
                            scores + m * n_scores, n_scores);
             }
         }
@@ -224,7 +233,7 @@ struct AttentionScores {
         for (int64_t position = part; position < blocks[0]; position += n_parts) {
             const int64_t block = blocks[1 + position];
             score_block(job, task, block, position, blocks[0], own, memory);
-            AttentionIntegers<V>::find_factors(job, task, block,
+            AttentionIntegers<V>::find_factors(job, task, block, task.rows() > most_rows,
                                                memory.factors + position * cells_per_block);
         }
     }

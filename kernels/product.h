@@ -375,28 +375,36 @@ struct FloatProduct {
     // runs and not with that of the inputs (for 1536 inputs to a third).
     static constexpr int run_inputs = 64;
 
-    // outputs += the products of n_inputs <= run_inputs.
+    // More columns than these are multiplied in two halves, as their sums do not fit into registers.
+    static constexpr int most_columns = V::accumulators / 2;
+    static constexpr int first_columns = N <= most_columns ? N : N / 2;
+
+    // outputs += the products of n_inputs <= run_inputs, for `columns` columns from column `start` on.
+    template <int start, int columns>
     static void add_run(const uint8_t *weights, const int32_t *words, int n_inputs,
                         Floats (&outputs)[N]) {
-        Floats even[N], odd[N];
-        for (int n = 0; n < N; n++) even[n] = odd[n] = V::zero();
+        Floats even[columns], odd[columns];
+        for (int n = 0; n < columns; n++) even[n] = odd[n] = V::zero();
+        words += start;
         for (int i = 0; i + 1 < n_inputs; i += 2, weights += 2 * bytes, words += 2 * N) {
             for (int at = 0; at < 2 * bytes; at += 64) prefetch(weights + at);
             const Floats first = F::template load<V>(weights);
             const Floats second = F::template load<V>(weights + bytes);
 #pragma GCC unroll 16
-            for (int n = 0; n < N; n++) {
+            for (int n = 0; n < columns; n++) {
                 even[n] = V::multiply_add(first, V::all(*as_float(words + n)), even[n]);
                 odd[n] = V::multiply_add(second, V::all(*as_float(words + N + n)), odd[n]);
             }
         }
         if (n_inputs % 2) {
             const Floats last = F::template load<V>(weights);
-            for (int n = 0; n < N; n++) {
+            for (int n = 0; n < columns; n++) {
                 even[n] = V::multiply_add(last, V::all(*as_float(words + n)), even[n]);
             }
         }
-        for (int n = 0; n < N; n++) outputs[n] = V::add(outputs[n], V::add(even[n], odd[n]));
+        for (int n = 0; n < columns; n++) {
+            outputs[start + n] = V::add(outputs[start + n], V::add(even[n], odd[n]));
+        }
     }
 
     static void run(const uint8_t *weights, const int32_t *words, int64_t n_inputs,
@@ -404,8 +412,11 @@ struct FloatProduct {
         for (int n = 0; n < N; n++) outputs[n] = V::zero();
         for (int64_t i = 0; i < n_inputs; i += run_inputs) {
             const int64_t left = n_inputs - i;
-            add_run(weights + i * bytes, words + i * N,
-                    static_cast<int>(left < run_inputs ? left : run_inputs), outputs);
+            const int n = static_cast<int>(left < run_inputs ? left : run_inputs);
+            add_run<0, first_columns>(weights + i * bytes, words + i * N, n, outputs);
+            if constexpr (first_columns < N) {
+                add_run<first_columns, N - first_columns>(weights + i * bytes, words + i * N, n, outputs);
+            }
         }
     }
 };

@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from specgen.errors import BackendError, PromptError, PromptLengthError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
+from specgen.serve.formats.call_forms import CallForm
 from specgen.serve.formats.request import BodyError, Json, Request, with_call_form
-from specgen.serve.formats.tool_calls import CallsInThoughts, Delta, ToolCallParser
+from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser
 from specgen.session.prompts import template_of
 from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.machine import is_busy
@@ -98,6 +100,50 @@ def _with_biases(request: Request, vocabulary: LlamaVocabulary) -> Request:
             raise BodyError("logit_bias", error.message) from None
         found += ((token, bias) for token in tokens)
     return replace(request, sampling=replace(request.sampling, logit_bias=tuple(found)))
+
+
+class CallsInThoughts:
+    """Reads thoughts. Some models end their turn with calls before they end their thoughts; so what looks like calls is
+    held back, and is a thought if anything follows."""
+
+    def __init__(
+        self, form: CallForm, functions: Sequence[Function], *, one_only: bool = False
+    ) -> None:
+        self._make = partial(ToolCallParser, form, functions, is_beginning=False)
+        self._parser, self._one_only = self._make(), one_only
+        self._begins = {mark[0] for mark in (form.mark, form.inner) if mark}
+        self._found, self._held = list[Delta](), ""
+
+    def feed(self, text: str, *, is_over: bool) -> str:
+        """Return what is certainly a thought now: all of it if the thoughts are over."""
+        told = ""
+        for character in text:
+            is_plain = not self._held and character not in self._begins
+            told += character if is_plain else self._fed(character)
+        if is_over:
+            told, self._held = told + self._held, ""
+        return told
+
+    def _fed(self, character: str) -> str:
+        self._held += character
+        self._found += self._parser.feed(character)
+        kinds = [each.kind for each in self._found]
+        n = kinds.index("call") if "call" in kinds else len(kinds)
+        told = "".join(each.text for each in self._found[:n])
+        self._found = self._found[n:]
+        if any(each.kind == "content" and each.text.strip() for each in self._found):
+            told, self._parser, self._found = self._held, self._make(), []
+        self._held = self._held[len(told) :]
+        return told
+
+    def finish(self, *, is_cut: bool) -> list[Delta]:
+        """Return the calls at the end of an answer that ends in its thoughts, or else the rest of the thoughts."""
+        found = [each for each in self._found + self._parser.finish() if each.kind != "content"]
+        if self._one_only:
+            found = [each for each in found if each.number == 0]
+        if found and not is_cut:
+            return found
+        return [Delta("thought", self._held)] if self._held else []
 
 
 class Answer:

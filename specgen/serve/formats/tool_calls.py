@@ -324,6 +324,7 @@ class ToolCallParser:
         *,
         one_only: bool = False,
         calls_only: bool = False,
+        is_beginning: bool = True,
     ) -> None:
         self._form = form
         self._schemas = {function.name: function.parameters for function in functions}
@@ -333,7 +334,7 @@ class ToolCallParser:
         self.n_calls = 0
         #: Text that is neither content nor a call yet.
         self._rest = ""
-        self._is_beginning = True
+        self._is_beginning = is_beginning
         #: What reads the arguments of the open call, which are told, and then what is left of its object.
         self._readers: list[tuple[ArgumentsReader | PairsReader, bool]] = []
         #: Whether a call was the last that was read, and what may end it where it was bare.
@@ -575,46 +576,6 @@ class ToolCallParser:
         begun = Delta("call", "", name, f"call_{uuid.uuid4().hex[:24]}", number)
         whole = Delta("arguments", arguments or "", number=number, is_end=True)
         return [begun] if arguments is None else [begun, whole]
-
-
-class CallsInThoughts:
-    """Reads thoughts. Some models end their turn with calls before they end their thoughts; so what looks like calls is
-    held back, and is a thought if anything follows."""
-
-    def __init__(
-        self, form: CallForm, functions: Sequence[Function], *, one_only: bool = False
-    ) -> None:
-        self._make = functools.partial(ToolCallParser, form, functions)
-        self._parser, self._one_only = self._make(), one_only
-        self._found, self._held = list[Delta](), ""
-
-    def feed(self, text: str, *, is_over: bool) -> str:
-        """Return what is certainly a thought now: all of it if the thoughts are over."""
-        told = "".join(map(self._fed, text))
-        if is_over:
-            told, self._held = told + self._held, ""
-        return told
-
-    def _fed(self, character: str) -> str:
-        self._held += character
-        self._found += self._parser.feed(character)
-        kinds = [each.kind for each in self._found]
-        n = kinds.index("call") if "call" in kinds else len(kinds)
-        told = "".join(each.text for each in self._found[:n])
-        self._found = self._found[n:]
-        if any(each.kind == "content" and each.text.strip() for each in self._found):
-            told, self._parser, self._found = self._held, self._make(), []
-        self._held = self._held[len(told) :]
-        return told
-
-    def finish(self, *, is_cut: bool) -> list[Delta]:
-        """Return the calls at the end of an answer that ends in its thoughts, or else the rest of the thoughts."""
-        found = [each for each in self._found + self._parser.finish() if each.kind != "content"]
-        if self._one_only:
-            found = [each for each in found if each.number == 0]
-        if found and not is_cut:
-            return found
-        return [Delta("thought", self._held)] if self._held else []
 
 
 @functools.lru_cache(maxsize=16)
