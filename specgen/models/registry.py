@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -111,7 +111,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # also for the tables in it
+    # Also for the tables in it. (For a bare ClassVar, Python 3.10 fails here.)
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     models: tuple[CatalogueModel, ...] = ()
     pairs: tuple[Pair, ...] = ()
