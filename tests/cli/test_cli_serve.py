@@ -63,7 +63,7 @@ def begun(url: str, **body: Any) -> Iterator[Iterator[str]]:
     """The lines of a stream that has begun."""
     asked = {"prompt": "x", "ignore_eos": True, "stream": True, **body}
     with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=PATIENCE_S) as response:
-        lines = (line for line in response.iter_lines() if line)
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
         next(lines)
         yield lines
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specgen.cli.flags.typer_groups import REQUIRED as REQUIRED
 from specgen.cli.flags.typer_groups import argument as argument
@@ -294,9 +294,9 @@ def answer(
     if len(names) > 1:
         raise UsageError(f"{' and '.join(names)} exclude each other", hint="use one of them")
     if grammar_file is not None:
-        grammar = _read(grammar_file, "--grammar-file")
+        grammar = text_in(grammar_file, "--grammar-file")
     if json_schema_file is not None:
-        json_schema = _read(json_schema_file, "--json-schema-file")
+        json_schema = text_in(json_schema_file, "--json-schema-file")
     if names and options.ignore_eos:
         raise UsageError(
             "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
@@ -308,11 +308,12 @@ def answer(
     return options if grammar is None else replace(options, grammar=Grammar("gbnf", grammar))
 
 
-def _read(path: Path, option: str) -> str:
+def text_in(path: Path, option: str, encoding: Literal["UTF-8-sig", "ASCII"] = "UTF-8-sig") -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        name = encoding.removesuffix("-sig")
+        reason = error.strerror if isinstance(error, OSError) else f"it is not {name}"
         raise UsageError(f"{option} {path}: cannot be read: {reason}") from error
 
 

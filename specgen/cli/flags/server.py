@@ -12,7 +12,7 @@ import typer
 import typer.main
 
 from specgen.cli.command import checked
-from specgen.cli.flags import setup
+from specgen.cli.flags import setup, text_in
 from specgen.cli.flags.typer_groups import Group, group, sign
 from specgen.cli.model_loading import Setup
 from specgen.errors import UsageError
@@ -123,11 +123,7 @@ def options_in(table: Mapping[str, Any], without: Collection[str] = ()) -> dict[
 
 def _keys(path: Path) -> tuple[str, ...]:
     """Read the keys in a file. A header can only have printable ASCII."""
-    try:
-        lines = [line.strip() for line in path.read_text("ascii").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not ASCII"
-        raise UsageError(f"--api-key-file {path}: cannot be read: {reason}") from error
+    lines = [line.strip() for line in text_in(path, "--api-key-file", "ASCII").splitlines()]
     wrong = [n for n, line in enumerate(lines, 1) if not line.isprintable() or " " in line]
     if wrong or not any(lines):
         what = f"line {wrong[0]} is not a valid key" if wrong else "the file has no key"
