@@ -54,6 +54,8 @@ _NAMES_ELSEWHERE = {
 }
 #: Error numbers that mean that standard output cannot be written.
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
+#: Error numbers that mean that nobody can look whether a file that was named exists.
+_NOT_LOOKED_UP = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP}
 _CLOSED_PIPE = errno.EINVAL if os.name == "nt" else errno.EPIPE
 
 
@@ -147,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = app(arguments, prog_name="specgen", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
-    except (SpecgenError, COMMAND_LINE_ERROR, MemoryError, ImportError) as error:
+    except (SpecgenError, COMMAND_LINE_ERROR, MemoryError, ImportError, OSError) as error:
         code = _complain(error)
     end_process(code or 0)
 
@@ -163,6 +165,10 @@ def _complain(error: Exception) -> int:
         error = _usage_error(error)
     elif isinstance(error, OutputError):
         flush_or_abandon_stdout()
+    elif isinstance(error, OSError):
+        if error.errno not in _NOT_LOOKED_UP or error.filename is None:
+            raise error
+        error = UsageError(f"{os.fsdecode(error.filename)[:200]}: {error.strerror}")
     elif not isinstance(error, SpecgenError):
         # The dynamic loader, if there is no memory for a library.
         if isinstance(error, ImportError) and "failed to map segment" not in str(error):

@@ -30,7 +30,6 @@ from specgen.session.calibration import (
     WORTH,
     Status,
     expected_gain,
-    is_pair_measured,
     known_costs,
     measure_costs,
     no_status,
@@ -129,8 +128,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
             if costs is None or expected_gain(costs) >= WORTH:
                 session.change_draft(choice.draft)
                 if path is not None:
-                    if not is_pair_measured(session, path):
-                        measure_costs(session)
+                    measure_costs(session)
                     costs = known_costs(session, path)
                     session.memory.save()  # not every command saves what its session learns
         except DRAFT_ERRORS as error:

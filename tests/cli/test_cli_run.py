@@ -423,6 +423,12 @@ def test_a_context_without_memory_exits_with_8(cli: Cli) -> None:
     assert "--ctx-size" in complaint(cli.run(PROMPT, "-c", "900000000"), 8)
 
 
+@posix
+@pytest.mark.parametrize("option", ["--html", "--chat-template", "--prompt-cache"])
+def test_a_name_that_no_file_can_have_exits_with_2(cli: Cli, option: str) -> None:
+    assert "File name too long" in complaint(cli.run(option, "x" * 5000, "a"), 2)
+
+
 def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     import specgen.session.prompts
 

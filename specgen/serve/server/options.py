@@ -115,6 +115,5 @@ def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Return the URL of a socket's address."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
