@@ -55,7 +55,7 @@ class Loop:
             commit    x becomes x y_1 ... y_k t; the cache forgets the other rows
             learn     how much was accepted, and what it took
 
-        `decode` decodes the batch, by default the target alone. If a answer's grammar allows no token, or its logits
+        `decode` decodes the batch, by default the target alone. If an answer's grammar allows no token, or its logits
         are not numbers, it ends with a `failure`, and the others go on. Raise `BackendError` if the decode fails."""
         active = [answer for answer in answers if not answer.is_finished]
         if not active:
