@@ -153,6 +153,12 @@ def tested_kernels(_kernels: Path, _own_directories: None) -> None:
 
 
 @pytest.fixture
+def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs, other tests among them, take nothing of the machine: what is measured is kept."""
+    monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
+
+
+@pytest.fixture
 def quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are compared, but not for long: many are slow on a machine that is busy."""
     monkeypatch.setattr("specgen.measure.search.THREADS_BUDGET_S", 0.05)

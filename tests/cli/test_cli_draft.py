@@ -16,6 +16,7 @@ from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Quick, and enough for a test of the command line.
 SHORT = ("-t", "1", "-fa", "off", "-N", "2", "-n", "24", "--draft-p-min", "0")
+pytestmark = pytest.mark.usefixtures("idle_machine")
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from tests.helpers.heads import prompts
 from tests.tiny import TinyConfig, write_tiny_model
 
 MACHINE = ("-t", "1", "-np", "8", "-n", "60")
+pytestmark = pytest.mark.usefixtures("idle_machine")
 
 
 @pytest.fixture
