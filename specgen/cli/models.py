@@ -167,6 +167,7 @@ def path(*, name: str = _NAME_OR_REPO) -> None:
 
 
 def on_disk(name: str) -> list[Path]:
+    """Return where a model is, or the models of a pair. Raise `ModelFileError` if one is not on this disk."""
     if "/" in name:
         found = {name: hub.find_in_cache(parse_reference(name))}
     else:

@@ -282,6 +282,7 @@ class LlamaBackend:
         return self._cache.saved_bytes(sequence)
 
     def saved_text(self, sequence: int) -> NDArray[np.uint8]:
+        """Return the state of a sequence's text: uint8[n_bytes]. Raise `BackendError`."""
         return self._cache.saved(sequence)
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:

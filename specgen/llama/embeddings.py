@@ -116,6 +116,7 @@ def unit(values: Hidden) -> Hidden:
 
 
 def pooling_of(file: Path) -> int | None:
+    """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is none."""
     with contextlib.suppress(BackendError), GgufMetadata(file) as about:
         architecture = about.text("general.architecture")
         return pooling_in(architecture, about.number(f"{architecture}.pooling_type"))

@@ -100,6 +100,7 @@ def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
 
 
 def layer_input(context: Any, layer: int) -> Any:
+    """Return a pointer to what a layer has read in the last decode: float[n_rows, n_embd]."""
     found = ctypes.POINTER(ctypes.c_float)
     return _extension("get", found, "P13llama_contextj", ctypes.c_uint32)(context, layer)
 

@@ -77,9 +77,11 @@ class LlamaVocabulary:
         return int(llama_cpp.llama_vocab_type(self.handle))
 
     def special_tokens(self) -> dict[str, int]:
+        """Return the special tokens by role; -1 for a token that the model does not have."""
         return self._by_role("bos", "eos", "eot")
 
     def infill_tokens(self) -> dict[str, int]:
+        """Return the fill-in-the-middle tokens by llama.cpp's names; -1 for one that the model does not have."""
         return self._by_role("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 
     def _by_role(self, *roles: str) -> dict[str, int]:

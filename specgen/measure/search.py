@@ -293,6 +293,7 @@ def measure_threads(
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
+    """Return the quickest number of threads; `default` unless another one is clearly faster."""
     best, least = default, 1.0 - _MARGIN
     for count in sorted({count for seconds in rounds for count in seconds} - {default}):
         ratios = [s[count] / s[default] for s in rounds if count in s and default in s]

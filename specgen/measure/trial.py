@@ -283,6 +283,7 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
 def fitting_prompts(
     session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
+    """Return the prompts that fit with `n_more` tokens, and the numbers of others. Raise `PromptError`."""
     prompts: dict[int, Prompt] = {}
     failures: dict[int, PromptError] = {}
     for number, text in texts:

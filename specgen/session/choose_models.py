@@ -235,6 +235,7 @@ def saved_drafts_file() -> Path:
 
 
 def saved_draft(target: FileIdentity) -> SavedDraft | None:
+    """Return the draft that was saved for a target. Raise `UsageError` if the file is damaged."""
     entry = _read()["drafts"].get(_key(target))
     if entry is None:
         return None

@@ -145,6 +145,7 @@ def stack_layers(weights: GgufWeights) -> tuple[Parameters, Parameters]:
 
 
 def output_matrix(others: Parameters) -> jax.Array:
+    """Return the matrix that turns `hidden_states` into logits: float32[n_vocab, n_embd]."""
     name = "output.weight" if "output.weight" in others else "token_embd.weight"
     return jnp.asarray(others[name])
 

@@ -91,6 +91,7 @@ def _read_answer(path: Path) -> TargetAnswer:
 
 
 def is_held_back(index: int) -> bool:
+    """Return whether the prompt with this number, from 0, is for judging: every tenth is."""
     return index % 10 == 9
 
 

@@ -90,6 +90,7 @@ def library_path() -> Path | None:
 
 
 def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
+    """Return the choice of the environment variable. Raise `UsageError` if it is not valid."""
     wanted = environment.get(VARIABLE) or "auto"
     choices: tuple[KernelChoice, ...] = get_args(KernelChoice)
     if wanted not in choices:

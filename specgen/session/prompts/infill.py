@@ -94,6 +94,7 @@ class InfillTokens:
 
 
 def check_infill(model: LlamaModel) -> InfillTokens:
+    """Return the tokens of a model for texts with a gap. Raise `UsageError` if it was not trained for gaps."""
     tokens = InfillTokens.of(model.vocabulary)
     if tokens is None:
         hint = "use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2"

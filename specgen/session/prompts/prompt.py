@@ -106,6 +106,7 @@ class Prompts:
         )
 
     def of_tokens(self, parts: Sequence[int | str]) -> Prompt:
+        """Return a prompt of these tokens of the target, with the texts among them. Raise `PromptError`."""
         for part in parts:
             if isinstance(part, str):
                 check_length(self.target.vocabulary, part, self.n_ctx)
@@ -159,6 +160,7 @@ def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> 
 def tokens_of(
     vocabulary: LlamaVocabulary, parts: Sequence[int | str], *, parse_special: bool
 ) -> list[int]:
+    """Return the tokens of a text in parts, some of which are tokens already. Raise `PromptError`."""
     found: list[int] = []
     for part in parts:
         if isinstance(part, int):
