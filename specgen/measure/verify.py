@@ -491,10 +491,16 @@ def g_test(
     impossible. The chi-square distribution holds only for large expected counts: cells below `min_expected` are pooled,
     then the rarest others until the pool suffices (whatever the counts: that would bias the test), and the statistic is
     divided by Williams's correction (Biometrika 63, 1976, p. 33), 1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The
-    false-alarm rate is then at most 1.5 times the nominal one down to 1e-5."""
+    false-alarm rate is then at most 1.5 times the nominal one down to 1e-5. Raise `ValueError`."""
     n = int(counts.sum()) if n_draws is None else n_draws
-    n_impossible = n - int(counts.sum())
-    probs, observed = exact_probs / exact_probs.sum(), counts.astype(np.float64)
+    n_impossible, total = n - int(counts.sum()), float(exact_probs.sum())
+    if not bool((exact_probs > 0.0).all()) or not abs(total - 1.0) <= 1e-6:
+        raise ValueError(f"the exact probabilities must be positive and sum to 1, not to {total}")
+    if len(counts) != len(exact_probs) or n < 1 or n_impossible < 0:
+        raise ValueError(
+            f"{counts.sum()} draws of {n} in {len(counts)} of {len(exact_probs)} cells"
+        )
+    probs, observed = exact_probs / total, counts.astype(np.float64)
     order = probs.argsort(kind="stable")
     n_pooled = int(np.count_nonzero(n * probs < min_expected))
     if n_pooled:
