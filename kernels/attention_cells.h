@@ -19,6 +19,14 @@ struct AttentionTask {
     int64_t head(int64_t m) const { return kv_head * group + m % group; }
 };
 
+// The first key and the first value that a task's rows see.
+inline const char *keys_of(const AttentionJob &job, const AttentionTask &task) {
+    return job.keys + task.kv_head * job.key_head_stride + task.stream * job.key_stream_stride;
+}
+inline const char *values_of(const AttentionJob &job, const AttentionTask &task) {
+    return job.values + task.kv_head * job.value_head_stride + task.stream * job.value_stream_stride;
+}
+
 // Rows cut into the fewest tiles of at most `most` rows, of about the same size: one row by itself
 // would use a fraction of the arithmetic units.
 struct RowTiles {

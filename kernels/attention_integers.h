@@ -62,20 +62,19 @@ struct AttentionIntegers {
         size_t stride;
 
         Cells(const AttentionJob &job, const AttentionTask &task, int64_t block)
-            : values(job.values + task.kv_head * job.value_head_stride +
-                     task.stream * job.value_stream_stride),
-              first(block * cells_per_block), last(job.n_cells - 1), stride(job.value_cell_stride) {}
+            : values(values_of(job, task)), first(block * cells_per_block), last(job.n_cells - 1),
+              stride(job.value_cell_stride) {}
         const char *operator[](int i) const { return values + smaller(first + i, last) * stride; }
     };
 
-    // The factors of a block. Where its values were not asked for, those of the next block are.
+    // The factors of a block. Unless its values were prefetched, it prefetches those of the next block.
     static void find_factors(const AttentionJob &job, const AttentionTask &task, int64_t block,
-                             bool asked_for, float *factors) {
+                             bool prefetched, float *factors) {
         with_type(job.value_type, [&](auto type) {
             const Cells cells(job, task, block);
             const int64_t bytes = bytes_of_cell(job.value_type, job.value_size);
             for (int i = 0; i < cells_per_block; i++) {
-                if (!asked_for) prefetch(cells[i + cells_per_block], bytes);
+                if (!prefetched) prefetch(cells[i + cells_per_block], bytes);
                 factors[i] = factor(largest_exponent<type()>(cells[i], job.value_size));
             }
         });

@@ -72,8 +72,7 @@ struct AttentionScores {
     static void transpose_keys(const AttentionJob &job, const AttentionTask &task,
                                int64_t first_cell, const ThreadMemory &memory) {
         const int64_t size = rounded_up(job.key_size, V::lanes);
-        const char *keys = job.keys + task.kv_head * job.key_head_stride +
-                           task.stream * job.key_stream_stride;
+        const char *keys = keys_of(job, task);
         for (int first = 0; first < tile_cells; first += V::lanes) {
             const char *cells[V::lanes];
             for (int i = 0; i < V::lanes; i++) {
@@ -191,9 +190,7 @@ struct AttentionScores {
                             int64_t position, int64_t n_positions, const ThreadMemory &own,
                             const TaskMemory &memory) {
         const RowTiles tiles(task.rows(), most_rows);
-        const char *keys = job.keys + task.kv_head * job.key_head_stride + task.stream * job.key_stream_stride;
-        const char *values =
-            job.values + task.kv_head * job.value_head_stride + task.stream * job.value_stream_stride;
+        const char *keys = keys_of(job, task), *values = values_of(job, task);
         const int64_t key_bytes = bytes_of_cell(job.key_type, job.key_size);
         const int64_t value_bytes = bytes_of_cell(job.value_type, job.value_size);
         for (int first = 0; first < cells_per_block; first += tile_cells) {
@@ -233,6 +230,7 @@ struct AttentionScores {
         for (int64_t position = part; position < blocks[0]; position += n_parts) {
             const int64_t block = blocks[1 + position];
             score_block(job, task, block, position, blocks[0], own, memory);
+            // With more than one tile of rows, the values were prefetched while the second was multiplied.
             AttentionIntegers<V>::find_factors(job, task, block, task.rows() > most_rows,
                                                memory.factors + position * cells_per_block);
         }
