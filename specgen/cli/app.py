@@ -54,7 +54,7 @@ _NAMES_ELSEWHERE = {
 }
 #: Error numbers that mean that standard output cannot be written.
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
-#: Error numbers that mean that nobody can look whether a file that was named exists.
+#: Error numbers of names that cannot be looked up: too long, in a folder without access, or in a circle of links.
 _NOT_LOOKED_UP = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP}
 _CLOSED_PIPE = errno.EINVAL if os.name == "nt" else errno.EPIPE
 

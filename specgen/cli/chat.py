@@ -310,8 +310,9 @@ _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 def _messages(are_typed: bool) -> Iterator[str]:
     if not are_typed:
         return piped_messages(sys.stdin.buffer)
-    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    return piped_messages(_prompted(sys.stdin.buffer)) if is_dumb else typed_messages()
+    if console_on(sys.stdin).is_dumb_terminal:
+        return piped_messages(_prompted(sys.stdin.buffer))
+    return typed_messages()
 
 
 def _prompted(stream: IO[bytes]) -> Iterator[bytes]:

@@ -153,8 +153,7 @@ class Output:
         notice = None if self.quiet else partial(streams.print_notice, errors, verbose=verbose)
         if self.show == "rounds":
             return rounds.RoundsRenderer(console, notice, verbose=verbose)
-        is_dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
-        if stdout.isatty() and not is_dumb:
+        if stdout.isatty() and not (console.is_dumb_terminal or console.legacy_windows):
             return live.LiveRenderer(console, self.show, notice, thinks=thinks, folds=in_chat)
         write = partial(streams.TextRenderer, stdout.buffer, notice, thinks=thinks)
         if stdout.isatty():

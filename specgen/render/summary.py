@@ -107,7 +107,7 @@ def summary_items(
         "reasons": undrafted_text(finished.undrafted, finished.n_rounds) if says_why else "",
         "before": _startup_times(finished),
         "time": _listed(*(f"{n} {s:.0%}" if s >= 0.01 else f"{n} <1%" for n, s in shares.items())),
-        # Those of our own: the others are what one expects.
+        # llama.cpp's are what one expects.
         "kernels": "" if kernels in (None, "llama.cpp") else str(kernels),
         "gain": _gain(finished, draft) or "",
         "end": _end(finished) if finished.finish_reason == "stop" else "",
