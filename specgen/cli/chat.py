@@ -291,7 +291,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[_Dialogue, str], int | None]]] = 
     "help": ("", "show the commands (also /?)", _Dialogue.help),
     "regen": ("", "answer the last question again", _Dialogue.regenerate),
     "undo": ("", "remove the last question and its answer", _Dialogue.undo),
-    "reset": ("", "remove all turns, not the system message (also /clear)", _Dialogue.reset),
+    "reset": ("", "remove all turns; system message and files stay (also /clear)", _Dialogue.reset),
     "system": ("TEXT", "change the system message; without TEXT there is none", _Dialogue.system),
     "save": ("FILE", "write the conversation to a file", _Dialogue.save),
     "load": ("FILE", "go on with the conversation in a file", _Dialogue.load),
