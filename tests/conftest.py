@@ -33,12 +33,13 @@ from tests.helpers.fetch import WebServer, use_hub, web_server
 from tests.helpers.sessions import folder_with
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
-# How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a profile that
-# takes fixed examples: start from its default in both places.)
+# How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a
+# profile that takes fixed examples: start from its default in both places.)
 _untimed = settings(
     settings.get_profile("default"), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-#: `make fuzz` looks for examples that fail, other ones each time, and keeps what it finds in .hypothesis.
+#: `make fuzz` looks for examples that fail, other ones each time, and keeps what it finds in
+#: .hypothesis.
 settings.register_profile("search", _untimed, print_blob=True)
 #: All else takes the same examples each time.
 settings.register_profile("fixed", _untimed, derandomize=True, database=None)
@@ -154,7 +155,9 @@ def tested_kernels(_kernels: Path, _own_directories: None) -> None:
 
 @pytest.fixture
 def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs, other tests among them, take nothing of the machine: what is measured is kept."""
+    """Other programs, other tests among them, take nothing of the machine: what is measured is
+    kept.
+    """
     monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
 
 
@@ -182,8 +185,9 @@ tiny_models = folder_with(
 _PLAIN = TinyConfig(logit_scale=6.0, n_ctx_train=2048, unprintable_scale=0.0)
 _CHAT = dataclasses.replace(_PLAIN, chat_template=CHATML_TEMPLATE)
 _DRAFT = _CHAT.draft(0.02)
-#: A folder with a target and a draft that have a chat template and say what is printable and in one line, a draft
-#: with another vocabulary, and a target without a template; all have room for 2048 tokens.
+#: A folder with a target and a draft that have a chat template and say what is printable and in one
+#: line, a draft with another vocabulary, and a target without a template; all have room for 2048
+#: tokens.
 chat_models = folder_with("session", target=_CHAT, draft=_DRAFT, respelled=_DRAFT, plain=_PLAIN)
 
 

@@ -43,7 +43,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one GET: another status, or an end or (until `released`) a stop after so many bytes."""
+    """What happens to one GET: another status, or an end or (until `released`) a stop after so many
+    bytes.
+    """
 
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -259,7 +261,9 @@ def publish_repository(
     token: str | None = None,
     storage: WebServer | None = None,
 ) -> None:
-    """Put a repository on the hub. A `token` makes it gated; a `storage` is another host that has the files."""
+    """Put a repository on the hub. A `token` makes it gated; a `storage` is another host that has
+    the files.
+    """
     siblings = []
     for name, content in files.items():
         digest, size = sha256(content), len(content)
