@@ -158,7 +158,7 @@ class DrafterFactory:
             shape=drafting.tree,
             n_max=drafting.n_max,
             n_deepest=drafting.tree_depth,
-            head=prompt.head,
+            head=prompt.skipped_prefix,
             draft_prompt=prompt.draft_tokens,
             is_endless=settings.generation.ignore_eos,
         )

@@ -204,7 +204,7 @@ def open_measurements() -> MeasurementStore:
     return MeasurementStore(measurements_file(), about)
 
 
-# --- the choice of a draft --------------------------------------------------------------------------
+# --- the choice of a draft ------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

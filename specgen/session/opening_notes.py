@@ -42,8 +42,8 @@ def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterato
     for context, name in ((target, "-ngl"), (draft, "-ngld")):
         if context.n_gpu_layers > 0 and not build().gpu_offload:
             yield (
-                f"{name} {context.n_gpu_layers} has no effect: this build of llama.cpp finds no GPU "
-                "(`specgen doctor`)"
+                f"{name} {context.n_gpu_layers} has no effect: "
+                "this build of llama.cpp finds no GPU (`specgen doctor`)"
             )
 
 

@@ -17,8 +17,9 @@ from llama_cpp import llama_chat_format as formats
 
 from specgen.errors import PromptError
 from specgen.llama import LlamaVocabulary
-from specgen.session.prompts.prompt import tokenize_marked
-from specgen.session.prompts.template import Message, Role, ToolCall, marked, render, unmarked
+from specgen.session.prompts.marked_text import marked, unmarked
+from specgen.session.prompts.template import Message, Role, ToolCall, render
+from specgen.session.prompts.tokens import tokenize_marked
 from specgen.session.session import Session
 from tests.helpers.common import NOW
 from tests.helpers.sessions import opened, write_models

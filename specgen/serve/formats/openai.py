@@ -37,7 +37,7 @@ from specgen.serve.formats.request import (
 )
 from specgen.serve.formats.tool_calls import Delta
 from specgen.session.prompts.infill import Gap
-from specgen.session.prompts.prompt import tokens_of
+from specgen.session.prompts.tokens import tokens_of
 from specgen.session.prompts.template import Message, Role, ToolCall
 from specgen.system.arrays import Hidden
 
