@@ -14,7 +14,18 @@ PACKAGE = Path(__file__).parents[2] / "specgen"
 #: from those below it only.
 WINGS = (
     *("errors", "sampler_options", "options", "events", "system", "method", "text", "llama"),
-    *("drafters", "models", "session", "train", "measure", "serve", "render", "api", "cli"),
+    *(
+        "drafters",
+        "models",
+        "session",
+        "train",
+        "measure",
+        "serve",
+        "render",
+        "api",
+        "cli",
+        "examples",
+    ),
 )
 #: These import one another's protocols and values, without circles of modules.
 METHOD = ("method", "text", "drafters")
