@@ -4,8 +4,9 @@
     specgen run --json "..." > drafted.jsonl
     python scripts/make_picture.py plain.jsonl drafted.jsonl --output docs/images/run.svg
 
-Reads the events that `--json` prints. All answers begin at the same time; rejected tokens are struck
-through in their place. A viewer that moves no pictures, or whose user wants none to move, shows the end.
+Reads the events that `--json` prints. All answers begin at the same time; rejected tokens are
+struck through in their place. A viewer that moves no pictures, or whose user wants none to move,
+shows the end.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ TEXTS = ("n-gram", "model", "wrong draft", "tree", "full context", "four sequenc
 @dataclass(slots=True)
 class Found:
     """What the checks of an architecture found: for each, (type of the weights, who computed) where
-    it failed, and why."""
+    it failed, and why.
+    """
 
     loads: bool = False
     can_branch: bool = False
@@ -119,6 +120,8 @@ def _not_run(names: Iterable[str]) -> Iterator[Sequence[str]]:
 
 
 def _title(name: str) -> str:
-    """As people write it; an asterisk replaces the ending that the generator gives to mixtures of experts."""
+    """As people write it; an asterisk replaces the ending that the generator gives to mixtures of
+    experts.
+    """
     title = name.removesuffix("-moe")
     return title if title == name else f"{title}\\*"

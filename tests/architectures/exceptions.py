@@ -34,7 +34,8 @@ def _known(
 
 
 _TWO_SEQUENCES = "llama.cpp is wrong for two sequences of several tokens in a batch"
-#: `make`: llama.cpp makes no model of the shape that its tests know. `load`: it does not generate text.
+#: `make`: llama.cpp makes no model of the shape that its tests know. `load`: it does not generate
+#: text.
 EXCEPTIONS: tuple[KnownException, ...] = (
     _known(
         "clip gemma4-assistant eagle3 dflash", "make", "no model of its own: a part of another one"

@@ -86,8 +86,9 @@ _BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def write_with_other_scales(model: Path, path: Path, size: float, seed: int = 0) -> Path:
-    """Write a copy of a model with the blocks of its layers' matrices multiplied by factors of 1 - `size` to
-    1 + `size`: training their scales can undo it."""
+    """Write a copy of a model with the blocks of its layers' matrices multiplied by factors of 1 -
+    `size` to 1 + `size`: training their scales can undo it.
+    """
     weights = read_weights(model)
     n_layer = weights.hyperparameters.n_layer
     names = [name for name in weights.tensors if ".attn_" in name or ".ffn_" in name]

@@ -2,10 +2,10 @@
 
     python -m tests.long_runs.llama_cpp_tests LLAMA_CPP [--models FOLDER] [-k WORDS]
 
-LLAMA_CPP is an unpacked source of llama.cpp. The tests want small models of the Hugging Face hub, which are fetched; of
-those in FOLDER (`stories260K.gguf` for a repository with such a name) nothing is fetched, and tests of a model that
-cannot be had are skipped. `DIFFERENT` says which tests fail on purpose, and why; the exit code is 1 if another one
-fails.
+LLAMA_CPP is an unpacked source of llama.cpp. The tests want small models of the Hugging Face hub,
+which are fetched; of those in FOLDER (`stories260K.gguf` for a repository with such a name) nothing
+is fetched, and tests of a model that cannot be had are skipped. `DIFFERENT` says which tests fail
+on purpose, and why; the exit code is 1 if another one fails.
 """
 
 from __future__ import annotations
