@@ -46,25 +46,26 @@ def speculative_round(
     temperature: float,
     rng: np.random.Generator,
 ) -> list[int]:
-    """Return the 1 to n_draft + 1 tokens that one round adds to the text.
+    """Run one round, and return the tokens that it adds to the text: 1 to n_draft + 1.
 
-    Each KV cache holds the beginning of the text, but not its last token, before and after.
+    Before and after the round, each KV cache holds a prefix of the text without its last token.
     """
-    target.checkpoint(0)  # recurrent models go back to a checkpoint in `remove`
+    # To drop tokens, a model with a recurrent state goes back to the last checkpoint.
+    target.checkpoint(0)
     draft.checkpoint(0)
 
-    # Draft: sample one token after the other from the draft model.
+    # Draft: sample n_draft tokens from the draft model, one after the other.
     drafted: list[int] = []
     draft_probs: list[ProbArray] = []
     for _ in range(n_draft):
-        probs = next_token_probs(draft, [*text, *drafted], 1, temperature)  # float64[1, n_vocab]
-        draft_probs.append(probs[0])
-        drafted.append(sample(probs[0], rng))
+        probs = next_token_probs(draft, [*text, *drafted], 1, temperature)[0]  # float64[n_vocab]
+        draft_probs.append(probs)
+        drafted.append(sample(probs, rng))
 
-    # Verify: one decode gives the target's distributions before and after each drafted token.
+    # Verify: one decode of the target gives its distributions at all n_draft + 1 positions.
     target_probs = next_token_probs(target, [*text, *drafted], n_draft + 1, temperature)
 
-    # Accept a token with probability min(1, p / q); stop at the first rejection.
+    # Accept each token with probability min(1, p / q), up to the first rejection.
     n_accepted = 0
     for token in drafted:
         ratio = target_probs[n_accepted][token] / draft_probs[n_accepted][token]
@@ -73,14 +74,15 @@ def speculative_round(
         n_accepted += 1
 
     # Sample one more token: a corrected one from the residual, or a bonus token from the target.
-    # (A token is rejected only if p < q for it; then p > q for another, so the residual is not 0.)
-    next_probs = target_probs[n_accepted]
+    # (A token is rejected only if p < q for it. Then p > q for another: the residual is not 0.)
+    next_probs = target_probs[n_accepted]  # float64[n_vocab]
     if n_accepted < n_draft:
         residual = np.maximum(0.0, next_probs - draft_probs[n_accepted])
         next_probs = residual / residual.sum()
     next_token = sample(next_probs, rng)
 
-    # Roll back: drop the rejected tokens. (If all were accepted, the draft lacks the last one yet.)
+    # Roll back: drop the rejected tokens from both caches. (If all were accepted, the draft's cache
+    # still lacks the last one, which the next round decodes.)
     n_kept = len(text) + n_accepted
     target.remove(0, n_kept)
     draft.remove(0, n_kept)
@@ -90,13 +92,14 @@ def speculative_round(
 def next_token_probs(
     backend: Backend, text: Sequence[int], n_last: int, temperature: float
 ) -> ProbArray:
-    """Decode the tokens that the cache lacks, at least n_last of them.
+    """Decode the tokens that the cache lacks, of which there are at least n_last.
 
-    Returns: float64[n_last, n_vocab], the distributions after each of the last n_last tokens.
+    Returns:
+        float64[n_last, n_vocab]: the distributions of the token after each of the last n_last.
     """
     n_cached = backend.length(0)
     logits = backend.decode(Batch.of(text[n_cached:], n_cached, n_last))  # float32[n_last, n_vocab]
-    if temperature == 0.0:
+    if temperature <= 0.0:
         probs = np.zeros(logits.shape)
         probs[np.arange(n_last), logits.argmax(axis=1)] = 1.0
         return probs
@@ -123,15 +126,15 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt, until the text ends or the context is full.
 
-    Both caches are empty at first, and the draft's is at least as large as the target's.
+    Both caches must be empty, and the draft's at least as large as the target's.
     """
     prefill(target, prompt[:-1])
     prefill(draft, prompt[:-1])
     text = list(prompt)
-    # The last token is never decoded, so it needs no cell of the cache.
+    # The last token of the text is not decoded, so it needs no cell of the cache.
     n_longest = min(len(prompt) + max_tokens, target.n_ctx + 1)
     while len(text) < n_longest:
-        n_room = n_longest - len(text) - 1  # the round adds one token to those it accepts
+        n_room = n_longest - len(text) - 1  # besides the token that the target adds
         for token in speculative_round(target, draft, text, min(n_draft, n_room), temperature, rng):
             if target.vocabulary.is_end(token):
                 return
@@ -166,7 +169,10 @@ def write_continuation(
     """Write what follows a prompt to stdout, as it is generated."""
     vocabulary = target.vocabulary
     if list(vocabulary.token_entries()) != list(draft.vocabulary.token_entries()):
-        raise PairError(f"{draft.model.name} and {target.model.name} differ in their vocabularies")
+        raise PairError(
+            f"{draft.model.name} and {target.model.name} differ in their vocabularies; "
+            "use a draft model of the target's family"
+        )
     tokens = vocabulary.tokenize(prompt, add_special=True, parse_special=False)
     if not tokens:
         raise PromptError("the prompt is empty")
