@@ -121,7 +121,9 @@ def judge_drafts(rates: Rates, drafts: Sequence[Draft], text: Sequence[int], n_r
     for origin, draft in {each.origins[0]: each for each in reversed(drafts) if each}.items():
         if draft.is_sampled:
             if draft.is_chain:
-                for node, confidence in enumerate(draft.looks[: min(len(draft), n_right + 1)]):
+                for node, confidence in enumerate(
+                    draft.step_confidences[: min(len(draft), n_right + 1)]
+                ):
                     rates(origin, 0).judge(confidence, accepted=node < n_right)
             continue
         node = ROOT

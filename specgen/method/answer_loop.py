@@ -66,13 +66,13 @@ class AnswerLoop(Loop):
     """A loop that also reads the prompts of its answers, and sums their answers up."""
 
     @functools.cached_property
-    def reading(self) -> PrefillCosts:
+    def prefill_costs(self) -> PrefillCosts:
         return PrefillCosts()
 
     def run(self, answer: AnswerState) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""
         while not answer.is_finished:
-            yield from self.round([answer]) if answer.is_started else self.read(answer)
+            yield from self.round([answer]) if answer.is_started else self.prefill(answer)
         if answer.failure is not None:
             raise answer.failure
 
@@ -95,19 +95,19 @@ class AnswerLoop(Loop):
             n_most = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_own + n))
         n_most = min(n_most, n_batch - n_own)
         if n_most > 0 and not answer.is_finished:
-            is_last = self.add_piece(batch, answer, n_most)
+            is_last = self.add_prefill_chunk(batch, answer, n_most)
         logits, hidden, other_s = self.decode(batch, active, events)
         if (n_all := len(batch)) > n_own:
             own = costs.seconds(n_own) / costs.seconds(n_all) if costs else n_own / n_all
             other_s = (self.target.decode_s - before_s) * (1.0 - min(1.0, own))
             last, started = logits[-1:] if is_last else None, self.clock() - other_s
             try:
-                events += self.after_piece(answer, last, other_s, started)
+                events += self.finish_prefill_chunk(answer, last, other_s, started)
             except BackendError as error:  # the grammar allows no token, or a logit is not a number
                 answer.failure = error
         return logits, hidden, other_s
 
-    def read(
+    def prefill(
         self,
         answer: AnswerState,
         n_most: int | None = None,
@@ -129,10 +129,10 @@ class AnswerLoop(Loop):
             n_batch = min(n_batch, self.target.n_outputs) if is_scored else n_batch
             if self.target.length(answer.slot.first) in answer.prefill_stops:
                 self.target.anchor(answer.slot.first)
-            is_last = self.add_piece(batch, answer, min(n_most or n_batch, n_batch))
+            is_last = self.add_prefill_chunk(batch, answer, min(n_most or n_batch, n_batch))
             if is_scored:
                 batch.wants_logits = [True] * len(batch)
-            if answer.n_read > 0 and len(batch) > N_PREFILL_ALONGSIDE:  # a state to go back to
+            if answer.n_prefilled > 0 and len(batch) > N_PREFILL_ALONGSIDE:  # a state to go back to
                 self.target.checkpoint(answer.slot.first)
             self.target.is_unwanted = lambda: self._interrupted() or is_unwanted()
             try:
@@ -144,7 +144,7 @@ class AnswerLoop(Loop):
             scored = answer.scored_prompt(batch.positions[0], rows) if is_scored else ()
             logits = rows[-1:] if is_last else None
         target_s = self.target.decode_s - target_s
-        return events + self.after_piece(answer, logits, target_s, started, scored)
+        return events + self.finish_prefill_chunk(answer, logits, target_s, started, scored)
 
     def begin_prefill(self, answer: AnswerState, started: float) -> list[Event]:
         """Note when the first piece of a prompt is read, and commit what a grammar forces before
@@ -153,14 +153,14 @@ class AnswerLoop(Loop):
         if answer.prefill_started_s is not None:
             return []
         answer.prefill_started_s = started
-        answer.n_cached = answer.n_read = self.target.length(answer.slot.first)
+        answer.n_cached = answer.n_prefilled = self.target.length(answer.slot.first)
         reading = [self._reading(answer)] if answer.options.reports_reading else []
         events = answer.take_forced(started - self._started_s)
         if events:
-            answer.tally.time_to_first_token_s = self.clock() - started
+            answer.stats.time_to_first_token_s = self.clock() - started
         return [*reading, *events]
 
-    def add_piece(self, batch: Batch, answer: AnswerState, n_most: int) -> bool:
+    def add_prefill_chunk(self, batch: Batch, answer: AnswerState, n_most: int) -> bool:
         """Add the next tokens of the text that the cache lacks to a batch. Return whether these are
         the last ones, whose last row wants logits.
         """
@@ -173,7 +173,7 @@ class AnswerLoop(Loop):
         batch.wants_logits[-1] = is_last
         return is_last
 
-    def after_piece(
+    def finish_prefill_chunk(
         self,
         answer: AnswerState,
         logits: Logits | None,
@@ -185,9 +185,9 @@ class AnswerLoop(Loop):
         are its tokens, if with log-probabilities. After the last, whose `logits` are float32[1,
         n_vocab], commit the first token.
         """
-        tally, n_held = answer.tally, self.target.length(answer.slot.first)
-        self.reading.observe(answer.n_read, n_held - answer.n_read, target_s)
-        answer.n_read = min(n_held, answer.n_prompt)
+        stats, n_held = answer.stats, self.target.length(answer.slot.first)
+        self.prefill_costs.observe(answer.n_prefilled, n_held - answer.n_prefilled, target_s)
+        answer.n_prefilled = min(n_held, answer.n_prompt)
         events: list[Event] = []
         if logits is not None and answer.options.max_tokens == 0:
             answer.finish("length")
@@ -196,10 +196,10 @@ class AnswerLoop(Loop):
             events += answer.commit_verdict(NO_DRAFT, verdict, logits, self.now_s)
             answer.is_started = True
         now = self.clock()
-        tally.add_prompt(target_s, now - started, len(answer.tokens) - answer.n_prompt)
-        if answer.is_started and tally.time_to_first_token_s is None:
+        stats.add_prompt(target_s, now - started, len(answer.tokens) - answer.n_prompt)
+        if answer.is_started and stats.time_to_first_token_s is None:
             assert answer.prefill_started_s is not None
-            tally.time_to_first_token_s = now - answer.prefill_started_s
+            stats.time_to_first_token_s = now - answer.prefill_started_s
         is_last = answer.is_started or answer.is_finished
         if is_last and not (scored or answer.options.reports_reading):
             return events
@@ -209,12 +209,12 @@ class AnswerLoop(Loop):
         return ReadingEvent(
             answer.index,
             self.now_s,
-            answer.n_read,
+            answer.n_prefilled,
             answer.n_prompt,
-            self.reading.seconds(answer.n_read, answer.n_prompt),
+            self.prefill_costs.seconds(answer.n_prefilled, answer.n_prompt),
             answer.n_cached,
             answer.n_loaded,
-            answer.tally.wall_s,
+            answer.stats.wall_s,
             scored,
         )
 
@@ -222,6 +222,6 @@ class AnswerLoop(Loop):
         """Return the summary of a finished answer. One that had drafts, and is not so short that
         noise would decide, is compared with plain decoding by the `costs` of the target's batches.
         """
-        is_compared = answer.tally.n_drafted and answer.n_answer >= _SHORTEST_COMPARED
-        token_s = answer.tally.priced_token_s(costs) if is_compared else None
+        is_compared = answer.stats.n_drafted and answer.n_answer >= _SHORTEST_COMPARED
+        token_s = answer.stats.priced_token_s(costs) if is_compared else None
         return answer.finished_event(self.now_s, token_s)

@@ -57,7 +57,7 @@ _LEEWAY = 1.05
 
 
 @dataclass(slots=True)
-class Tally:
+class AnswerStats:
     """Counts and times, in seconds, of one generation. Fields with a name of `FinishedEvent` have
     its meaning.
     """
@@ -200,7 +200,7 @@ def interrupted_event(index: int, time_s: float, n_prompt: int) -> FinishedEvent
         n_prompt_tokens=n_prompt,
         n_tokens=0,
         tokens_per_s=None,
-        **Tally().figures(),
+        **AnswerStats().figures(),
     )
 
 
@@ -218,8 +218,8 @@ class AnswerState:
     cascade: Cascade | None
     policy: Policy
     verifier: Verifier
-    shaper: SamplingPipeline
-    state: TextState
+    sampling: SamplingPipeline
+    text_state: TextState
     rng: np.random.Generator
     slot: Branches = field(default_factory=Branches)
     index: int = 0
@@ -230,7 +230,7 @@ class AnswerState:
     tokens: list[int] = field(init=False)
     text: TextStream = field(init=False)
     _prompt_text: TextStream = field(init=False)
-    tally: Tally = field(default_factory=Tally)
+    stats: AnswerStats = field(default_factory=AnswerStats)
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
     failure: SpecgenError | None = None
@@ -239,7 +239,7 @@ class AnswerState:
     #: what it holds now.
     n_cached: int = 0
     n_loaded: int = 0
-    n_read: int = 0
+    n_prefilled: int = 0
     #: Lengths of the text at which a piece of the prompt ends, so that its state can be kept.
     prefill_stops: tuple[int, ...] = ()
     #: The clock's time when the first piece of the prompt was read; None before.
@@ -250,7 +250,7 @@ class AnswerState:
     n_answer: int = 0
 
     def __post_init__(self) -> None:
-        self.tokens = self.state.tokens
+        self.tokens = self.text_state.tokens
         self.n_prompt = len(self.tokens)
         if not self.n_prompt:
             raise ValueError("a sequence needs at least one prompt token")
@@ -286,7 +286,7 @@ class AnswerState:
         if the answer ends here. Only here can its content end it, a token at a time, so that a
         draft cannot move the end.
         """
-        self.state.commit(token)
+        self.text_state.commit(token)
         if self.vocabulary.is_end(token) or token in self.ends:
             self.finish("stop", self.vocabulary.token_text(token))
             return self.text.flush()
@@ -312,7 +312,7 @@ class AnswerState:
         end. `logits` are those at the root and each node; `result` is None for the prompt. Return
         the events.
         """
-        number = 0 if result is None else self.tally.n_rounds + 1
+        number = 0 if result is None else self.stats.n_rounds + 1
         own_kind: TokenKind = "plain"
         events: list[Event] = []
         if len(draft):
@@ -339,7 +339,7 @@ class AnswerState:
             pieces.append(self._with_logprobs(piece, logits[row + 1]))
             if self.finish_reason is not None:
                 break
-        if self.state.has_grammar:
+        if self.text_state.has_grammar:
             pieces += self._forced()
         return [*events, self._committed(pieces, now_s, number, result)]
 
@@ -354,13 +354,13 @@ class AnswerState:
         """End the answer here, and return the event of the text that was held back, if any."""
         self.finish("interrupted")
         piece = Piece(self.tokens[-1], self.text.flush(), "plain", "target")
-        return [self._committed([piece], now_s, self.tally.n_rounds)] if piece.text else []
+        return [self._committed([piece], now_s, self.stats.n_rounds)] if piece.text else []
 
     def _forced(self) -> list[Piece]:
         pieces: list[Piece] = []
-        while not self.is_finished and (token := self.state.forced()) is not None:
+        while not self.is_finished and (token := self.text_state.forced()) is not None:
             pieces.append(Piece(token, self.commit(token), "forced", "grammar"))
-        self.tally.n_forced += len(pieces)
+        self.stats.n_forced += len(pieces)
         return pieces
 
     def _committed(
@@ -431,11 +431,11 @@ class AnswerState:
 
     def finished_event(self, time_s: float, plain_token_s: float | None) -> FinishedEvent:
         """Return the summary. `plain_token_s` is the cost of a token without a draft, if known."""
-        tally, n_tokens = self.tally, len(self.tokens) - self.n_prompt
-        tokens_per_s, error = tally.speed(n_tokens), 1.0 + tally.speedup_error()
+        stats, n_tokens = self.stats, len(self.tokens) - self.n_prompt
+        tokens_per_s, error = stats.speed(n_tokens), 1.0 + stats.speedup_error()
         speedup = tokens_per_s * plain_token_s if tokens_per_s and plain_token_s else None
         estimate = "from the measured costs of the target's batches" if plain_token_s else None
-        if speedup and speedup > _LEEWAY * (tally.mean_accepted_length or math.inf):
+        if speedup and speedup > _LEEWAY * (stats.mean_accepted_length or math.inf):
             # It is more than drafting can give: the machine is less busy by now.
             plain_token_s, speedup, estimate = None, None, _NOT_KNOWN
         return FinishedEvent(
@@ -449,11 +449,11 @@ class AnswerState:
             n_cached_tokens=self.n_cached,
             n_tokens=self.n_answer,
             tokens_per_s=tokens_per_s,
-            ends_grammar=n_tokens > self.n_answer and self.state.has_grammar,
+            ends_grammar=n_tokens > self.n_answer and self.text_state.has_grammar,
             plain_tokens_per_s=1.0 / plain_token_s if plain_token_s else None,
             estimated_speedup=speedup,
             estimated_speedup_range=None if speedup is None else (speedup / error, speedup * error),
-            estimated_whole_speedup=tally.whole_speedup(n_tokens, plain_token_s),
+            estimated_whole_speedup=stats.whole_speedup(n_tokens, plain_token_s),
             estimate=estimate,
-            **tally.figures(),
+            **stats.figures(),
         )

@@ -87,6 +87,19 @@ class CostTable:
         plain_s, batch_s = self.seconds(n), max(self.seconds(n), self.seconds(n_rows))
         return (plain_s / n + n_drafted / (n_rows - n) * (batch_s - plain_s)) / batch_s
 
+    def price_of_draft(self, n_unread: int, n_usual: int, n_extra_steps: int = 0) -> Price:
+        """Return the price of a draft by a model with these costs.
+
+        Args:
+            n_unread: Tokens of the text that the model decodes before its first draft step.
+            n_usual: The most of these that belong to a round. The others are prefill.
+            n_extra_steps: Decodes of a single token between the two.
+        """
+        first_s = self.seconds_each(min(n_unread, n_usual))
+        next_s = self.seconds_each(1)
+        prefill_s = max(0.0, self.seconds_each(n_unread) - first_s)
+        return Price(first_s + n_extra_steps * next_s, next_s, prefill_s)
+
     def set_seconds(self, n_rows: int, seconds: float) -> None:
         if n_rows > 0 and seconds > 0.0:
             self._seconds[n_rows] = seconds / self._slowness

@@ -38,7 +38,7 @@ class Draft:
     probabilities: tuple[float | None, ...]
     distributions: tuple[Distribution | None, ...]
     walks: tuple[tuple[int, ...], ...] = ()
-    looks: tuple[float, ...] = field(default=(), compare=False)
+    step_confidences: tuple[float, ...] = field(default=(), compare=False)
     guesses: str = field(default="", compare=False)
     #: The depth of each node, from 0, and its rank among its siblings.
     depths: Sequence[int] = field(init=False, repr=False, compare=False)
@@ -77,7 +77,7 @@ class Draft:
         origin: str,
         probabilities: Sequence[float | None] = (),
         distributions: Sequence[Distribution | None] = (),
-        looks: Sequence[float] = (),
+        step_confidences: Sequence[float] = (),
     ) -> Draft:
         n = len(tokens)
         return cls(
@@ -86,7 +86,7 @@ class Draft:
             (origin,) * n,
             tuple(probabilities or (None,) * n),
             tuple(distributions or (None,) * n),
-            looks=tuple(looks),
+            step_confidences=tuple(step_confidences),
         )
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class Draft:
             tuple([self.probabilities[node] for node in nodes]),
             tuple([self.distributions[node] for node in nodes]),
             tuple(tuple([index[node] for node in walk]) for walk in self.walks),
-            self.looks,
+            self.step_confidences,
             self.guesses,
         )
 

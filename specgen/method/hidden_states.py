@@ -28,7 +28,7 @@ class HiddenStateBuffer:
         self.first = 0
 
     @property
-    def n_read(self) -> int:
+    def n_decoded(self) -> int:
         return len(self.tokens)
 
     def after(self, index: int) -> Hidden | None:

@@ -90,7 +90,7 @@ class Loop:
             first = end
         wall_s = self.clock() - started - other_s
         for answer in active:  # they share the batch's time equally
-            answer.tally.wall_s += wall_s / len(active)
+            answer.stats.wall_s += wall_s / len(active)
         return events
 
     def _plan(self, answer: AnswerState, n_sequences: int) -> RoundResult:
@@ -123,12 +123,12 @@ class Loop:
                 result.plan = replace(plan, reason="failed")
             else:
                 # Sampled drafts obey the grammar already, and stay whole.
-                allowed, state = draft, answer.state
+                allowed, state = draft, answer.text_state
                 if state.has_grammar and not draft.is_sampled:
                     allowed = state.within_grammar(draft)
                 result.draft, result.proposed = plan.stop.cut(allowed), (*result.proposed, draft)
                 if not len(result.draft):
-                    why = "unsure" if len(draft) or draft.looks else "not ready"
+                    why = "unsure" if len(draft) or draft.step_confidences else "not ready"
                     is_forbidden = len(draft) and not len(allowed)
                     result.plan = replace(plan, reason="grammar" if is_forbidden else why)
             seconds = proposal.seconds + self.clock() - started
@@ -199,7 +199,7 @@ class Loop:
         if hidden is not None and answer.hidden_states is not None:
             rows = [*result.rows, *(result.rows[-1] + 1 + node for node in kept)]
             answer.hidden_states.keep_states(hidden[rows], answer.tokens, n_before + len(kept))
-        answer.tally.add_round(result)
+        answer.stats.add_round(result)
         answer.policy.observe(result)
         try:
             if result.error is not None:
@@ -223,7 +223,7 @@ class Loop:
         def target(node: int) -> Distribution:
             if node == ROOT or not answer.vocabulary.is_end(draft.tokens[node]):
                 try:
-                    return answer.shaper.distribution(logits[node + 1], draft.text(node))
+                    return answer.sampling.distribution(logits[node + 1], draft.text(node))
                 except NoTokenAllowedError:
                     if node == ROOT:
                         raise

@@ -23,7 +23,7 @@ from specgen.events import REASONS, ReasonName
 from specgen.method.acceptance import N_RANKS, AcceptanceRates, judge_drafts
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.stopping import CostAwareStopping, StoppingRule, draft_step_values
+from specgen.method.stopping import CostAwareStopping, DraftStep, StoppingRule, draft_step_values
 
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
@@ -80,17 +80,22 @@ class RoundPlan:
     def why(self) -> str:
         return self.detail or REASONS[self.reason]
 
-    def after_draft_step(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
-        """Return whether token n, which follows a draft with this `whole`, is drafted, whether one
-        more look is worth a decode then, and the new `whole`. The token is not known yet: what it
-        is never decides whether it is drafted.
+    def after_draft_step(
+        self, n_drafted: int, cumulative_acceptance: float, confidence: float
+    ) -> DraftStep:
+        """Return whether the next token is drafted, and whether another draft step follows.
+
+        The token is not known yet: what it is never decides whether it is drafted.
         """
-        if n < self.n_given:
-            return True, n + 1 < self.n_max, whole
-        if n >= self.n_max:
-            return False, False, whole
-        takes, goes_on, whole = self.stop.after_draft_step(n - self.n_given, whole, confidence)
-        return takes, goes_on and n + 1 < self.n_max, whole
+        has_room_after = n_drafted + 1 < self.n_max
+        if n_drafted < self.n_given:
+            return DraftStep(True, has_room_after, cumulative_acceptance)
+        if n_drafted >= self.n_max:
+            return DraftStep(False, False, cumulative_acceptance)
+        step = self.stop.after_draft_step(
+            n_drafted - self.n_given, cumulative_acceptance, confidence
+        )
+        return replace(step, continue_drafting=step.continue_drafting and has_room_after)
 
 
 @dataclass(slots=True)
@@ -279,7 +284,7 @@ class CostAwarePolicy:
         costs, plan, n_drafted = self._costs, result.plan, len(result.draft)
         costs.observe(result.n_rows, result.target_s, result.n_sequences)
         if plan.drafter is not None:
-            looks = itertools.chain(*(each.looks for each in result.proposed))
+            looks = itertools.chain(*(each.step_confidences for each in result.proposed))
             self.acceptance_of(plan.drafter).see(looks)
         judge_drafts(self.acceptance_of, result.proposed, result.committed, len(result.path))
         self._n_stale = self._n_stale if n_drafted else 0

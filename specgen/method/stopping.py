@@ -20,6 +20,18 @@ _GRID: list[float] = _LOG_GRID.tolist()
 
 
 @dataclass(frozen=True, slots=True)
+class DraftStep:
+    """What follows from one draft step, the look at a drafter's distribution for the next token."""
+
+    #: Whether the token at this position joins the draft.
+    keep_token: bool
+    #: Whether another draft step, which takes a decode of the drafter, is worth its time.
+    continue_drafting: bool
+    #: The probability that the target accepts all tokens up to this one.
+    cumulative_acceptance: float
+
+
+@dataclass(frozen=True, slots=True)
 class StoppingRule:
     """How far a draft goes: while its model gives a token at least `p_min` (as llama.cpp), and the
     product of all its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min`
@@ -31,10 +43,13 @@ class StoppingRule:
     bound: float = 0.0
     needs_confidence: bool = False
 
-    def after_draft_step(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
-        """Return what `RoundPlan.after_draft_step` does; `n` tokens were drafted before."""
-        whole *= confidence
-        return confidence >= self.p_min and whole >= self.bound, True, whole
+    def after_draft_step(
+        self, n_drafted: int, cumulative_acceptance: float, confidence: float
+    ) -> DraftStep:
+        """Return what `RoundPlan.after_draft_step` does; `n_drafted` tokens were drafted before."""
+        cumulative_acceptance *= confidence
+        keep_token = confidence >= self.p_min and cumulative_acceptance >= self.bound
+        return DraftStep(keep_token, True, cumulative_acceptance)
 
     def cut(self, draft: Draft) -> Draft:
         """Return the nodes that are worth verifying, likeliest first. A drawn draft stays whole, to
@@ -65,13 +80,17 @@ class CostAwareStopping(StoppingRule):
     values: Sequence[Sequence[float]] = ()
     needs_confidence: bool = True
 
-    def after_draft_step(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
+    def after_draft_step(
+        self, n_drafted: int, cumulative_acceptance: float, confidence: float
+    ) -> DraftStep:
         if not self.values:
-            return False, False, whole
-        whole *= self.rates(self.origin, 0).acceptance(confidence)
-        more_s = self.value(n + 1, whole)
-        gain_s = whole * self.token_s - (self.extra_s[n + 1] - self.extra_s[n])
-        return confidence >= self.p_min and gain_s + max(0.0, more_s) > 0.0, more_s > 0.0, whole
+            return DraftStep(False, False, cumulative_acceptance)
+        cumulative_acceptance *= self.rates(self.origin, 0).acceptance(confidence)
+        more_s = self.value(n_drafted + 1, cumulative_acceptance)
+        row_s = self.extra_s[n_drafted + 1] - self.extra_s[n_drafted]
+        gain_s = cumulative_acceptance * self.token_s - row_s
+        keep_token = confidence >= self.p_min and gain_s + max(0.0, more_s) > 0.0
+        return DraftStep(keep_token, more_s > 0.0, cumulative_acceptance)
 
     def value(self, n_drafted: int, whole: float) -> float:
         """Return the seconds that a look at the next token is expected to save; below 0 it does not

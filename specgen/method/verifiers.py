@@ -72,7 +72,7 @@ class ResidualVerifier:
                 tries = [walk[depth] for walk in walks if len(walk) > depth]
             accepted, after = self.choose(draft, tries, target(node), rng)
             if accepted is None:
-                return Verdict(tuple(path), after.draw(rng))
+                return Verdict(tuple(path), after.sample(rng))
             walks = tuple(walk for walk in walks if accepted in walk[depth : depth + 1])
             path.append(accepted)
 
@@ -97,7 +97,7 @@ class MatchVerifier(ResidualVerifier):
     wants_sampled_drafts = False
 
     def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
-        token = target.draw(rng)
+        token = target.sample(rng)
         accepted = next((child for child in tries if draft.tokens[child] == token), None)
         return accepted, Distribution.certain(token)
 
@@ -173,7 +173,7 @@ class BlockVerifier(ResidualVerifier):
             if n_kept == len(run):
                 accepted, after = self.choose(draft, children, after, rng)
             if accepted is None:
-                return Verdict(tuple(path), after.draw(rng))
+                return Verdict(tuple(path), after.sample(rng))
             path.append(accepted)
 
 
