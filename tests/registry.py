@@ -13,14 +13,15 @@ from typing import TypeAlias
 
 import numpy as np
 
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.drafters.heads import HeadsDrafter
-from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.drafters.mtp import MtpChainDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
+from specgen.drafters.staged import SecondDraft
 from specgen.drafters.states import LayerDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.method.cascade import Cascade
@@ -77,7 +78,7 @@ Make: TypeAlias = Callable[[Text], Drafter | Cascade]
 
 
 def model(
-    text: Text, guesses: Guesses | None = None, noise: float = 0.0, head: range = range(0)
+    text: Text, guesses: SecondDraft | None = None, noise: float = 0.0, head: range = range(0)
 ) -> ModelDrafter:
     language = noisy(text.language, noise) if noise else text.language
     return ModelDrafter(
@@ -88,8 +89,8 @@ def model(
     )
 
 
-def guesses(text: Text, drafters: Cascade) -> Guesses:
-    return Guesses(drafters, FixedPolicy(DraftOptions("fixed", text.n_guess, p_min=0.0)))
+def guesses(text: Text, drafters: Cascade) -> SecondDraft:
+    return SecondDraft(drafters, FixedPolicy(DraftOptions("fixed", text.n_guess, p_min=0.0)))
 
 
 def by_ngrams(text: Text, noise: float = 0.0) -> ModelDrafter:

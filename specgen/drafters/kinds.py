@@ -56,7 +56,7 @@ def kinds() -> Iterator[DraftKind]:
     for kind in KINDS:
         yield _own(kind.module)
     yield from _others()
-    yield _own("draft_model")
+    yield _own("standalone")
 
 
 def find_kind(source: DraftSource) -> DraftKind | None:

@@ -7,9 +7,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.expansion import expansion
 from specgen.drafters.interface import DraftRequest
-from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import UsageError
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import FREE, CostTable, Price

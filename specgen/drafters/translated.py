@@ -380,7 +380,7 @@ class Translation:
         )
 
 
-class PrefixShaper(SamplingPipeline):
+class PrefixPipeline(SamplingPipeline):
     """The draft's most likely text that starts with given bytes, since the target's text may end in
     the middle of one of the draft's tokens: a line break with the indentation of the next line, for
     example.
@@ -422,7 +422,7 @@ class TranslatedDrafter(Drafter):
         inner: Drafter,
         translation: Translation,
         text: DraftText,
-        shaper: PrefixShaper,
+        shaper: PrefixPipeline,
         *,
         holds_back: bool = True,
     ) -> None:

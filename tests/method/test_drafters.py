@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.model_drafter import Guesses, ModelDrafter
+from specgen.drafters.autoregressive import ModelDrafter
+from specgen.drafters.staged import SecondDraft
 from specgen.method.cascade import Cascade
 from specgen.method.draft import Draft
 from specgen.method.drafter import draft_alone, propose_together
@@ -224,7 +225,7 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
 ) -> None:
     policy, results = FixedPolicy(DraftOptions("fixed", 3, p_min=0.0)), list[RoundResult]()
     policy.observe = results.append  # type: ignore[method-assign,assignment]
-    guesses = Guesses(Cascade(model=Guessing()), policy)
+    guesses = SecondDraft(Cascade(model=Guessing()), policy)
     with pytest.raises(StopIteration) as ended:
         next(guesses.after(TEXT, [9], 5, 0))
     assert list(ended.value.value) == [4, 5, 6]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specgen.drafters.translated import (
     Lexicon,
-    PrefixShaper,
+    PrefixPipeline,
     Translation,
     counterpart,
     n_unfinished,
@@ -363,7 +363,7 @@ def test_a_token_is_as_likely_as_what_begins_in_it() -> None:
 
 def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
     draft = vocabulary([b"\n", b"\n  ", b"\n\n", b"a", b" ", b"\n\t"], ["</s>"])
-    shaper = PrefixShaper(Lexicon(draft))
+    shaper = PrefixPipeline(Lexicon(draft))
     logits = np.array([0.0, 2.0, 1.0, 9.0, 3.0, -1.0, 5.0], np.float32)
     plain = shaper.distribution(logits)
     assert plain.mode == 3

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.expansion import WIDEST
 from specgen.drafters.interface import ContextSpec, DraftKind, DraftRequest, DraftSetup, LoadedDraft
 from specgen.drafters.kinds import refuse_draft
-from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
-from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
+from specgen.drafters.staged import SecondDraft
+from specgen.drafters.translated import PrefixPipeline, TranslatedDrafter, Translation
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
@@ -34,7 +35,7 @@ _STEP = 256  # context sizes are rounded up to a multiple of this, as llama.cpp 
 _N_PARALLEL = 4  # a token of a parallel draft counts as its share of a decode that predicts so many
 
 
-class DraftModel(LoadedDraft):
+class StandaloneDraft(LoadedDraft):
     """A loaded draft model for a target. `weights` is a file to load instead of the model's own:
     what it learnt.
     """
@@ -46,7 +47,7 @@ class DraftModel(LoadedDraft):
         self.model = LlamaModel(path, weights=weights, n_gpu_layers=setup.context.n_gpu_layers)
         self.models = (self.model,)
         #: What drafts for this model, if something does.
-        self.helper: DraftModel | None = None
+        self.helper: StandaloneDraft | None = None
         self._guesses_ngrams = False
         #: The number of tokens that both vocabularies have, from 0 on, if they are the same.
         self._n_shared_tokens = self.model.vocabulary.n_tokens
@@ -100,7 +101,7 @@ class DraftModel(LoadedDraft):
             return
         drafting = replace(setup.drafting, tree=TreeShape("off"), mask="off", translate="off")
         own = replace(setup, target=self.model, drafting=drafting, helpers=tuple(rest), learnt=None)
-        self.helper = DraftModel(first, own)
+        self.helper = StandaloneDraft(first, own)
         self.models += self.helper.models
 
     def _why_chains(self) -> str | None:
@@ -157,13 +158,13 @@ class DraftModel(LoadedDraft):
         text = translation.text(request.prompt, request.draft_prompt)
         # The target's biases and penalties refer to the target's token ids.
         never = self.model.vocabulary.end_tokens() if request.is_endless else ()
-        shaper = PrefixShaper(translation.draft_lexicon, never)
+        shaper = PrefixPipeline(translation.draft_lexicon, never)
         own = replace(request, text=TextState(()), shaper=shaper, prompt=text.tokens, head=range(0))
         inner = ModelDrafter(backend, own, n_shared_tokens=n, guesses=self._guesses(own))
         holds_back = backend.rollback == "cells"
         return TranslatedDrafter(inner, translation, text, shaper, holds_back=holds_back)
 
-    def _guesses(self, request: DraftRequest) -> Guesses | None:
+    def _guesses(self, request: DraftRequest) -> SecondDraft | None:
         """Return what drafts for this model. Its random generator is its own: this model's samples
         stay the same.
         """
@@ -188,7 +189,7 @@ class DraftModel(LoadedDraft):
             return None
         acceptance = request.guesses_of(self.model.path, key)
         options = DraftOptions(max_tokens=LONGEST_GUESS)
-        return Guesses(cascade, CostAwarePolicy(options, request.costs, acceptance), caches)
+        return SecondDraft(cascade, CostAwarePolicy(options, request.costs, acceptance), caches)
 
     def notices(self) -> Iterator[str]:
         if self._lacks_mask:
@@ -199,18 +200,18 @@ class DraftModel(LoadedDraft):
             )
 
 
-def _open(source: DraftSource, setup: DraftSetup) -> DraftModel:
+def _open(source: DraftSource, setup: DraftSetup) -> StandaloneDraft:
     """Load a model with what it learnt, if that loads. With masks it drafts as it came: it learnt
     without them.
     """
     path = Path(source)
     if setup.learnt is not None:
         with contextlib.suppress(ModelFileError):
-            draft = DraftModel(path, setup, setup.learnt)
+            draft = StandaloneDraft(path, setup, setup.learnt)
             if draft.mask is None:
                 return draft
             draft.close()
-    return DraftModel(path, setup)
+    return StandaloneDraft(path, setup)
 
 
 KIND = DraftKind("model", matches=lambda source: isinstance(source, Path), open=_open)
