@@ -1,17 +1,17 @@
-"""A small model drafts a chain or a tree for the large one, and a cheaper drafter may guess its
-tokens.
+"""A draft model that drafts one token after another, as a chain or as a tree.
+
+A small model decodes each drafted token to predict the next one (Leviathan et al.,
+arXiv:2211.17192; Chen et al., arXiv:2302.01318). A tree is decoded level by level, each branch in a
+sequence of its own (SpecInfer, arXiv:2305.09781; EAGLE-2, arXiv:2406.16858).
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 
-import numpy as np
-
-from specgen.drafters.expansion import Expansion, NodeBranches, RowsBeyond, expansion
+from specgen.drafters.expansion import Expansion, start_expansion
 from specgen.drafters.interface import DraftRequest
-from specgen.drafters.staged import SecondDraft
+from specgen.drafters.tree_cache import TreeCache
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT
@@ -23,75 +23,71 @@ from specgen.text.overlap import common_prefix_length
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on them
 #: (arXiv:2309.17453).
 _N_SINK = 4
-#: If more than twice as many tokens are to be read, a draft model reads the text's first few and so
-#: many of its last: it agrees with the target nearly as often, unless the answer copies the text
-#: (there n-grams draft).
+#: The size of the window of a text of which the cache lacks more than twice as many tokens. With
+#: its first few tokens and so many of its last, a draft model agrees with the target nearly as
+#: often as with all of them, unless the answer copies the text (there n-grams draft).
 _N_WINDOW = 64
-#: The most tokens that usually are new: the target's own, and the last drafted one of a draft that
-#: was accepted whole.
+#: The most tokens that are usually new in a round: the target's own, and the last drafted token if
+#: all were accepted.
 N_USUAL = 2
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a model: chains, or trees like those of SpecInfer (arXiv:2305.09781) and EAGLE-2
-    (arXiv:2406.16858).
+    """Drafts with a model: chains or trees.
 
     The model's cache keeps all tokens that became text, so no token is decoded twice. If a text
     outgrows the model's context, the cache is filled again with the text's first few tokens and as
     many of its latest as fill half of it.
 
-    To look beyond the nodes of a tree, the model decodes them in one batch, each on its own branch
-    of the cache. Leaves cost no decode, since one look finds all children of a node. After the
-    round the branch that became text stays.
+    To expand the nodes of a tree, the model decodes them in one batch, each on its own branch of
+    the cache. Leaves are never decoded, since decoding a node finds all of its children. After the
+    round the branch that became text stays in the cache.
 
-    It does not read what a chat template puts before every prompt, the request's `head`: it drafts
-    nearly the same, and its prefill is shorter (1 to 4 % of an answer to a short prompt).
+    What a chat template puts before every prompt (`DraftRequest.head`) is not read: the model
+    drafts nearly the same, and its prefill is shorter (1 to 4% of an answer to a short prompt).
 
-    Tokens from `n_shared_tokens` on exist in only one of the two vocabularies (padding) and are
-    never drafted. With `guesses`, a cheaper drafter speeds up the model itself, which then drafts
-    chains.
+    Args:
+        backend: The model's context.
+        request: The answer to draft for.
+        n_shared_tokens: Tokens from here on exist in only one of the two vocabularies (padding),
+            and are never drafted.
     """
 
     name = "model"
 
-    def __init__(
-        self,
-        backend: Backend,
-        request: DraftRequest,
-        *,
-        n_shared_tokens: int,
-        guesses: SecondDraft | None = None,
-    ) -> None:
-        self._backend, self._request, self._costs = backend, request, request.costs
+    def __init__(self, backend: Backend, request: DraftRequest, *, n_shared_tokens: int) -> None:
+        self._backend = backend
+        self._request = request
+        self._costs = request.costs
         self._n_shared_tokens = n_shared_tokens
-        self._guesses = guesses if backend.rollback == "cells" else None
-        self._slot = request.slot.branches(backend)
-        self._sequence = self._slot.first
+        slot = request.slot.branches(backend)
+        #: The sequence of the text.
+        self._sequence = slot.first
         self._n_ctx = request.slot.n_ctx(backend)
-        self._branches = NodeBranches(backend, self._slot)
-        self._n_agreed = 0  # the number of tokens on which cache and text agree for certain
-        self._skipped = request.head  # the positions of the text that the cache leaves out
-        replace(request, prompt=self._read(request.prompt)).reused(backend)
-        #: The last tree, whose branches the cache holds, and the text's length before it.
+        self._tree_cache = TreeCache(backend, slot)
+        #: The number of tokens on which cache and text agree for certain.
+        self._n_agreed = 0
+        #: The positions of the text that the cache leaves out.
+        self._skipped = request.head
+        #: The last tree, while the cache holds its branches.
         self._tree: Expansion | None = None
+        #: The length of the text before the last draft.
         self._n_text = 0
-        #: The rows after the last tokens in the cache, which the next decode replaces, and how many
-        #: were decoded then.
-        self._rows, self._n_decoded = np.empty((0, 0), np.float32), 0
+        request.slot.share_prefix(backend, self._without_skipped(request.prompt))
 
     @property
     def n_skipped(self) -> int:
+        """The number of the text's tokens that the cache leaves out."""
         return len(self._skipped)
 
-    def _read(self, text: Sequence[int]) -> Sequence[int]:
-        skipped = self._skipped
-        return [*text[: skipped.start], *text[skipped.stop :]] if skipped else text
-
     def price(self, n_context: int) -> Price:
-        price = self._costs.price_of_draft(self.n_behind(n_context), N_USUAL)
-        if self._guesses is None:
-            return price
-        return replace(price, next_s=self._guesses.token_s(price.next_s))
+        return self._costs.price_of_draft(self.n_to_decode(n_context), N_USUAL)
+
+    def n_to_decode(self, n_context: int) -> int:
+        """Return how many tokens of the text are decoded before the next draft."""
+        if self._slides_to(n_context):
+            return min(_N_WINDOW, self._n_ctx // 2)
+        return max(1, self._n_lacking(n_context))
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         if self._tree is not None:
@@ -99,42 +95,14 @@ class ModelDrafter(Drafter):
         n_max = self._make_room(len(context), plan.n_max)
         if n_max < 1:
             return NO_DRAFT
-        backend, request = self._backend, self._request
         rows = yield from self._catch_up(context)
-        first = rows[0, : self._n_shared_tokens]
-        backend.checkpoint(self._sequence)
-        before = context[len(context) - n_drafted :]
-        made = expansion(self.name, request, plan, before, backend.vocabulary, n_max)
-        self._n_text = len(context)
-        if self._guesses is not None:
-            draft = yield from made.grow(first, self._guessed(made, context, n_drafted, rows))
-            self._guesses.settle(made.tokens)
-            return replace(draft, guesses=self._guesses.in_words())
-
-        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-            if self._tree is None:  # the cache holds all of the chain but its last token
-                rows = yield from self._decode(made.tokens[-1:], n_wanted=1)
-                return rows[:, : self._n_shared_tokens]
-            batch = Batch()
-            for node in nodes:
-                position = self._n_text - self.n_skipped + made.depths[node]
-                branch = self._branches.follow(node, made.parents[node], position)
-                batch.add(made.tokens[node], position, (branch,), True)
-            rows = yield Ask(backend, batch, self._costs)
-            # Each node needs a branch and a row of logits.
-            made.n_most = min(len(self._branches.free), backend.n_outputs)
-            return rows[:, : self._n_shared_tokens]
-
-        if request.branches:
-            self._tree = made
-            self._branches.begin()
-            made.n_most = min(len(self._branches.free), backend.n_outputs)
-        return (yield from made.grow(first, rows_beyond))
+        draft = self._start_draft(context, plan, n_drafted, n_max)
+        if self._request.branches:
+            return (yield from self._grow_tree(draft, rows[0]))
+        return (yield from self._grow_chain(draft, rows[0]))
 
     def rewind(self, n_tokens: int) -> None:
-        if self._guesses is not None:
-            self._guesses.rewind(n_tokens)
-        self._drop_tree()
+        self._end_tree()
         if n_tokens >= self._n_agreed:
             return
         if n_tokens < self._skipped.stop:
@@ -143,127 +111,147 @@ class ModelDrafter(Drafter):
         self._backend.remove(self._sequence, n_tokens - self.n_skipped)
         self._n_agreed = n_tokens
 
-    def _drop_tree(self, node: int = ROOT, n_kept: int = 0) -> None:
-        """Remove the last tree from the cache, but for the path of `n_kept` nodes down to `node`."""
+    # --- growing a draft
+
+    def _start_draft(
+        self, context: Sequence[int], plan: RoundPlan, n_drafted: int, n_max: int
+    ) -> Expansion:
+        self._backend.checkpoint(self._sequence)
+        self._n_text = len(context)
+        before = context[len(context) - n_drafted :]
+        vocabulary = self._backend.vocabulary
+        return start_expansion(self.name, self._request, plan, before, vocabulary, n_max)
+
+    def _grow_chain(self, chain: Expansion, first: Logits) -> Drafting:
+        def logits_after(_nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+            # The cache holds all of the chain but its last token.
+            rows = yield from self._decode(chain.tokens[-1:], n_wanted=1)
+            return rows[:, : self._n_shared_tokens]
+
+        return chain.grow(first[: self._n_shared_tokens], logits_after)
+
+    def _grow_tree(self, tree: Expansion, first: Logits) -> Drafting:
+        cache = self._tree_cache
+        n_cells = self._n_text - self.n_skipped
+
+        def update_width() -> None:
+            # Each node needs a sequence and a row of logits.
+            tree.max_width = min(cache.n_free, self._backend.n_outputs)
+
+        def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+            batch = Batch()
+            for node in nodes:
+                position = n_cells + tree.depths[node]
+                sequence = cache.sequence_of(node, tree.parents[node], position)
+                batch.add(tree.tokens[node], position, (sequence,), True)
+            rows = yield Ask(self._backend, batch, self._costs)
+            update_width()
+            return rows[:, : self._n_shared_tokens]
+
+        self._tree = tree
+        cache.begin()
+        update_width()
+        return tree.grow(first[: self._n_shared_tokens], logits_after)
+
+    def _keep_text(self, context: Sequence[int], tree: Expansion) -> None:
+        """End the last tree: keep the nodes that became text in the cache, and drop the others."""
+        node = ROOT
+        n_kept = 0
+        for token in context[self._n_text :]:
+            child = tree.child(node, token)
+            if child is None or child not in self._tree_cache:
+                break
+            node = child
+            n_kept += 1
+        self._end_tree(node, n_kept)
+
+    def _end_tree(self, node: int = ROOT, n_kept: int = 0) -> None:
+        """Drop the last tree from the cache, but for the path of `n_kept` nodes down to `node`."""
         if self._tree is not None:
-            self._branches.keep(node, self._n_text - self.n_skipped, n_kept)
+            self._tree_cache.keep(node, self._n_text - self.n_skipped, n_kept)
             self._n_agreed = max(self._n_agreed, self._n_text + n_kept)
             self._tree = None
 
-    def _keep_text(self, context: Sequence[int], tree: Expansion) -> None:
-        """Keep the nodes of the last tree that became text in the cache, and remove the others."""
-        node, n_kept = ROOT, 0
-        for token in context[self._n_text :]:
-            child = tree.child(node, token)
-            if child is None or child not in self._branches:
-                break
-            node, n_kept = child, n_kept + 1
-        self._drop_tree(node, n_kept)
+    # --- the text in the cache
+
+    def _without_skipped(self, text: Sequence[int]) -> Sequence[int]:
+        skipped = self._skipped
+        return [*text[: skipped.start], *text[skipped.stop :]] if skipped else text
 
     def _empty(self) -> None:
         self._backend.remove(self._sequence)
-        self._n_agreed, self._skipped = 0, range(0)
-
-    def n_behind(self, n_context: int) -> int:
-        """Return how many tokens are decoded before the next draft: those that the cache lacks, or
-        the window.
-        """
-        return self._window_to_read(n_context) or max(1, self._n_lacking(n_context))
+        self._n_agreed = 0
+        self._skipped = range(0)
 
     def _n_lacking(self, n_context: int) -> int:
         # Most of what became text since the last draft is in the cache.
         return n_context - self.n_skipped - self._backend.length(self._sequence)
 
-    def _window_to_read(self, n_context: int) -> int:
-        """Return the size of the window that is read in place of the text; 0 if all that the cache
-        lacks is read.
-        """
-        lacks_much = self._n_lacking(n_context) > 2 * _N_WINDOW
-        return min(_N_WINDOW, self._n_ctx // 2) if lacks_much else 0
+    def _slides_to(self, n_context: int) -> bool:
+        """Return whether the cache lacks so much of a text that only a window of it is read."""
+        return self._n_lacking(n_context) > 2 * _N_WINDOW
+
+    def _n_free(self, n_context: int) -> int:
+        """Return how many tokens can be drafted after a text of `n_context` tokens."""
+        # The last drafted token is not decoded, so n tokens need n - 1 cells.
+        return self._n_ctx - (n_context - self.n_skipped) + 1
 
     def _make_room(self, n_context: int, n_max: int) -> int:
-        """Slide the window if the text or a draft does not fit, or much is lacking; return how many
-        may be drafted.
+        """Slide the window if the text or a draft does not fit, or if much of the text is lacking.
+
+        Returns:
+            How many tokens can be drafted, at most `n_max`; less than 1 if there is no room.
         """
-        n_ctx, n_window = self._n_ctx, self._window_to_read(n_context)
-        # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
-        n_room = n_ctx - (n_context - self.n_skipped) + 1
-        if n_window or n_room < min(n_max, max(1, n_ctx // 4)):
-            n_window = n_window or n_ctx // 2
+        n_ctx = self._n_ctx
+        n_window: int | None = None
+        if self._slides_to(n_context):
+            n_window = min(_N_WINDOW, n_ctx // 2)
+        elif self._n_free(n_context) < min(n_max, max(1, n_ctx // 4)):
+            n_window = n_ctx // 2
+        if n_window is not None:
             if n_window <= _N_SINK:  # too small for a beginning and an end
                 return 0
             self._empty()
             self._skipped = range(_N_SINK, _N_SINK + max(0, n_context - n_window))
-            n_room = n_ctx - (n_context - self.n_skipped) + 1
-        return min(n_max, n_room)
+        return min(n_max, self._n_free(n_context))
 
     def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; return the logits after it, and after guesses behind it,
-        float32[n, n_vocab].
-        """
-        backend, rows, new = self._backend, self._rows, list(context[self._n_agreed :])
-        cached = list(backend.text(self._sequence)[max(0, self._n_agreed - self.n_skipped) :])
-        first = len(rows) - 1 - (len(cached) - len(new))
-        is_valid = self._n_decoded == backend.n_decoded_rows and first >= 0
-        if is_valid and new and new == cached[: len(new)]:  # guesses became text
-            rows = rows[first:]
-        else:
-            rows = yield from self._decode(self._missing(context), n_wanted=1)
+        """Bring the cache to `context`; return the logits after it, float32[1, n_vocab]."""
+        rows = yield from self._decode(self._missing(context), n_wanted=1)
         self._n_agreed = len(context)
         return rows
 
     def _missing(self, context: Sequence[int]) -> Sequence[int]:
-        """Drop from the cache what is not a prefix of `context`; return the tokens that it then
-        lacks, at least one.
+        """Drop whatever is not a prefix of `context` from the cache.
+
+        Returns:
+            The tokens that the cache then lacks; at least one.
         """
-        backend, start = self._backend, max(0, self._n_agreed - self.n_skipped)
-        context = self._read(context)
-        n_same = common_prefix_length(backend.text(self._sequence)[start:], context[start:])
-        n_kept = min(start + n_same, len(context) - 1)
+        backend = self._backend
+        start = max(0, self._n_agreed - self.n_skipped)
+        wanted = self._without_skipped(context)
+        n_same = common_prefix_length(backend.text(self._sequence)[start:], wanted[start:])
+        n_kept = min(start + n_same, len(wanted) - 1)
         if backend.length(self._sequence) > n_kept:
             backend.remove(self._sequence, n_kept)
-        return context[n_kept:]
-
-    def _guessed(
-        self, chain: Expansion, context: Sequence[int], n_drafted: int, rows: Logits
-    ) -> RowsBeyond:
-        """Decode the tokens of a chain together with guesses of those behind them."""
-        guesses, backend = self._guesses, self._backend
-        assert guesses is not None
-        n_max, ahead = chain.n_max, backend.text(self._sequence)[len(context) - self.n_skipped :]
-
-        def rows_beyond(_nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-            nonlocal ahead, rows
-            drafted = chain.tokens
-            if ahead and ahead[0] == drafted[-1]:
-                ahead, rows = ahead[1:], rows[1:]
-            else:
-                if ahead:
-                    length = backend.length(self._sequence)
-                    backend.remove(self._sequence, length - len(ahead))
-                guesses.settle(drafted)
-                n_room = min(n_max - len(drafted) - 1, backend.n_outputs - 1)
-                ahead = yield from guesses.after(context, drafted, n_room, n_drafted)
-                before_s = backend.decode_s
-                tokens = [drafted[-1], *ahead]
-                rows = yield from self._decode(tokens, n_wanted=len(tokens))
-                self._rows, self._n_decoded = rows, backend.n_decoded_rows
-                guesses.decoded(backend.decode_s - before_s)
-            return rows[:1, : self._n_shared_tokens]
-
-        return rows_beyond
+        return wanted[n_kept:]
 
     def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; return the logits after the last `n_wanted`, or those in the
-        last batch.
+        """Decode tokens, in several batches if needed.
+
+        Returns:
+            The logits after the last `n_wanted` tokens, as far as they were in the last batch,
+            float32[n, n_vocab].
         """
-        backend, logits = self._backend, None
-        first = backend.length(self._sequence)
+        backend = self._backend
+        n_cells = backend.length(self._sequence)
+        first_wanted = len(tokens) - n_wanted
+        logits: Logits | None = None
         for start in range(0, len(tokens), backend.n_batch):
-            part, at = list(tokens[start : start + backend.n_batch]), first + start
-            n = len(part)
-            wants = [index >= len(tokens) - n_wanted for index in range(start, start + n)]
-            batch = Batch(part, [*range(at, at + n)], [(self._sequence,)] * n, wants)
+            part = tokens[start : start + backend.n_batch]
+            end = start + len(part)
+            n_wanted_here = min(len(part), max(0, end - first_wanted))
+            batch = Batch.of(part, n_cells + start, n_wanted_here, self._sequence)
             logits = yield Ask(backend, batch, self._costs)
         assert logits is not None, "at least one token is decoded"
         return logits

@@ -1,4 +1,8 @@
-"""A draft model: a stand-alone model that drafts for the target, with what drafts for it."""
+"""A stand-alone draft model: any small GGUF model drafts for the target.
+
+Depending on the files and options it drafts token by token (`autoregressive`), several tokens at
+once (`parallel`), with a draft of its own (`staged`), or in another vocabulary (`translated`).
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from specgen.drafters.autoregressive import ModelDrafter
-from specgen.drafters.expansion import WIDEST
+from specgen.drafters.expansion import MAX_WIDTH
 from specgen.drafters.interface import ContextSpec, DraftKind, DraftRequest, DraftSetup, LoadedDraft
 from specgen.drafters.kinds import refuse_draft
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
-from specgen.drafters.staged import SecondDraft
+from specgen.drafters.staged import SecondDraft, StagedDrafter
 from specgen.drafters.translated import PrefixPipeline, TranslatedDrafter, Translation
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import ModelFileError, PairError, UsageError
@@ -30,38 +34,46 @@ from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling.chain import Sampler
 
-LONGEST_GUESS = 8  # the most tokens that one draft model drafts for another
-_STEP = 256  # context sizes are rounded up to a multiple of this, as llama.cpp does
-_N_PARALLEL = 4  # a token of a parallel draft counts as its share of a decode that predicts so many
+#: The most tokens that one draft model guesses for another.
+LONGEST_GUESS = 8
+#: Context sizes are rounded up to a multiple of this, as llama.cpp does.
+_CONTEXT_STEP = 256
+#: A token of a parallel draft counts as its share of a decode that predicts so many.
+_N_PARALLEL = 4
 
 
 class StandaloneDraft(LoadedDraft):
-    """A loaded draft model for a target. `weights` is a file to load instead of the model's own:
-    what it learnt.
+    """A loaded draft model for a target.
+
+    Args:
+        path: The model's file.
+        setup: The target and the options.
+        weights: A file of weights to load instead of the model's own, which it learnt.
     """
 
     def __init__(self, path: Path, setup: DraftSetup, weights: Path | None = None) -> None:
         super().__init__(path.name, weights or path)
-        self.timed, self.learnt = path, weights
+        self.timed = path
+        self.learnt = weights
         refuse_draft(path)
         self.model = LlamaModel(path, weights=weights, n_gpu_layers=setup.context.n_gpu_layers)
         self.models = (self.model,)
-        #: What drafts for this model, if something does.
+        #: A draft model that drafts for this one.
         self.helper: StandaloneDraft | None = None
+        #: Whether n-grams draft for this model.
         self._guesses_ngrams = False
         #: The number of tokens that both vocabularies have, from 0 on, if they are the same.
         self._n_shared_tokens = self.model.vocabulary.n_tokens
+        #: The translation between the vocabularies; None if they are the same.
+        self._translation: Translation | None = None
+        #: The token that stands for one that is not known yet, if the model drafts in parallel.
+        self.mask: int | None = None
+        #: Whether it would draft in parallel if its file told the mask token.
+        self._lacks_mask = False
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
-            #: The translation between the vocabularies; None if they are the same.
-            self._translation = self._pair(setup)
-            self.mask = mask_token(self.model, setup.drafting.mask)
-            lacks_mask = self.mask is None and setup.drafting.mask == "auto"
-            self._lacks_mask = lacks_mask and is_parallel_draft(self.model)
-            if self._translation is not None:
-                # What a token may be depends on how the one before it is spelled, so none are made
-                # in parallel.
-                self.can_draw, self.own_vocabulary, self.mask = False, self.model, None
+            self._compare_vocabularies(setup)
+            self._find_mask(setup)
             self._open_helper(setup)
             on_error.pop_all()
         if self.mask is not None:
@@ -69,11 +81,13 @@ class StandaloneDraft(LoadedDraft):
         else:
             self.learns = path
         self.why_chains = setup.why_chains or self._why_chains()
+        #: Whether it decodes the branches of a tree.
         self._decodes_branches = (
             setup.drafting.grows_trees and self.why_chains is None and self.mask is None
         )
 
-    def _pair(self, setup: DraftSetup) -> Translation | None:
+    def _compare_vocabularies(self, setup: DraftSetup) -> None:
+        """Prepare a translation if the vocabularies differ. Raise `PairError` if none is wanted."""
         target = setup.target
         own = self.model.vocabulary
         try:
@@ -81,28 +95,44 @@ class StandaloneDraft(LoadedDraft):
         except PairError:
             if setup.drafting.translate == "off":
                 raise
-            translation = Translation(target.vocabulary, own)
-            translation.draft_lexicon.with_prefix(b"")  # read now, not in the middle of an answer
-            return translation
-        return None
+            self._translation = Translation(target.vocabulary, own)
+            self._translation.draft_lexicon.load()  # now, and not in the middle of an answer
+            self.own_vocabulary = self.model
+            self.can_draw = False
+
+    def _find_mask(self, setup: DraftSetup) -> None:
+        mask = mask_token(self.model, setup.drafting.mask)
+        lacks_mask = mask is None and setup.drafting.mask == "auto"
+        self._lacks_mask = lacks_mask and is_parallel_draft(self.model)
+        # With a translation a token may depend on how the one before it is spelled, so none are
+        # made in parallel.
+        if self._translation is None:
+            self.mask = mask
 
     def _open_helper(self, setup: DraftSetup) -> None:
-        """Load what drafts for this model: a model, which drafts chains, or n-grams."""
+        """Load what drafts for this model: another model, which drafts chains, or n-grams."""
         if not setup.helpers:
             return
         if self.mask is not None:
             raise UsageError(
-                f"{self.name}: a parallel draft takes no draft of its own; leave out the next --draft",
+                f"{self.name}: a parallel draft takes no draft of its own; leave out the next "
+                "--draft",
                 hint="--draft-mask off drafts one token after the other",
             )
-        first, *rest = setup.helpers
-        if not isinstance(first, Path):
+        source, *others = setup.helpers
+        if not isinstance(source, Path):
             self._guesses_ngrams = True
             return
         drafting = replace(setup.drafting, tree=TreeShape("off"), mask="off", translate="off")
-        own = replace(setup, target=self.model, drafting=drafting, helpers=tuple(rest), learnt=None)
-        self.helper = StandaloneDraft(first, own)
+        own_setup = replace(
+            setup, target=self.model, drafting=drafting, helpers=tuple(others), learnt=None
+        )
+        self.helper = StandaloneDraft(source, own_setup)
         self.models += self.helper.models
+
+    @property
+    def _has_second_draft(self) -> bool:
+        return self._guesses_ngrams or self.helper is not None
 
     def _why_chains(self) -> str | None:
         # A parallel draft decodes no node of a tree, so that its own state does not matter.
@@ -110,74 +140,101 @@ class StandaloneDraft(LoadedDraft):
             return f"{self.name} has a recurrent state, which branches cannot share"
         if self._translation is not None:
             return f"what {self.name} drafts is translated, a chain at a time"
-        if self.helper is not None or self._guesses_ngrams:
+        if self._has_second_draft:
             return f"{self.name} has a draft of its own, which drafts chains"
         return None
 
     def n_sequences(self, n_rows: int) -> int:
-        return n_native_sequences(self.model, n_rows + 1 if self._decodes_branches else 1)
+        n_branches = n_rows + 1 if self._decodes_branches else 1
+        return n_native_sequences(self.model, n_branches)
 
-    def contexts(self, room: ContextSpec) -> tuple[LlamaBackend, ...]:
+    def contexts(self, spec: ContextSpec) -> tuple[LlamaBackend, ...]:
         """Open its context, no larger than its training context, and that of what drafts for it."""
-        self.model.check_parallel(room.n_slots)
-        n_ctx = room.n_ctx
-        if self._translation is not None:  # it may need more tokens for the same text
-            n_ctx = -(-n_ctx * 3 // 2 // _STEP) * _STEP
-        n_train = self.model.n_ctx_train
-        n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
-        n_outputs, n_branches = 1, 1
-        if self.mask is not None:
-            n_outputs = max(1, room.n_rows - 1)
-        elif self._decodes_branches:
-            n_outputs, n_branches = min(room.n_rows, WIDEST), room.n_rows + 1
-        elif self.helper is not None or self._guesses_ngrams:
-            n_outputs = 1 + LONGEST_GUESS
+        self.model.check_parallel(spec.n_slots)
+        n_branches = spec.n_rows + 1 if self._decodes_branches else 1
+        n_outputs = self._n_outputs(spec.n_rows)
         context = LlamaBackend(
             self.model,
-            room.options_of(self.model.path),
-            n_ctx=n_ctx * room.n_slots,
-            clock=room.clock,
-            n_sequences=n_branches * room.n_slots,
-            n_outputs=n_outputs * room.n_slots,
+            spec.options_of(self.model.path),
+            n_ctx=self._n_ctx(spec.n_ctx) * spec.n_slots,
+            clock=spec.clock,
+            n_sequences=n_branches * spec.n_slots,
+            n_outputs=n_outputs * spec.n_slots,
             n_rollback=n_outputs - 1,
             n_branches=n_branches,
         )
         with contextlib.ExitStack() as on_error:
             on_error.callback(context.close)
             compute_frequent_tokens(context)
-            others = self.helper.contexts(room) if self.helper is not None else ()
+            others = self.helper.contexts(spec) if self.helper is not None else ()
             on_error.pop_all()
         return (context, *others)
 
+    def _n_ctx(self, n_ctx: int) -> int:
+        """Return the size of the model's context for a text of `n_ctx` of the target's tokens."""
+        if self._translation is not None:  # it may need half as many tokens again
+            n_steps = -(-n_ctx * 3 // 2 // _CONTEXT_STEP)
+            n_ctx = n_steps * _CONTEXT_STEP
+        n_train = self.model.n_ctx_train
+        return min(n_ctx, n_train) if n_train > 0 else n_ctx
+
+    def _n_outputs(self, n_rows: int) -> int:
+        """Return the most rows of a text that want logits at once."""
+        if self.mask is not None:
+            return max(1, n_rows - 1)
+        if self._decodes_branches:
+            return min(n_rows, MAX_WIDTH)
+        if self._has_second_draft:
+            return 1 + LONGEST_GUESS
+        return 1
+
     def drafter(self, request: DraftRequest) -> Drafter:
-        backend, n, translation = request.caches[0], self._n_shared_tokens, self._translation
-        if translation is None:
-            if self.mask is not None:
-                return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
-            return ModelDrafter(backend, request, n_shared_tokens=n, guesses=self._guesses(request))
+        if self._translation is not None:
+            return self._translated_drafter(request, self._translation)
+        if self.mask is not None:
+            backend = request.caches[0]
+            n_shared = self._n_shared_tokens
+            return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n_shared)
+        return self._model_drafter(request)
+
+    def _model_drafter(self, request: DraftRequest) -> ModelDrafter:
+        backend = request.caches[0]
+        n_shared = self._n_shared_tokens
+        guesses = self._second_draft(request)
+        if guesses is None or backend.rollback != "cells":
+            return ModelDrafter(backend, request, n_shared_tokens=n_shared)
+        return StagedDrafter(backend, request, n_shared_tokens=n_shared, guesses=guesses)
+
+    def _translated_drafter(
+        self, request: DraftRequest, translation: Translation
+    ) -> TranslatedDrafter:
         text = translation.text(request.prompt, request.draft_prompt)
         # The target's biases and penalties refer to the target's token ids.
         never = self.model.vocabulary.end_tokens() if request.is_endless else ()
-        shaper = PrefixPipeline(translation.draft_lexicon, never)
-        own = replace(request, text=TextState(()), shaper=shaper, prompt=text.tokens, head=range(0))
-        inner = ModelDrafter(backend, own, n_shared_tokens=n, guesses=self._guesses(own))
-        holds_back = backend.rollback == "cells"
-        return TranslatedDrafter(inner, translation, text, shaper, holds_back=holds_back)
+        sampling = PrefixPipeline(translation.draft_lexicon, never)
+        own = replace(
+            request, text=TextState(()), shaper=sampling, prompt=text.tokens, head=range(0)
+        )
+        holds_back = request.caches[0].rollback == "cells"
+        return TranslatedDrafter(
+            self._model_drafter(own), translation, text, sampling, holds_back=holds_back
+        )
 
-    def _guesses(self, request: DraftRequest) -> SecondDraft | None:
-        """Return what drafts for this model. Its random generator is its own: this model's samples
-        stay the same.
-        """
-        caches, key = request.caches[1:], Path("ngram")
+    def _second_draft(self, request: DraftRequest) -> SecondDraft | None:
+        """Return what drafts for this model, if anything does."""
+        caches = request.caches[1:]
         if self._guesses_ngrams:
-            caches, cascade = (), Cascade(SuffixDrafter(*DraftOptions().ngrams_of))
+            caches = ()
+            key = Path("ngram")
+            min_match, max_match = DraftOptions().ngrams_of
+            cascade = Cascade(SuffixDrafter(min_match, max_match))
         elif self.helper is not None and caches:
             key = self.helper.model.path
+            likeliest = SamplingPipeline(Sampler(SamplerOptions()), request.text)
             own = replace(
                 request,
-                shaper=SamplingPipeline(
-                    Sampler(SamplerOptions()), request.text
-                ),  # the likeliest token
+                shaper=likeliest,
+                # A generator of its own, so that this model's samples stay the same.
                 rng=np.random.default_rng(0),
                 caches=caches,
                 costs=request.costs_of(key),
@@ -194,15 +251,16 @@ class StandaloneDraft(LoadedDraft):
     def notices(self) -> Iterator[str]:
         if self._lacks_mask:
             yield (
-                f"{self.name} is a parallel draft, but its file does not say which its mask token is, so it drafts one "
-                "token after the other: give --draft-mask (`pard_token` in the config.json of the model that it was "
-                "converted from)"
+                f"{self.name} is a parallel draft, but its file does not say which its mask token "
+                "is, so it drafts one token after the other: give --draft-mask (`pard_token` in "
+                "the config.json of the model that it was converted from)"
             )
 
 
 def _open(source: DraftSource, setup: DraftSetup) -> StandaloneDraft:
-    """Load a model with what it learnt, if that loads. With masks it drafts as it came: it learnt
-    without them.
+    """Load a model with the weights that it learnt, if these can be loaded.
+
+    A parallel draft uses its original weights: it learnt without masks.
     """
     path = Path(source)
     if setup.learnt is not None:

@@ -161,7 +161,7 @@ def test_of_a_long_text_a_window_is_read() -> None:
     for n_new, n_seen in ((0, 125), (100, 225), (150, 64), (75, 139), (5, 144)):
         text += rng.integers(0, N_VOCAB, n_new).tolist()
         n_decoded, length = backend.n_decoded_rows, backend.length(0)
-        assert drafter.n_behind(len(text)) <= 128
+        assert drafter.n_to_decode(len(text)) <= 128
         draft = propose(drafter, text, 3)
         seen = backend.text(0)[:-2]
         assert seen == (*text[:4], *text[len(text) - (n_seen - 4) :])
@@ -227,9 +227,9 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
     policy.observe = results.append  # type: ignore[method-assign,assignment]
     guesses = SecondDraft(Cascade(model=Guessing()), policy)
     with pytest.raises(StopIteration) as ended:
-        next(guesses.after(TEXT, [9], 5, 0))
+        next(guesses.guess(TEXT, [9], 5, 0))
     assert list(ended.value.value) == [4, 5, 6]
-    guesses.decoded(2.0)
+    guesses.observe_decode(2.0)
     guesses.settle(said)
     guesses.settle(said)  # it is settled once
     (result,) = results
