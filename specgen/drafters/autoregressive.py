@@ -7,15 +7,23 @@ sequence of its own (SpecInfer, arXiv:2305.09781; EAGLE-2, arXiv:2406.16858).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
-from specgen.drafters.expansion import Expansion, start_expansion
+from specgen.drafters.expansion import (
+    Decoding,
+    Expansion,
+    start_expansion,
+)
 from specgen.drafters.interface import DraftRequest
 from specgen.drafters.tree_cache import TreeCache
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.drafter import (
+    Ask,
+    Drafter,
+    Drafting,
+)
 from specgen.method.policy import RoundPlan
 from specgen.system.arrays import Logits
 from specgen.text.overlap import common_prefix_length
@@ -55,7 +63,13 @@ class ModelDrafter(Drafter):
 
     name = "model"
 
-    def __init__(self, backend: Backend, request: DraftRequest, *, n_shared_tokens: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        request: DraftRequest,
+        *,
+        n_shared_tokens: int,
+    ) -> None:
         self._backend = backend
         self._request = request
         self._costs = request.costs
@@ -81,6 +95,7 @@ class ModelDrafter(Drafter):
         return len(self._skipped)
 
     def price(self, n_context: int) -> Price:
+        """Return the costs of decodes; what the cache lacks is decoded first."""
         return self._costs.price_of_draft(self.n_to_decode(n_context), N_USUAL)
 
     def n_to_decode(self, n_context: int) -> int:
@@ -89,7 +104,13 @@ class ModelDrafter(Drafter):
             return min(_N_WINDOW, self._n_ctx // 2)
         return max(1, self._n_lacking(n_context))
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        """Bring the cache to `context`, and grow a chain or a tree from the logits after it."""
         if self._tree is not None:
             self._keep_text(context, self._tree)
         n_max = self._make_room(len(context), plan.n_max)
@@ -102,6 +123,7 @@ class ModelDrafter(Drafter):
         return (yield from self._grow_chain(draft, rows[0]))
 
     def rewind(self, n_tokens: int) -> None:
+        """Drop the tokens after the first `n_tokens` from the cache."""
         self._end_tree()
         if n_tokens >= self._n_agreed:
             return
@@ -114,17 +136,28 @@ class ModelDrafter(Drafter):
     # --- growing a draft
 
     def _start_draft(
-        self, context: Sequence[int], plan: RoundPlan, n_drafted: int, n_max: int
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int,
+        n_max: int,
     ) -> Expansion:
         self._backend.checkpoint(self._sequence)
         self._n_text = len(context)
-        before = context[len(context) - n_drafted :]
         vocabulary = self._backend.vocabulary
-        return start_expansion(self.name, self._request, plan, before, vocabulary, n_max)
+        return start_expansion(
+            self.name,
+            self._request,
+            plan,
+            context,
+            n_drafted,
+            vocabulary,
+            n_max,
+        )
 
     def _grow_chain(self, chain: Expansion, first: Logits) -> Drafting:
-        def logits_after(_nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-            # The cache holds all of the chain but its last token.
+        def logits_after(_nodes: Sequence[int]) -> Decoding:
+            """Decode the last token; the cache holds the others."""
             rows = yield from self._decode(chain.tokens[-1:], n_wanted=1)
             return rows[:, : self._n_shared_tokens]
 
@@ -135,10 +168,11 @@ class ModelDrafter(Drafter):
         n_cells = self._n_text - self.n_skipped
 
         def update_width() -> None:
-            # Each node needs a sequence and a row of logits.
+            """Limit what is decoded at once: each node needs a sequence and a row of logits."""
             tree.max_width = min(cache.n_free, self._backend.n_outputs)
 
-        def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+        def logits_after(nodes: Sequence[int]) -> Decoding:
+            """Decode nodes in one batch, each in the sequence of its branch."""
             batch = Batch()
             for node in nodes:
                 position = n_cells + tree.depths[node]
@@ -215,7 +249,7 @@ class ModelDrafter(Drafter):
             self._skipped = range(_N_SINK, _N_SINK + max(0, n_context - n_window))
         return min(n_max, self._n_free(n_context))
 
-    def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+    def _catch_up(self, context: Sequence[int]) -> Decoding:
         """Bring the cache to `context`; return the logits after it, float32[1, n_vocab]."""
         rows = yield from self._decode(self._missing(context), n_wanted=1)
         self._n_agreed = len(context)
@@ -236,7 +270,7 @@ class ModelDrafter(Drafter):
             backend.remove(self._sequence, n_kept)
         return wanted[n_kept:]
 
-    def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Generator[Ask, Logits, Logits]:
+    def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Decoding:
         """Decode tokens, in several batches if needed.
 
         Returns:

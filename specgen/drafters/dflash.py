@@ -10,7 +10,11 @@ from collections.abc import Generator, Sequence
 
 from specgen.drafters.expansion import Expansion
 from specgen.drafters.interface import DraftRequest
-from specgen.drafters.states import StatesCache, StatesDrafter, TrainedDraft
+from specgen.drafters.states import (
+    StatesCache,
+    StatesDrafter,
+    TrainedDraft,
+)
 from specgen.llama.draft_contexts import DflashContext
 from specgen.llama.draft_models import DflashModel
 from specgen.method.backend import Batch
@@ -47,14 +51,20 @@ class DflashDrafter(StatesDrafter):
         self._fill_costs = CostTable()
 
     def price(self, n_context: int) -> Price:
-        # All rows of a block are one decode; filling the cache costs less than decoding a token.
+        """Return the cost of a block, however many of its tokens are used."""
+        # Filling the cache costs less than decoding a token.
         block_s = self._costs.seconds_each(self._n_rows)
         n_new = self._n_decoded(n_context) - max(self._cache.n_held, self.hidden_states.first)
         n_prefill = max(0, n_new - (self._n_block + 1))  # beyond what one round adds
         prefill_s = self._costs.seconds_each(n_prefill) if n_prefill else 0.0
         return Price(block_s, 0.0, prefill_s)
 
-    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
         yield from self._fill_cache(context, n_decoded)
         n = draft.n_deepest
         n_masks = n - 1 if self._predicts_from_last else n

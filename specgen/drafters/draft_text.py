@@ -5,7 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from specgen.drafters.lexicon import Lexicon, Spelling, counterpart
+from specgen.drafters.lexicon import (
+    Lexicon,
+    Spelling,
+    counterpart,
+)
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.text.overlap import common_prefix_length
 from specgen.text.vocabulary import Vocabulary
@@ -40,7 +44,11 @@ class DraftText:
     """
 
     def __init__(
-        self, prompt: Sequence[int], n_prompt: int, target: Vocabulary, lexicon: Lexicon
+        self,
+        prompt: Sequence[int],
+        n_prompt: int,
+        target: Vocabulary,
+        lexicon: Lexicon,
     ) -> None:
         self._target = target
         self._lexicon = lexicon

@@ -14,7 +14,12 @@ decides which nodes to expand and which tokens to add; the drafter only computes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -35,7 +40,9 @@ _N_CANDIDATES = 4
 _LEAST_PROBABILITY = 0.02
 #: The most nodes that are expanded at once.
 MAX_WIDTH = 8
-#: Decodes nodes; returns the logits of the token after each, float32[n_vocab].
+#: A computation in progress: a generator that asks for decodes and returns logits.
+Decoding: TypeAlias = Generator[Ask, Logits, Logits]
+#: Computes the logits of the token after each of some nodes, float32[n_vocab].
 LogitsAfter: TypeAlias = Callable[[Sequence[int]], Generator[Ask, Logits, Iterable[Logits]]]
 
 
@@ -91,6 +98,7 @@ class Expansion(ABC):
         """
 
         def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+            """Return the row of the next depth for each node."""
             yield from ()  # nothing is decoded
             return [rows[self.depths[node] + 1] for node in nodes]
 
@@ -113,7 +121,11 @@ class Expansion(ABC):
         return (*self.before, *reversed(path))
 
     def _add(
-        self, parent: int, token: int, probability: float | None, source: Distribution | None = None
+        self,
+        parent: int,
+        token: int,
+        probability: float | None,
+        source: Distribution | None = None,
     ) -> None:
         """Add a node. Its token was sampled from `source`, if that is given."""
         self.tokens.append(token)
@@ -238,7 +250,12 @@ class Tree(Expansion):
         return max(_N_CANDIDATES, *shape.numbers) if shape.is_fixed else _N_CANDIDATES
 
     @abstractmethod
-    def _add_likeliest(self, node: int, tokens: list[int], probabilities: list[float]) -> None:
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
         """Add some of the likeliest tokens; their probabilities are at temperature 1."""
 
     def _sample_children(self, node: int, source: Distribution) -> None:
@@ -271,7 +288,12 @@ class CostAwareTree(Tree):
         assert isinstance(self.plan.stop, CostAwareStopping)
         self._stop = self.plan.stop
 
-    def _add_likeliest(self, node: int, tokens: list[int], probabilities: list[float]) -> None:
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
         before = 1.0 if node == ROOT else self._cumulative_acceptances[node]
         self.confidences.append(probabilities[0])
         for rank, (token, probability) in enumerate(zip(tokens, probabilities, strict=True)):
@@ -322,7 +344,12 @@ class FixedTree(Tree):
     These are the likeliest tokens, or tokens that are sampled without replacement.
     """
 
-    def _add_likeliest(self, node: int, tokens: list[int], probabilities: list[float]) -> None:
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
         n_children = self._n_children(node)
         for token, probability in zip(tokens[:n_children], probabilities, strict=False):
             self._add(node, token, probability)
@@ -353,7 +380,12 @@ class IndependentWalks(Tree):
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]
         self.n_deepest = min(self.n_deepest, self.n_max // len(self.walks))
 
-    def _add_likeliest(self, node: int, tokens: list[int], probabilities: list[float]) -> None:
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
         self._add(node, tokens[0], probabilities[0])
 
     def _sample_children(self, node: int, source: Distribution) -> None:
@@ -373,7 +405,8 @@ def start_expansion(
     origin: str,
     request: DraftRequest,
     plan: RoundPlan,
-    before: Sequence[int],
+    context: Sequence[int],
+    n_drafted: int,
     vocabulary: Vocabulary,
     n_max: int,
 ) -> Expansion:
@@ -383,7 +416,8 @@ def start_expansion(
         origin: The name of the drafter.
         request: The answer to draft for.
         plan: Decides how far to draft.
-        before: The tokens between the text and this draft, which another drafter drafted.
+        context: The text, and the tokens that another drafter drafted after it.
+        n_drafted: The number of these tokens.
         vocabulary: Tells which tokens end the text.
         n_max: The most tokens of the draft.
     """
@@ -400,5 +434,14 @@ def start_expansion(
     else:  # only costs tell where a tree is worth a branch
         kind = IndependentWalks
         shape = TreeShape("walks", (1, n_max))
-    is_end = vocabulary.is_end
-    return kind(origin, request, shape, plan, tuple(before), is_end, n_max, n_deepest)
+    before = tuple(context[len(context) - n_drafted :])
+    return kind(
+        origin,
+        request,
+        shape,
+        plan,
+        before,
+        vocabulary.is_end,
+        n_max,
+        n_deepest,
+    )

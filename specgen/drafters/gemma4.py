@@ -27,7 +27,12 @@ class AssistantDrafter(StatesDrafter):
 
     name = "gemma4-assistant"
 
-    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
         state = self.hidden_states.after(n_decoded - 1)
         if state is None:
             return NO_DRAFT
@@ -37,6 +42,7 @@ class AssistantDrafter(StatesDrafter):
         row = yield from self._decode_token(context[-1], n_decoded, state)
 
         def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+            """Decode the last token of the chain."""
             state = self._backend.state(self._slot.first)
             row = yield from self._decode_token(draft.tokens[nodes[0]], n_decoded, state)
             return [row]

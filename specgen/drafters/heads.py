@@ -7,20 +7,37 @@ arXiv:2401.15077). `specgen.llama.decoder_heads` has the formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from specgen.drafters.expansion import Expansion, start_expansion
-from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads
+from specgen.drafters.interface import (
+    DraftKind,
+    DraftRequest,
+    DraftSetup,
+    LoadedDraft,
+    Reads,
+)
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
 from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.drafter import Ask, Drafter, Drafting, ready
+from specgen.method.drafter import (
+    Ask,
+    Drafter,
+    Drafting,
+    ready,
+)
 from specgen.method.hidden_states import LastHiddenState
 from specgen.method.policy import RoundPlan
 from specgen.system.arrays import Hidden, Logits
@@ -44,7 +61,12 @@ class HeadsDrafter(Drafter):
 
     name = "heads"
 
-    def __init__(self, heads: DecoderHeads, request: DraftRequest, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        heads: DecoderHeads,
+        request: DraftRequest,
+        vocabulary: Vocabulary,
+    ) -> None:
         self._heads = heads
         self._vocabulary = vocabulary
         self._request = request
@@ -54,10 +76,17 @@ class HeadsDrafter(Drafter):
         self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
 
     def price(self, n_context: int) -> Price:
+        """Return the measured costs; the first token costs as much as each further one."""
         token_s = self._costs.seconds_each(1)
         return Price(token_s, token_s)
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        """Draft from the target's last hidden state, if only a few tokens follow it."""
         if self.hidden_states.last is None:
             return ready(NO_DRAFT)
         n_decoded, target_state = self.hidden_states.last
@@ -67,9 +96,14 @@ class HeadsDrafter(Drafter):
         state = self._heads.begin(target_state, undecoded[0])
         for token in undecoded[1:]:
             state = self._heads.advance(state, [token])
-        before = context[len(context) - n_drafted :]
         draft = start_expansion(
-            self.name, self._request, plan, before, self._vocabulary, plan.n_max
+            self.name,
+            self._request,
+            plan,
+            context,
+            n_drafted,
+            self._vocabulary,
+            plan.n_max,
         )
         return self._grow(draft, state)
 
@@ -79,6 +113,7 @@ class HeadsDrafter(Drafter):
         states = {ROOT: first}
 
         def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, Iterable[Logits]]:
+            """Compute the states after nodes from those after their parents."""
             yield from ()  # no model decodes
             before = np.concatenate([states[draft.parents[node]] for node in nodes])
             after = self._heads.advance(before, [draft.tokens[node] for node in nodes])

@@ -11,20 +11,49 @@ Three objects make a kind, from the longest-lived to the shortest-lived:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Literal,
+    TypeAlias,
+)
 
 import numpy as np
 
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import FREE, CostTable, Price
-from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
-from specgen.method.drafter import Ask, Drafter, Drafting, ready
+from specgen.method.cost_table import (
+    FREE,
+    CostTable,
+    Price,
+)
+from specgen.method.draft import (
+    NO_DRAFT,
+    ROOT,
+    Branches,
+    Draft,
+)
+from specgen.method.drafter import (
+    Ask,
+    Drafter,
+    Drafting,
+    ready,
+)
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
+from specgen.options import (
+    AUTO_TREE,
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    TreeShape,
+)
 from specgen.text.overlap import common_prefix_length
 
 if TYPE_CHECKING:
@@ -87,7 +116,13 @@ class CacheSlot:
         """Return the number of cells of this slot in a cache."""
         return backend.n_ctx // self.n
 
-    def share_prefix(self, backend: Backend, tokens: Sequence[int], *, n_again: int = 0) -> int:
+    def share_prefix(
+        self,
+        backend: Backend,
+        tokens: Sequence[int],
+        *,
+        n_again: int = 0,
+    ) -> int:
         """Reuse the longest prefix of `tokens` that any slot of a cache holds, without copying.
 
         Whatever else this slot holds is dropped.
@@ -114,7 +149,12 @@ class CacheSlot:
             backend.remove(own.first)
             return 0
 
-    def _share_cells(self, backend: Backend, tokens: Sequence[int], n_again: int) -> int:
+    def _share_cells(
+        self,
+        backend: Backend,
+        tokens: Sequence[int],
+        n_again: int,
+    ) -> int:
         """Share the cells of the slot that holds the longest prefix; return the prefix's length."""
         own = self.branches(backend).first
         firsts = [CacheSlot(number, self.n).branches(backend).first for number in range(self.n)]

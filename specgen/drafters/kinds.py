@@ -18,7 +18,11 @@ from specgen.errors import ModelFileError, UsageError
 from specgen.options import DraftSource
 
 if TYPE_CHECKING:
-    from specgen.drafters.interface import DraftKind, DraftSetup, LoadedDraft
+    from specgen.drafters.interface import (
+        DraftKind,
+        DraftSetup,
+        LoadedDraft,
+    )
 
 
 @dataclass(frozen=True, slots=True)

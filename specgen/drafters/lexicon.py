@@ -41,7 +41,11 @@ def n_incomplete_bytes(data: bytes) -> int:
     return len(decoder.getstate()[0])
 
 
-def counterpart(token: int, source: Vocabulary, destination: Vocabulary) -> int | None:
+def counterpart(
+    token: int,
+    source: Vocabulary,
+    destination: Vocabulary,
+) -> int | None:
     """Return another vocabulary's token for a control token; None if there is none.
 
     It is the control token of the same name, else one of the same role. In the middle of a text

@@ -52,18 +52,16 @@ class _CorpusFile:
     """A file with text to look up."""
 
     path: Path
-    size_bytes: int
-    changed_ns: int
+    about: os.stat_result
     #: Whether the user named this very file, which has to be text then.
     is_named: bool
 
-    @classmethod
-    def of(cls, path: Path, about: os.stat_result, *, is_named: bool) -> _CorpusFile:
-        return cls(path, about.st_size, about.st_mtime_ns, is_named)
-
 
 def load_corpus(
-    paths: Sequence[Path], vocabulary: Vocabulary, fingerprint: str, cache: Path | None = None
+    paths: Sequence[Path],
+    vocabulary: Vocabulary,
+    fingerprint: str,
+    cache: Path | None = None,
 ) -> SuffixArray:
     """Load the texts of files and folders as tokens.
 
@@ -82,13 +80,13 @@ def load_corpus(
     """
     files = [file for path in paths for file in _corpus_files(path)]
     option = f"--lookup-file {', '.join(map(str, paths))}"
-    n_bytes = sum(file.size_bytes for file in files)
+    n_bytes = sum(file.about.st_size for file in files)
     if n_bytes > MAX_CORPUS_BYTES:
         raise UsageError(
             f"{option}: {n_bytes >> 20} MB of text; at most {MAX_CORPUS_BYTES >> 20} MB",
             hint="name fewer files or folders",
         )
-    states = [(str(file.path), file.size_bytes, file.changed_ns) for file in files]
+    states = [(str(file.path), file.about.st_size, file.about.st_mtime_ns) for file in files]
     made_of = np.frombuffer(_digest(_VERSION, fingerprint, states), np.int32)
     # The name depends on the paths only, so a changed file replaces the array in the cache.
     kept_at = None
@@ -123,7 +121,7 @@ def _corpus_files(path: Path) -> Iterator[_CorpusFile]:
         reason = error.strerror if isinstance(error, OSError) else None
         raise UsageError(f"{path}: {reason or error}") from error
     if stat.S_ISREG(about.st_mode):
-        yield _CorpusFile.of(path, about, is_named=True)
+        yield _CorpusFile(path, about, is_named=True)
     elif stat.S_ISDIR(about.st_mode):
         yield from _files_in(path)
     else:
@@ -139,7 +137,7 @@ def _files_in(folder: Path) -> Iterator[_CorpusFile]:
             with contextlib.suppress(OSError):  # the file has vanished
                 about = path.lstat()
                 if stat.S_ISREG(about.st_mode) and 0 < about.st_size <= MAX_FILE_BYTES:
-                    yield _CorpusFile.of(path, about, is_named=False)
+                    yield _CorpusFile(path, about, is_named=False)
 
 
 def _texts(file: _CorpusFile) -> list[str]:

@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from specgen.drafters.expansion import Expansion
-from specgen.drafters.interface import ContextSpec, DraftKind, DraftRequest, DraftSetup, DraftSource
+from specgen.drafters.expansion import Decoding, Expansion
+from specgen.drafters.interface import (
+    ContextSpec,
+    DraftKind,
+    DraftRequest,
+    DraftSetup,
+    DraftSource,
+)
 from specgen.drafters.states import (
     N_DRAFT_CELLS,
     N_USUAL,
@@ -26,7 +32,11 @@ from specgen.llama.draft_contexts import MtpContext
 from specgen.llama.draft_models import MtpModel
 from specgen.llama.gguf_file import holds_mtp_only
 from specgen.method.cost_table import Price
-from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.drafter import (
+    Ask,
+    Drafter,
+    Drafting,
+)
 from specgen.system.arrays import Hidden, Logits
 
 
@@ -47,6 +57,7 @@ class MtpChainDrafter(StatesDrafter):
         self._n_most = len(self._caches)
 
     def price(self, n_context: int) -> Price:
+        """Return the costs: each token takes a decode of another layer."""
         n_decoded = self._n_decoded(n_context)
         n_rows = self._caches[0].n_missing(n_decoded)
         one_layer = self._costs.price_of_draft(n_rows, N_USUAL)
@@ -58,17 +69,24 @@ class MtpChainDrafter(StatesDrafter):
             len(self._caches) * one_layer.prefill_s,
         )
 
-    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
         #: The state of each layer that was used, after its last row.
         states: list[Hidden] = []
 
-        def decode_next_layer() -> Generator[Ask, Logits, Logits]:
+        def decode_next_layer() -> Decoding:
+            """Decode the text and what was drafted with the first layer that was not used yet."""
             layer = self._caches[len(states)]
             row = yield from layer.catch_up(context, n_decoded, draft.tokens, states)
             states.append(layer.state())
             return row
 
         def logits_after(_nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+            """Let the next layer predict the next token."""
             return [(yield from decode_next_layer())]
 
         # The first layers predict tokens that are known already.

@@ -12,11 +12,26 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft
+from specgen.drafters.interface import (
+    DraftKind,
+    DraftRequest,
+    DraftSetup,
+    LoadedDraft,
+)
 from specgen.drafters.lookup_texts import EarlierTexts, load_corpus
-from specgen.drafters.suffix_index import MAX_MATCH, Match, SuffixArray, SuffixIndex, TextIndex
+from specgen.drafters.suffix_index import (
+    MAX_MATCH,
+    Match,
+    SuffixArray,
+    SuffixIndex,
+    TextIndex,
+)
 from specgen.method.cost_table import FREE, Price
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft import (
+    NO_DRAFT,
+    ROOT,
+    Draft,
+)
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
 
@@ -34,7 +49,11 @@ _DISSENT = 2.0
 _MOST_CHILDREN = 3
 
 
-def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
+def confidence(
+    length: int,
+    n_agreeing: int,
+    n_occurrences: int,
+) -> float:
     """Estimate how likely a token comes next.
 
     Args:
@@ -103,9 +122,16 @@ class SuffixDrafter(Drafter):
         self._sources: tuple[SuffixIndex, ...] = (self._text, *corpora)
 
     def price(self, n_context: int) -> Price:
+        """Return no cost: nothing is decoded."""
         return FREE
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        """Draft the likeliest paths by best-first search."""
         yield from ()  # nothing is decoded
         self._text.follow(context)
         ending = list(context[-MAX_MATCH:])
@@ -113,8 +139,8 @@ class SuffixDrafter(Drafter):
         path = _Path(ROOT, 1.0, ending, [source.longest(ending) for source in self._sources])
         parents: list[int] = []
         guesses: list[_Guess] = []
-        # Best-first search. The heap has (-probability, number, path, guess): the likeliest
-        # continuation of any path comes first, among equals the earliest.
+        # The heap has (-probability, number, path, guess): the likeliest continuation of any path
+        # comes first, among equals the earliest.
         heap: list[tuple[float, int, _Path, _Guess]] = []
         numbers = count()
         while len(guesses) < plan.n_max:
@@ -139,9 +165,17 @@ class SuffixDrafter(Drafter):
         )
 
     def rewind(self, n_tokens: int) -> None:
+        """Forget all of the text but its first `n_tokens`; the corpora stay."""
         self._text.rewind(n_tokens)
 
-    def _extend(self, path: _Path, token: int, *, node: int, probability: float) -> _Path:
+    def _extend(
+        self,
+        path: _Path,
+        token: int,
+        *,
+        node: int,
+        probability: float,
+    ) -> _Path:
         ending = [*path.ending, token]
         matches = [
             source.extend_match(match, ending)
@@ -209,10 +243,12 @@ class LoadedNgrams(LoadedDraft):
             self._corpora += self._earlier.arrays()
 
     def keep_text(self, tokens: Sequence[int]) -> None:
+        """Store a finished text, if `--lookup-store` asks for that."""
         if self._earlier is not None:
             self._earlier.add(tokens)
 
     def drafter(self, request: DraftRequest) -> SuffixDrafter:
+        """Return a drafter of chains, or of trees if the request allows branches."""
         n_children = 1
         n_deepest = None
         if request.branches and request.shape.is_fixed:
@@ -223,7 +259,11 @@ class LoadedNgrams(LoadedDraft):
             n_deepest = request.n_deepest
         min_match, max_match = self._drafting.ngrams_of
         return SuffixDrafter(
-            min_match, max_match, self._corpora, n_children=n_children, n_deepest=n_deepest
+            min_match,
+            max_match,
+            self._corpora,
+            n_children=n_children,
+            n_deepest=n_deepest,
         )
 
 

@@ -8,20 +8,23 @@ and n - 1 masks.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen.drafters.autoregressive import ModelDrafter
-from specgen.drafters.expansion import start_expansion
+from specgen.drafters.expansion import Decoding, start_expansion
 from specgen.drafters.interface import DraftRequest
 from specgen.errors import UsageError
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import FREE, CostTable, Price
+from specgen.method.cost_table import (
+    FREE,
+    CostTable,
+    Price,
+)
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.system.arrays import Logits
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaModel
@@ -53,7 +56,12 @@ class ParallelDrafter(ModelDrafter):
     """
 
     def __init__(
-        self, backend: Backend, request: DraftRequest, *, mask: int, n_shared_tokens: int
+        self,
+        backend: Backend,
+        request: DraftRequest,
+        *,
+        mask: int,
+        n_shared_tokens: int,
     ) -> None:
         super().__init__(backend, request, n_shared_tokens=n_shared_tokens)
         # Expanding a node of a tree costs nothing: its row is there already.
@@ -64,6 +72,7 @@ class ParallelDrafter(ModelDrafter):
         self._usual_confidence = 0.8
 
     def price(self, n_context: int) -> Price:
+        """Return the cost of one decode; a further token costs a further row."""
         costs = self._costs
         if not costs:
             return FREE
@@ -76,7 +85,13 @@ class ParallelDrafter(ModelDrafter):
         prefill_s = costs.seconds_each(n_text) - first_s
         return Price(first_s, max(0.0, next_s), max(0.0, prefill_s))
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        """Predict as many tokens as the plan is expected to want, and grow a draft from them."""
         request = self._request
         n_rows = self._n_worthwhile(plan)
         if request.branches and request.shape.is_fixed:
@@ -85,9 +100,16 @@ class ParallelDrafter(ModelDrafter):
         if n_rows < 1:
             return NO_DRAFT
         rows = yield from self._predict(context, n_rows)
-        before = context[len(context) - n_drafted :]
         vocabulary = self._backend.vocabulary
-        expansion = start_expansion(self.name, request, plan, before, vocabulary, plan.n_max)
+        expansion = start_expansion(
+            self.name,
+            request,
+            plan,
+            context,
+            n_drafted,
+            vocabulary,
+            plan.n_max,
+        )
         draft = yield from expansion.grow_from(rows)
         for confidence in draft.step_confidences:
             self._usual_confidence += _RATE * (confidence - self._usual_confidence)
@@ -104,7 +126,7 @@ class ParallelDrafter(ModelDrafter):
             cumulative_acceptance = step.cumulative_acceptance
         return n_max
 
-    def _predict(self, context: Sequence[int], n_rows: int) -> Generator[Ask, Logits, Logits]:
+    def _predict(self, context: Sequence[int], n_rows: int) -> Decoding:
         """Bring the cache to `context`, and predict the next tokens.
 
         Returns:

@@ -14,14 +14,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from specgen.drafters.autoregressive import ModelDrafter
-from specgen.drafters.expansion import Expansion
+from specgen.drafters.expansion import Decoding, Expansion
 from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend
 from specgen.method.cascade import Cascade
 from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
+from specgen.method.policy import (
+    Offer,
+    Policy,
+    RoundPlan,
+    RoundResult,
+)
 from specgen.system.arrays import Logits
 from specgen.text.overlap import common_prefix_length
 
@@ -54,7 +59,12 @@ class SecondDraft:
         caches: The contexts in which the drafters decode.
     """
 
-    def __init__(self, drafters: Cascade, policy: Policy, caches: Sequence[Backend] = ()) -> None:
+    def __init__(
+        self,
+        drafters: Cascade,
+        policy: Policy,
+        caches: Sequence[Backend] = (),
+    ) -> None:
         self._drafters = drafters
         self._policy = policy
         self._caches = caches
@@ -77,7 +87,11 @@ class SecondDraft:
         return plain_s if self._token_s is None else min(plain_s, self._token_s)
 
     def guess(
-        self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int
+        self,
+        context: Sequence[int],
+        drafted: Sequence[int],
+        n_room: int,
+        n_before: int,
     ) -> Generator[Ask, Logits, Sequence[int]]:
         """Guess the draft model's next tokens.
 
@@ -94,7 +108,15 @@ class SecondDraft:
         n_max = min(self._policy.n_max, n_room)
         found = drafters.look_up(text, n_max, n_drafted)
         price = FREE if drafters.model is None else drafters.model.price(len(text))
-        plan = self._policy.plan(Offer(n_room + 1, n_max, found, drafters.model_name, price))
+        plan = self._policy.plan(
+            Offer(
+                n_room + 1,
+                n_max,
+                found,
+                drafters.model_name,
+                price,
+            )
+        )
         self._why = self._why or plan.why
         before_s = self._decoded_s()
         uncut = yield from drafters.propose(text, plan, n_drafted)
@@ -102,7 +124,13 @@ class SecondDraft:
         draft = plan.stop.cut(uncut)
         if not draft.is_chain:
             draft = NO_DRAFT
-        self._guess = _Guess(plan, draft, (found, uncut), len(drafted), draft_s)
+        self._guess = _Guess(
+            plan,
+            draft,
+            (found, uncut),
+            len(drafted),
+            draft_s,
+        )
         self._n_guessed += len(draft)
         return draft.tokens
 
@@ -201,10 +229,17 @@ class StagedDrafter(ModelDrafter):
         self._ahead: Sequence[int] = ()
 
     def price(self, n_context: int) -> Price:
+        """Return the model's costs; with guesses a token takes less."""
         price = super().price(n_context)
         return replace(price, next_s=self._guesses.token_s(price.next_s))
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        """Draft a chain; it is the one that the model would draft without guesses."""
         n_max = self._make_room(len(context), plan.n_max)
         if n_max < 1:
             return NO_DRAFT
@@ -212,7 +247,8 @@ class StagedDrafter(ModelDrafter):
         self._ahead = self._backend.text(self._sequence)[len(context) - self.n_skipped :]
         chain = self._start_draft(context, plan, n_drafted, n_max)
 
-        def logits_after(_nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+        def logits_after(_nodes: Sequence[int]) -> Decoding:
+            """Take the row of the last token if it was guessed, else decode it with guesses."""
             if self._ahead and self._ahead[0] == chain.tokens[-1]:
                 self._ahead = self._ahead[1:]
             else:
@@ -225,11 +261,15 @@ class StagedDrafter(ModelDrafter):
         return replace(draft, guesses=self._guesses.in_words())
 
     def rewind(self, n_tokens: int) -> None:
+        """Let both drafts forget the tokens after the first `n_tokens`."""
         self._guesses.rewind(n_tokens)
         super().rewind(n_tokens)
 
     def _decode_with_guesses(
-        self, context: Sequence[int], chain: Expansion, n_drafted: int
+        self,
+        context: Sequence[int],
+        chain: Expansion,
+        n_drafted: int,
     ) -> Generator[Ask, Logits, None]:
         """Decode the last token of the chain together with guesses of those after it."""
         backend = self._backend
@@ -245,7 +285,7 @@ class StagedDrafter(ModelDrafter):
         self._n_decoded = backend.n_decoded_rows
         self._guesses.observe_decode(backend.decode_s - before_s)
 
-    def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+    def _catch_up(self, context: Sequence[int]) -> Decoding:
         """Bring the cache to `context`.
 
         If guesses became text, and nothing was decoded since, no decode is needed.

@@ -15,14 +15,32 @@ import numpy as np
 
 from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.expansion import MAX_WIDTH
-from specgen.drafters.interface import ContextSpec, DraftKind, DraftRequest, DraftSetup, LoadedDraft
+from specgen.drafters.interface import (
+    ContextSpec,
+    DraftKind,
+    DraftRequest,
+    DraftSetup,
+    LoadedDraft,
+)
 from specgen.drafters.kinds import refuse_draft
 from specgen.drafters.ngram import SuffixDrafter
-from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
+from specgen.drafters.parallel import (
+    ParallelDrafter,
+    is_parallel_draft,
+    mask_token,
+)
 from specgen.drafters.staged import SecondDraft, StagedDrafter
-from specgen.drafters.translated import PrefixPipeline, TranslatedDrafter, Translation
+from specgen.drafters.translated import (
+    PrefixPipeline,
+    TranslatedDrafter,
+    Translation,
+)
 from specgen.drafters.vocabularies import check_pair
-from specgen.errors import ModelFileError, PairError, UsageError
+from specgen.errors import (
+    ModelFileError,
+    PairError,
+    UsageError,
+)
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context import n_native_sequences
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
@@ -31,7 +49,12 @@ from specgen.method.drafter import Drafter
 from specgen.method.policy import CostAwarePolicy
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
-from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
+from specgen.options import (
+    DraftOptions,
+    DraftSource,
+    SamplerOptions,
+    TreeShape,
+)
 from specgen.text.sampling.chain import Sampler
 
 #: The most tokens that one draft model guesses for another.
@@ -51,7 +74,12 @@ class StandaloneDraft(LoadedDraft):
         weights: A file of weights to load instead of the model's own, which it learnt.
     """
 
-    def __init__(self, path: Path, setup: DraftSetup, weights: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        setup: DraftSetup,
+        weights: Path | None = None,
+    ) -> None:
         super().__init__(path.name, weights or path)
         self.timed = path
         self.learnt = weights
@@ -64,18 +92,23 @@ class StandaloneDraft(LoadedDraft):
         self._guesses_ngrams = False
         #: The number of tokens that both vocabularies have, from 0 on, if they are the same.
         self._n_shared_tokens = self.model.vocabulary.n_tokens
-        #: The translation between the vocabularies; None if they are the same.
-        self._translation: Translation | None = None
-        #: The token that stands for one that is not known yet, if the model drafts in parallel.
-        self.mask: int | None = None
-        #: Whether it would draft in parallel if its file told the mask token.
-        self._lacks_mask = False
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
-            self._compare_vocabularies(setup)
-            self._find_mask(setup)
+            #: The translation between the vocabularies; None if they are the same.
+            self._translation = self._compare_vocabularies(setup)
+            mask = mask_token(self.model, setup.drafting.mask)
+            #: Whether it would draft in parallel if its file told the mask token.
+            self._lacks_mask = (
+                mask is None and setup.drafting.mask == "auto" and is_parallel_draft(self.model)
+            )
+            #: The token that stands for one that is not known yet, if the model drafts in parallel.
+            #: Not with a translation: a token may depend on how the one before it is spelled.
+            self.mask = mask if self._translation is None else None
             self._open_helper(setup)
             on_error.pop_all()
+        if self._translation is not None:
+            self.own_vocabulary = self.model
+            self.can_draw = False
         if self.mask is not None:
             self.n_at_once = _N_PARALLEL
         else:
@@ -86,8 +119,8 @@ class StandaloneDraft(LoadedDraft):
             setup.drafting.grows_trees and self.why_chains is None and self.mask is None
         )
 
-    def _compare_vocabularies(self, setup: DraftSetup) -> None:
-        """Prepare a translation if the vocabularies differ. Raise `PairError` if none is wanted."""
+    def _compare_vocabularies(self, setup: DraftSetup) -> Translation | None:
+        """Return a translation if the vocabularies differ. Raise `PairError` if none is wanted."""
         target = setup.target
         own = self.model.vocabulary
         try:
@@ -95,19 +128,10 @@ class StandaloneDraft(LoadedDraft):
         except PairError:
             if setup.drafting.translate == "off":
                 raise
-            self._translation = Translation(target.vocabulary, own)
-            self._translation.draft_lexicon.load()  # now, and not in the middle of an answer
-            self.own_vocabulary = self.model
-            self.can_draw = False
-
-    def _find_mask(self, setup: DraftSetup) -> None:
-        mask = mask_token(self.model, setup.drafting.mask)
-        lacks_mask = mask is None and setup.drafting.mask == "auto"
-        self._lacks_mask = lacks_mask and is_parallel_draft(self.model)
-        # With a translation a token may depend on how the one before it is spelled, so none are
-        # made in parallel.
-        if self._translation is None:
-            self.mask = mask
+            translation = Translation(target.vocabulary, own)
+            translation.draft_lexicon.load()  # now, and not in the middle of an answer
+            return translation
+        return None
 
     def _open_helper(self, setup: DraftSetup) -> None:
         """Load what drafts for this model: another model, which drafts chains, or n-grams."""
@@ -125,7 +149,11 @@ class StandaloneDraft(LoadedDraft):
             return
         drafting = replace(setup.drafting, tree=TreeShape("off"), mask="off", translate="off")
         own_setup = replace(
-            setup, target=self.model, drafting=drafting, helpers=tuple(others), learnt=None
+            setup,
+            target=self.model,
+            drafting=drafting,
+            helpers=tuple(others),
+            learnt=None,
         )
         self.helper = StandaloneDraft(source, own_setup)
         self.models += self.helper.models
@@ -145,6 +173,7 @@ class StandaloneDraft(LoadedDraft):
         return None
 
     def n_sequences(self, n_rows: int) -> int:
+        """Return the sequences of a text: one for each node of a tree, and the text's own."""
         n_branches = n_rows + 1 if self._decodes_branches else 1
         return n_native_sequences(self.model, n_branches)
 
@@ -189,6 +218,7 @@ class StandaloneDraft(LoadedDraft):
         return 1
 
     def drafter(self, request: DraftRequest) -> Drafter:
+        """Return what drafts in the way that files and options ask for."""
         if self._translation is not None:
             return self._translated_drafter(request, self._translation)
         if self.mask is not None:
@@ -213,11 +243,19 @@ class StandaloneDraft(LoadedDraft):
         never = self.model.vocabulary.end_tokens() if request.is_endless else ()
         sampling = PrefixPipeline(translation.draft_lexicon, never)
         own = replace(
-            request, text=TextState(()), shaper=sampling, prompt=text.tokens, head=range(0)
+            request,
+            text=TextState(()),
+            shaper=sampling,
+            prompt=text.tokens,
+            head=range(0),
         )
         holds_back = request.caches[0].rollback == "cells"
         return TranslatedDrafter(
-            self._model_drafter(own), translation, text, sampling, holds_back=holds_back
+            self._model_drafter(own),
+            translation,
+            text,
+            sampling,
+            holds_back=holds_back,
         )
 
     def _second_draft(self, request: DraftRequest) -> SecondDraft | None:
@@ -249,6 +287,7 @@ class StandaloneDraft(LoadedDraft):
         return SecondDraft(cascade, CostAwarePolicy(options, request.costs, acceptance), caches)
 
     def notices(self) -> Iterator[str]:
+        """Yield a notice if it could be faster with an option."""
         if self._lacks_mask:
             yield (
                 f"{self.name} is a parallel draft, but its file does not say which its mask token "

@@ -8,11 +8,20 @@ target has decoded this is the target's own state; for drafted tokens it is the 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import (
+    TYPE_CHECKING,
+    ClassVar,
+    cast,
+)
 
-from specgen.drafters.expansion import MAX_WIDTH, Expansion, start_expansion
+from specgen.drafters.expansion import (
+    MAX_WIDTH,
+    Decoding,
+    Expansion,
+    start_expansion,
+)
 from specgen.drafters.interface import (
     ContextSpec,
     DraftKind,
@@ -29,7 +38,11 @@ from specgen.llama.gguf_file import architecture_of
 from specgen.method.backend import Batch
 from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.drafter import (
+    Ask,
+    Drafter,
+    Drafting,
+)
 from specgen.method.hidden_states import HiddenStateBuffer, StatesBackend
 from specgen.method.policy import RoundPlan
 from specgen.system.arrays import Hidden, Logits
@@ -103,7 +116,7 @@ class StatesCache:
         n_decoded: int,
         drafted: Sequence[int] = (),
         own_states: Sequence[Hidden] = (),
-    ) -> Generator[Ask, Logits, Logits]:
+    ) -> Decoding:
         """Decode the rows that the cache lacks.
 
         Args:
@@ -173,11 +186,21 @@ class StatesDrafter(Drafter):
         self._n_most: int | None = None
 
     def price(self, n_context: int) -> Price:
+        """Return the costs of the rows that are missing, and of further ones."""
         n_decoded = self._n_decoded(n_context)
         n_rows = self._caches[0].n_missing(n_decoded) if self._caches else 1
         return self._costs.price_of_draft(n_rows, N_USUAL, n_context - 1 - n_decoded)
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        """Draft, if the target's state before the last token is known.
+
+        Whatever was decoded for drafted tokens is dropped afterwards.
+        """
         n_decoded = self._n_decoded(len(context))
         n_undecoded = len(context) - 1 - n_decoded
         n_max = plan.n_max
@@ -187,9 +210,16 @@ class StatesDrafter(Drafter):
             return NO_DRAFT
         if not all(cache.prepare(n_decoded) for cache in self._caches):
             return NO_DRAFT
-        before = context[len(context) - n_drafted :]
         vocabulary = self._backend.vocabulary
-        draft = start_expansion(self.name, self._request, plan, before, vocabulary, n_max)
+        draft = start_expansion(
+            self.name,
+            self._request,
+            plan,
+            context,
+            n_drafted,
+            vocabulary,
+            n_max,
+        )
         try:
             return (yield from self._grow(draft, context, n_decoded))
         finally:
@@ -198,7 +228,12 @@ class StatesDrafter(Drafter):
             self.hidden_states.forget(n_read)
 
     @abstractmethod
-    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
         """Grow a draft after the text, of which the target has decoded `n_decoded` tokens."""
 
     def _drop_drafted(self) -> None:
@@ -209,8 +244,11 @@ class StatesDrafter(Drafter):
         return min(self.hidden_states.n_decoded, n_context - 1)
 
     def _decode_token(
-        self, token: int, position: int, state: Hidden
-    ) -> Generator[Ask, Logits, Logits]:
+        self,
+        token: int,
+        position: int,
+        state: Hidden,
+    ) -> Decoding:
         """Decode a token with the state before it; return the logits after it, float32[n_vocab]."""
         batch = Batch()
         batch.add(token, position, (self._slot.first,), True)
@@ -238,7 +276,12 @@ class LayerDrafter(StatesDrafter):
         self._cache = StatesCache(backend, request, self.hidden_states, self.n_left_out)
         self._caches = [self._cache]
 
-    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
         n_skipped = self._cache.n_skipped
         row = yield from self._cache.catch_up(context, n_decoded)
         for index in range(n_decoded + 1, len(context)):
@@ -248,7 +291,11 @@ class LayerDrafter(StatesDrafter):
         return (yield from self._grow_nodes(draft, row, self._cache.state(), n_cells))
 
     def _grow_nodes(
-        self, draft: Expansion, first: Logits, first_state: Hidden, n_cells: int
+        self,
+        draft: Expansion,
+        first: Logits,
+        first_state: Hidden,
+        n_cells: int,
     ) -> Drafting:
         """Grow a draft, given the logits and the state after the text, which takes `n_cells`."""
         backend = self._backend
@@ -257,7 +304,8 @@ class LayerDrafter(StatesDrafter):
         #: The draft's state after each node, which its children read.
         states = {ROOT: first_state}
 
-        def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+        def logits_after(nodes: Sequence[int]) -> Decoding:
+            """Decode nodes in one batch, each with the state after its parent."""
             batch = Batch()
             for node in nodes:
                 parent = draft.parents[node]
@@ -285,7 +333,12 @@ class StatesDraft(LoadedDraft):
     reads: Reads = "all states"
     origin = "mtp"
 
-    def __init__(self, name: str, key: Key, setup: DraftSetup) -> None:
+    def __init__(
+        self,
+        name: str,
+        key: Key,
+        setup: DraftSetup,
+    ) -> None:
         super().__init__(name, key)
         self.timed = key
         self._target = setup.target

@@ -11,10 +11,18 @@ import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Sequence,
+)
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import (
+    Final,
+    NamedTuple,
+    TypeAlias,
+)
 
 import numpy as np
 import numpy.typing as npt

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import (
+    dataclass,
+    field,
+    replace,
+)
 
 from specgen.drafters.draft_text import DraftText
-from specgen.drafters.lexicon import Lexicon, Spelling, counterpart, n_incomplete_bytes
+from specgen.drafters.lexicon import (
+    Lexicon,
+    Spelling,
+    counterpart,
+    n_incomplete_bytes,
+)
 from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting
@@ -186,14 +195,19 @@ class PrefixPipeline(SamplingPipeline):
         self.prefix = b""
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        """Return the draft's choice: as the first token, the likeliest with the prefix."""
         if path or not self.prefix:
             return super().distribution(logits, path)
         token_ids = self._lexicon.with_prefix(self.prefix)
         return Distribution.certain(int(token_ids[logits[token_ids].argmax()]))
 
     def likeliest(
-        self, logits: Logits, path: Sequence[int], n: int
+        self,
+        logits: Logits,
+        path: Sequence[int],
+        n: int,
     ) -> tuple[list[int], list[float]]:
+        """Return the likeliest tokens; those for the first place have the prefix."""
         if path or not self.prefix:
             return super().likeliest(logits, path, n)
         token_ids = self._lexicon.with_prefix(self.prefix)
@@ -235,10 +249,17 @@ class TranslatedDrafter(Drafter):
         self._n_seen = 0
 
     def price(self, n_context: int) -> Price:
+        """Return the inner drafter's price; a new token counts as one of its tokens."""
         n_new = n_context - self.text.n_followed
         return self.inner.price(len(self.text.tokens) + n_new)
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        """Follow the text, let the inner drafter draft, and translate its draft."""
         text = self.text
         text.follow(context, self.drafted)
         self.drafted = NO_DRAFT

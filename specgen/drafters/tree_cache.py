@@ -43,7 +43,12 @@ class TreeCache:
         self._sequences = {ROOT: self._trunk}
         self._tips = {self._trunk: ROOT}
 
-    def sequence_of(self, node: int, parent: int, position: int) -> int:
+    def sequence_of(
+        self,
+        node: int,
+        parent: int,
+        position: int,
+    ) -> int:
         """Return the sequence in which to decode a new node, at a position of the cache."""
         sequence = self._sequences[parent]
         if self._tips[sequence] != parent:
@@ -54,7 +59,12 @@ class TreeCache:
         self._tips[sequence] = node
         return sequence
 
-    def keep(self, node: int, n_text: int, n_kept: int) -> None:
+    def keep(
+        self,
+        node: int,
+        n_text: int,
+        n_kept: int,
+    ) -> None:
         """End the tree: keep a path in the trunk, and drop all other nodes.
 
         Args:

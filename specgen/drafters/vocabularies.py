@@ -20,7 +20,10 @@ _ATTRIBUTE_UNUSED = 1 << 1
 
 
 def check_pair(
-    target: LlamaVocabulary, draft: LlamaVocabulary, target_name: str, draft_name: str
+    target: LlamaVocabulary,
+    draft: LlamaVocabulary,
+    target_name: str,
+    draft_name: str,
 ) -> int:
     """Return the number of tokens that both models share; ids from there on are padding of one.
 
@@ -37,7 +40,10 @@ def check_pair(
 
 
 def _difference(
-    target: LlamaVocabulary, draft: LlamaVocabulary, target_name: str, draft_name: str
+    target: LlamaVocabulary,
+    draft: LlamaVocabulary,
+    target_name: str,
+    draft_name: str,
 ) -> str | None:
     """Return how two vocabularies differ; None if they do not."""
     if target.kind != draft.kind:
