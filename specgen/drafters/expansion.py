@@ -205,6 +205,7 @@ class Chain(Expansion):
         return step
 
     def _decide(self, confidence: float) -> DraftStep:
+        """Ask the plan whether to add the next token, given the largest probability there."""
         self.confidences.append(confidence)
         n_drafted = len(self.tokens)
         step = self.plan.after_draft_step(n_drafted, self._cumulative_acceptance, confidence)
@@ -214,7 +215,7 @@ class Chain(Expansion):
 
 @dataclass(eq=False)
 class Tree(Expansion):
-    """Several branches."""
+    """Several branches, which grow by expanding several nodes at once."""
 
     #: The nodes that were not expanded and may have children: their tokens do not end the text.
     _open: list[int] = field(default_factory=list, init=False)
@@ -312,25 +313,29 @@ class CostAwareTree(Tree):
         nodes = [node for node in self._open_nodes() if self._may_be_expanded(node)]
         nodes.sort(key=acceptances.__getitem__, reverse=True)
         n_verified = len(stop.best_nodes(acceptances))
-        gain_s = 0.0
+
+        # How many of them? Each adds a gain, and a decode of more rows costs more.
         n_best = 0
         most_saved_s = 0.0
-        for n, node in enumerate(nodes[: self.max_width]):
-            # The children of several nodes compete for the same rows of the target's batch.
-            n_rows = max(n_verified + n, self.depths[node] + 1)
+        gain_s = 0.0
+        for n, node in enumerate(nodes[: self.max_width], start=1):
+            # The children of all these nodes compete for the same rows of the target's batch.
+            n_rows = max(n_verified + n - 1, self.depths[node] + 1)
             if n_rows >= len(stop.extra_s) - 1:
                 break
-            # The value of an impossible node is not a gain: a larger batch may cost less.
+            # The value of a step is net of the drafter's decode (`next_s`), which is paid below,
+            # once for all nodes. The value of an impossible node is not a gain: it is that of a
+            # larger batch, which may cost less.
             gain_s += max(0.0, stop.value(n_rows, acceptances[node]) + stop.next_s)
             gain_s -= max(0.0, stop.value(n_rows, 0.0) + stop.next_s)
-            saved_s = gain_s - self.request.costs.seconds_each(n + 1)
+            saved_s = gain_s - self.request.costs.seconds_each(n)
             if saved_s > most_saved_s:
-                n_best = n + 1
+                n_best = n
                 most_saved_s = saved_s
         return nodes[:n_best]
 
     def _may_be_expanded(self, node: int) -> bool:
-        """Return whether the user's least probability allows it: that of first children counts."""
+        """Return whether the node is likely enough; only first siblings need `p_min`."""
         return self._ranks[node] > 0 or (self.probabilities[node] or 0.0) >= self._stop.p_min
 
     def _draft(self) -> Draft:
