@@ -22,7 +22,7 @@ from tests.tiny import CHATML_TEMPLATE
 __all__ = ["browser"]
 
 QUESTION = "the cat is in the"
-KINDS = ("accepted", "corrected", "bonus", "plain")
+KINDS = ("accepted", "corrected", "bonus", "forced", "plain")
 CHATTING: dict[str, Any] = {"chat_template": CHATML_TEMPLATE, "draft": 0.05}
 API = "**/v1/chat/completions"
 expect.set_options(timeout=1000 * PATIENCE_S)
@@ -117,7 +117,7 @@ def test_the_page_says_what_the_server_says(server: Running, page: Page) -> None
     found = server.post("/v1/chat/completions", messages=body["messages"]).json()
     assert shown.split() == found["choices"][0]["message"]["content"].split()
     expect(turn(page).locator(".question")).to_have_text(QUESTION)
-    figures = turn(page).locator(".figures")
+    figures = turn(page).locator(".stats")
     drafts = found["speculative"]
     expect(figures).to_contain_text(f"{found['usage']['completion_tokens']} tokens ·")
     expect(figures).to_contain_text("tokens/s")
@@ -138,7 +138,14 @@ def test_marks_differ_as_the_legend_explains(page: Page) -> None:
     legend = page.locator(".legend summary span")
     expect(marks.locator("visible=true")).to_have_count(len(KINDS))
     page.get_by_role("checkbox", name="Rejected tokens").check()
-    assert legend.all_text_contents() == ["accepted", "rejected", "corrected", "bonus", "plain"]
+    assert legend.all_text_contents() == [
+        "accepted",
+        "rejected",
+        "corrected",
+        "bonus",
+        "forced",
+        "plain",
+    ]
     assert marks.evaluate_all(look) == legend.evaluate_all(look)
     assert len(set(marks.evaluate_all(look))) == len(KINDS) + 1
     assert marks.nth(1).get_attribute("data-text") == "nothing"
@@ -226,7 +233,7 @@ def test_a_stopped_answer_is_cancelled(browser: Browser, endless: Running, way: 
         shown = answer(page) if way != "New conversation" else ""
         wait_until(lambda: n_stopped() == n_before + 1, "the end of the answer")
         if shown:
-            expect(turn(page).locator(".figures")).to_contain_text("stopped")
+            expect(turn(page).locator(".stats")).to_contain_text("stopped")
         else:
             assert page.locator(".turn").count() == 0
         body = send(page, "go on")
@@ -252,11 +259,11 @@ def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:
 def test_how_far_a_prompt_is_read_is_shown(page: Page) -> None:
     assert send(page)["return_progress"] is True
     shown = page.evaluate("""async () => {
-        const { Figures } = await import("./page/figures.js");
-        const figures = new Figures(0);
+        const { AnswerStats } = await import("./page/answer_stats.js");
+        const stats = new AnswerStats(0);
         const prompt_progress = { total: 4000, cache: 1000, processed: 2500, time_ms: 3000 };
-        figures.count({ prompt_progress }, [], 1);
-        return figures.running();
+        stats.add({ prompt_progress }, [], 1);
+        return stats.running();
     }""")
     assert shown == "reading the prompt: 63% of 4000 tokens, 3.00 s left"
 
@@ -303,7 +310,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Browser, tmp_path: Pa
     with tiny_server(tmp_path, options, **CHATTING) as server:
         with opened(browser, server.url) as page:
             page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
-            expect(page.get_by_role("alert")).to_have_text("The server wants an API key.")
+            expect(page.get_by_role("alert")).to_have_text("The server requires an API key.")
         with opened(browser, server.url) as page:
             about, dialog = page.locator("#about"), page.get_by_role("dialog")
             for key in ("wrong", "right"):
@@ -311,7 +318,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Browser, tmp_path: Pa
                 dialog.get_by_label("API key").fill(key)
                 dialog.get_by_label("API key").press("Enter")
                 if key == "wrong":
-                    expect(dialog).to_contain_text("refused")
+                    expect(dialog).to_contain_text("rejected")
             expect(about).to_contain_text("target")
             page.reload()
             expect(about).to_contain_text("target")
@@ -430,15 +437,15 @@ def test_a_reload_keeps_the_conversation_and_the_settings(page: Page) -> None:
     page.get_by_label("Drafts").uncheck()
     send(page)
     first = answer(page)
-    figures = turn(page).locator(".figures").text_content() or ""
+    figures = turn(page).locator(".stats").text_content() or ""
     assert "9 tokens" in figures
-    assert "cut off at the most tokens allowed" in figures
+    assert "cut off at the maximum number of tokens" in figures
     spans = turn(page).locator(".answer span")
     kinds = spans.evaluate_all("all => all.map(each => each.title)")
     page.reload()
     expect(page.locator("#about")).to_have_text("target · drafts from draft")
     assert answer(page) == first
-    expect(turn(page).locator(".figures")).to_have_text(figures)
+    expect(turn(page).locator(".stats")).to_have_text(figures)
     expect(turn(page).locator(".question")).to_have_text(QUESTION)
     assert spans.evaluate_all("all => all.map(each => each.title)") == kinds
     expect(page.get_by_label("Drafts")).not_to_be_checked()
