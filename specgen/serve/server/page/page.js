@@ -1,15 +1,15 @@
 // A chat with the server that serves this page. The conversation is stored in this browser only.
 
-import { ApiClient, ServerError } from "./api_client.js";
+import { ApiClient } from "./api_client.js";
 import { copyText } from "./clipboard.js";
 import { Conversation } from "./conversation.js";
 import { askForKey } from "./key_dialog.js";
+import { ModelMenu } from "./model_menu.js";
+import { messageOf, showNotice } from "./notice.js";
 import {
   applyTokenDisplay,
-  offerDrafts,
   requestFields,
   restoreSettings,
-  savedSetting,
   saveSettings,
   systemPrompt,
 } from "./settings.js";
@@ -19,24 +19,19 @@ import { message, Turn } from "./turn.js";
 
 // The longest time without a pause for the browser's other work.
 const MAX_WORK_MS = 20;
+// How long a button shows that it has copied something.
 const COPIED_MS = 1500;
-const CONTEXT_HINT =
-  "shorten the question, start a new conversation, or start the server with a larger context (-c)";
 
 const elementOf = (id) => document.getElementById(id);
 const composer = elementOf("composer");
 const question = elementOf("question");
-const modelMenu = elementOf("model");
 const sendButton = elementOf("send");
 const stopButton = elementOf("stop");
 const conversation = new Conversation(elementOf("conversation"));
 const keepEndInView = (change) => conversation.keepEndInView(change);
 const client = new ApiClient(askForKey);
+const modelMenu = new ModelMenu(client);
 
-// Whether the server loads the model only when it is asked.
-let isModelUnloaded = false;
-// The size of the model's context in tokens, if it is known.
-let nContext = null;
 // The AbortController of the answer that is arriving.
 let running = null;
 
@@ -45,7 +40,7 @@ fillLegend(document.querySelector(".legend"));
 restoreSettings();
 applyTokenDisplay();
 restoreConversation();
-offerModels();
+modelMenu.fill();
 
 // --- events ------------------------------------------------------------------------------------
 
@@ -83,9 +78,9 @@ function listenToComposer() {
 
 function listenToSettings() {
   composer.addEventListener("change", saveSettings);
-  modelMenu.addEventListener("change", () => {
+  elementOf("model").addEventListener("change", () => {
     saveSettings();
-    describeModel();
+    modelMenu.describe();
   });
   for (const name of ["colours", "rejected"]) {
     elementOf(name).addEventListener("change", () => keepEndInView(applyTokenDisplay));
@@ -126,56 +121,6 @@ async function copyFor(button) {
   setTimeout(() => {
     button.textContent = label;
   }, COPIED_MS);
-}
-
-// --- models ------------------------------------------------------------------------------------
-
-// Fill the menu of models, which is shown if there are several.
-async function offerModels() {
-  try {
-    const models = await client.models();
-    const saved = savedSetting("model");
-    modelMenu.replaceChildren(...models.map((model) => new Option(model)));
-    modelMenu.hidden = models.length === 1;
-    modelMenu.value = models.includes(saved) ? saved : models[0];
-    await describeModel();
-  } catch (error) {
-    showNotice(messageOf(error));
-  }
-}
-
-// Show which model answers and what drafts for it, as far as the server knows before loading it.
-async function describeModel() {
-  showNotice("");
-  try {
-    const model = modelMenu.value;
-    const properties = await client.properties(model);
-    const { draft = null, has_chat_template: hasChatTemplate = true } = properties;
-    const description = draftDescription(draft);
-    elementOf("about").textContent = modelMenu.hidden ? `${model} · ${description}` : description;
-    document.title = `${model} – specgen`;
-    isModelUnloaded = draft === null;
-    nContext = properties.default_generation_settings?.n_ctx ?? null;
-    offerDrafts(draft !== "none");
-    if (!hasChatTemplate) {
-      showNotice("This model has no chat template: it can continue texts, but not chat.");
-    }
-  } catch (error) {
-    showNotice(messageOf(error));
-  }
-}
-
-function draftDescription(draft) {
-  switch (draft) {
-    case null:
-      return "loaded with the first question";
-    case "none":
-      return "no drafts";
-    case "ngram":
-      return "drafts from n-grams";
-    default:
-      return `drafts from ${draft.replace(/\.gguf$/, "")}`;
-  }
 }
 
 // --- turns -------------------------------------------------------------------------------------
@@ -232,10 +177,7 @@ function send() {
 
 async function ask(text) {
   showNotice("");
-  const messages = [...conversation.messages(), message("user", text)];
-  if (systemPrompt() !== null) {
-    messages.unshift(message("system", systemPrompt()));
-  }
+  const messages = messagesWith(text);
   const turn = new Turn(text, keepEndInView);
   addTurn(turn);
   conversation.scrollToEnd();
@@ -244,10 +186,10 @@ async function ask(text) {
   setRunning(controller);
   try {
     await receive(turn, { messages, return_progress: true, ...requestFields() }, signal);
-    if (isModelUnloaded) {
-      await describeModel();
+    if (modelMenu.isModelUnloaded) {
+      await modelMenu.describe();
     }
-    keepEndInView(() => turn.end(nContext));
+    keepEndInView(() => turn.end(modelMenu.nContext));
   } catch (error) {
     keepEndInView(() => (signal.aborted ? turn.stop() : turn.fail(messageOf(error))));
   } finally {
@@ -257,6 +199,15 @@ async function ask(text) {
     }
     conversation.save();
   }
+}
+
+// The messages of a request: the system prompt, the conversation so far, and the question.
+function messagesWith(text) {
+  const messages = [...conversation.messages(), message("user", text)];
+  if (systemPrompt() !== null) {
+    messages.unshift(message("system", systemPrompt()));
+  }
+  return messages;
 }
 
 // Add the chunks of an answer to its turn.
@@ -297,21 +248,4 @@ function setRunning(controller) {
   }
   document.body.classList.toggle("busy", isRunning);
   conversation.setBusy(isRunning);
-}
-
-// --- notices -----------------------------------------------------------------------------------
-
-function showNotice(text) {
-  elementOf("notice").textContent = text;
-  elementOf("notice").hidden = text === "";
-}
-
-// What the user reads about an error, in one line.
-function messageOf(error) {
-  if (!(error instanceof ServerError)) {
-    console.error(error);
-    return "The server sent something that this page does not understand.";
-  }
-  const text = error.message.replace(/\s+/g, " ");
-  return error.isContextTooSmall ? `${text}: ${CONTEXT_HINT}` : text;
 }

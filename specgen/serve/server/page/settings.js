@@ -19,9 +19,11 @@ export function saveSettings() {
 
 export function restoreSettings() {
   const values = loadItem("settings") ?? {};
-  for (const name of NAMES.filter((name) => name in values)) {
-    const element = elementOf(name);
-    element[valueProperty(element)] = values[name];
+  for (const name of NAMES) {
+    if (name in values) {
+      const element = elementOf(name);
+      element[valueProperty(element)] = values[name];
+    }
   }
 }
 
