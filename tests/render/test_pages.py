@@ -1,4 +1,4 @@
-"""The page of an answer's rounds, in a browser."""
+"""The page that replays an answer, in a real browser."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_an_answer_grows_round_by_round(browser: Browser, tmp_path: Path) -> Non
     events = script.tree(drafted, parents, (0,), ".").finish().events
     write_page(tmp_path / "page.html", REPLAY, [*map(to_json_object, events)])
     page = browser.new_page(viewport={"width": 375, "height": 800})
-    errors: list[object] = []
-    page.on("pageerror", lambda error: errors.extend([error]))
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto((tmp_path / "page.html").as_uri())
     assert page.locator("#answer").text_content() == "The <!--<script> cat lay down.  up  there"
     page.keyboard.press("ArrowLeft")

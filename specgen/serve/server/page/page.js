@@ -19,7 +19,8 @@ import { message, Turn } from "./turn.js";
 
 // The longest time without a pause for the browser's other work.
 const MAX_WORK_MS = 20;
-// How long a button shows that it has copied something.
+// What a button shows after it has copied something, and for how long.
+const COPIED = "Copied";
 const COPIED_MS = 1500;
 
 const elementOf = (id) => document.getElementById(id);
@@ -115,9 +116,12 @@ function listenToConversation() {
 async function copyFor(button) {
   const code = button.parentElement.querySelector("pre");
   const text = code === null ? conversation.turnWith(button).text : code.textContent;
-  const label = button.textContent;
   await copyText(text);
-  button.textContent = "Copied";
+  const label = button.textContent;
+  if (label === COPIED) {
+    return; // it was clicked before, and gets its label back soon
+  }
+  button.textContent = COPIED;
   setTimeout(() => {
     button.textContent = label;
   }, COPIED_MS);
