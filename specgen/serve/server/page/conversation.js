@@ -1,6 +1,6 @@
 import { saveItem } from "./storage.js";
 
-// The end counts as visible if no more than this is below the visible part.
+// The end counts as visible if no more than this is hidden below.
 const NEAR_END_PX = 40;
 
 /** The turns of the conversation, and the part of the page that shows them. */
@@ -8,7 +8,7 @@ export class Conversation {
   #element;
   #turns = [];
 
-  /** @param {HTMLElement} element - scrolls, and has an element for each turn at its end */
+  /** @param {HTMLElement} element - the part of the page that scrolls */
   constructor(element) {
     this.#element = element;
   }

@@ -12,9 +12,9 @@ const MAX_WORD_SKIP = 40;
 /**
  * Mark each token below `root`.
  *
- * @param {ParentNode} root - what `text` looks like as Markdown
- * @param {string} text - the answer, or as much of the tokens' text as belongs to it
- * @param {import("./tokens.js").Token[]} tokens
+ * @param {ParentNode} root - the answer's rendered Markdown
+ * @param {string} text - the answer's Markdown
+ * @param {import("./tokens.js").Token[]} tokens - those of the thought, if any, and of the answer
  */
 export function highlightTokens(root, text, tokens) {
   const highlighter = new Highlighter(tokens, text);
@@ -58,7 +58,7 @@ class Highlighter {
   constructor(tokens, text) {
     this.#tokens = tokens;
     this.#tokenText = textOf(tokens);
-    this.#position = Math.max(0, this.#tokenText.lastIndexOf(text)); // thoughts come first
+    this.#position = Math.max(0, this.#tokenText.lastIndexOf(text)); // the thought comes first
   }
 
   // The nodes of a rendered text.
@@ -95,25 +95,34 @@ class Highlighter {
   #take(start, length) {
     const nodes = [];
     const end = start + length;
-    for (; this.#index < this.#tokens.length; this.#index += 1) {
+    while (this.#index < this.#tokens.length) {
       const token = this.#tokens[this.#index];
       if (token.kind === "rejected") {
-        if (this.#tokenStart >= this.#position) {
-          nodes.push(rejectedElement(token));
+        nodes.push(...this.#rejectedNodes(token));
+      } else {
+        nodes.push(...tokenNodes(token, this.#partOf(token, start, end)));
+        const tokenEnd = this.#tokenStart + token.text.length;
+        if (tokenEnd > end) {
+          break; // the rest of this token is in the next text
         }
-        continue;
+        this.#tokenStart = tokenEnd;
       }
-      const from = Math.max(0, start - this.#tokenStart);
-      const to = Math.max(0, end - this.#tokenStart);
-      nodes.push(...tokenNodes(token, token.text.slice(from, to)));
-      const tokenEnd = this.#tokenStart + token.text.length;
-      if (tokenEnd > end) {
-        break; // the rest of this token is in the next text
-      }
-      this.#tokenStart = tokenEnd;
+      this.#index += 1;
     }
     this.#position = end;
     return nodes;
+  }
+
+  #rejectedNodes(token) {
+    const isInThought = this.#tokenStart < this.#position;
+    return isInThought ? [] : [rejectedElement(token)];
+  }
+
+  // The part of the next token's text that is between two places in the tokens' text.
+  #partOf(token, start, end) {
+    const from = Math.max(0, start - this.#tokenStart);
+    const to = Math.max(0, end - this.#tokenStart);
+    return token.text.slice(from, to);
   }
 }
 

@@ -73,7 +73,7 @@ export function tokenElement(token, text) {
 /**
  * Return an element that shows a rejected token.
  *
- * The style sheet shows its text, which is no content: copying an answer leaves it out.
+ * The style sheet shows its text, so that it is not copied with the answer.
  */
 export function rejectedElement({ text }) {
   const element = textElement("span", "", "rejected");
@@ -82,7 +82,7 @@ export function rejectedElement({ text }) {
   return element;
 }
 
-/** Fill a legend: its summary names the kinds of tokens, its list explains them. */
+/** Fill a legend: its summary names the kinds of tokens, and its list explains them. */
 export function fillLegend(legend) {
   const summary = legend.querySelector("summary");
   const list = legend.querySelector("dl");

@@ -7,7 +7,8 @@ import { tokensOf } from "./tokens.js";
 
 const TOKEN_LIMIT_REACHED = "cut off at the maximum number of tokens";
 const STOPPED = "stopped";
-// Time between two drawings of an answer that is arriving, which is longer if drawing is slow.
+// The pause between two drawings of an answer that is arriving: at least this long, and at least so
+// many times as long as the last drawing took.
 const MIN_PAUSE_MS = 50;
 const PAUSE_PER_DRAWING = 4;
 
@@ -32,7 +33,7 @@ export function message(role, content) {
 export class Turn {
   #keepEndInView;
   #stats = new AnswerStats(performance.now());
-  // All tokens of the answer, also those of the thought, and rejected ones.
+  // All tokens of the thought and the answer, including rejected ones.
   #tokens = [];
   // All events of the answer. A turn that was stored has none.
   #events = [];
@@ -45,8 +46,8 @@ export class Turn {
 
   /**
    * @param {string} question
-   * @param {function(function(): void): void} keepEndInView - makes a change that may make the turn
-   *   longer, so that the reader still sees its end
+   * @param {function(function(): void): void} keepEndInView - makes a change to the turn, and
+   *   keeps the end of the conversation in view
    */
   constructor(question, keepEndInView) {
     this.question = question;
