@@ -1,4 +1,4 @@
-"""Draw recorded answers as an animated SVG in which each token appears when it was generated.
+"""Draw recorded answers as an animated SVG, in which each token appears when it was generated.
 
     specgen run --json --draft none "..." > plain.jsonl
     specgen run --json "..." > drafted.jsonl
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_events(path: Path) -> Events:
-    """Return the events of a finished answer. Raise `OSError`, or `ValueError` if it is unfinished."""
+    """Return the events of a finished answer. Raise `OSError`, or `ValueError` without an end."""
     found: Events = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
     if not found or {found[0].get("event"), found[-1].get("event")} != {"prompt", "finished"}:
         raise ValueError(f"{path}: the run did not finish")
@@ -123,7 +123,8 @@ def draw(answers: Sequence[Events], *, columns: int, slower: float) -> str:
         names = " ".join(filter(None, (kind, shown)))
         x, length = MARGIN + column * CHARACTER, len(text) * CHARACTER
         drawn.append(
-            f'<text class="{names}" x="{x:.1f}" y="{y}" textLength="{length:.1f}">{escape(text)}</text>'
+            f'<text class="{names}" x="{x:.1f}" y="{y}" textLength="{length:.1f}">'
+            f"{escape(text)}</text>"
         )
 
     for answer in answers:
