@@ -4,9 +4,9 @@
     specgen run --json "..." > drafted.jsonl
     python scripts/make_picture.py plain.jsonl drafted.jsonl --output docs/images/run.svg
 
-It reads the events that `--json` prints. All answers start at the same time, and rejected tokens are
-struck through where they were drafted. A viewer that cannot animate, or whose user prefers reduced
-motion, shows the finished answers.
+It reads the events that `--json` prints. All answers start at the same time, and rejected tokens
+are struck through where they were drafted. A viewer that cannot animate, or whose user prefers
+reduced motion, shows the finished answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ FONT, CHARACTER, LINE, MARGIN = 14, 8.43, 20, 16
 #: How long the finished answers stay visible, in seconds of the animation.
 REST_S = 4.0
 STYLE = """
-text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #e6e6e3; white-space: pre }
+text {
+  font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
+  fill: #e6e6e3;
+  white-space: pre
+}
 .faint { fill: #a3a29b }
 .accepted { fill: #5fce86; text-decoration: underline }
 .rejected { fill: #ff9b91; text-decoration: line-through }

@@ -58,17 +58,17 @@ def parts(file: Path = FILE) -> list[str]:
             "specgen runs the architectures of llama.cpp "
             f"(llama-cpp-python {head['llama-cpp-python']}). "
             "`make architectures` tests each with a small random model, in F32 and in Q4_K_M, with "
-            f"specgen's kernels and with llama.cpp's. Of {len(loaded)} variants that generate text, "
-            f"{len(exact)} are exact in every test, and {len(invariant)} are batch-invariant with "
-            "specgen's kernels."
+            f"specgen's kernels and with llama.cpp's. Of {len(loaded)} variants that generate "
+            f"text, {len(exact)} are exact in every test, and {len(invariant)} are batch-invariant "
+            "with specgen's kernels."
         ),
         (
             "- **exact**: at temperature 0, the output is the same as with plain decoding. This is "
             "tested with n-grams, with a draft that usually agrees, with one that never does, with "
-            "trees, up to a full context, and with four answers at once. With llama.cpp's kernels, a "
-            "near-tie counts as the same output ([what lossless means](lossless.md)).\n"
-            "- **batch-invariant**: with specgen's kernels, a row is bit for bit the same in batches "
-            "of 2 to 33 rows as on its own.\n"
+            "trees, up to a full context, and with four answers at once. With llama.cpp's kernels, "
+            "a near-tie counts as the same output ([what lossless means](lossless.md)).\n"
+            "- **batch-invariant**: with specgen's kernels, a row is bit for bit the same in "
+            "batches of 2 to 33 rows as on its own.\n"
             "- **\\***: a mixture of experts."
         ),
         "## Exact and batch-invariant",
@@ -84,8 +84,8 @@ def parts(file: Path = FILE) -> list[str]:
         table([*_rows({name: each for name, each in loaded.items() if name not in sound})]),
         "## Not tested",
         (
-            "These do not generate text, or llama.cpp cannot create or run the model that its tests "
-            "describe."
+            "These do not generate text, or llama.cpp cannot create or run the model that its "
+            "tests describe."
         ),
         table([*_not_run(name for name, each in found.items() if not each.loads)]),
     ]
