@@ -1,4 +1,6 @@
-"""Answers in pipes, files and simple terminals, as text and as JSON Lines; and which renderer is taken."""
+"""Answers in pipes, files and simple terminals, as text and as JSON Lines; and which renderer is
+taken.
+"""
 
 from __future__ import annotations
 

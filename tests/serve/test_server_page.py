@@ -388,7 +388,9 @@ def test_markdown_is_shown_while_it_comes_and_at_the_end(page: Page) -> None:
     ],
 )
 def test_what_a_model_says_neither_runs_nor_loads(page: Page, said: str) -> None:
-    """The fixture checks at its end that nothing was requested elsewhere; nothing new is asked here either."""
+    """The fixture checks at its end that nothing was requested elsewhere; nothing new is asked here
+    either.
+    """
     requested: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
     reply_with(page, said)
