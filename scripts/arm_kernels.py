@@ -1,7 +1,8 @@
-"""Builds the kernels for ARM on an x86-64 machine and compares them with AVX2, in an emulator (`make arm`).
+"""Builds the kernels for ARM on an x86-64 machine and compares them with AVX2, in an emulator
+(`make arm`).
 
-It needs a compiler for AArch64 Linux ($ARM_CXX, or aarch64-linux-gnu-g++) and QEMU's emulator of programs
-(qemu-aarch64 or qemu-aarch64-static). No llama.cpp is needed: the kernels' own tests run.
+It needs a compiler for AArch64 Linux ($ARM_CXX, or aarch64-linux-gnu-g++) and QEMU's emulator of
+programs (qemu-aarch64 or qemu-aarch64-static). No llama.cpp is needed: the kernels' own tests run.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def find_tools(environment: Mapping[str, str]) -> Tools:
 
 
 def build_tests(tools: Tools, folder: Path) -> None:
-    """Compile the programs `bits-avx2`, `bits-arm`, `attention-avx2` and `attention-arm` into a folder. Raise
-    `BuildError`."""
+    """Compile the programs `bits-avx2`, `bits-arm`, `attention-avx2` and `attention-arm` into a
+    folder. Raise `BuildError`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tests = ROOT / SOURCES / "tests"
     commands = []
@@ -88,14 +90,17 @@ def build_tests(tools: Tools, folder: Path) -> None:
 
 
 def bits_of(command: Sequence[str]) -> dict[str, str]:
-    """Return what a test program prints about each operator, by name. Raise `BuildError` if it fails."""
+    """Return what a test program prints about each operator, by name. Raise `BuildError` if it
+    fails.
+    """
     lines = run(command).splitlines()
     return dict(line.split(" ", 1) for line in lines if line)
 
 
 def compare(tools: Tools, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Run the built tests. Return what each operator gave with AVX2, and the operators that gave something else
-    on ARM."""
+    """Run the built tests. Return what each operator gave with AVX2, and the operators that gave
+    something else on ARM.
+    """
     expected: dict[str, str] = {}
     found: dict[str, str] = {}
     for program, option in (("bits", []), ("attention", ["--bits"])):

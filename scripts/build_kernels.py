@@ -122,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def build(root: Path, environment: Mapping[str, str], *, force: bool = False) -> Path | None:
     """Build the library below `root`, if it is not there. Returns its path, or None where it was
     skipped or failed, after a line on stderr; where it failed, no older library is left. Raises
-    `BuildError` if it fails and is required."""
+    `BuildError` if it fails and is required.
+    """
     library = root / LIBRARY
     mode = environment.get(VARIABLE, "").strip().lower() or "auto"
     if mode not in MODES:
@@ -149,8 +150,9 @@ def compile_library(
     force: bool,
     platform: str | None = None,
 ) -> None:
-    """Compile and link for a platform (None: this one), unless the library there is what would come out.
-    Raises `BuildError`."""
+    """Compile and link for a platform (None: this one), unless the library there is what would come
+    out. Raises `BuildError`.
+    """
     platform = platform or sysconfig.get_platform()
     folder = root / SOURCES
     sources = sorted(folder.glob("*.cpp"))
@@ -194,7 +196,9 @@ def compiler(environment: Mapping[str, str]) -> list[str]:
 
 
 def plan(command: Sequence[str], sources: Sequence[Path], platform: str) -> list[Step]:
-    """What to compile for a platform, and how: without the files whose flags the compiler does not know."""
+    """What to compile for a platform, and how: without the files whose flags the compiler does not
+    know.
+    """
     plain = InstructionFlags((), platform=platform)
     own = {source: INSTRUCTION_FLAGS.get(source.name, plain) for source in sources}
     own = {source: extra for source, extra in own.items() if extra.platform == platform}

@@ -2,9 +2,10 @@
 
     python -m scripts.check_ggml [VERSION] [--source FOLDER]
 
-VERSION is one of llama-cpp-python, by default the one that specgen requires. Its source is downloaded once
-(scripts/ggml_source.py); with --source an unpacked one is read. Give the next version to see what an upgrade
-would change: docs/kernels.md, "When llama.cpp moves". It needs a C++ compiler; nothing is installed.
+VERSION is one of llama-cpp-python, by default the one that specgen requires. Its source is
+downloaded once (scripts/ggml_source.py); with --source an unpacked one is read. Give the next
+version to see what an upgrade would change: docs/kernels.md, "When llama.cpp moves". It needs a C++
+compiler; nothing is installed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from specgen.system.machine import REQUIRED_VERSION
 KERNELS = build_kernels.ROOT / build_kernels.SOURCES
 #: Below the folder of the kernels.
 PROGRAM = "tests/ggml_layout_check.cpp"
-#: Functions in GGML's headers that nobody calls need GGML's libraries, unless the compiler drops them.
+#: Functions in GGML's headers that nobody calls need GGML's libraries, unless the compiler drops
+#: them.
 FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra")
 
 
@@ -50,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check(root: Path, kernels: Path = KERNELS) -> str:
-    """Compare the declarations in a folder of kernels with an unpacked llama-cpp-python; returns the version
-    of GGML. Raises `BuildError` where they differ; its `output` says in what."""
+    """Compare the declarations in a folder of kernels with an unpacked llama-cpp-python; returns
+    the version of GGML. Raises `BuildError` where they differ; its `output` says in what.
+    """
     version = ggml_source.ggml_version(root)
     headers = [root / ggml_source.GGML / name for name in ("include", "src")]
     with tempfile.TemporaryDirectory() as work:

@@ -1,7 +1,8 @@
-"""The part of GGML's source that specgen's own libraries are built for: its headers and its RPC backend.
+"""The part of GGML's source that specgen's own libraries are built for: its headers and its RPC
+backend.
 
-They come from the source distribution of llama-cpp-python, and are kept in build/ (`make clean` removes
-them), so that `make rpc` and `python -m scripts.check_ggml` download it once.
+They come from the source distribution of llama-cpp-python, and are kept in build/ (`make clean`
+removes them), so that `make rpc` and `python -m scripts.check_ggml` download it once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ _VERSION = re.compile(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)")
 
 
 def fetch(version: str, folder: Path = FOLDER) -> Path:
-    """Download the source of a version of llama-cpp-python, unless it was before; returns the folder that
-    stands for its root. Raises `BuildError` of scripts/build_kernels.py, or `FetchError`."""
+    """Download the source of a version of llama-cpp-python, unless it was before; returns the
+    folder that stands for its root. Raises `BuildError` of scripts/build_kernels.py, or
+    `FetchError`.
+    """
     root = folder / build_peers.archive_name(version).removesuffix(".tar.gz")
     folder.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(folder / f"{root.name}.lock"):

@@ -1,6 +1,7 @@
-"""Each drafter, verifier and architecture, registered once: the tests of invariants take them from here.
+"""Each drafter, verifier and architecture, registered once: the tests of invariants take them from
+here.
 
-A new class in `specgen/drafters` or `verify.py`, or a new tiny architecture, belongs into one of
+A new class in `specgen/drafters` or `verifiers.py`, or a new tiny architecture, belongs into one of
 these tables; `tests/project/test_registered.py` fails until it does.
 """
 
@@ -22,9 +23,11 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
 from specgen.drafters.states import LayerDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
+from specgen.method.cascade import Cascade
 from specgen.method.drafter import Drafter
 from specgen.method.policy import FixedPolicy
-from specgen.method.verify import (
+from specgen.method.text_state import TextState
+from specgen.method.verifiers import (
     AutoVerifier,
     BlockVerifier,
     MatchVerifier,
@@ -35,7 +38,6 @@ from specgen.method.verify import (
 from specgen.options import DraftOptions, SamplerOptions, TranslateMode, VerifierName
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, noisy
 from tests.helpers.fake_generations import (
     GREEDY,
@@ -57,8 +59,9 @@ def open_fake(vocabulary: FakeVocabulary, language: Language) -> FakeBackend:
 
 @dataclass
 class Text:
-    """A text on the fake backend, and what drafts for it: a model that speaks `language`. `sampler` is the
-    target's. A test that watches the models' backends opens them itself."""
+    """A text on the fake backend, and what drafts for it: a model that speaks `language`. `sampler`
+    is the target's. A test that watches the models' backends opens them itself.
+    """
 
     state: TextState
     language: Language
@@ -158,12 +161,14 @@ def translated(text: Text) -> TranslatedDrafter:
 class DrafterCase:
     """One way to draft, and what it can."""
 
-    #: The class that the case is about; what makes it on the fake backend, if it needs no hidden states; and what
-    #: drafts so for tiny models: a file's suffix or a word; None: nothing else than another case does.
+    #: The class that the case is about; what makes it on the fake backend, if it needs no hidden
+    #: states; and what drafts so for tiny models: a file's suffix or a word; None: nothing else
+    #: than another case does.
     kind: type[object]
     make: Make | None
     tiny: str | None = None
-    #: Above temperature 0 it draws its tokens, and tells the distributions that they were drawn from.
+    #: Above temperature 0 it draws its tokens, and tells the distributions that they were drawn
+    #: from.
     draws: bool = False
     trees: bool = False
     #: It reads the target's hidden states, which models with a recurrent state do not give.
@@ -227,7 +232,8 @@ class VerifierCase:
 
     make: Callable[[], Verifier]
     has_own_rules: bool = True
-    #: Its rules concern drafts that are several independent walks; all others are judged as by `residual`.
+    #: Its rules concern drafts that are several independent walks; all others are judged as by
+    #: `residual`.
     for_walks: bool = False
 
 
@@ -248,7 +254,9 @@ JUDGES: dict[VerifierName, Callable[[], Verifier]] = {
 
 @dataclass(frozen=True)
 class ArchitectureCase:
-    """A tiny architecture: how its cache drops what was refused. Those of one kind differ in their layers."""
+    """A tiny architecture: how its cache drops what was refused. Those of one kind differ in their
+    layers.
+    """
 
     cache: str
     has_state: bool = False
@@ -263,8 +271,8 @@ ARCHITECTURES: dict[Architecture, ArchitectureCase] = {
     "jamba": ArchitectureCase("hybrid, copies", has_state=True),
     "bert": ArchitectureCase("none", generates=False),
 }
-#: Each kind of cache, by the first architecture that has it: cells, also of sliding windows; snapshots of
-#: recurrent states; and copies of the state with decoding again.
+#: Each kind of cache, by the first architecture that has it: cells, also of sliding windows;
+#: snapshots of recurrent states; and copies of the state with decoding again.
 CACHES: dict[str, Architecture] = {}
 for _name, _case in ARCHITECTURES.items():
     if _case.generates:

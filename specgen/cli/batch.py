@@ -90,8 +90,8 @@ def batch(
 ) -> int:
     """Answer each line of a file, many at once; run it again to resume.
 
-    A line is a request in the form of OpenAI's batches, an object with a prompt or with messages, or
-    plain text. The options set what a line leaves out. Each result is a line of JSON.
+    A line is a request in the form of OpenAI's batches, an object with a prompt or with messages,
+    or plain text. The options set what a line leaves out. Each result is a line of JSON.
     """
     is_stream = destination == STDIO or destination.is_fifo()
     if is_stream and (retry_errors or allow_mixed):
@@ -208,7 +208,9 @@ def _answer(
 
 
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:
-    """Return what decides the answers besides the lines: the target, and options not at their defaults."""
+    """Return what decides the answers besides the lines: the target, and options not at their
+    defaults.
+    """
     found: dict[str, Any] = {"target": options.target.name}
     with contextlib.suppress(OSError):
         found["target_bytes"] = options.target.stat().st_size
@@ -268,7 +270,9 @@ def actor_job(
     cpus_per_worker: float | None,
     **how: Any,
 ) -> ActorJob:
-    """Return what an actor does: with absolute paths, and as many threads as its share of the node's CPUs."""
+    """Return what an actor does: with absolute paths, and as many threads as its share of the
+    node's CPUs.
+    """
     from specgen.serve.batch.on_ray import ActorJob
 
     options = _absolute(options)

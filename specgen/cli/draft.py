@@ -51,7 +51,9 @@ app = typer.Typer(
 
 
 def show_search(search: Search | None, output: Output, *, as_json: bool) -> None:
-    """Print the ranking, on a terminal as a table, and what it means; None is one that was interrupted."""
+    """Print the ranking, on a terminal as a table, and what it means; None is one that was
+    interrupted.
+    """
     from specgen.measure.search import advice
     from specgen.render.tables import draft_lines, notes_on_figures, print_draft_table
 
@@ -77,8 +79,9 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
 
 
 def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json: bool) -> Any:
-    """Save the best draft for the target if `save` is set and the machine was not busy, and show the ranking. Return what
-    was saved."""
+    """Save the best draft for the target if `save` is set and the machine was not busy, and show
+    the ranking. Return what was saved.
+    """
     from specgen.session.choose_models import SavedDraft, save_draft
 
     saved, was_busy = None, search is not None and is_busy(search.others_share)
@@ -120,13 +123,13 @@ def find(
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
-    It tries the files that you name, or else the models on this disk and the saved draft, and in any case
-    n-grams and the target's own MTP layers. The target answers a few prompts once; each draft is then replayed
-    on these answers, and ranked by its speed-up over plain decoding.
+    It tries the files that you name, or else the models on this disk and the saved draft, and in
+    any case n-grams and the target's own MTP layers. The target answers a few prompts once; each
+    draft is then replayed on these answers, and ranked by its speed-up over plain decoding.
 
-    In a pipe, it prints tab-separated lines under the columns' names, one for each draft, the best first: the
-    speed-up over plain decoding, and that of the worst prompt; tokens per second; acceptance rate; tokens per
-    pass of the target; milliseconds to draft a token, and to begin.
+    In a pipe, it prints tab-separated lines under the columns' names, one for each draft, the best
+    first: the speed-up over plain decoding, and that of the worst prompt; tokens per second;
+    acceptance rate; tokens per pass of the target; milliseconds to draft a token, and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import saved_draft
@@ -180,8 +183,8 @@ def data(
 ) -> int:
     """Let a target write the text that drafts are made from.
 
-    It answers prompts at temperature 0. The cache folder, which is printed, keeps the hidden state and the
-    likeliest tokens of each token. Run an interrupted command again to resume.
+    It answers prompts at temperature 0. The cache folder, which is printed, keeps the hidden state
+    and the likeliest tokens of each token. Run an interrupted command again to resume.
     """
     path = find_target(target, quiet=output.quiet)
     own = trial_options(alone(path), text.max_tokens, machine)
@@ -228,12 +231,13 @@ def make(
 ) -> int:
     """Make drafts for a target, and compare them with others.
 
-    The target writes text (`specgen draft data`); drafts are trained on it, and ranked beside n-grams and the
-    models on this disk, on other prompts, as by `specgen draft find`. An interrupted command keeps the text.
+    The target writes text (`specgen draft data`); drafts are trained on it, and ranked beside
+    n-grams and the models on this disk, on other prompts, as by `specgen draft find`. An
+    interrupted command keeps the text.
 
-    Decoder heads predict from the target's hidden state, in about a millisecond a draft. A small model that
-    is fitted to the target agrees with it more often. Both need JAX (`pip install 'specgen-gguf[train]'`).
-    The target without some of its layers gains least.
+    Decoder heads predict from the target's hidden state, in about a millisecond a draft. A small
+    model that is fitted to the target agrees with it more often. Both need JAX (`pip install
+    'specgen-gguf[train]'`). The target without some of its layers gains least.
     """
     from specgen.measure.prompts import evenly_chosen, given_prompts
     from specgen.measure.search import find_candidates, search_drafts
@@ -279,7 +283,9 @@ def make(
             return stop.exit_code
         held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
-        with open_session(judged, clock=time.perf_counter, memory=loaded.memory) as loaded:
+        with open_session(
+            judged, clock=time.perf_counter, measurements=loaded.measurements
+        ) as loaded:
             texts = given_prompts(evenly_chosen(held_back, plan.n_judged))
             found = find_candidates(made, path)
             search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
@@ -330,8 +336,9 @@ def learn(
 ) -> int:
     """Let a draft model learn from the answers that --learn kept.
 
-    The new weights are kept, for commands with --learn, if the draft then agrees with the target more often
-    in the latest answers, which are held back. `specgen chat` and `specgen serve` do this by themselves.
+    The new weights are kept, for commands with --learn, if the draft then agrees with the target
+    more often in the latest answers, which are held back. `specgen chat` and `specgen serve` do
+    this by themselves.
     """
     from specgen.llama.kernels.admission import wanted_in
     from specgen.train.online_learning import learn as learn_from

@@ -27,7 +27,7 @@ from specgen.sampler_options import option
 if TYPE_CHECKING:
     from specgen.options import SessionOptions
     from specgen.session.choose_models import DraftChoice, Sources
-    from specgen.session.memory import Memory
+    from specgen.session.measurement_store import MeasurementStore
     from specgen.session.open import Check
     from specgen.session.session import Session
 
@@ -69,7 +69,9 @@ class Setup:
     )
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
-        """Find the models. To `learn`, answers are kept: drafts learn from them, and n-grams are looked up in them."""
+        """Find the models. To `learn`, answers are kept: drafts learn from them, and n-grams are
+        looked up in them.
+        """
         from specgen.models.files import data_folder, identify, learning_folder
         from specgen.session.choose_models import find_models
         from specgen.session.open import session_options
@@ -110,7 +112,7 @@ def load(
     drafts: Sequence[DraftChoice] = (),
     check: Check | None = None,
     *,
-    memory: Memory | None = None,
+    measurements: MeasurementStore | None = None,
 ) -> Session:
     """Load the models, as `open_session` does; on a terminal, show that they are loading."""
     from specgen.session.open import open_session
@@ -119,7 +121,7 @@ def load(
         options,
         drafts,
         clock=time.perf_counter,
-        memory=memory,
+        measurements=measurements,
         note=output.note,
         check=check or (lambda _session: None),
         status=output.status,
@@ -128,7 +130,9 @@ def load(
 
 
 def use_kernels(wanted: KernelOptions, output: Output) -> None:
-    """Choose what computes on the CPU, before the first model is loaded; from then on, a native crash is one line."""
+    """Choose what computes on the CPU, before the first model is loaded; from then on, a native
+    crash is one line.
+    """
     from specgen.llama.library import end_with_a_line
     from specgen.session.open import start_kernels
 
@@ -141,7 +145,9 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
 
 @contextlib.contextmanager
 def log_shown(output: Output) -> Iterator[None]:
-    """Show the log on standard error, if the output is verbose: what matters of llama.cpp's, or with -vv all."""
+    """Show the log on standard error, if the output is verbose: what matters of llama.cpp's, or
+    with -vv all.
+    """
     if not output.verbose:
         yield
         return

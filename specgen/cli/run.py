@@ -38,8 +38,8 @@ def run(
 ) -> int:
     """Generate an answer to a prompt, faster and unchanged.
 
-    The answer goes to standard output, everything else to standard error. On a terminal, colours show which
-    tokens were drafted and accepted.
+    The answer goes to standard output, everything else to standard error. On a terminal, colours
+    show which tokens were drafted and accepted.
     """
     setup = replace(setup, answer=output.needs(setup.answer))
     text = read_prompt(prompt, prompt_option, files or (), output.note)

@@ -63,8 +63,8 @@ def serve(
 ) -> int:
     """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
 
-    Standard output shows the address; a browser finds a small chat there. Options apply to requests that leave
-    them out. SIGTERM ends the server as soon as the current answers are finished.
+    Standard output shows the address; a browser finds a small chat there. Options apply to requests
+    that leave them out. SIGTERM ends the server as soon as the current answers are finished.
     """
     try:
         from specgen.cli.served_models import ModelLoader, read_models

@@ -1,4 +1,6 @@
-"""The models of `specgen serve`: the one of the command line, those of a file, or those in a folder."""
+"""The models of `specgen serve`: the one of the command line, those of a file, or those in a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ from specgen.serve.server.model_pool import ModelEntry
 from specgen.session.calibration import calibrate
 from specgen.session.choose_models import Sources
 from specgen.session.engine import Engine
-from specgen.session.memory import Memory
-from specgen.session.open import open_memory
+from specgen.session.measurement_store import MeasurementStore
+from specgen.session.open import open_measurements
 from specgen.session.session import usual_n_ctx
 from specgen.system.files import SHARD, correct, parts_of, read_toml
 from specgen.system.progress import counted, human_bytes
@@ -48,13 +50,17 @@ class ModelLoader:
     memory_bytes: float | None = None
 
     @cached_property
-    def _memory(self) -> Memory:
-        """What was learnt on this machine, for all models: what is not kept in the file, a second load still uses."""
-        return open_memory()
+    def _measurements(self) -> MeasurementStore:
+        """What was learnt on this machine, for all models: what is not kept in the file, a second
+        load still uses.
+        """
+        return open_measurements()
 
     def entry(self, name: str, wanted: ModelSetup) -> ModelEntry:
-        """Return a model of the pool, fetched if missing. It must fit into the memory, if necessary with fewer answers
-        at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`."""
+        """Return a model of the pool, fetched if missing. It must fit into the memory, if necessary
+        with fewer answers at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or
+        `FetchError`.
+        """
         if wanted.setup.learn and not self.learns_across:
             hint = "if that is acceptable, add --learn-across-requests"
             raise UsageError("--learn uses one user's texts to draft for the others", hint)
@@ -111,12 +117,12 @@ class ModelLoader:
 
         def save() -> None:
             with turns:  # nothing learns meanwhile
-                self._memory.save()
+                self._measurements.save()
 
         with contextlib.ExitStack() as stack:
             with _weights(options), turns:
                 loaded = stack.enter_context(
-                    load(options, output, sources.drafts, memory=self._memory)
+                    load(options, output, sources.drafts, measurements=self._measurements)
                 )
                 stack.callback(save)
                 news = calibrate(loaded, stops, output.status)
@@ -154,8 +160,10 @@ class ModelLoader:
 
 @contextlib.contextmanager
 def _weights(options: SessionOptions) -> Iterator[None]:
-    """Load the weights of a target, which takes longest, while other models decode. (If kernels cannot
-    compute it, they are switched while it loads, so that it is loaded later, when nothing decodes.)"""
+    """Load the weights of a target, which takes longest, while other models decode. (If kernels
+    cannot compute it, they are switched while it loads, so that it is loaded later, when nothing
+    decodes.)
+    """
     refuse_draft(options.target)
     if kernel_problem(options.target):
         yield
@@ -176,8 +184,10 @@ def _weights(options: SessionOptions) -> Iterator[None]:
 def read_models(
     path: Path, setup: Callable[..., ModelSetup], loader: ModelLoader
 ) -> list[ModelEntry]:
-    """Return the models of a file, or those in a folder that can be served. `setup` makes the options of one from those
-    that differ from the command line. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`."""
+    """Return the models of a file, or those in a folder that can be served. `setup` makes the
+    options of one from those that differ from the command line. Raise `UsageError`,
+    `ModelFileError`, `MemoryLimitError` or `FetchError`.
+    """
     models = setup().setup.models
     if models.target or models.draft or models.pair:
         raise UsageError(
@@ -240,7 +250,9 @@ def _in_folder(
 
 
 def _needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_parallel: int) -> int:
-    """Estimate the memory of a target with its largest draft, their helpers and `n_parallel` contexts."""
+    """Estimate the memory of a target with its largest draft, their helpers and `n_parallel`
+    contexts.
+    """
     target, context = options.target, options.target_context
     n_ctx = usual_n_ctx(context.n_ctx, _trained_context(target)) * n_parallel
 

@@ -49,13 +49,14 @@ def verify(
 ) -> int:
     """Check that drafting does not change what your model says.
 
-    It drafts as `specgen run` does, and again with a draft in every round. Greedy: answers with and without
-    drafts are compared, some of them three at once; a difference is a near-tie and rounding in batches, or a
-    defect. Sampled: draws of the next token are tested against the target's exact distribution. Exit code 0
-    means that no defect was found, 11 that one was, or that nothing was drafted.
+    It drafts as `specgen run` does, and again with a draft in every round. Greedy: answers with and
+    without drafts are compared, some of them three at once; a difference is a near-tie and rounding
+    in batches, or a defect. Sampled: draws of the next token are tested against the target's exact
+    distribution. Exit code 0 means that no defect was found, 11 that one was, or that nothing was
+    drafted.
     """
-    from specgen.measure.trial import fitting_prompts
-    from specgen.measure.verify import (
+    from specgen.measure.draft_trial import fitting_prompts
+    from specgen.measure.exactness import (
         N_SEARCHED,
         VerifyReport,
         run_checks,

@@ -8,7 +8,9 @@ from specgen.llama.draft_models import EagleModel
 
 
 class EagleDrafter(LayerDrafter):
-    """Drafts as an MTP layer does. But the text's first token has no row: there is no state before it."""
+    """Drafts as an MTP layer does. But the text's first token has no row: there is no state before
+    it.
+    """
 
     name = "eagle3"
     n_left_out = 1

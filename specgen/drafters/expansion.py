@@ -1,4 +1,6 @@
-"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens to add."""
+"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens
+to add.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ from typing import TypeAlias
 from specgen.drafters.interface import DraftRequest
 from specgen.errors import NoTokenAllowedError
 from specgen.method.backend import Backend
-from specgen.method.draft import ROOT, Branches, Distribution, Draft
+from specgen.method.cost_table import CostTable, Price
+from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.tables import CostTable, Price, WhilePaying
+from specgen.method.stopping import CostAwareStopping
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
+from specgen.text.sampling.distribution import Distribution
 from specgen.text.vocabulary import Vocabulary
 
-#: The guesses for a position, if the shape asks for no more; where costs decide, the least chance of further ones.
+#: The guesses for a position, if the shape asks for no more; where costs decide, the least chance
+#: of further ones.
 _N_GUESSES = 4
 _LEAST = 0.02
 #: The most nodes that are looked beyond at once.
@@ -29,10 +34,12 @@ RowsBeyond: TypeAlias = Callable[[Sequence[int]], Generator[Ask, Logits, Iterabl
 
 @dataclass(eq=False)
 class Expansion(ABC):
-    """A draft of at most `n_max` tokens on at most `n_deepest` levels, as it grows. Parents come before their children.
+    """A draft of at most `n_max` tokens on at most `n_deepest` levels, as it grows. Parents come
+    before their children.
 
-    To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's children, the
-    likeliest or first drawn one first. The look beyond the root starts the draft."""
+    To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's
+    children, the likeliest or first drawn one first. The look beyond the root starts the draft.
+    """
 
     origin: str
     request: DraftRequest
@@ -59,7 +66,9 @@ class Expansion(ABC):
         """Grow from the logits beyond the root."""
 
     def grow_from(self, rows: Logits) -> Drafting:
-        """Grow from rows that are there already, float32[n, n_vocab]: one for the nodes of each depth."""
+        """Grow from rows that are there already, float32[n, n_vocab]: one for the nodes of each
+        depth.
+        """
 
         def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
             yield from ()
@@ -97,9 +106,11 @@ class Expansion(ABC):
 
 @dataclass(eq=False)
 class Chain(Expansion):
-    """One branch, token by token as far as the plan wants: tokens drawn at random, or the likeliest."""
+    """One branch, token by token as far as the plan wants: tokens drawn at random, or the
+    likeliest.
+    """
 
-    _whole: float = field(default=1.0, init=False)  # see `RoundPlan.after_look`
+    _whole: float = field(default=1.0, init=False)  # see `RoundPlan.after_draft_step`
 
     def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
         goes_on = self._take(first)
@@ -120,7 +131,7 @@ class Chain(Expansion):
                 (token,), (top,) = shaper.likeliest(row, path, 1)
             confidence = 1.0 if top is None else top
             self.confidences.append(confidence)
-            takes, goes_on, self._whole = plan.after_look(n, self._whole, confidence)
+            takes, goes_on, self._whole = plan.after_draft_step(n, self._whole, confidence)
             if not takes:
                 return False
             if token is None:
@@ -139,7 +150,8 @@ class Chain(Expansion):
 class Tree(Expansion):
     """Several branches."""
 
-    #: The nodes that were not looked beyond and may have children: their tokens do not end the text.
+    #: The nodes that were not looked beyond and may have children: their tokens do not end the
+    #: text.
     _open: list[int] = field(default_factory=list, init=False)
 
     def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
@@ -186,14 +198,17 @@ class Tree(Expansion):
 
 @dataclass(eq=False)
 class Worthwhile(Tree):
-    """A tree that grows while it pays: the likeliest paths are followed, and nodes that are worth a row verified."""
+    """A tree that grows while it pays: the likeliest paths are followed, and nodes that are worth a
+    row verified.
+    """
 
-    #: For each node, its number among its siblings, and the probability that it and all before it are accepted.
+    #: For each node, its number among its siblings, and the probability that it and all before it
+    #: are accepted.
     _ranks: list[int] = field(default_factory=list, init=False)
     _chances: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        assert isinstance(self.plan.stop, WhilePaying)
+        assert isinstance(self.plan.stop, CostAwareStopping)
         self._stop = self.plan.stop
 
     def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
@@ -238,7 +253,9 @@ class Worthwhile(Tree):
 
 
 class Levels(Tree):
-    """A tree with a fixed number of children for each depth: the likeliest, or drawn without replacement."""
+    """A tree with a fixed number of children for each depth: the likeliest, or drawn without
+    replacement.
+    """
 
     def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
         n_children = self._n_children(node)
@@ -261,8 +278,10 @@ class Levels(Tree):
 
 @dataclass(eq=False)
 class Walks(Tree):
-    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is drawn. If there
-    is no room for all, there are fewer or shorter ones; this is decided before anything is drawn."""
+    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing
+    is drawn. If there is no room for all, there are fewer or shorter ones; this is decided before
+    anything is drawn.
+    """
 
     def __post_init__(self) -> None:
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]
@@ -283,7 +302,9 @@ class Walks(Tree):
 
 
 def price_after(costs: CostTable, n_new: int, n_usual: int, n_more: int = 0) -> Price:
-    """Return the price of a draft after decodes of `n_new` rows, prefill beyond `n_usual`, and `n_more` single ones."""
+    """Return the price of a draft after decodes of `n_new` rows, prefill beyond `n_usual`, and
+    `n_more` single ones.
+    """
     first_s, next_s = costs.seconds_each(min(n_new, n_usual)), costs.seconds_each(1)
     return Price(first_s + n_more * next_s, next_s, max(0.0, costs.seconds_each(n_new) - first_s))
 
@@ -296,13 +317,17 @@ def expansion(
     vocabulary: Vocabulary,
     n_max: int,
 ) -> Expansion:
-    """Begin a draft of at most `n_max` tokens behind `before`: a chain, or a tree of the request's shape."""
+    """Begin a draft of at most `n_max` tokens behind `before`: a chain, or a tree of the request's
+    shape.
+    """
     kind: type[Expansion] = Chain
     shape = request.shape
     n_deepest = min(n_max, request.n_deepest or n_max, plan.n_deepest or n_max)
     if request.branches and not shape.is_fixed:
         kind = Worthwhile
-        if not isinstance(plan.stop, WhilePaying):  # only costs say where a tree is worth a branch
+        if not isinstance(
+            plan.stop, CostAwareStopping
+        ):  # only costs say where a tree is worth a branch
             kind, shape = Walks, TreeShape("walks", (1, n_max))
     elif request.branches:
         kind, n_deepest = Levels, min(n_deepest, shape.n_levels)
@@ -313,8 +338,10 @@ def expansion(
 
 
 class NodeBranches:
-    """The branches of a draft, each in its own sequence of the model's cache, which ends on a node, its tip. The first
-    child of a tip continues the sequence; any other node gets one of its own, which shares its parent's cells."""
+    """The branches of a draft, each in its own sequence of the model's cache, which ends on a node,
+    its tip. The first child of a tip continues the sequence; any other node gets one of its own,
+    which shares its parent's cells.
+    """
 
     def __init__(self, backend: Backend, slot: Branches) -> None:
         self._backend = backend
@@ -324,7 +351,8 @@ class NodeBranches:
         #: The sequence of each decoded node, and the node on which each sequence ends.
         self._sequences: dict[int, int] = {}
         self._tips: dict[int, int] = {}
-        #: The sequences of the cache that are left: each takes one more node, wherever in the tree it is.
+        #: The sequences of the cache that are left: each takes one more node, wherever in the tree
+        #: it is.
         self.free: list[int] = []
         for sequence in self._others:  # an earlier answer may have left cells
             if backend.length(sequence):
@@ -349,7 +377,9 @@ class NodeBranches:
         return sequence
 
     def keep(self, node: int, n_before: int, n_kept: int) -> None:
-        """Keep the text, of `n_before` tokens, and the path of `n_kept` nodes down to `node` in the trunk."""
+        """Keep the text, of `n_before` tokens, and the path of `n_kept` nodes down to `node` in the
+        trunk.
+        """
         backend, trunk = self._backend, self._trunk
         sequence = self._sequences.get(node, trunk)
         if sequence != trunk:

@@ -15,13 +15,15 @@ from specgen.system.arrays import Logits
 
 
 class AssistantDrafter(StatesDrafter):
-    """Drafts chains with layers that attend to the target's keys and values, and have none of their own. The first row
-    reads the target's hidden state, each further one that of the row before, at the position behind its last token."""
+    """Drafts chains with layers that attend to the target's keys and values, and have none of their
+    own. The first row reads the target's hidden state, each further one that of the row before, at
+    the position behind its last token.
+    """
 
     name = "gemma4-assistant"
 
     def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
-        state = self.trail.after(n_read - 1)
+        state = self.hidden_states.after(n_read - 1)
         if state is None:
             return NO_DRAFT
         for token in context[n_read:-1]:

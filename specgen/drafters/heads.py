@@ -13,15 +13,16 @@ from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, Load
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
+from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting, ready
+from specgen.method.hidden_states import LastHiddenState
 from specgen.method.policy import RoundPlan
-from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.hidden_trail import LastHidden
 from specgen.text.vocabulary import Vocabulary
 
-#: The most tokens behind those that the target has read: its own, and those that a grammar or another drafter added.
+#: The most tokens behind those that the target has read: its own, and those that a grammar or
+#: another drafter added.
 _MOST_UNREAD = 16
 #: The numbers of states whose looks are timed, and how often each is.
 _LOOKS, _N_REPEATS = (1, 2, 4, 8), 5
@@ -30,17 +31,20 @@ _LOOKS, _N_REPEATS = (1, 2, 4, 8), 5
 class HeadsDrafter(Drafter):
     """Drafts with decoder heads: a chain or a tree.
 
-    Heads start from the target's hidden state after its last decoded token; their input is the tokens after that one.
-    There is no cache and no decode of a model: a look beyond a node is two products with small matrices. Tokens outside
-    the frequent part of the vocabulary are never drafted."""
+    Heads start from the target's hidden state after its last decoded token; their input is the
+    tokens after that one. There is no cache and no decode of a model: a look beyond a node is two
+    products with small matrices. Tokens outside the frequent part of the vocabulary are never
+    drafted.
+    """
 
     name = "heads"
 
     def __init__(self, heads: DecoderHeads, request: DraftRequest, vocabulary: Vocabulary) -> None:
         self._heads, self._vocabulary = heads, vocabulary
         self._request, self._costs = request, request.costs
-        self.trail: LastHidden = LastHidden()
-        #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
+        self.hidden_states: LastHiddenState = LastHiddenState()
+        #: A row of the target's logits, in which tokens that are not frequent stay at minus
+        #: infinity.
         self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
 
     def price(self, n_context: int) -> Price:
@@ -48,7 +52,7 @@ class HeadsDrafter(Drafter):
         return Price(look_s, look_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        n_read, state = self.trail.last or (len(context), self._row)
+        n_read, state = self.hidden_states.last or (len(context), self._row)
         unread, before = context[n_read:], context[len(context) - n_drafted :]
         if not 0 < len(unread) <= _MOST_UNREAD:
             return ready(NO_DRAFT)
@@ -68,7 +72,9 @@ class HeadsDrafter(Drafter):
         return made.grow(next(self._rows(states)), rows_beyond)
 
     def _rows(self, states: Hidden) -> Iterator[Logits]:
-        """Yield the row of each state over the target's vocabulary, float32[n_vocab]. A row is valid until the next."""
+        """Yield the row of each state over the target's vocabulary, float32[n_vocab]. A row is
+        valid until the next.
+        """
         before_s = self._heads.compute_s
         rows = self._heads.logits(states)
         self._costs.observe(len(rows), self._heads.compute_s - before_s)

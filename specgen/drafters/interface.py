@@ -1,7 +1,9 @@
 """A kind of draft is one object: what the rest of specgen knows of a way to draft.
 
-A module has a `KIND`, which opens a source (a file, or a word after `--draft`) for a target. The `LoadedDraft` opens
-contexts and makes the `Drafter` of each answer, for a `DraftRequest`. `specgen.drafters.kinds` lists the kinds."""
+A module has a `KIND`, which opens a source (a file, or a word after `--draft`) for a target. The
+`LoadedDraft` opens contexts and makes the `Drafter` of each answer, for a `DraftRequest`.
+`specgen.drafters.kinds` lists the kinds.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,30 @@ import numpy as np
 
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend
+from specgen.method.cost_table import CostTable
 from specgen.method.draft import Branches
-from specgen.method.tables import CostTable
 from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
-from specgen.text.text_state import n_common
+from specgen.text.overlap import common_prefix_length
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
+    from specgen.method.acceptance import AcceptanceRates
     from specgen.method.drafter import Drafter
-    from specgen.method.tables import AcceptanceRates
-    from specgen.text.text_state import Shaper, TextState
+    from specgen.method.sampling_pipeline import SamplingPipeline
+    from specgen.method.text_state import TextState
 
 #: What a draft is named by in the memory of costs and acceptance: its file, or a word.
 Key: TypeAlias = Path | str
-#: What a draft reads: tokens, the target's hidden states of the last rows or of all rows, or its cache beside these.
+#: What a draft reads: tokens, the target's hidden states of the last rows or of all rows, or its
+#: cache beside these.
 Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
 
 
 @dataclass(slots=True, eq=False)
 class CacheSlot:
-    """One of `n` equal shares of the sequences and cells of all caches, counted from 0: the place of one text."""
+    """One of `n` equal shares of the sequences and cells of all caches, counted from 0: the place
+    of one text.
+    """
 
     number: int = 0
     n: int = 1
@@ -46,25 +52,28 @@ class CacheSlot:
         return backend.n_ctx // self.n
 
     def share_prefix(self, backend: Backend, tokens: Sequence[int], *, n_again: int = 0) -> int:
-        """Reuse the longest prefix of `tokens` that any slot of the cache holds, without copying; drop the rest of
-        this slot. Return the number of reused tokens: at most all but the last, whose logits are needed. The last
-        `n_again` tokens of a prefix are not reused where the cache can drop them: a drafter needs their states."""
+        """Reuse the longest prefix of `tokens` that any slot of the cache holds, without copying;
+        drop the rest of this slot. Return the number of reused tokens: at most all but the last,
+        whose logits are needed. The last `n_again` tokens of a prefix are not reused where the
+        cache can drop them: a drafter needs their states.
+        """
         own = self.branches(backend)
         for branch in range(own.first + 1, own.first + own.n_branches):
             if backend.length(branch):
                 backend.remove(branch)
         tokens = tokens[:-1]
-        best = n_own = n_common(backend.text(own.first), tokens)
+        best = n_own = common_prefix_length(backend.text(own.first), tokens)
         lender = own.first
         if backend.rollback == "cells":
             firsts = [CacheSlot(other, self.n).branches(backend).first for other in range(self.n)]
-            n_held = {first: n_common(backend.text(first), tokens) for first in firsts}
+            n_held = {first: common_prefix_length(backend.text(first), tokens) for first in firsts}
             if max(n_held.values()) > n_own:
                 lender = max(firsts, key=n_held.__getitem__)
             best = max(0, n_held[lender] - n_again)
             n_own = min(n_own, best)
         elif n_own < backend.length(own.first):
-            # Such a cache cannot drop cells: to go back to any other place, it would decode all again.
+            # Such a cache cannot drop cells: to go back to any other place, it would decode all
+            # again.
             best = n_own = backend.way_back(own.first, n_own)
         try:
             if backend.length(own.first) > n_own:
@@ -79,11 +88,13 @@ class CacheSlot:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One answer that is to be drafted for. With `draws` tokens are drawn from the distributions that `shaper` makes,
-    else they are the likeliest. With `branches` the draft may be a tree of this `shape`, `n_deepest` levels at most."""
+    """One answer that is to be drafted for. With `draws` tokens are drawn from the distributions
+    that `shaper` makes, else they are the likeliest. With `branches` the draft may be a tree of
+    this `shape`, `n_deepest` levels at most.
+    """
 
     text: TextState
-    shaper: Shaper
+    shaper: SamplingPipeline
     rng: np.random.Generator
     #: The text's first tokens, as the draft reads them: its caches may hold some of them already.
     prompt: Sequence[int] = ()
@@ -100,22 +111,28 @@ class DraftRequest:
     shape: TreeShape = AUTO_TREE
     n_max: int = 16
     n_deepest: int | None = None
-    #: Positions of the text that a draft model need not read: what a chat template puts before every prompt.
+    #: Positions of the text that a draft model need not read: what a chat template puts before
+    #: every prompt.
     head: range = range(0)
-    #: The prompt of a draft with another vocabulary, in its own template; None translates the target's.
+    #: The prompt of a draft with another vocabulary, in its own template; None translates the
+    #: target's.
     draft_prompt: Sequence[int] | None = None
     is_endless: bool = False  # tokens that end a text are never chosen
 
     def reused(self, backend: Backend, start: int = 0) -> Sequence[int]:
-        """Let the slot of a cache hold the longest known prefix of the prompt, from `start` on; return it."""
+        """Let the slot of a cache hold the longest known prefix of the prompt, from `start` on;
+        return it.
+        """
         tokens = self.prompt[start:]
         return tokens[: self.slot.share_prefix(backend, tokens)]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """What a draft is opened for: a target, with options. `helpers` are the sources of what drafts for the draft;
-    `learnt` is a file of weights that it learnt from answers, and `cache` a folder for what can be made again."""
+    """What a draft is opened for: a target, with options. `helpers` are the sources of what drafts
+    for the draft; `learnt` is a file of weights that it learnt from answers, and `cache` a folder
+    for what can be made again.
+    """
 
     target: LlamaModel
     drafting: DraftOptions
@@ -133,8 +150,10 @@ class DraftSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """The room that a draft's contexts need: for `n_slots` texts of `n_ctx` tokens each, with `n_rows` rows a round."""
+class ContextSpec:
+    """The room that a draft's contexts need: for `n_slots` texts of `n_ctx` tokens each, with
+    `n_rows` rows a round.
+    """
 
     n_ctx: int
     n_slots: int
@@ -145,7 +164,9 @@ class Room:
 
 
 class LoadedDraft:
-    """A draft that is loaded for a target. `name` is shown, `key` names it in the memory of acceptance."""
+    """A draft that is loaded for a target. `name` is shown, `key` names it in the memory of
+    acceptance.
+    """
 
     reads: Reads = "text"
     is_free = False  # it decodes nothing, so that its draft is known before a round is planned
@@ -169,7 +190,7 @@ class LoadedDraft:
         """Return the most of llama.cpp's sequences that a text needs in its contexts."""
         return 0
 
-    def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
+    def contexts(self, room: ContextSpec) -> tuple[LlamaBackend, ...]:
         """Open its contexts. Raise `MemoryLimitError`."""
         return ()
 
@@ -190,9 +211,11 @@ class LoadedDraft:
 
 @dataclass(frozen=True)
 class DraftKind:
-    """A way to draft. `matches` says whether a file, or the word after `--draft`, is of this kind; a file that cannot
-    be read is not. `suits` says whether its name alone, as the word, drafts for a target. `open` loads a source that
-    matches; it raises `ModelFileError`, `PairError`, or `UsageError` if the options ask for what it cannot do."""
+    """A way to draft. `matches` says whether a file, or the word after `--draft`, is of this kind;
+    a file that cannot be read is not. `suits` says whether its name alone, as the word, drafts for
+    a target. `open` loads a source that matches; it raises `ModelFileError`, `PairError`, or
+    `UsageError` if the options ask for what it cannot do.
+    """
 
     name: str
     matches: Callable[[DraftSource], bool]

@@ -1,7 +1,10 @@
-"""All kinds of drafts: the first that matches a source opens it. No kind is imported before it is needed.
+"""All kinds of drafts: the first that matches a source opens it. No kind is imported before it is
+needed.
 
-A new kind is a module of this folder with a `KIND`, which is a `DraftKind` (`interface.py`) and makes drafters
-(`specgen/method/drafter.py`), and a line of `KINDS`; one of another package is an entry point of `GROUP`."""
+A new kind is a module of this folder with a `KIND`, which is a `DraftKind` (`interface.py`) and
+makes drafters (`specgen/method/drafter.py`), and a line of `KINDS`; one of another package is an
+entry point of `GROUP`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What is known of a kind before its `module` in `specgen.drafters`, which has a `KIND`, is imported: the word
-    after --draft, the GGUF architecture that only such drafts have, and how their files are named."""
+    """What is known of a kind before its `module` in `specgen.drafters`, which has a `KIND`, is
+    imported: the word after --draft, the GGUF architecture that only such drafts have, and how
+    their files are named.
+    """
 
     module: str
     word: str = ""
@@ -51,7 +56,7 @@ def kinds() -> Iterator[DraftKind]:
     for kind in KINDS:
         yield _own(kind.module)
     yield from _others()
-    yield _own(ANY_FILE)
+    yield _own("draft_model")
 
 
 def find_kind(source: DraftSource) -> DraftKind | None:

@@ -1,4 +1,6 @@
-"""Texts to look n-grams up in: files and folders, records of earlier answers, and the texts of earlier runs."""
+"""Texts to look n-grams up in: files and folders, records of earlier answers, and the texts of
+earlier runs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ import numpy.typing as npt
 
 from specgen.errors import OutputError, UsageError
 from specgen.system.files import locked, replace_bytes
-from specgen.text.text_state import n_common
+from specgen.text.overlap import common_prefix_length
 from specgen.text.vocabulary import Vocabulary
 
 #: int32[n]: token ids, or positions.
@@ -32,23 +34,28 @@ _DAMAGE: Final = (
     *(OSError, ValueError, KeyError, EOFError, TypeError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error),
 )
-#: The longest match that is looked for, in tokens, and the most occurrences of it that are looked at.
+#: The longest match that is looked for, in tokens, and the most occurrences of it that are looked
+#: at.
 MAX_MATCH, MAX_PLACES = 32, 100
 SEPARATOR = -1  # behind each text of a corpus; no token
-#: Larger files in folders are left out. More in all is refused: sorting takes 150 bytes of memory a token.
+#: Larger files in folders are left out. More in all is refused: sorting takes 150 bytes of memory a
+#: token.
 MAX_FILE_BYTES, MAX_CORPUS_BYTES = 4 << 20, 16 << 20
 #: The fields of a record that may hold text, in the order in which they are taken.
 FIELDS = ("prompt", "turns", "content", "text", "answer")
 _RECORD_ENDINGS = (".jsonl", ".ndjson")
 _VERSION = 2  # of the arrays in the cache: to be raised if the same files give another array
 MAX_STORE_BYTES = 8 << 20  # of a store; if it grows beyond that, its older half is removed
-#: Texts that are not in the saved array get their own, up to so many tokens, or this share of the saved ones.
+#: Texts that are not in the saved array get their own, up to so many tokens, or this share of the
+#: saved ones.
 MAX_NEW, _NEW_PART = 16384, 0.25
 _WAIT_S = 2.0  # the longest wait for another process that adds a text
 
 
 class Match(NamedTuple):
-    """An ending of `length` tokens that occurs in a text, and the indices of what follows it, at least one."""
+    """An ending of `length` tokens that occurs in a text, and the indices of what follows it, at
+    least one.
+    """
 
     length: int
     places: tuple[int, ...]
@@ -76,7 +83,9 @@ class Matches(ABC):
         return Match(match.length + 1, tuple(places))
 
     def followers(self, match: Match) -> dict[int, tuple[int, int]]:
-        """Return the tokens that follow a match, each with its number of occurrences and the place of the last one."""
+        """Return the tokens that follow a match, each with its number of occurrences and the place
+        of the last one.
+        """
         followers: dict[int, tuple[int, int]] = {}
         for place in match.places:
             token = self._token_at[place]
@@ -86,11 +95,13 @@ class Matches(ABC):
 
 
 class SuffixArray(Matches):
-    """Texts in which the longest match of an ending is found by binary search: their prefixes, sorted by their last
-    tokens, the last one first (Manber and Myers, "Suffix arrays", 1990). No match runs from one text into the next.
+    """Texts in which the longest match of an ending is found by binary search: their prefixes,
+    sorted by their last tokens, the last one first (Manber and Myers, "Suffix arrays", 1990). No
+    match runs from one text into the next.
 
-    `tokens` are those of the texts with a separator after each, int32[n]. `places` are the tokens' indices, counted
-    from the end, sorted by the `MAX_MATCH` tokens from there backwards."""
+    `tokens` are those of the texts with a separator after each, int32[n]. `places` are the tokens'
+    indices, counted from the end, sorted by the `MAX_MATCH` tokens from there backwards.
+    """
 
     def __init__(self, tokens: IntArray, places: IntArray) -> None:
         super().__init__(np.ascontiguousarray(tokens).data)
@@ -101,7 +112,9 @@ class SuffixArray(Matches):
 
     @classmethod
     def build(cls, texts: Iterable[Sequence[int] | IntArray]) -> SuffixArray:
-        """Sort these texts. Among equally frequent followers the last one wins, so put the best text last."""
+        """Sort these texts. Among equally frequent followers the last one wins, so put the best
+        text last.
+        """
         tokens = joined(texts)
         # As bytes, the highest first, slices compare as the tokens do.
         rows = np.ndarray(len(tokens), f"S{4 * MAX_MATCH}", _backwards(tokens), strides=(4,))
@@ -118,7 +131,7 @@ class SuffixArray(Matches):
         place = bisect_left(self._place_at, _bytes(wanted), key=key)
         # The longest match is next to where the ending itself would be inserted.
         n_most = max(
-            n_common(wanted, self.tokens[::-1][at : at + len(wanted)].tolist())
+            common_prefix_length(wanted, self.tokens[::-1][at : at + len(wanted)].tolist())
             for at in self._place_at[max(0, place - 1) : place + 1].tolist()
         )
         for length in range(n_most, 0, -1):
@@ -188,10 +201,12 @@ def load_corpus(
 ) -> SuffixArray:
     """Load the texts of files and folders as tokens of `vocabulary`.
 
-    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden ones and links. A .jsonl
-    or .ndjson file has records, one JSON object a line, with texts, or lists and objects with texts, in the `FIELDS`.
-    The array is kept in the folder `cache` until the files change; `fingerprint` identifies the vocabulary. Raise
-    `UsageError` if there is no text or too much, or if a file that is named is not text."""
+    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden ones
+    and links. A .jsonl or .ndjson file has records, one JSON object a line, with texts, or lists
+    and objects with texts, in the `FIELDS`. The array is kept in the folder `cache` until the files
+    change; `fingerprint` identifies the vocabulary. Raise `UsageError` if there is no text or too
+    much, or if a file that is named is not text.
+    """
     files = [file for path in paths for file in _files(path)]
     named = f"--lookup-file {', '.join(map(str, paths))}"
     n_bytes = sum(about.st_size for _, about, _ in files)
@@ -225,7 +240,9 @@ def _digest(*parts: object) -> bytes:
 
 
 def _files(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
-    """Yield files in the order of their paths, and whether each is what the user named: it has to be text then."""
+    """Yield files in the order of their paths, and whether each is what the user named: it has to
+    be text then.
+    """
     try:
         path = path.expanduser().resolve(strict=True)
         about = path.stat()
@@ -291,14 +308,18 @@ def _texts_of(value: object) -> Iterator[str]:
 
 
 def texts_in(store: Path) -> list[IntArray]:
-    """Return the texts in the folder of an `EarlierTexts`, the newest last: token ids, int32[n] each."""
+    """Return the texts in the folder of an `EarlierTexts`, the newest last: token ids, int32[n]
+    each.
+    """
     found = _load(store / "tokens.npz", "tokens")
     return split(found[0]) if found is not None else []
 
 
 class EarlierTexts:
-    """The token ids of earlier texts: a file for each vocabulary, the newest text last, and a saved array of most.
-    Nothing here raises an error: a store that cannot be read is empty, one that cannot be written stays as it is."""
+    """The token ids of earlier texts: a file for each vocabulary, the newest text last, and a saved
+    array of most. Nothing here raises an error: a store that cannot be read is empty, one that
+    cannot be written stays as it is.
+    """
 
     def __init__(self, folder: Path, fingerprint: str, *, max_bytes: int = MAX_STORE_BYTES) -> None:
         #: The folder of the texts: a digest, since a fingerprint may not be a valid name.
@@ -306,7 +327,9 @@ class EarlierTexts:
         self._n_most = max_bytes // np.int32().nbytes
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Keep a text that is not there yet as the newest one; if it is larger than the store, only its end."""
+        """Keep a text that is not there yet as the newest one; if it is larger than the store, only
+        its end.
+        """
         new = np.array(tokens[-self._n_most :], np.int32)
         busy = OutputError(f"{self.folder}: another process is writing to it")
         with contextlib.suppress(OSError, OutputError), locked(self.folder / "lock", busy, _WAIT_S):
@@ -321,7 +344,9 @@ class EarlierTexts:
             _save(self.folder / "tokens.npz", tokens=joined(texts))
 
     def arrays(self) -> tuple[SuffixArray, ...]:
-        """Return all texts, the newest in the last array. Most are in a saved one, rebuilt when many are not in it."""
+        """Return all texts, the newest in the last array. Most are in a saved one, rebuilt when
+        many are not in it.
+        """
         tokens, place = joined(texts_in(self.folder)), self.folder / "texts.npz"
         saved = SuffixArray.load(place)
         if saved is None or not np.array_equal(saved.tokens, tokens[: len(saved)]):

@@ -1,4 +1,6 @@
-"""A small model drafts a chain or a tree for the large one, and a cheaper drafter may guess its tokens."""
+"""A small model drafts a chain or a tree for the large one, and a cheaper drafter may guess its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +12,42 @@ import numpy as np
 from specgen.drafters.expansion import Expansion, NodeBranches, RowsBeyond, expansion, price_after
 from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend, Batch
+from specgen.method.cascade import Cascade
+from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
-from specgen.method.tables import FREE, Price
 from specgen.system.arrays import Logits
-from specgen.text.text_state import Cascade, n_common
+from specgen.text.overlap import common_prefix_length
 
-#: Tokens at the beginning of the text that a sliding window keeps: attention rests on them (arXiv:2309.17453).
+#: Tokens at the beginning of the text that a sliding window keeps: attention rests on them
+#: (arXiv:2309.17453).
 _N_SINK = 4
-#: If more than twice as many tokens are to be read, a draft model reads the text's first few and so many of its last:
-#: it agrees with the target nearly as often, unless the answer copies the text (there n-grams draft).
+#: If more than twice as many tokens are to be read, a draft model reads the text's first few and so
+#: many of its last: it agrees with the target nearly as often, unless the answer copies the text
+#: (there n-grams draft).
 _N_WINDOW = 64
-#: The most tokens that usually are new: the target's own, and the last drafted one of a draft that was accepted whole.
+#: The most tokens that usually are new: the target's own, and the last drafted one of a draft that
+#: was accepted whole.
 N_USUAL = 2
 _RATE = 0.1  # how fast the seconds of a drafted token follow the latest ones
 
 
 class Guesses:
-    """A cheaper drafter that guesses the tokens of a draft model (Spector & Re, arXiv:2308.04623, section 3.2).
+    """A cheaper drafter that guesses the tokens of a draft model (Spector & Re, arXiv:2308.04623,
+    section 3.2).
 
-    The draft model decodes the guessed tokens in one batch, draws each token from its own distribution, and goes on in
-    the same batch while the drawn token is the guessed one, as `MatchVerifier` does: so it drafts what it would without
-    guesses. A policy decides how much to guess, by the costs of the draft model's decodes."""
+    The draft model decodes the guessed tokens in one batch, draws each token from its own
+    distribution, and goes on in the same batch while the drawn token is the guessed one, as
+    `MatchVerifier` does: so it drafts what it would without guesses. A policy decides how much to
+    guess, by the costs of the draft model's decodes.
+    """
 
     def __init__(self, drafters: Cascade, policy: Policy, caches: Sequence[Backend] = ()) -> None:
         self._drafters, self._policy = drafters, policy
         self._caches = caches  # in which the drafter decodes
-        #: The last guess, behind `_n_before` drafted tokens, and what it was cut from. Whether its result is to come.
+        #: The last guess, behind `_n_before` drafted tokens, and what it was cut from. Whether its
+        #: result is to come.
         self._guess = NO_DRAFT
         self._n_before = 0
         self._proposed: tuple[Draft, ...] = ()
@@ -46,7 +56,8 @@ class Guesses:
         self._draft_s = self._decode_s = 0.0
         #: Recent seconds for a drafted token; None before the first.
         self._token_s: float | None = None
-        #: The drafted tokens behind the text that the drafter was shown, and the text's length then.
+        #: The drafted tokens behind the text that the drafter was shown, and the text's length
+        #: then.
         self._shown: tuple[int, ...] = ()
         self._n_text = 0
         #: The guessed tokens of the present draft, and how many of them were right.
@@ -59,9 +70,11 @@ class Guesses:
     def after(
         self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int
     ) -> Generator[Ask, Logits, Sequence[int]]:
-        """Guess at most `n_room` tokens. The last `n_before` of the context are drafted too, by another drafter."""
+        """Guess at most `n_room` tokens. The last `n_before` of the context are drafted too, by
+        another drafter.
+        """
         drafters, text, n_drafted = self._drafters, [*context, *drafted], n_before + len(drafted)
-        n_same = n_common(self._shown, text[self._n_text :])
+        n_same = common_prefix_length(self._shown, text[self._n_text :])
         if n_same < len(self._shown):  # some of what the drafter was shown did not become text
             drafters.rewind(self._n_text + n_same)
         self._shown, self._n_text = tuple(drafted), len(context)
@@ -89,7 +102,7 @@ class Guesses:
             return
         self._is_open = False
         added = tuple(drafted[self._n_before :])
-        n_right = n_common(self._guess.tokens, added)
+        n_right = common_prefix_length(self._guess.tokens, added)
         self._n_right += n_right
         result = RoundResult(
             self._plan,
@@ -125,19 +138,24 @@ class Guesses:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a model: chains, or trees like those of SpecInfer (arXiv:2305.09781) and EAGLE-2 (arXiv:2406.16858).
+    """Drafts with a model: chains, or trees like those of SpecInfer (arXiv:2305.09781) and EAGLE-2
+    (arXiv:2406.16858).
 
-    The model's cache keeps all tokens that became text, so no token is decoded twice. If a text outgrows the model's
-    context, the cache is filled again with the text's first few tokens and as many of its latest as fill half of it.
+    The model's cache keeps all tokens that became text, so no token is decoded twice. If a text
+    outgrows the model's context, the cache is filled again with the text's first few tokens and as
+    many of its latest as fill half of it.
 
-    To look beyond the nodes of a tree, the model decodes them in one batch, each on its own branch of the cache. Leaves
-    cost no decode, since one look finds all children of a node. After the round the branch that became text stays.
+    To look beyond the nodes of a tree, the model decodes them in one batch, each on its own branch
+    of the cache. Leaves cost no decode, since one look finds all children of a node. After the
+    round the branch that became text stays.
 
-    It does not read what a chat template puts before every prompt, the request's `head`: it drafts nearly the same, and
-    its prefill is shorter (1 to 4 % of an answer to a short prompt).
+    It does not read what a chat template puts before every prompt, the request's `head`: it drafts
+    nearly the same, and its prefill is shorter (1 to 4 % of an answer to a short prompt).
 
-    Tokens from `n_shared_tokens` on exist in only one of the two vocabularies (padding) and are never drafted. With
-    `guesses`, a cheaper drafter speeds up the model itself, which then drafts chains."""
+    Tokens from `n_shared_tokens` on exist in only one of the two vocabularies (padding) and are
+    never drafted. With `guesses`, a cheaper drafter speeds up the model itself, which then drafts
+    chains.
+    """
 
     name = "model"
 
@@ -162,7 +180,8 @@ class ModelDrafter(Drafter):
         #: The last tree, whose branches the cache holds, and the text's length before it.
         self._tree: Expansion | None = None
         self._n_text = 0
-        #: The rows after the last tokens in the cache, which the next decode replaces, and how many were decoded then.
+        #: The rows after the last tokens in the cache, which the next decode replaces, and how many
+        #: were decoded then.
         self._rows, self._n_decoded = np.empty((0, 0), np.float32), 0
 
     @property
@@ -251,7 +270,9 @@ class ModelDrafter(Drafter):
         self._n_agreed, self._skipped = 0, range(0)
 
     def n_behind(self, n_context: int) -> int:
-        """Return how many tokens are decoded before the next draft: those that the cache lacks, or the window."""
+        """Return how many tokens are decoded before the next draft: those that the cache lacks, or
+        the window.
+        """
         return self._window_to_read(n_context) or max(1, self._n_lacking(n_context))
 
     def _n_lacking(self, n_context: int) -> int:
@@ -259,12 +280,16 @@ class ModelDrafter(Drafter):
         return n_context - self.n_skipped - self._backend.length(self._sequence)
 
     def _window_to_read(self, n_context: int) -> int:
-        """Return the size of the window that is read in place of the text; 0 if all that the cache lacks is read."""
+        """Return the size of the window that is read in place of the text; 0 if all that the cache
+        lacks is read.
+        """
         lacks_much = self._n_lacking(n_context) > 2 * _N_WINDOW
         return min(_N_WINDOW, self._n_ctx // 2) if lacks_much else 0
 
     def _make_room(self, n_context: int, n_max: int) -> int:
-        """Slide the window if the text or a draft does not fit, or much is lacking; return how many may be drafted."""
+        """Slide the window if the text or a draft does not fit, or much is lacking; return how many
+        may be drafted.
+        """
         n_ctx, n_window = self._n_ctx, self._window_to_read(n_context)
         # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
         n_room = n_ctx - (n_context - self.n_skipped) + 1
@@ -278,7 +303,9 @@ class ModelDrafter(Drafter):
         return min(n_max, n_room)
 
     def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; return the logits after it, and after guesses behind it, float32[n, n_vocab]."""
+        """Bring the cache to `context`; return the logits after it, and after guesses behind it,
+        float32[n, n_vocab].
+        """
         backend, rows, new = self._backend, self._rows, list(context[self._n_agreed :])
         cached = list(backend.text(self._sequence)[max(0, self._n_agreed - self.n_skipped) :])
         first = len(rows) - 1 - (len(cached) - len(new))
@@ -291,10 +318,12 @@ class ModelDrafter(Drafter):
         return rows
 
     def _missing(self, context: Sequence[int]) -> Sequence[int]:
-        """Drop from the cache what is not a prefix of `context`; return the tokens that it then lacks, at least one."""
+        """Drop from the cache what is not a prefix of `context`; return the tokens that it then
+        lacks, at least one.
+        """
         backend, start = self._backend, max(0, self._n_agreed - self.n_skipped)
         context = self._read(context)
-        n_same = n_common(backend.text(self._sequence)[start:], context[start:])
+        n_same = common_prefix_length(backend.text(self._sequence)[start:], context[start:])
         n_kept = min(start + n_same, len(context) - 1)
         if backend.length(self._sequence) > n_kept:
             backend.remove(self._sequence, n_kept)
@@ -330,7 +359,9 @@ class ModelDrafter(Drafter):
         return rows_beyond
 
     def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; return the logits after the last `n_wanted`, or those in the last batch."""
+        """Decode tokens in batches; return the logits after the last `n_wanted`, or those in the
+        last batch.
+        """
         backend, logits = self._backend, None
         first = backend.length(self._sequence)
         for start in range(0, len(tokens), backend.n_batch):

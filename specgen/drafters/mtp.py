@@ -6,31 +6,33 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from specgen.drafters.expansion import Expansion, price_after
-from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, Room
+from specgen.drafters.interface import ContextSpec, DraftKind, DraftRequest, DraftSetup
 from specgen.drafters.states import N_USUAL, LayerDrafter, StatesCache, StatesDraft, StatesDrafter
 from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_contexts import MtpContext
 from specgen.llama.draft_models import MtpModel
 from specgen.llama.gguf_file import holds_mtp_only
+from specgen.method.cost_table import Price
 from specgen.method.drafter import Ask, Drafter, Drafting
-from specgen.method.tables import Price
 from specgen.system.arrays import Hidden, Logits
 
 
 class MtpChainDrafter(StatesDrafter):
-    """Drafts chains with several MTP layers: layer k predicts the k-th token behind what the target has
-    read (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+    """Drafts chains with several MTP layers: layer k predicts the k-th token behind what the target
+    has read (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    Each layer has a cache of its own, whose rows of accepted tokens read the target's states. Behind these, layer k
-    decodes k rows of drafted tokens: the first layer's state after the first token, and so on. So a draft has no more
-    tokens than there are layers, and tokens that the target has not read count among them."""
+    Each layer has a cache of its own, whose rows of accepted tokens read the target's states.
+    Behind these, layer k decodes k rows of drafted tokens: the first layer's state after the first
+    token, and so on. So a draft has no more tokens than there are layers, and tokens that the
+    target has not read count among them.
+    """
 
     name = "mtp"
 
     def __init__(self, backend: MtpContext, request: DraftRequest) -> None:
         super().__init__(backend, request)
-        self._caches = [StatesCache(each, request, self.trail) for each in backend.layers]
+        self._caches = [StatesCache(each, request, self.hidden_states) for each in backend.layers]
         self._n_most = len(self._caches)
 
     def price(self, n_context: int) -> Price:
@@ -79,7 +81,7 @@ class MtpDraft(StatesDraft):
             own = f"each of the {n_layers} MTP layers of {self._model.name} drafts one token"
         self.why_chains = setup.why_chains or own
 
-    def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
+    def contexts(self, room: ContextSpec) -> tuple[LlamaBackend, ...]:
         return (MtpContext(self._model, room.options_of(self.key), **self._sizes(room)),)
 
     def drafter(self, request: DraftRequest) -> Drafter:

@@ -1,6 +1,7 @@
-"""Prompt lookup: draft what followed an earlier occurrence of the text's ending, in the text itself, in files or in
-earlier answers (Saxena, "Prompt Lookup Decoding", 2023; LLMA, Yang et al., arXiv:2304.04487; counts of what followed:
-Hu et al., "SAM Decoding", arXiv:2411.10666)."""
+"""Prompt lookup: draft what followed an earlier occurrence of the text's ending, in the text
+itself, in files or in earlier answers (Saxena, "Prompt Lookup Decoding", 2023; LLMA, Yang et al.,
+arXiv:2304.04487; counts of what followed: Hu et al., "SAM Decoding", arXiv:2411.10666).
+"""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from specgen.drafters.lookup_texts import (
     SuffixArray,
     load_corpus,
 )
+from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.tables import FREE, Price
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN, LOOKUP_ORIGIN = "ngram", "lookup"
@@ -31,20 +32,24 @@ TEXT_ORIGIN, LOOKUP_ORIGIN = "ngram", "lookup"
 _CLEARLY_LONGER = 2
 #: The token that followed last is drafted, unless another followed so many times as often.
 _CLEARLY_OFTENER = 3
-#: A token's odds for each token of the match and occurrence that it followed, and what each other one takes from them.
+#: A token's odds for each token of the match and occurrence that it followed, and what each other
+#: one takes from them.
 _ODDS_A_TOKEN, _DISSENT = 0.35, 2.0
 _MOST_SEARCHED = 1024  # the latest occurrences of an n-gram, among which the longest match is
 _N_BRANCHES = 3  # the most continuations at one position of a tree without a fixed shape
 
 
 class TextIndex(Matches):
-    """A text that grows and is taken back. It finds endings of at least `min_match` tokens; of many the latest."""
+    """A text that grows and is taken back. It finds endings of at least `min_match` tokens; of many
+    the latest.
+    """
 
     def __init__(self, min_match: int) -> None:
         self._min_match = min_match
         self._tokens: list[int] = []
         super().__init__(self._tokens)
-        #: By the n-grams of `min_match` tokens: the indices of the tokens that follow them, in order.
+        #: By the n-grams of `min_match` tokens: the indices of the tokens that follow them, in
+        #: order.
         self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def follow(self, text: Sequence[int]) -> None:
@@ -80,7 +85,9 @@ class TextIndex(Matches):
 
 
 def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
-    """Estimate how likely a token follows that followed `n_agreeing` of the occurrences of the last `length` tokens."""
+    """Estimate how likely a token follows that followed `n_agreeing` of the occurrences of the last
+    `length` tokens.
+    """
     dissent = 1.0 + _DISSENT * (n_occurrences - n_agreeing)
     odds = _ODDS_A_TOKEN * length * n_agreeing / dissent
     return odds / (1.0 + odds)
@@ -93,12 +100,15 @@ class _Guess(NamedTuple):
 
 
 class SuffixDrafter(Drafter):
-    """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the ending.
+    """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the
+    ending.
 
-    Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match` tokens counts as one of
-    `max_match`. `corpora` are followed where their match is clearly longer than the text's own; of equally long matches
-    that in the last corpus. It does not ask the plan: a draft costs microseconds, and its probabilities show where to
-    cut it. With `n_children` above 1 the draft is a tree of at most `n_deepest` levels, of the likeliest paths."""
+    Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match`
+    tokens counts as one of `max_match`. `corpora` are followed where their match is clearly longer
+    than the text's own; of equally long matches that in the last corpus. It does not ask the plan:
+    a draft costs microseconds, and its probabilities show where to cut it. With `n_children` above
+    1 the draft is a tree of at most `n_deepest` levels, of the likeliest paths.
+    """
 
     name = TEXT_ORIGIN
 
@@ -127,7 +137,8 @@ class SuffixDrafter(Drafter):
         n_deepest = len(ending) + min(n_max, self._n_deepest or n_max)
         matches = [source.longest(ending) for source in self._sources]
         nodes: list[tuple[int, _Guess]] = []
-        # What may come next, likeliest path first: its chance, a number, parent, guess, and what stands before it.
+        # What may come next, likeliest path first: its chance, a number, parent, guess, and what
+        # stands before it.
         heap: list[tuple[float, int, int, _Guess, list[int], list[Match | None]]] = []
         numbers = count()
         while len(nodes) < n_max:
@@ -152,7 +163,9 @@ class SuffixDrafter(Drafter):
         self._text.rewind(n_tokens)
 
     def _guesses(self, matches: Sequence[Match | None]) -> list[_Guess]:
-        """Return the tokens that are drafted after these matches, one of each source, likeliest first."""
+        """Return the tokens that are drafted after these matches, one of each source, likeliest
+        first.
+        """
         n_own = matches[0].length if matches[0] is not None else 0
         n_least = max(n_own + _CLEARLY_LONGER, self._min_match)
         longer = [
@@ -179,7 +192,9 @@ class SuffixDrafter(Drafter):
 
 
 class LoadedNgrams(LoadedDraft):
-    """N-grams of the text itself, and of the texts to look up: files, and earlier answers. Raises `UsageError`."""
+    """N-grams of the text itself, and of the texts to look up: files, and earlier answers. Raises
+    `UsageError`.
+    """
 
     is_free = True
     can_draw = False

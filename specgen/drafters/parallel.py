@@ -12,10 +12,10 @@ from specgen.drafters.interface import DraftRequest
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import UsageError
 from specgen.method.backend import Backend, Batch
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.tables import FREE, CostTable, Price
 from specgen.system.arrays import Logits
 
 if TYPE_CHECKING:
@@ -25,17 +25,21 @@ _MASK_KEY = "tokenizer.ggml.mask_token_id"  # ordinary models have one too: Gemm
 #: Where a file has the names of its model. Converters copy them from the model's page.
 _NAME_KEYS = ("general.name", "general.basename", "general.finetune", "general.base_model.0.name")
 _RATE = 0.1  # how fast the usual confidence follows the latest ones
-#: The method's name, which all published parallel drafts have in theirs: PARD-Qwen2.5-0.5B, PARD2-Qwen3-8B.
+#: The method's name, which all published parallel drafts have in theirs: PARD-Qwen2.5-0.5B,
+#: PARD2-Qwen3-8B.
 _PARD = re.compile(r"(?<![a-z])pard-?2?(?![a-z0-9])", re.IGNORECASE)
 
 
 class ParallelDrafter(ModelDrafter):
-    """Drafts with a model that was trained to predict K tokens in one decode (PARD, arXiv:2504.18583).
+    """Drafts with a model that was trained to predict K tokens in one decode (PARD,
+    arXiv:2504.18583).
 
-    The decode has the tokens that the model has not read yet and K - 1 times the token `mask`, whose rows predict the
-    further tokens. There are as many rows as the plan would look at if all were as sure as those before. A row does not
-    depend on the tokens drafted before, so each token is drawn from a distribution that is known before, which suits
-    every verifier. In a tree all nodes of one depth have children from one row."""
+    The decode has the tokens that the model has not read yet and K - 1 times the token `mask`,
+    whose rows predict the further tokens. There are as many rows as the plan would look at if all
+    were as sure as those before. A row does not depend on the tokens drafted before, so each token
+    is drawn from a distribution that is known before, which suits every verifier. In a tree all
+    nodes of one depth have children from one row.
+    """
 
     def __init__(
         self, backend: Backend, request: DraftRequest, *, mask: int, n_shared_tokens: int
@@ -64,7 +68,7 @@ class ParallelDrafter(ModelDrafter):
         n_rows = min(plan.n_max, self._n_most, request.n_deepest or plan.n_max)
         n, whole, goes_on = 1, 1.0, True
         while goes_on and n < n_rows:
-            _, goes_on, whole = plan.after_look(n - 1, whole, self._usual)
+            _, goes_on, whole = plan.after_draft_step(n - 1, whole, self._usual)
             n += goes_on
         n_rows = n
         if request.branches and shape.is_fixed:
@@ -81,10 +85,13 @@ class ParallelDrafter(ModelDrafter):
         return draft
 
     def _predictions(self, context: Sequence[int], n_rows: int) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; return the logits of the next tokens, float32[n_rows, n_shared_tokens]."""
+        """Bring the cache to `context`; return the logits of the next tokens, float32[n_rows,
+        n_shared_tokens].
+        """
         backend, missing = self._backend, self._missing(context)
         n_masks = n_rows - 1
-        # A prompt is read in batches of its own, and so is everything where a rollback would decode it again.
+        # A prompt is read in batches of its own, and so is everything where a rollback would decode
+        # it again.
         is_long = len(missing) + n_masks > backend.n_batch
         if len(missing) > 1 and (is_long or backend.rollback == "states"):
             yield from self._decode(missing[:-1], n_wanted=0)
@@ -102,8 +109,10 @@ class ParallelDrafter(ModelDrafter):
 
 
 def mask_token(model: LlamaModel, wanted: str) -> int | None:
-    """Return the mask token with which a model predicts several tokens at once; None if it predicts one. `wanted` is
-    ``auto`` (what the file says), ``off``, a token's number, or its text in the vocabulary. Raise `UsageError`."""
+    """Return the mask token with which a model predicts several tokens at once; None if it predicts
+    one. `wanted` is ``auto`` (what the file says), ``off``, a token's number, or its text in the
+    vocabulary. Raise `UsageError`.
+    """
     if wanted == "off":
         return None
     vocabulary, found = model.vocabulary, None

@@ -1,4 +1,6 @@
-"""Drafts that read the target's hidden states: what MTP layers and drafts trained for one target have in common."""
+"""Drafts that read the target's hidden states: what MTP layers and drafts trained for one target
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from specgen.drafters.expansion import WIDEST, Expansion, NodeBranches, expansion, price_after
-from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads, Room
+from specgen.drafters.interface import (
+    ContextSpec,
+    DraftKind,
+    DraftRequest,
+    DraftSetup,
+    LoadedDraft,
+    Reads,
+)
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama.gguf_file import architecture_of
 from specgen.method.backend import Batch
+from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.hidden_states import HiddenStateBuffer, StatesBackend
 from specgen.method.policy import RoundPlan
-from specgen.method.tables import Price
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.hidden_trail import HiddenTrail, StatesBackend
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
@@ -29,17 +38,23 @@ CELLS_BEHIND = 256  # behind those of a text, for what is drafted
 
 
 class StatesCache:
-    """The rows of a text in one sequence of a cache. The row of a token reads the hidden state before it:
-    the target's (`trail`) or, behind what the target has read, a drafted one.
+    """The rows of a text in one sequence of a cache. The row of a token reads the hidden state
+    before it: the target's (`trail`) or, behind what the target has read, a drafted one.
 
-    If states of some tokens are missing, the cache begins behind these tokens."""
+    If states of some tokens are missing, the cache begins behind these tokens.
+    """
 
     def __init__(
-        self, backend: StatesBackend, request: DraftRequest, trail: HiddenTrail, n_left_out: int = 0
+        self,
+        backend: StatesBackend,
+        request: DraftRequest,
+        hidden_states: HiddenStateBuffer,
+        n_left_out: int = 0,
     ) -> None:
-        self._backend, self._trail, self._costs = backend, trail, request.costs
+        self._backend, self._hidden_states, self._costs = backend, hidden_states, request.costs
         self._sequence = request.slot.branches(backend).first
-        #: The number of the text's first tokens that the cache holds, and how many of the first are left out.
+        #: The number of the text's first tokens that the cache holds, and how many of the first are
+        #: left out.
         self.n_held = n_left_out + len(request.reused(backend, n_left_out))
         self.n_skipped = n_left_out
 
@@ -49,16 +64,18 @@ class StatesCache:
         return self.n_held - self.n_skipped
 
     def n_missing(self, n_read: int) -> int:
-        return max(1, n_read + 1 - max(self.n_held, self._trail.first))
+        return max(1, n_read + 1 - max(self.n_held, self._hidden_states.first))
 
     def find_start(self, n_read: int) -> bool:
-        """Drop the rows that are decoded again; return whether the last row's state is known. Behind others it begins."""
-        if n_read and self._trail.after(n_read - 1) is None:
+        """Drop the rows that are decoded again; return whether the last row's state is known.
+        Behind others it begins.
+        """
+        if n_read and self._hidden_states.after(n_read - 1) is None:
             return False
         n_held = min(self.n_held, n_read)
-        if self._trail.first > n_held:
+        if self._hidden_states.first > n_held:
             # One state too few happens wherever a kept text goes on: the row then reads zeros.
-            n_held = self.n_skipped = self._trail.first
+            n_held = self.n_skipped = self._hidden_states.first
             self._backend.remove(self._sequence)
         self.n_held = n_held
         self.drop_drafted()
@@ -71,8 +88,10 @@ class StatesCache:
         drafted: Sequence[int] = (),
         behind: Sequence[Hidden] = (),
     ) -> Generator[Ask, Logits, Logits]:
-        """Decode the rows up to that of token `n_read`, and further ones, which read the states `behind`;
-        return the logits after the last, float32[n_vocab]. `drafted` are the tokens behind `context`."""
+        """Decode the rows up to that of token `n_read`, and further ones, which read the states
+        `behind`; return the logits after the last, float32[n_vocab]. `drafted` are the tokens
+        behind `context`.
+        """
         start, n_rows = self.n_held, n_read + 1 + len(behind)
         rows: Logits | None = None
         while start < n_rows:
@@ -82,7 +101,7 @@ class StatesCache:
                 token = context[index] if n_behind < 0 else drafted[n_behind]
                 wants = index == n_rows - 1
                 batch.add(token, index - self.n_skipped, (self._sequence,), wants)
-                state = self._trail.after(index - 1)
+                state = self._hidden_states.after(index - 1)
                 batch.hidden.append(state if index <= n_read else behind[index - n_read - 1])
             rows = yield Ask(self._backend, batch, self._costs)
             start += len(batch)
@@ -101,19 +120,23 @@ class StatesCache:
 
 
 class StatesDrafter(Drafter):
-    """The base of drafters that read the target's hidden states, and nothing before the plan asks for a draft."""
+    """The base of drafters that read the target's hidden states, and nothing before the plan asks
+    for a draft.
+    """
 
     name: ClassVar[str]
-    #: The most tokens behind those that the target has read; each but the first takes a decode of its own.
+    #: The most tokens behind those that the target has read; each but the first takes a decode of
+    #: its own.
     n_most_unread = 16
 
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
         self._backend, self._request, self._costs = backend, request, request.costs
         self._slot = request.slot.branches(backend)
         #: The target's hidden states along the text.
-        self.trail: HiddenTrail = backend.trails[request.slot.number]
-        self.trail.begin(request.prompt, backend.trails)
-        #: What it holds of the text; and the most tokens that it can draft behind those that the target has read.
+        self.hidden_states: HiddenStateBuffer = backend.hidden_states_by_slot[request.slot.number]
+        self.hidden_states.begin(request.prompt, backend.hidden_states_by_slot)
+        #: What it holds of the text; and the most tokens that it can draft behind those that the
+        #: target has read.
         self._caches: list[StatesCache] = []
         self._n_most: int | None = None
 
@@ -137,7 +160,9 @@ class StatesDrafter(Drafter):
             return (yield from self._grow(made, context, n_read))
         finally:
             self._drop_drafted()
-            self.trail.forget(min((each.n_held - 1 for each in self._caches), default=n_read))
+            self.hidden_states.forget(
+                min((each.n_held - 1 for each in self._caches), default=n_read)
+            )
 
     @abstractmethod
     def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
@@ -148,12 +173,14 @@ class StatesDrafter(Drafter):
             cache.drop_drafted()
 
     def _n_read(self, n_context: int) -> int:
-        return min(self.trail.n_read, n_context - 1)
+        return min(self.hidden_states.n_read, n_context - 1)
 
     def _row_after(
         self, token: int, position: int, state: Hidden
     ) -> Generator[Ask, Logits, Logits]:
-        """Decode a token at a position of the cache, with the state before it; return the logits after it."""
+        """Decode a token at a position of the cache, with the state before it; return the logits
+        after it.
+        """
         batch = Batch()
         batch.add(token, position, (self._slot.first,), True)
         batch.hidden.append(state)
@@ -165,8 +192,10 @@ class StatesDrafter(Drafter):
 class LayerDrafter(StatesDrafter):
     """Drafts with a layer that has a cache: a chain or a tree.
 
-    The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its last row
-    begins the draft. Rows of drafted tokens are dropped afterwards: the target's states are better."""
+    The first batch of a proposal has the rows of all tokens that were accepted since the last one,
+    and its last row begins the draft. Rows of drafted tokens are dropped afterwards: the target's
+    states are better.
+    """
 
     name = "mtp"
     #: The first tokens of a text that have no row.
@@ -175,7 +204,7 @@ class LayerDrafter(StatesDrafter):
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
         super().__init__(backend, request)
         self._nodes = NodeBranches(backend, self._slot)
-        self._cache = StatesCache(backend, request, self.trail, self.n_left_out)
+        self._cache = StatesCache(backend, request, self.hidden_states, self.n_left_out)
         self._caches = [self._cache]
 
     def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
@@ -226,7 +255,7 @@ class StatesDraft(LoadedDraft):
     def _n_branches(self, n_rows: int) -> int:
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
-    def _sizes(self, room: Room) -> dict[str, Any]:
+    def _sizes(self, room: ContextSpec) -> dict[str, Any]:
         n_ctx, n_branches = room.n_ctx + CELLS_BEHIND, self._n_branches(room.n_rows)
         sizes = {"n_ctx": n_ctx, "n_branches": n_branches, "n_slots": room.n_slots}
         return {**sizes, "clock": room.clock, "n_shared_tokens": self._n_shared_tokens}
@@ -243,7 +272,9 @@ class StatesDraft(LoadedDraft):
 
 
 class TrainedDraft(StatesDraft):
-    """A loaded draft that was trained for one target, in a GGUF file with an architecture of its own."""
+    """A loaded draft that was trained for one target, in a GGUF file with an architecture of its
+    own.
+    """
 
     model_type: ClassVar[type[TrainedModel]]
     context_type: ClassVar[type[Any]]
@@ -266,7 +297,7 @@ class TrainedDraft(StatesDraft):
             open=lambda source, setup: cls(Path(source), setup),
         )
 
-    def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
+    def contexts(self, room: ContextSpec) -> tuple[LlamaBackend, ...]:
         if room.target is None:  # it decodes elsewhere
             return ()
         options, sizes = room.options_of(self._model.path), self._sizes(room)

@@ -1,5 +1,7 @@
-"""Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202, Algorithm 2). The drafter sees the
-text in its own tokens. What it drafts is spelled as the target's tokenizer would after the text so far."""
+"""Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202, Algorithm 2). The
+drafter sees the text in its own tokens. What it drafts is spelled as the target's tokenizer would
+after the text so far.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,34 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specgen.method.draft import NO_DRAFT, Distribution, Draft
+from specgen.method.cost_table import Price
+from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.tables import Price
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
+from specgen.text.overlap import common_prefix_length
 from specgen.text.sampling.chain import Sampler, likeliest
-from specgen.text.text_state import Shaper, TextState, n_common
+from specgen.text.sampling.distribution import Distribution
 from specgen.text.vocabulary import Vocabulary
 
-#: Bytes that are spelled again with what follows, and that a tokenizer sees before a draft: tokenizers look back.
+#: Bytes that are spelled again with what follows, and that a tokenizer sees before a draft:
+#: tokenizers look back.
 _BEFORE, _SHOWN = 48, 32
-#: The most tokens that a new spelling may replace: it differs further back where a text was cut in a word.
+#: The most tokens that a new spelling may replace: it differs further back where a text was cut in
+#: a word.
 _MAX_REPLACED = 4
 _MAX_HELD_BACK = 4  # tokens to take back at the end of the text
-#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with a letter or a space.
+#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with
+#: a letter or a space.
 _ANCHOR = "\n"
 _BEHIND_ALL = b"\xff" * 64  # longer than any run of this byte in a vocabulary
 #: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
 _STRAY = re.compile("([\udc80-\udcff]+)")
-#: Tokens, and the end of each in bytes from the start of the text. Bytes without a token may be between.
+#: Tokens, and the end of each in bytes from the start of the text. Bytes without a token may be
+#: between.
 Spelled: TypeAlias = list[tuple[int, int]]
 
 
@@ -48,8 +57,10 @@ def n_unfinished(data: bytes) -> int:
 
 
 def counterpart(token: int, source: Vocabulary, destination: Vocabulary) -> int | None:
-    """Return another vocabulary's token for a control token: that of the same name, else of the same role; None if there
-    is none. In the middle of a text the only roles are those of ends: of a turn, or of a text."""
+    """Return another vocabulary's token for a control token: that of the same name, else of the
+    same role; None if there is none. In the middle of a text the only roles are those of ends: of a
+    turn, or of a text.
+    """
     is_end = source.is_end(token)
     named = destination.tokenize(source.token_text(token), add_special=False, parse_special=True)
     is_one_control = len(named) == 1 and not destination.token_bytes(named[0])
@@ -65,8 +76,10 @@ def counterpart(token: int, source: Vocabulary, destination: Vocabulary) -> int 
 
 
 class Lexicon:
-    """The tokens of a vocabulary by their bytes, and texts spelled with them, byte for byte. Characters go through the
-    vocabulary's own tokenizer, bytes that are no character are spelled with the longest tokens that there are."""
+    """The tokens of a vocabulary by their bytes, and texts spelled with them, byte for byte.
+    Characters go through the vocabulary's own tokenizer, bytes that are no character are spelled
+    with the longest tokens that there are.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -76,8 +89,10 @@ class Lexicon:
 
     @cached_property
     def tokens(self) -> dict[bytes, int]:
-        """Every token that stands for text, by its bytes; of several (that of a byte and that of a character, for
-        example), the one that the tokenizer uses. Reading a whole vocabulary takes a tenth of a second or more."""
+        """Every token that stands for text, by its bytes; of several (that of a byte and that of a
+        character, for example), the one that the tokenizer uses. Reading a whole vocabulary takes a
+        tenth of a second or more.
+        """
         tokens: dict[bytes, int] = {}
         for token_id in range(self.vocabulary.n_tokens):
             data = self.vocabulary.token_bytes(token_id)
@@ -88,7 +103,9 @@ class Lexicon:
         return tokens
 
     def with_prefix(self, prefix: bytes) -> TokenArray:
-        """Return the tokens whose bytes start with `prefix`, or equal it: int64[m], sorted by bytes."""
+        """Return the tokens whose bytes start with `prefix`, or equal it: int64[m], sorted by
+        bytes.
+        """
         keys, token_ids = self._sorted
         start = bisect_left(keys, prefix)
         return token_ids[start : bisect_left(keys, prefix + _BEHIND_ALL, start)]
@@ -106,8 +123,10 @@ class Lexicon:
         return spelled
 
     def spell_after(self, before: bytes, data: bytes) -> Spelled:
-        """Return the spelling of `data` behind `before`; ends count from the start of `data`. Both are spelled together,
-        but a token that reaches over the border is spelled by itself behind it."""
+        """Return the spelling of `data` behind `before`; ends count from the start of `data`. Both
+        are spelled together, but a token that reaches over the border is spelled by itself behind
+        it.
+        """
         if not data:
             return []
         border = len(before)
@@ -145,7 +164,9 @@ class Lexicon:
         return spelled
 
     def _exact(self, text: str, offset: int = 0) -> Spelled | None:
-        """Spell a text at an offset, without what the tokenizer adds; None if the bytes are not those of the text."""
+        """Spell a text at an offset, without what the tokenizer adds; None if the bytes are not
+        those of the text.
+        """
         data, vocabulary = text.encode(), self.vocabulary
         tokens = vocabulary.tokenize(self._anchor + text, add_special=False, parse_special=False)
         pieces = list(map(vocabulary.token_bytes, tokens))
@@ -166,10 +187,11 @@ class Lexicon:
 class DraftText:
     """The target's text, spelled with the draft's vocabulary.
 
-    Where the text went on as drafted, the tokens that the draft proposed stay, since the draft's cache holds them. The
-    rest is spelled as the draft's tokenizer would spell it, together with the last few tokens before, which may change.
-    No token reaches over a control token. `prompt` is the draft's version of the target's first `n_prompt` tokens, for
-    example in its own chat template."""
+    Where the text went on as drafted, the tokens that the draft proposed stay, since the draft's
+    cache holds them. The rest is spelled as the draft's tokenizer would spell it, together with the
+    last few tokens before, which may change. No token reaches over a control token. `prompt` is the
+    draft's version of the target's first `n_prompt` tokens, for example in its own chat template.
+    """
 
     def __init__(
         self, prompt: Sequence[int], n_prompt: int, target: Vocabulary, draft: Lexicon
@@ -178,7 +200,8 @@ class DraftText:
         self._lexicon, self._draft = draft, draft.vocabulary
         #: The text in the draft's tokens, without the bytes that are held back. Read only.
         self.tokens: list[int] = list(prompt)
-        #: How many of `tokens`, from the first on, have not changed since the last call of `follow`.
+        #: How many of `tokens`, from the first on, have not changed since the last call of
+        #: `follow`.
         self.n_unchanged = len(prompt)
         self.n_followed = n_prompt  # the target's tokens that the text has followed
         self._bytes = bytearray()
@@ -191,7 +214,9 @@ class DraftText:
         return bytes(self._bytes[self._n_told :])
 
     def last_bytes(self, n: int) -> bytes:
-        """Return at most the last n bytes of the text, from a whole character behind the last control token on."""
+        """Return at most the last n bytes of the text, from a whole character behind the last
+        control token on.
+        """
         start = max(self._border[0], len(self._bytes) - n)
         for _ in range(3):  # a character has no more bytes behind its first
             if start < len(self._bytes) and self._bytes[start] & 0xC0 == 0x80:
@@ -199,7 +224,9 @@ class DraftText:
         return bytes(self._bytes[start:])
 
     def follow(self, context: Sequence[int], drafted: Draft = NO_DRAFT) -> None:
-        """Add the new tokens of `context`. `drafted` is the last draft, after `tokens`, in the draft's own tokens."""
+        """Add the new tokens of `context`. `drafted` is the last draft, after `tokens`, in the
+        draft's own tokens.
+        """
         first = max(0, len(self.tokens) - _MAX_REPLACED)
         last = self.tokens[first:]
         for token in context[self.n_followed :]:
@@ -214,10 +241,12 @@ class DraftText:
                 self._border = (len(self._bytes), len(self.tokens))
         self.n_followed = max(self.n_followed, len(context))
         self._tell(drafted)
-        self.n_unchanged = first + n_common(last, self.tokens[first:])
+        self.n_unchanged = first + common_prefix_length(last, self.tokens[first:])
 
     def ending(self, n_tokens: int) -> bytes:
-        """Return the bytes of the last `n_tokens` tokens, if `hold_back` could take them back; else none."""
+        """Return the bytes of the last `n_tokens` tokens, if `hold_back` could take them back; else
+        none.
+        """
         n_left = len(self.tokens) - n_tokens
         if n_left < max(1, self._border[1]) or self._n_told < len(self._bytes):
             return b""
@@ -233,11 +262,15 @@ class DraftText:
         self.n_unchanged = min(self.n_unchanged, n_left)
 
     def _begin(self, index: int) -> int:
-        """Return the offset at which token `index` starts: after bytes that have no token, if there are any."""
+        """Return the offset at which token `index` starts: after bytes that have no token, if there
+        are any.
+        """
         return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
 
     def _tell(self, drafted: Draft) -> None:
-        """Put all bytes into tokens: the draft's own tokens for as long as they say what the text does."""
+        """Put all bytes into tokens: the draft's own tokens for as long as they say what the text
+        does.
+        """
         for token in drafted.tokens:
             data = self._draft.token_bytes(token)
             if not data or not self._bytes.startswith(data, self._n_told):
@@ -277,14 +310,18 @@ class DraftText:
 
 
 class Translation:
-    """Translates between two vocabularies. A translated draft has no distributions: verifiers match its tokens."""
+    """Translates between two vocabularies. A translated draft has no distributions: verifiers match
+    its tokens.
+    """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
         self.target, self.draft = target, draft
         self._target_lexicon, self.draft_lexicon = Lexicon(target), Lexicon(draft)
 
     def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
-        """Return a text for the draft to follow. `draft_prompt` replaces the `prompt`; None translates it."""
+        """Return a text for the draft to follow. `draft_prompt` replaces the `prompt`; None
+        translates it.
+        """
         n_prompt = len(prompt)
         if draft_prompt is None:
             # Each tokenizer decides how a text begins.
@@ -296,7 +333,9 @@ class Translation:
     def translate(
         self, draft: Draft, before: bytes, held_back: bytes, looks: Sequence[float] = ()
     ) -> Draft:
-        """Translate a chain behind `before`, with whose end, `held_back`, it starts; `looks` are those of the result."""
+        """Translate a chain behind `before`, with whose end, `held_back`, it starts; `looks` are
+        those of the result.
+        """
         data, end, end_chance = b"", None, None
         starts: list[tuple[int, float | None]] = []
         for token, probability in zip(draft.tokens, draft.probabilities, strict=True):
@@ -312,7 +351,8 @@ class Translation:
         if not data.startswith(held_back):
             return nothing
         data = data[len(held_back) :]
-        # Part of a character is left out: the whole may be spelled differently. But the text may have begun it.
+        # Part of a character is left out: the whole may be spelled differently. But the text may
+        # have begun it.
         n_open = n_unfinished(before + data)
         if n_open <= len(data):
             data = data[: len(data) - n_open]
@@ -336,9 +376,11 @@ class Translation:
         return Draft.chain(tokens, draft.origins[0], chances, looks=looks) if tokens else nothing
 
 
-class PrefixShaper(Shaper):
-    """The draft's most likely text that starts with given bytes, since the target's text may end in the middle of one
-    of the draft's tokens: a line break with the indentation of the next line, for example."""
+class PrefixShaper(SamplingPipeline):
+    """The draft's most likely text that starts with given bytes, since the target's text may end in
+    the middle of one of the draft's tokens: a line break with the indentation of the next line, for
+    example.
+    """
 
     def __init__(self, lexicon: Lexicon, never: Sequence[int] = ()) -> None:
         bias = tuple((token, -math.inf) for token in never)
@@ -364,8 +406,10 @@ class PrefixShaper(Shaper):
 
 
 class TranslatedDrafter(Drafter):
-    """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens. `shaper` is
-    that of `inner`. `holds_back` allows tokens at the end to be taken back, for caches that easily drop cells."""
+    """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's
+    tokens. `shaper` is that of `inner`. `holds_back` allows tokens at the end to be taken back, for
+    caches that easily drop cells.
+    """
 
     name = "model"
 
@@ -412,8 +456,10 @@ class TranslatedDrafter(Drafter):
         return draft if len(draft.tokens) <= n_max else draft.first(n_max)
 
     def _n_to_hold_back(self, shown: bytes) -> int:
-        """Return the number of the drafter's tokens at the end of the text that longer ones may replace: those of an
-        incomplete character, or a last token of white space, where vocabularies differ most."""
+        """Return the number of the drafter's tokens at the end of the text that longer ones may
+        replace: those of an incomplete character, or a last token of white space, where
+        vocabularies differ most.
+        """
         n_bytes = n_unfinished(shown)
         for n_tokens in range(1, _MAX_HELD_BACK + 1):
             ending = self.text.ending(n_tokens)

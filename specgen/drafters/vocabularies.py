@@ -1,5 +1,6 @@
-"""Whether two vocabularies are the same. Two of one size may number their tokens differently, and models of one family
-often differ in the padding at the end of their tables, which never matters."""
+"""Whether two vocabularies are the same. Two of one size may number their tokens differently, and
+models of one family often differ in the padding at the end of their tables, which never matters.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ _ATTRIBUTE_UNUSED = 1 << 1
 def check_pair(
     target: LlamaVocabulary, draft: LlamaVocabulary, target_name: str, draft_name: str
 ) -> int:
-    """Return the number of tokens that both models share; ids from there on are padding of one of them.
+    """Return the number of tokens that both models share; ids from there on are padding of one of
+    them.
 
-    Raise `PairError`, which names the tokens that differ."""
+    Raise `PairError`, which names the tokens that differ.
+    """
     n_shared = min(target.n_tokens, draft.n_tokens)
     larger, owner = (target, target_name) if target.n_tokens > n_shared else (draft, draft_name)
     differing = list(compress(count(), map(ne, target.token_entries(), draft.token_entries())))
@@ -51,7 +54,9 @@ def check_pair(
 
 
 def _is_padding(table: LlamaVocabulary, token_id: int) -> bool:
-    """Return whether an entry only fills the table up, by the marks of programs that convert models."""
+    """Return whether an entry only fills the table up, by the marks of programs that convert
+    models.
+    """
     entry = table.token_entry(token_id)
     is_unused = bool(table.token_attributes(token_id) & _ATTRIBUTE_UNUSED)
     return is_unused or not entry or entry.startswith((b"[PAD", b"<pad"))

@@ -1,86 +1,36 @@
-"""A draft: the small tree of tokens that the target checks in one batch, and its rows in the target's cache."""
+"""A draft: the small tree of tokens that the target checks in one batch, and its rows in the
+target's cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-
-import numpy as np
 
 from specgen.method.backend import Backend, Batch
-from specgen.system.arrays import ProbArray, TokenArray
+from specgen.text.sampling.distribution import Distribution
 
-#: Parent of the nodes that follow the last committed token. Its logits are row 0, those of node i are row i + 1.
+#: Parent of the nodes that follow the last committed token. Its logits are row 0, those of node i
+#: are row i + 1.
 ROOT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
-    """Probabilities of tokens: `token_ids`, int64[m], increases strictly; `probs`, float64[m], are positive, sum 1."""
-
-    token_ids: TokenArray
-    probs: ProbArray
-
-    @staticmethod
-    @lru_cache(maxsize=4096)  # greedy decoding takes one for each token
-    def certain(token_id: int) -> Distribution:
-        found = Distribution(np.array((token_id,), np.int64), np.ones(1))
-        found.token_ids.flags.writeable = found.probs.flags.writeable = False
-        return found
-
-    def probability(self, token_id: int) -> float:
-        index = int(self.token_ids.searchsorted(token_id))
-        is_there = index < len(self.token_ids) and self.token_ids[index] == token_id
-        return float(self.probs[index]) if is_there else 0.0
-
-    def probabilities(self, token_ids: TokenArray) -> ProbArray:
-        position = self.token_ids.searchsorted(token_ids)
-        position[position == len(self.token_ids)] = 0
-        return np.where(self.token_ids[position] == token_ids, self.probs[position], 0.0)
-
-    @property
-    def mode(self) -> int:
-        return int(self.token_ids[self.probs.argmax()])
-
-    def draw(self, rng: np.random.Generator) -> int:
-        """Draw a token with one uniform number; a certain token takes none. So plain and speculative decoding draw
-        equal tokens in equal states of their generators."""
-        if len(self.token_ids) == 1:
-            return int(self.token_ids[0])
-        cumulative = self.probs.cumsum()
-        index = int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
-        return int(self.token_ids[min(index, len(self.token_ids) - 1)])
-
-    def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
-        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if nothing is left."""
-        return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
-
-    def excess(self, other: Distribution, scale: float = 1.0) -> float:
-        difference = scale * self.probs - other.probabilities(self.token_ids)
-        return float(np.maximum(difference, 0.0).sum())
-
-    def reweighted(self, weights: ProbArray) -> Distribution | None:
-        kept = weights > 0.0
-        if not kept.any():
-            return None
-        weights = weights[kept]
-        return Distribution(self.token_ids[kept], weights / weights.sum())
-
-
-@dataclass(frozen=True, slots=True)
 class Draft:
-    """n proposed tokens as a tree; a chain has one branch. Node i's parent, `parents[i] < i`, is `ROOT` behind the last
-    committed token; `origins[i]` names its drafter. `probabilities[i]` is the drafter's probability of the token, if
-    known: policies and the display use it, verifiers do not. `distributions[i]` is the one that the token was *drawn
-    from at random*, among siblings given the earlier ones; None for a token chosen deterministically (an argmax, an
-    n-gram match). To test a token against a distribution that it was not drawn from would bias the text, and so would
-    leaving out a drawn token because of what it is.
+    """n proposed tokens as a tree; a chain has one branch. Node i's parent, `parents[i] < i`, is
+    `ROOT` behind the last committed token; `origins[i]` names its drafter. `probabilities[i]` is
+    the drafter's probability of the token, if known: policies and the display use it, verifiers do
+    not. `distributions[i]` is the one that the token was *drawn from at random*, among siblings
+    given the earlier ones; None for a token chosen deterministically (an argmax, an n-gram match).
+    To test a token against a distribution that it was not drawn from would bias the text, and so
+    would leaving out a drawn token because of what it is.
 
-    `walks` are the nodes of chains that were drawn independently of each other, from a child of the root down, in the
-    order of the draws. They share the nodes of a common prefix: a token that was drawn twice is decoded once and judged
-    twice. `looks` are the drafter's largest probabilities at each position that it read: in a chain, look i is before
-    token i; one more look ended the draft. `guesses` says what a cheaper drafter guessed of it."""
+    `walks` are the nodes of chains that were drawn independently of each other, from a child of the
+    root down, in the order of the draws. They share the nodes of a common prefix: a token that was
+    drawn twice is decoded once and judged twice. `looks` are the drafter's largest probabilities at
+    each position that it read: in a chain, look i is before token i; one more look ended the draft.
+    `guesses` says what a cheaper drafter guessed of it.
+    """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -97,7 +47,7 @@ class Draft:
     children: Sequence[Sequence[int]] = field(init=False, repr=False, compare=False)
     is_chain: bool = field(init=False, repr=False, compare=False)
     #: Whether any token was drawn at random. No node of such a draft is left out.
-    is_drawn: bool = field(init=False, repr=False, compare=False)
+    is_sampled: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         n, parents = len(self.tokens), self.parents
@@ -115,7 +65,7 @@ class Draft:
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "children", children)
         object.__setattr__(self, "is_chain", parents == tuple(range(ROOT, n - 1)))
-        object.__setattr__(self, "is_drawn", self.distributions.count(None) < n)
+        object.__setattr__(self, "is_sampled", self.distributions.count(None) < n)
         for walk in self.walks:
             if not walk or [parents[node] for node in walk] != [ROOT, *walk[:-1]]:
                 raise ValueError(f"{walk} is no walk from the root down")
@@ -164,7 +114,9 @@ class Draft:
         return self.only(range(min(n, len(self.tokens))))
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """Return a draft of these nodes, in this order: parents come first. Independent walks need all of theirs."""
+        """Return a draft of these nodes, in this order: parents come first. Independent walks need
+        all of theirs.
+        """
         if list(nodes) == list(range(len(self.tokens))):
             return self
         if self.walks and len(nodes) < len(self.tokens):
@@ -204,8 +156,10 @@ class Branches:
 def pack(
     batch: Batch, backend: Backend, slot: Branches, pending: Sequence[int], draft: Draft
 ) -> range:
-    """Add a text's rows to a batch: the committed tokens that the cache lacks, at least one, then its draft. Return the
-    row numbers of those tokens: the last of them, the root's row, and every node want logits."""
+    """Add a text's rows to a batch: the committed tokens that the cache lacks, at least one, then
+    its draft. Return the row numbers of those tokens: the last of them, the root's row, and every
+    node want logits.
+    """
     n_past, first_row, n = backend.length(slot.first), len(batch.tokens), len(draft.tokens)
     if n:
         backend.checkpoint(slot.first)
@@ -224,7 +178,9 @@ def pack(
 
 
 def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
-    """Drop the rejected nodes of a decoded tree from the cache: the text and the accepted path stay."""
+    """Drop the rejected nodes of a decoded tree from the cache: the text and the accepted path
+    stay.
+    """
     n_rejected = len(draft.tokens) - len(path)
     if n_rejected == 0:
         return  # all was accepted: it had one branch

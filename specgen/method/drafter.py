@@ -10,30 +10,34 @@ import numpy as np
 
 from specgen.errors import BackendError
 from specgen.method.backend import Backend, Batch
+from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Hidden, Logits
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A batch that a drafter needs decoded before it goes on, and the cost table that learns from the decode."""
+    """A batch that a drafter needs decoded before it goes on, and the cost table that learns from
+    the decode.
+    """
 
     backend: Backend
     batch: Batch
     costs: CostTable
 
 
-#: A draft in progress: a generator that asks for decodes, is sent the logits of the rows that want them, and returns
-#: the draft. The logits are valid until it asks for the next decode.
+#: A draft in progress: a generator that asks for decodes, is sent the logits of the rows that want
+#: them, and returns the draft. The logits are valid until it asks for the next decode.
 Drafting: TypeAlias = Generator[Ask, Logits, Draft]
 Clock: TypeAlias = Callable[[], float]
 
 
-class TargetStates(Protocol):
-    """Takes the target's hidden states of one text from the loop, for a drafter that reads them. With `all_rows` these
-    are the states of every row, the prompt's too; else the final states of rows that have logits, in rounds only."""
+class HiddenStateSink(Protocol):
+    """Takes the target's hidden states of one text from the loop, for a drafter that reads them.
+    With `all_rows` these are the states of every row, the prompt's too; else the final states of
+    rows that have logits, in rounds only.
+    """
 
     all_rows: ClassVar[bool]
 
@@ -42,10 +46,12 @@ class TargetStates(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes drafts for one sequence. It never changes the text, only how soon that comes; if it fails, the loop goes
-    on without it. `name` is the origin of its tokens; `trail` takes the target's hidden states, if it reads any."""
+    """Proposes drafts for one sequence. It never changes the text, only how soon that comes; if it
+    fails, the loop goes on without it. `name` is the origin of its tokens; `trail` takes the
+    target's hidden states, if it reads any.
+    """
 
-    trail: TargetStates | None = None
+    hidden_states: HiddenStateSink | None = None
 
     @property
     def name(self) -> str: ...
@@ -55,9 +61,11 @@ class Drafter(Protocol):
         ...
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.after_look` allows. `context`
-        holds all committed tokens, followed by `n_drafted` tokens that another drafter proposed. It is the caller's
-        list, and only grows from call to call, unless `rewind` is called."""
+        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as
+        `plan.after_draft_step` allows. `context` holds all committed tokens, followed by
+        `n_drafted` tokens that another drafter proposed. It is the caller's list, and only grows
+        from call to call, unless `rewind` is called.
+        """
         ...
 
     def observe(self, result: RoundResult) -> None:
@@ -65,7 +73,9 @@ class Drafter(Protocol):
         del result
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`. Only drafters that serve other drafters are asked to."""
+        """Forget all of the text but its first `n_tokens`. Only drafters that serve other drafters
+        are asked to.
+        """
         raise BackendError(f"{self.name} cannot go back to {n_tokens} tokens")
 
 
@@ -76,8 +86,10 @@ def ready(draft: Draft) -> Drafting:
 
 @dataclass
 class Proposal:
-    """The drafting of one sequence, the decode that it waits for, and its result: a draft, or an error. `model_s` and
-    `seconds` are those of the model's decodes and of all drafting, of shared batches this sequence's share."""
+    """The drafting of one sequence, the decode that it waits for, and its result: a draft, or an
+    error. `model_s` and `seconds` are those of the model's decodes and of all drafting, of shared
+    batches this sequence's share.
+    """
 
     drafting: Drafting
     draft: Draft = NO_DRAFT
@@ -101,9 +113,11 @@ class Proposal:
 def propose_together(
     draftings: Sequence[Drafting], clock: Clock, interrupted: Callable[[], bool] = lambda: False
 ) -> list[Proposal]:
-    """Make drafts side by side: the decodes that they need in one cache become one batch. A drafting that raises gets
-    an `error`, and the others go on; the error of a decode is that of all that asked for it. Once `interrupted` returns
-    True between decodes, the draftings that are not done have no draft."""
+    """Make drafts side by side: the decodes that they need in one cache become one batch. A
+    drafting that raises gets an `error`, and the others go on; the error of a decode is that of all
+    that asked for it. Once `interrupted` returns True between decodes, the draftings that are not
+    done have no draft.
+    """
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
         proposal.resume(None, clock)
@@ -118,7 +132,9 @@ def propose_together(
 
 
 def _decode_next(waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Clock) -> None:
-    """Decode what the first draft waits for, and what fits of others in the same cache; resume these with logits."""
+    """Decode what the first draft waits for, and what fits of others in the same cache; resume
+    these with logits.
+    """
     (first, asked), *others = waiting
     backend, batch, n_wanted = asked.backend, asked.batch, sum(asked.batch.wants_logits)
     together = [(first, asked, n_wanted)]  # the first one always gets its turn
@@ -159,7 +175,9 @@ def draft_alone(drafting: Drafting) -> Draft:
 
 
 def nonsense(draft: object, n_max: int, n_vocab: int) -> BackendError | None:
-    """Return the error of a proposal that is no draft of at most `n_max` tokens: all answers of a batch would fail."""
+    """Return the error of a proposal that is no draft of at most `n_max` tokens: all answers of a
+    batch would fail.
+    """
     tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else [draft]
     are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
     if isinstance(draft, Draft) and are_tokens and len(tokens) <= n_max:

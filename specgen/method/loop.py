@@ -1,4 +1,6 @@
-"""The draft/verify loop. It reads no options and prints nothing; it changes `AnswerState`s and returns events."""
+"""The draft/verify loop. It reads no options and prints nothing; it changes `AnswerState`s and
+returns events.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,18 @@ from typing import TYPE_CHECKING, TypeAlias
 from specgen.errors import BackendError, NoTokenAllowedError, SpecgenError
 from specgen.events import Event, NoticeEvent
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import ROOT, Distribution, Draft, keep_path, pack
+from specgen.method.draft import ROOT, Draft, keep_path, pack
 from specgen.method.drafter import Clock, nonsense, propose_together
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.verify import Verdict
+from specgen.method.verifiers import Verdict
 from specgen.system.arrays import Hidden, Logits
+from specgen.text.sampling.distribution import Distribution
 
 if TYPE_CHECKING:
-    from specgen.text.answer_state import AnswerState
+    from specgen.method.answer_state import AnswerState
 
-#: Decodes a round's batch for its answers, and adds to its events. Returns the logits, the hidden states if a drafter
-#: needs them, and the seconds of other work in the same batch.
+#: Decodes a round's batch for its answers, and adds to its events. Returns the logits, the hidden
+#: states if a drafter needs them, and the seconds of other work in the same batch.
 Decode: TypeAlias = Callable[
     [Batch, Sequence["AnswerState"], list[Event]], tuple[Logits, Hidden | None, float]
 ]
@@ -28,8 +31,9 @@ _MAX_PENDING = 16  # the most committed tokens in a round's batch; more are deco
 
 
 class Loop:
-    """Rounds with one target, repeated by whoever holds the answers (`session/answer_loop.py`). Once `interrupted`
-    returns True between decodes, answers finish with what they have."""
+    """Rounds with one target, repeated by whoever holds the answers (`method/answer_loop.py`). Once
+    `interrupted` returns True between decodes, answers finish with what they have.
+    """
 
     def __init__(
         self, target: Backend, clock: Clock, interrupted: Callable[[], bool] = lambda: False
@@ -42,21 +46,24 @@ class Loop:
         return self.clock() - self._started_s
 
     def round(self, answers: Sequence[AnswerState], decode: Decode | None = None) -> list[Event]:
-        """Run one round for all answers that are started and not finished: their drafts are packed into one batch of
-        the target, and verified one by one. Return the events.
+        """Run one round for all answers that are started and not finished: their drafts are packed
+        into one batch of the target, and verified one by one. Return the events.
 
-        With the target's distributions p and a draft's q, for each text x (Leviathan et al., arXiv:2211.17192):
+        With the target's distributions p and a draft's q, for each text x (Leviathan et al.,
+        arXiv:2211.17192):
 
             plan      how many tokens to draft, from costs and from how often they were accepted
             propose   y_1 ~ q(. | x), y_2 ~ q(. | x y_1), ..., or a tree of such tokens
             decode    p(. | x), p(. | x y_1), ..., p(. | x y_1 ... y_n), in one batch of the target
-            verify    keep an accepted y_1 ... y_k, and draw t as the verifier says (`verify.py`): for Algorithm 1,
+            verify    keep an accepted y_1 ... y_k, and draw t as the verifier says (`verifiers.py`): for Algorithm 1,
                       `ResidualVerifier`, from norm(max(0, p - q)), or from p after the whole draft
             commit    x becomes x y_1 ... y_k t; the cache forgets the other rows
             learn     how much was accepted, and what it took
 
-        `decode` decodes the batch, by default the target alone. If an answer's grammar allows no token, or its logits
-        are not numbers, it ends with a `failure`, and the others go on. Raise `BackendError` if the decode fails."""
+        `decode` decodes the batch, by default the target alone. If an answer's grammar allows no
+        token, or its logits are not numbers, it ends with a `failure`, and the others go on. Raise
+        `BackendError` if the decode fails.
+        """
         active = [answer for answer in answers if not answer.is_finished]
         if not active:
             return []
@@ -71,7 +78,8 @@ class Loop:
         n_own, before_s, n_before_rows = len(batch.tokens), target.decode_s, target.n_decoded_rows
         logits, hidden, other_s = (decode or self.decode)(batch, active, events)
         target_s = target.decode_s - before_s - other_s
-        # `decode` may have added other texts' rows. Restoring a recurrent state decodes some rows again.
+        # `decode` may have added other texts' rows. Restoring a recurrent state decodes some rows
+        # again.
         n_rows = target.n_decoded_rows - n_before_rows - (len(batch.tokens) - n_own)
 
         first = 0
@@ -116,7 +124,7 @@ class Loop:
             else:
                 # Sampled drafts obey the grammar already, and stay whole.
                 allowed, state = draft, answer.state
-                if state.has_grammar and not draft.is_drawn:
+                if state.has_grammar and not draft.is_sampled:
                     allowed = state.within_grammar(draft)
                 result.draft, result.proposed = plan.stop.cut(allowed), (*result.proposed, draft)
                 if not len(result.draft):
@@ -124,14 +132,17 @@ class Loop:
                     is_forbidden = len(draft) and not len(allowed)
                     result.plan = replace(plan, reason="grammar" if is_forbidden else why)
             seconds = proposal.seconds + self.clock() - started
-            # Decoder heads, which read the last hidden state alone, ask for no decode: all of it counts as one.
-            asks = answer.trail is None or answer.trail.all_rows
+            # Decoder heads, which read the last hidden state alone, ask for no decode: all of it
+            # counts as one.
+            asks = answer.hidden_states is None or answer.hidden_states.all_rows
             result.model_s = proposal.model_s if asks else seconds
             result.draft_s += seconds
 
     def _pack(self, batch: Batch, answer: AnswerState, result: RoundResult, n_room: int) -> None:
-        """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows. Usually
-        only the last token is missing; if a grammar forced more than fit, all but the last are decoded first."""
+        """Add the committed tokens that the cache lacks to the batch, then the draft: at most
+        `n_room` rows. Usually only the last token is missing; if a grammar forced more than fit,
+        all but the last are decoded first.
+        """
         target, tokens, first = self.target, answer.tokens, answer.slot.first
         n_held, last = target.length(first), len(tokens) - 1
         if last - n_held >= max(1, min(n_room - len(result.draft), _MAX_PENDING)):
@@ -143,27 +154,33 @@ class Loop:
                 n_held = end
         n_before = len(batch.tokens)
         result.rows = pack(batch, target, answer.slot, tokens[n_held:], result.draft)
-        if answer.trail is not None and not answer.trail.all_rows:
+        if answer.hidden_states is not None and not answer.hidden_states.all_rows:
             n_wanted = sum(batch.wants_logits[:n_before])
             result.rows = range(n_wanted, n_wanted + 1)
 
     def decode_text(self, answer: AnswerState, batch: Batch) -> Logits:
-        """Decode rows of a text, and keep their hidden states for drafters that read those of all rows."""
-        trail = answer.trail
-        if trail is None or not trail.all_rows:
+        """Decode rows of a text, and keep their hidden states for drafters that read those of all
+        rows.
+        """
+        hidden_states = answer.hidden_states
+        if hidden_states is None or not hidden_states.all_rows:
             return self.target.decode(batch)
         logits, hidden = self.target.decode_hidden(batch, all_rows=True)
-        trail.keep_states(hidden, answer.tokens, batch.positions[-1] + 1)
+        hidden_states.keep_states(hidden, answer.tokens, batch.positions[-1] + 1)
         return logits
 
     def decode(
         self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
     ) -> tuple[Logits, Hidden | None, float]:
         # The same draft serves all answers.
-        trail = next((each.trail for each in active if each.trail is not None), None)
-        if trail is None or not (trail.all_rows or len(batch.tokens) <= self.target.n_outputs):
+        hidden_states = next(
+            (each.hidden_states for each in active if each.hidden_states is not None), None
+        )
+        if hidden_states is None or not (
+            hidden_states.all_rows or len(batch.tokens) <= self.target.n_outputs
+        ):
             return self.target.decode(batch), None, 0.0
-        return *self.target.decode_hidden(batch, all_rows=trail.all_rows), 0.0
+        return *self.target.decode_hidden(batch, all_rows=hidden_states.all_rows), 0.0
 
     def _finish(
         self, answer: AnswerState, result: RoundResult, logits: Logits, hidden: Hidden | None
@@ -179,9 +196,9 @@ class Loop:
         result.path, result.committed = verdict.path, tuple(answer.tokens[n_before:])
         kept = verdict.path[: len(result.committed)]  # the text may end on the path
         keep_path(self.target, answer.slot, draft, kept)
-        if hidden is not None and answer.trail is not None:
+        if hidden is not None and answer.hidden_states is not None:
             rows = [*result.rows, *(result.rows[-1] + 1 + node for node in kept)]
-            answer.trail.keep_states(hidden[rows], answer.tokens, n_before + len(kept))
+            answer.hidden_states.keep_states(hidden[rows], answer.tokens, n_before + len(kept))
         answer.tally.add_round(result)
         answer.policy.observe(result)
         try:
@@ -198,7 +215,9 @@ class Loop:
         return events
 
     def verify(self, answer: AnswerState, draft: Draft, logits: Logits) -> Verdict:
-        """Judge a draft by the logits at the root and each node, float32[1 + n, n_vocab]. Raise `BackendError`."""
+        """Judge a draft by the logits at the root and each node, float32[1 + n, n_vocab]. Raise
+        `BackendError`.
+        """
         dead_ends: set[int] = set()
 
         def target(node: int) -> Distribution:

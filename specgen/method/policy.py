@@ -1,12 +1,15 @@
-"""How much is drafted: a policy makes a plan once a round, as a value, and drafters follow it without asking back.
+"""How much is drafted: a policy makes a plan once a round, as a value, and drafters follow it
+without asking back.
 
-`CostAwarePolicy` decides by costs and acceptance (`tables.py`); the others know no costs. Their words:
+`CostAwarePolicy` decides by costs and acceptance (`cost_table.py`, `acceptance.py`); the others know no costs. Their
+words:
 
     look          one reading of a drafter's distribution for the next position
     confidence    the largest probability there: what the drafter says
     acceptance    how often tokens of that confidence are accepted, if all before them are
     whole         the probability that all tokens so far are accepted, the product of their acceptances
-    credit        the time that a drafter may lose, in plain decodes: what it saved, and a small share of all time"""
+    credit        the time that a drafter may lose, in plain decodes: what it saved, and a small share of all time
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from specgen.events import REASONS, ReasonName
+from specgen.method.acceptance import N_RANKS, AcceptanceRates, judge_drafts
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.tables import (
-    FREE,
-    N_RANKS,
-    AcceptanceRates,
-    CostTable,
-    Price,
-    Stop,
-    WhilePaying,
-    judge_drafts,
-    values_of_looks,
-)
+from specgen.method.stopping import CostAwareStopping, StoppingRule, draft_step_values
 
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
@@ -48,8 +43,10 @@ _N_TRIED, _MOST_TRIED = 3, 0.1  # the tokens of a trial; its largest share of th
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is known before a round: how many tokens the answer is expected to get still, the most that may be drafted
-    in a row now, what was found without a decode, the drafter that decodes, its price, and the most nodes of a tree."""
+    """What is known before a round: how many tokens the answer is expected to get still, the most
+    that may be drafted in a row now, what was found without a decode, the drafter that decodes, its
+    price, and the most nodes of a tree.
+    """
 
     n_left: int
     n_most: int
@@ -61,16 +58,18 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What one sequence drafts in a round, and why: either `found`, without a decode, or at most `n_max` tokens of
-    `drafter`, as far as `stop` lets them go, which also cuts the finished draft.
+    """What one sequence drafts in a round, and why: either `found`, without a decode, or at most
+    `n_max` tokens of `drafter`, as far as `stop` lets them go, which also cuts the finished draft.
 
-    The first `n_given` tokens repeat the end of the text, whatever `stop` says, for a drafter with another vocabulary.
-    `prefill_s` is an investment in later rounds, `detail` the reason in words, `n_deepest` a tree's most levels."""
+    The first `n_given` tokens repeat the end of the text, whatever `stop` says, for a drafter with
+    another vocabulary. `prefill_s` is an investment in later rounds, `detail` the reason in words,
+    `n_deepest` a tree's most levels.
+    """
 
     reason: ReasonName
     n_max: int = 0
     found: Draft = NO_DRAFT
-    stop: Stop = field(default_factory=Stop)
+    stop: StoppingRule = field(default_factory=StoppingRule)
     drafter: str | None = None
     prefill_s: float = 0.0
     n_given: int = 0
@@ -81,22 +80,26 @@ class RoundPlan:
     def why(self) -> str:
         return self.detail or REASONS[self.reason]
 
-    def after_look(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
-        """Return whether token n, which follows a draft with this `whole`, is drafted, whether one more look is worth a
-        decode then, and the new `whole`. The token is not known yet: what it is never decides whether it is drafted."""
+    def after_draft_step(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
+        """Return whether token n, which follows a draft with this `whole`, is drafted, whether one
+        more look is worth a decode then, and the new `whole`. The token is not known yet: what it
+        is never decides whether it is drafted.
+        """
         if n < self.n_given:
             return True, n + 1 < self.n_max, whole
         if n >= self.n_max:
             return False, False, whole
-        takes, goes_on, whole = self.stop.after_look(n - self.n_given, whole, confidence)
+        takes, goes_on, whole = self.stop.after_draft_step(n - self.n_given, whole, confidence)
         return takes, goes_on and n + 1 < self.n_max, whole
 
 
 @dataclass(slots=True)
 class RoundResult:
-    """A round of one sequence, which its steps fill in: the verified draft and its accepted nodes; the seconds of all
-    drafting; seconds and rows of the target's batch, which `n_sequences` share; the added tokens; what was found and
-    drafted, uncut; the draft model's seconds; the rows of hidden states before the draft; a drafter's error."""
+    """A round of one sequence, which its steps fill in: the verified draft and its accepted nodes;
+    the seconds of all drafting; seconds and rows of the target's batch, which `n_sequences` share;
+    the added tokens; what was found and drafted, uncut; the draft model's seconds; the rows of
+    hidden states before the draft; a drafter's error.
+    """
 
     plan: RoundPlan
     draft: Draft = NO_DRAFT
@@ -113,7 +116,9 @@ class RoundResult:
 
 
 class Policy(Protocol):
-    """Decides for one sequence how much is drafted, `n_max` tokens at most: one plan a round, and one result."""
+    """Decides for one sequence how much is drafted, `n_max` tokens at most: one plan a round, and
+    one result.
+    """
 
     n_max: int
 
@@ -126,7 +131,7 @@ class FixedPolicy:
 
     def __init__(self, options: DraftOptions) -> None:
         self.n_max, p_min, self._is_tree = options.n_max, options.stops_below, options.tree.is_fixed
-        self._stop = Stop(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
+        self._stop = StoppingRule(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
 
     def plan(self, offer: Offer) -> RoundPlan:
         n_max, n_deepest = min(self.n_max, offer.n_most), None
@@ -148,15 +153,18 @@ class FixedPolicy:
 
 
 class ThresholdPolicy(FixedPolicy):
-    """Drafts while the product of the tokens' probabilities stays above a bound, which moves so that in the long run a
-    quarter of the drafted tokens is rejected (Mamou et al., arXiv:2405.04304)."""
+    """Drafts while the product of the tokens' probabilities stays above a bound, which moves so
+    that in the long run a quarter of the drafted tokens is rejected (Mamou et al.,
+    arXiv:2405.04304).
+    """
 
     def __init__(self, options: DraftOptions) -> None:
         super().__init__(options)
         self._stop = replace(self._stop, bound=0.3, needs_confidence=True)
 
     def observe(self, result: RoundResult) -> None:
-        # If nothing was sure enough, the bound falls slowly, since nothing is learnt without drafts.
+        # If nothing was sure enough, the bound falls slowly, since nothing is learnt without
+        # drafts.
         n = len(result.draft)
         difference = 1.0 - len(result.path) / n - 0.25 if n else -0.025
         bound = self._stop.bound * math.exp(0.4 * difference)
@@ -166,11 +174,13 @@ class ThresholdPolicy(FixedPolicy):
 class CostAwarePolicy:
     """Drafts the tokens that are expected to save more time than they cost; that may be none.
 
-    A token is worth the time that it would take otherwise: that of a plain decode, or less if recent rounds were
-    faster. It costs decodes of the drafter and a row of the target's batch. A draft adds the sum, over its tokens, of
-    their wholes (for a fixed length: Leviathan et al., arXiv:2211.17192, section 3.4). Most learning is free: tokens
-    that were not worth verifying are compared with the text that follows. A policy decides for one text, but its
-    `costs`, and the counts of `acceptance`, by origin, may be shared."""
+    A token is worth the time that it would take otherwise: that of a plain decode, or less if
+    recent rounds were faster. It costs decodes of the drafter and a row of the target's batch. A
+    draft adds the sum, over its tokens, of their cumulative_acceptances (for a fixed length:
+    Leviathan et al., arXiv:2211.17192, section 3.4). Most learning is free: tokens that were not
+    worth verifying are compared with the text that follows. A policy decides for one text, but its
+    `costs`, and the counts of `acceptance`, by origin, may be shared.
+    """
 
     def __init__(
         self,
@@ -199,7 +209,7 @@ class CostAwarePolicy:
         # A sequence pays its part of a batch in which all draft as much as it does.
         rows_s = [self._costs.seconds_each(n) for n in range(1, self.n_max + 2)]
         recent_s = (self._round_s or self._plain_s) / self._round_tokens
-        stop = WhilePaying(
+        stop = CostAwareStopping(
             origin=offer.drafter or "",
             rates=self.acceptance_of,
             token_s=min(self._plain_s / _MARGIN, recent_s),
@@ -213,7 +223,7 @@ class CostAwarePolicy:
         model_plan, value_s = self._plan_model(offer, offer.drafter, stop)
         return plan if len(plan.found) and stop.worth_of(plan.found) >= value_s else model_plan
 
-    def _plan_found(self, found: Draft, stop: WhilePaying) -> RoundPlan:
+    def _plan_found(self, found: Draft, stop: CostAwareStopping) -> RoundPlan:
         """Plan to verify the best part of what was found; if there is none, say why."""
         if not len(found):
             return RoundPlan("nothing found", stop=stop)
@@ -224,15 +234,20 @@ class CostAwarePolicy:
             return RoundPlan("acceptance", stop=stop, detail=self._too_rarely(rates, stop))
         return RoundPlan("found", found=found, stop=stop)
 
-    def _plan_model(self, offer: Offer, drafter: str, stop: WhilePaying) -> tuple[RoundPlan, float]:
-        """Return the plan for the drafter that decodes, and its expected gain in seconds; -inf for a trial or none."""
+    def _plan_model(
+        self, offer: Offer, drafter: str, stop: CostAwareStopping
+    ) -> tuple[RoundPlan, float]:
+        """Return the plan for the drafter that decodes, and its expected gain in seconds; -inf for
+        a trial or none.
+        """
         price, extra_s, rates = offer.price, stop.extra_s, self.acceptance_of(drafter)
         plain_s, credit = self._plain_s, rates.counts.credit
         if not self._values:
-            self._values = values_of_looks(extra_s, price.next_s, stop.token_s, rates)
+            self._values = draft_step_values(extra_s, price.next_s, stop.token_s, rates)
         n_max, growing = min(self.n_max, offer.n_most), replace(stop, values=self._values)
         plan = RoundPlan("model", n_max, NO_DRAFT, growing, drafter, price.prefill_s)
-        # Each look takes `next_s`, but the first one `first_s`; the prefill is spread over the rounds to come.
+        # Each look takes `next_s`, but the first one `first_s`; the prefill is spread over the
+        # rounds to come.
         n_rounds = max(1.0, offer.n_left / max(1.0, self._round_tokens))
         value_s = self._values[0][-1] + price.next_s - price.first_s
         value_s -= _PREFILL_MARGIN * price.prefill_s / n_rounds
@@ -251,7 +266,7 @@ class CostAwarePolicy:
             reason = "row cost"
             why = f"a guess costs {guess:.2f} of a token of the target, and checking it {self._row(stop)}"
         elif trials_s <= min(credit * plain_s, _MOST_AHEAD / 4 * self._elapsed_s, most_s):
-            tried = Stop(needs_confidence=True)
+            tried = StoppingRule(needs_confidence=True)
             return replace(plan, reason="trial", n_max=min(n_max, n_tried), stop=tried), -math.inf
         elif price.prefill_s > 0.0:
             reason = "prefill"
@@ -283,7 +298,8 @@ class CostAwarePolicy:
             gain = n_tokens - lost_s / plain_s if origin == drafted_by else 0.0
             credit = rates.counts.credit + gain + _SHARE * n_tokens
             rates.counts.credit = min(_MOST_SAVED, credit)
-        # Seconds and tokens are averaged apart: the mean of their ratios would be a different figure.
+        # Seconds and tokens are averaged apart: the mean of their ratios would be a different
+        # figure.
         self._round_s = self._round_s or plain_s
         self._n_rounds += 1
         self._elapsed_s += round_s
@@ -298,7 +314,9 @@ class CostAwarePolicy:
         return self._costs.seconds(self._costs.n_sharing) / self._costs.n_sharing
 
     def acceptance_of(self, origin: str, rank: int = 0) -> AcceptanceRates:
-        """Return the acceptance rates, in this text, of a drafter's tokens with `rank` better siblings."""
+        """Return the acceptance rates, in this text, of a drafter's tokens with `rank` better
+        siblings.
+        """
         name = f"{origin}:{min(rank, N_RANKS) + 1}" if rank else origin
         if (here := self._here.get(name)) is None:
             counts = self._known.setdefault(name, AcceptanceRates(name)).counts
@@ -306,10 +324,11 @@ class CostAwarePolicy:
             here = self._here[name] = AcceptanceRates(name, counts)
         return here
 
-    def _too_rarely(self, rates: AcceptanceRates, stop: WhilePaying) -> str:
+    def _too_rarely(self, rates: AcceptanceRates, stop: CostAwareStopping) -> str:
         accepted = f"{rates.mean():.0%} of its tokens are expected to be accepted in this text"
         return f"{accepted}, and checking one costs {self._row(stop)} of a token"
 
-    def _row(self, stop: WhilePaying) -> str:
-        # A batch of two may have been quicker than one row, by noise: that is no price below nothing.
+    def _row(self, stop: CostAwareStopping) -> str:
+        # A batch of two may have been quicker than one row, by noise: that is no price below
+        # nothing.
         return f"{max(0.0, stop.extra_s[1]) / self._plain_s:.2f}"

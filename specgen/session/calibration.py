@@ -1,5 +1,7 @@
-"""What decodes cost on this machine, measured at first use, and the speed-up that is expected of a draft that was never
-tried with its target. (`specgen.measure.trial` measures one; `memory.py` keeps the costs.)"""
+"""What decodes cost on this machine, measured at first use, and the speed-up that is expected of a
+draft that was never tried with its target. (`specgen.measure.draft_trial` measures one; `measurement_store.py`
+keeps the costs.)
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,24 @@ from typing import TypeAlias
 
 from specgen.drafters.interface import Key
 from specgen.method.backend import Backend, Batch
-from specgen.method.tables import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.session.session import Session
 from specgen.system.machine import LoadOfOthers, is_busy
 
-#: The usual acceptance rate of draft models of the target's own family, if drafts stop where they are unsure.
+#: The usual acceptance rate of draft models of the target's own family, if drafts stop where they
+#: are unsure.
 ACCEPTANCE = 0.7
-#: The least expected speed-up of a draft in use: the margin pays for prefill and prompts that suit it less.
+#: The least expected speed-up of a draft in use: the margin pays for prefill and prompts that suit
+#: it less.
 WORTH = 1.1
 #: The first tokens of this text are decoded before anything is timed: llama.cpp then has its plans.
 _FILLER = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on)."
 _N_FILLER = 4
-#: All sizes of batches up to this are timed; of larger ones only some, since the others are interpolated.
+#: All sizes of batches up to this are timed; of larger ones only some, since the others are
+#: interpolated.
 _N_DENSE = 8
-#: Repeats of a size, the seconds of all decodes (answers correct these costs), and a draft's least share.
+#: Repeats of a size, the seconds of all decodes (answers correct these costs), and a draft's least
+#: share.
 _N_REPEATS, _BUDGET_S, _DRAFT_SHARE = 3, 2.0, 0.25
 #: A table with fewer sizes was not measured: it has only seen a few decodes.
 MIN_SIZES = 3
@@ -54,19 +60,23 @@ class Costs:
     draft_token_s: float = 0.0
 
     def rows_s(self, n_rows: int) -> float:
-        """Return the seconds of a batch, at least those of a single token, which may be from a busier moment."""
+        """Return the seconds of a batch, at least those of a single token, which may be from a
+        busier moment.
+        """
         return max(self.batch_s[1], CostTable(self.batch_s).seconds(n_rows))
 
 
 def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> float:
-    """Return the expected speed-up of a draft. If a drafted token is accepted with probability a, a round with n of
-    them gives 1 + a + ... + a^n tokens, each of which takes plain decoding v(1). The round takes v(n + 1), and c for
+    """Return the expected speed-up of a draft. If a drafted token is accepted with probability a, a
+    round with n of them gives 1 + a + ... + a^n tokens, each of which takes plain decoding v(1).
+    The round takes v(n + 1), and c for
     each:
 
         speedup(n) = v(1) (1 + a + ... + a^n) / (v(n + 1) + n c)
 
-    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that cost.) It is that of the best n that was
-    timed."""
+    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that cost.) It is that of the
+    best n that was timed.
+    """
 
     def speedup(n_drafted: int) -> float:
         n_tokens = sum(acceptance**depth for depth in range(n_drafted + 1))
@@ -77,8 +87,9 @@ def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> float:
 
 
 def break_even(costs: Costs) -> float | None:
-    """Return the acceptance from which on a draft model pays; None if it cannot, since even a draft that is always
-    right would save nothing."""
+    """Return the acceptance from which on a draft model pays; None if it cannot, since even a draft
+    that is always right would save nothing.
+    """
     rates = (percent / 100 for percent in range(101))
     return next((rate for rate in rates if expected_gain(costs, rate) >= 1.0), None)
 
@@ -92,13 +103,17 @@ def is_measured(table: CostTable, n_rows: int = 1) -> bool:
 
 
 def is_pair_measured(session: Session, draft: Key | None) -> bool:
-    """Return whether the costs of the target, up to the largest batch of a round, and of a draft are known."""
+    """Return whether the costs of the target, up to the largest batch of a round, and of a draft
+    are known.
+    """
     own = is_measured(session.costs.table(), session.n_rows_max)
     return own and (draft is None or is_measured(session.costs.table(draft)))
 
 
 def known_costs(session: Session, draft: Key) -> Costs | None:
-    """Return the costs of the target and of a draft; None if they are not known, or only for one size of batches."""
+    """Return the costs of the target and of a draft; None if they are not known, or only for one
+    size of batches.
+    """
     if not is_pair_measured(session, draft):
         return None
     known = session.costs.table().known
@@ -121,8 +136,9 @@ def target_costs(session: Session, interrupted: Callable[[], bool] = bool) -> Co
 def calibrate(
     session: Session, interrupted: Callable[[], bool] = bool, status: Status = no_status
 ) -> str:
-    """Measure what drafting costs here, if costs decide and are not known; return a sentence if that has to be done
-    again."""
+    """Measure what drafting costs here, if costs decide and are not known; return a sentence if
+    that has to be done again.
+    """
     draft, is_by_cost = session.draft, session.options.drafting.is_by_cost
     if not is_by_cost or draft is None or is_pair_measured(session, draft.timed):
         return ""
@@ -138,9 +154,11 @@ def short_context(session: Session) -> int:
 
 
 def measure_costs(session: Session, interrupted: Callable[[], bool] = bool) -> None:
-    """Measure the costs of decodes that are not known, in short contexts of their own. What was measured while the
-    machine was busy is not kept: by it perhaps no draft pays, and then no decode would correct it. Raise
-    `BackendError`, `MemoryLimitError`, and `KeyboardInterrupt` if `interrupted`."""
+    """Measure the costs of decodes that are not known, in short contexts of their own. What was
+    measured while the machine was busy is not kept: by it perhaps no draft pays, and then no decode
+    would correct it. Raise `BackendError`, `MemoryLimitError`, and `KeyboardInterrupt` if
+    `interrupted`.
+    """
     costs, timed = session.costs, session.draft.timed if session.draft is not None else None
     if is_pair_measured(session, timed):
         return
@@ -178,8 +196,10 @@ def time_missing(
     n_rows: int,
     interrupted: Callable[[], bool],
 ) -> None:
-    """Time the sizes that the table lacks, in an empty context, unless it was measured up to `n_rows` rows; these are
-    estimated if there is no time. Raise what `measure_sizes` raises; the table is then unchanged."""
+    """Time the sizes that the table lacks, in an empty context, unless it was measured up to
+    `n_rows` rows; these are estimated if there is no time. Raise what `measure_sizes` raises; the
+    table is then unchanged.
+    """
     if is_measured(table, n_rows):
         return
     is_new = not is_measured(table)
@@ -196,9 +216,10 @@ def measure_sizes(
     budget_s: float,
     interrupted: Callable[[], bool] = bool,
 ) -> dict[int, float]:
-    """Return the median seconds of batches of these sizes, powers of two first, in a context that is empty before and
-    after; two sizes at least, for `budget_s` seconds. Raise `BackendError`, and `KeyboardInterrupt` if
-    `interrupted`."""
+    """Return the median seconds of batches of these sizes, powers of two first, in a context that
+    is empty before and after; two sizes at least, for `budget_s` seconds. Raise `BackendError`, and
+    `KeyboardInterrupt` if `interrupted`.
+    """
     before_s, text = backend.decode_s, begin_text(backend)
     samples: defaultdict[int, list[float]] = defaultdict(list)
     ordered = sorted(sizes, key=lambda size: (size & (size - 1) != 0, size))
@@ -224,8 +245,10 @@ def begin_text(backend: Backend) -> list[int]:
 
 
 def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | None:
-    """Return the seconds of a batch of `n_rows` rows behind the text, with the rollback of the one before; None without
-    room. The cache is the same afterwards. Rows are the text's, since experts' time depends on how much rows differ."""
+    """Return the seconds of a batch of `n_rows` rows behind the text, with the rollback of the one
+    before; None without room. The cache is the same afterwards. Rows are the text's, since experts'
+    time depends on how much rows differ.
+    """
     length = target.length(0)
     if length + n_rows > target.n_ctx or n_rows > target.n_batch:
         return None

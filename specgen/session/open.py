@@ -1,4 +1,6 @@
-"""Open a session: choose what computes, load the target, and use the first draft that is expected to be faster."""
+"""Open a session: choose what computes, load the target, and use the first draft that is expected
+to be faster.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from specgen.llama.gguf_file import remember_checks
 from specgen.llama.kernels.admission import KernelStatus, choose_kernels, is_first_time, note_about
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import is_packed_first, keep_packed_weights
-from specgen.models.files import cache_folder, memory_file, packed_folder
+from specgen.models.files import cache_folder, measurements_file, packed_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -35,7 +37,7 @@ from specgen.session.calibration import (
     no_status,
 )
 from specgen.session.choose_models import DraftChoice, Sources
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.prompts import template_of
 from specgen.session.session import Session
 from specgen.system.machine import look_at_machine
@@ -48,7 +50,9 @@ DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
 
 def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
-    """Choose what computes on the CPU, before the first model; return it, and a note. Raise `UsageError`."""
+    """Choose what computes on the CPU, before the first model; return it, and a note. Raise
+    `UsageError`.
+    """
     remember_checks(cache_folder())
     status = choose_kernels(wanted.choice, cache_folder())
     keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
@@ -80,15 +84,17 @@ def open_session(
     drafts: Sequence[DraftChoice] = (),
     *,
     clock: Callable[[], float],
-    memory: Memory | None = None,
+    measurements: MeasurementStore | None = None,
     note: Callable[[str], None] = lambda _text: None,
     check: Check = lambda _session: None,
     status: Status = no_status,
     load_ahead: bool = True,
 ) -> Session:
-    """Load a target, and the first of `drafts` (or the options' one) that fits and is expected to be faster. Only a
-    draft that the user named can raise an error; else the next is used, and `note` gets the reason. `check` is called
-    before. With `load_ahead`, the likely draft's weights are read beside the target's. Raise `SpecgenError`."""
+    """Load a target, and the first of `drafts` (or the options' one) that fits and is expected to
+    be faster. Only a draft that the user named can raise an error; else the next is used, and
+    `note` gets the reason. `check` is called before. With `load_ahead`, the likely draft's weights
+    are read beside the target's. Raise `SpecgenError`.
+    """
     if drafts:
         options = replace(options, draft=drafts[0].draft)
     # Chosen drafts are loaded after the target, once for all: errors of the two can be told apart.
@@ -99,7 +105,7 @@ def open_session(
             Session(
                 replace(options, draft="none") if is_chosen else options,
                 clock,
-                memory if memory is not None else open_memory(),
+                measurements if measurements is not None else open_measurements(),
                 draft_ahead=options.draft if load_ahead else "none",
             )
         )
@@ -113,7 +119,9 @@ def open_session(
 
 
 def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
-    """Use the first draft that loads, if a model also one expected to gain; return a note with the reasons."""
+    """Use the first draft that loads, if a model also one expected to gain; return a note with the
+    reasons.
+    """
     said: list[str] = []
     may_pay = True
     for choice in choices:
@@ -130,7 +138,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
                 if path is not None:
                     measure_costs(session)
                     costs = known_costs(session, path)
-                    session.memory.save()  # not every command saves what its session learns
+                    session.measurements.save()  # not every command saves what its session learns
         except DRAFT_ERRORS as error:
             said.append(error.message)
             continue
@@ -170,7 +178,8 @@ def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iter
         )
     plain = DraftOptions()
     for field in fields(plain) if is_plain else ():
-        # What a variable of the environment sets holds for all commands; a store gets texts all the same.
+        # What a variable of the environment sets holds for all commands; a store gets texts all the
+        # same.
         says_more = "envvar" in field.metadata or field.name == "lookup_store"
         is_set = getattr(options.drafting, field.name) != getattr(plain, field.name)
         if is_set and field.metadata and not says_more:
@@ -199,7 +208,7 @@ def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterato
             yield f"{name} {layers} has no effect: this build of llama.cpp finds no GPU (`specgen doctor`)"
 
 
-def open_memory() -> Memory:
+def open_measurements() -> MeasurementStore:
     built, machine = build(), look_at_machine()
     affinity = getattr(os, "sched_getaffinity", None)
     n_usable = len(affinity(0)) if affinity is not None else None
@@ -211,4 +220,4 @@ def open_memory() -> Memory:
         "cpu": machine.cpu,
         "kernels": computing(),
     }
-    return Memory(memory_file(), about)
+    return MeasurementStore(measurements_file(), about)

@@ -21,6 +21,8 @@ from specgen.serve.formats.openai import read_request
 from tests.helpers.batch import answers, records, text_of, wait_for_results
 from tests.helpers.cli import Result, Specgen, models_of, spawn
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [
     "the cat is in the",
     "a dog",
@@ -36,8 +38,9 @@ def options(models: Path, **names: str) -> list[str]:
 
 
 class Batch:
-    """Runs commands in this process with the tiny models; `answer` writes a file of lines first, and then runs a
-    batch, as does `again` with the same file."""
+    """Runs commands in this process with the tiny models; `answer` writes a file of lines first,
+    and then runs a batch, as does `again` with the same file.
+    """
 
     def __init__(self, run: Specgen, models: Path, folder: Path) -> None:
         self._run, self._models = run, models

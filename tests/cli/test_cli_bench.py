@@ -15,6 +15,8 @@ from specgen.errors import BackendError
 from tests.helpers.browser import browser
 from tests.helpers.cli import Result, Specgen, tiny_names
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["browser"]
 
 #: Quick, and enough for a test of the command line.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from specgen.method.draft import Distribution
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import Sampler
+from specgen.text.sampling.distribution import Distribution
 
 
 def distribution(logits: Logits, options: SamplerOptions) -> Distribution:

@@ -14,20 +14,22 @@ from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
 from specgen.events import Event
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Batch
+from specgen.method.cascade import Cascade
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
-from specgen.method.tables import FREE, CostTable, Price
-from specgen.method.verify import AutoVerifier, Verifier
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
+from specgen.method.verifiers import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
-from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import draft_sampling
 from specgen.system.arrays import Logits
-from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 
 GREEDY = SamplerOptions()
@@ -114,7 +116,7 @@ class WrappedDrafter(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.trail = inner.trail
+        self.hidden_states = inner.hidden_states
 
     @property
     def name(self) -> str:
@@ -149,7 +151,9 @@ class FailingDrafter(WrappedDrafter):
 
 
 class NonsenseDrafter(WrappedDrafter):
-    """Works for a while, then proposes what `nonsense` makes of a draft and of how many were asked for."""
+    """Works for a while, then proposes what `nonsense` makes of a draft and of how many were asked
+    for.
+    """
 
     def __init__(
         self, inner: Drafter, n_good: int, nonsense: Callable[[Draft, int], object]
@@ -220,7 +224,7 @@ class Setup:
             cascade=drafters_of(self.drafter(state) if callable(self.drafter) else self.drafter),
             policy=(self.policy or FixedPolicy)(self.drafting),
             verifier=self.verifier or AutoVerifier(),
-            shaper=Shaper(Sampler(self.sampler), state),
+            shaper=SamplingPipeline(Sampler(self.sampler), state),
             state=state,
             rng=np.random.default_rng(self.seed),
             slot=Branches(first=index * self.n_branches, n_branches=self.n_branches),
@@ -267,18 +271,22 @@ def drafters_of(drafter: Drafter | Cascade | None) -> Cascade | None:
 
 def draft_request(
     state: TextState | None = None,
-    sampler: SamplerOptions | Shaper = GREEDY,
+    sampler: SamplerOptions | SamplingPipeline = GREEDY,
     *,
     seed: int = 99,
     **fields: Any,
 ) -> DraftRequest:
-    """A request to draft by these samplers, drawn at random if they are; other `fields` as they are given."""
+    """A request to draft by these samplers, drawn at random if they are; other `fields` as they are
+    given.
+    """
     state = state or TextState(PROMPT)
     if not isinstance(sampler, SamplerOptions):
         return DraftRequest(state, sampler, np.random.default_rng(seed), **fields)
     chain = Sampler(sampler)
     fields = {"draws": chain.is_random, **fields}
-    return DraftRequest(state, Shaper(chain, state), np.random.default_rng(seed), **fields)
+    return DraftRequest(
+        state, SamplingPipeline(chain, state), np.random.default_rng(seed), **fields
+    )
 
 
 def tree_request(

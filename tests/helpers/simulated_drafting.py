@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
-from specgen.method.tables import Price
 from specgen.system.arrays import ProbArray
 
 #: A token that is never right.
@@ -23,9 +23,11 @@ WRONG = -1
 
 @dataclass(frozen=True)
 class World:
-    """A text of `n_tokens` tokens, and what it costs to come by them: `target_s` are the seconds of a target's batch by
-    its rows, `draft_s` those of a model's decode. At each place of the text the model's confidence and whether it is
-    right are known beforehand. Where it was wrong it goes on as if it had been right."""
+    """A text of `n_tokens` tokens, and what it costs to come by them: `target_s` are the seconds of
+    a target's batch by its rows, `draft_s` those of a model's decode. At each place of the text the
+    model's confidence and whether it is right are known beforehand. Where it was wrong it goes on
+    as if it had been right.
+    """
 
     target_s: Callable[[int], float]
     draft_s: float
@@ -76,7 +78,9 @@ class World:
 
 @dataclass
 class Run:
-    """What became of a policy in a world: seconds, rounds, tokens drafted in each, and decodes of the draft model."""
+    """What became of a policy in a world: seconds, rounds, tokens drafted in each, and decodes of
+    the draft model.
+    """
 
     seconds: float = 0.0
     n_rounds: int = 0
@@ -123,7 +127,7 @@ def _drafted(world: World, plan: RoundPlan, place: int) -> Draft:
     while goes_on:
         at = place + len(tokens)
         looks.append(float(world.confidences[at]))
-        takes, goes_on, whole = plan.after_look(len(tokens), whole, looks[-1])
+        takes, goes_on, whole = plan.after_draft_step(len(tokens), whole, looks[-1])
         if not takes:
             break
         tokens.append(at if world.rights[at] else WRONG)
@@ -133,7 +137,9 @@ def _drafted(world: World, plan: RoundPlan, place: int) -> Draft:
 def text(
     n_tokens: int, chance: Callable[[float], float], *, sureness: float = 1.0, seed: int = 0
 ) -> tuple[ProbArray, ProbArray]:
-    """Confidences, each right with its chance. The higher `sureness`, the more are near 0 or 1; at 0 all are alike."""
+    """Confidences, each right with its chance. The higher `sureness`, the more are near 0 or 1; at
+    0 all are alike.
+    """
     rng = np.random.default_rng(seed)
     confidences = np.full(n_tokens, 0.75)
     if sureness > 0.0:

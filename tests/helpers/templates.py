@@ -145,7 +145,9 @@ def calls_as_written(template: str, *calls: tuple[str, dict[str, Any]]) -> str:
 
 
 def made_of(marks: dict[str, str], kind: str) -> str:
-    """A template whose calls have these marks: objects of JSON, a name before JSON, or a name before pairs."""
+    """A template whose calls have these marks: objects of JSON, a name before JSON, or a name
+    before pairs.
+    """
     opening, between, closing, before, after, last = (
         "{{ " + repr(marks[each]) + " }}"
         for each in ("opening", "between", "closing", "before", "after", "last")

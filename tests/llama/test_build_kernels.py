@@ -16,7 +16,10 @@ from scripts import build_kernels
 from scripts.build_kernels import LIBRARY, BuildError, build
 from tests.helpers.common import ROOT
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="compilers as scripts")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="compilers as scripts"),
+    pytest.mark.slow,
+]
 
 #: Notes how it is called, and writes something where it is told to; `REFUSED` is a flag that it
 #: does not know, and a file that says `error` is one that it cannot compile.

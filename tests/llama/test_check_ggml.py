@@ -1,4 +1,5 @@
-"""scripts/check_ggml.py: what the kernels declare of GGML is what its headers say, or the check fails.
+"""scripts/check_ggml.py: what the kernels declare of GGML is what its headers say, or the check
+fails.
 
 The headers are those of the required llama-cpp-python, downloaded once (scripts/ggml_source.py).
 """
@@ -51,8 +52,8 @@ def test_the_kernels_declare_what_ggml_has(
 
 
 MORE, WORK_SIZE = "    virtual void more() = 0;", "    virtual bool work_size"
-#: Changes of the declarations, and what is said of each. Those of one group do not hide each other: they
-#: are compiled together.
+#: Changes of the declarations, and what is said of each. Those of one group do not hide each other:
+#: they are compiled together.
 WRONG = {
     "sizes and types": [
         ("int32_t flags;", "int32_t flags, more;", "ggml_tensor has another size"),

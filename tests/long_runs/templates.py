@@ -1,10 +1,12 @@
-"""How specgen reads the calls and the thoughts of every chat template that llama.cpp ships, a line for each::
+"""How specgen reads the calls and the thoughts of every chat template that llama.cpp ships, a line
+for each::
 
     python -m tests.long_runs.templates [FOLDER]
 
-FOLDER is llama.cpp's `models/templates`; without one, the source of the installed llama-cpp-python is fetched. Fails
-if a template has lost its form: all that write calls have one, but for those in `UNREAD`. Calls in each form
-must be read again, whole and letter by letter, and the grammars of calls must allow them.
+FOLDER is llama.cpp's `models/templates`; without one, the source of the installed llama-cpp-python
+is fetched. Fails if a template has lost its form: all that write calls have one, but for those in
+`UNREAD`. Calls in each form must be read again, whole and letter by letter, and the grammars of
+calls must allow them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates whose calls are not read, and why.
 UNREAD = {
-    "meetkai-functionary-medium-v3.2": "the prompt has the mark of calls, also before other answers",
+    "meetkai-functionary-medium-v3.2": (
+        "the prompt ends with the mark of a call even if the answer is not one"
+    ),
 }
 #: Control tokens of models whose template offers tools and writes no call.
 _TOKENS = ("<|tool_call_start|>", "<|tool_call|>")

@@ -1,4 +1,6 @@
-"""What decodes cost, how often tokens are accepted, when to stop drafting, and what follows for an answer."""
+"""What decodes cost, how often tokens are accepted, when to stop drafting, and what follows for an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specgen.method.acceptance import N_BINS, AcceptanceRates
+from specgen.method.answer_state import Tally
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.tables import (
-    FREE,
-    N_BINS,
-    AcceptanceRates,
-    CostTable,
-    Price,
-    WhilePaying,
-    values_of_looks,
-)
-from specgen.text.answer_state import Tally
+from specgen.method.stopping import CostAwareStopping, draft_step_values
 
 # --- what is expected of a decode
 
@@ -173,7 +169,7 @@ def rule(
     token_s: float,
     frequencies: list[float],
     chances: list[float],
-) -> WhilePaying:
+) -> CostAwareStopping:
     """The rule of a drafter whose one confidence is accepted with the first of the chances."""
     known = cast(
         AcceptanceRates,
@@ -183,13 +179,13 @@ def rule(
             acceptance=lambda _: chances[0],
         ),
     )
-    return WhilePaying(
+    return CostAwareStopping(
         origin="model",
         rates=lambda _, rank: known,
         token_s=token_s,
         extra_s=[seconds - batch_s[0] for seconds in batch_s],
         next_s=next_s,
-        values=values_of_looks(batch_s, next_s, token_s, known),
+        values=draft_step_values(batch_s, next_s, token_s, known),
     )
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
+from specgen.method.cascade import Cascade
 from specgen.method.policy import FixedPolicy, Offer, RoundPlan
-from specgen.method.tables import Stop
+from specgen.method.stopping import StoppingRule
+from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, PROMPT, Setup
 from tests.registry import DRAFTERS as CASES
@@ -72,10 +73,10 @@ class Models:
         return Text(state, language, LETTERS, self.sampler, 99, self.n_guess, self.open)
 
 
-class UpToTwo(Stop):
+class UpToTwo(StoppingRule):
     """A draft of at most two tokens of a model: it has looked for a third one before it stops."""
 
-    def after_look(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
+    def after_draft_step(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
         return n < 2, True, whole
 
 

@@ -12,14 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
-from specgen.method.draft import Distribution, Draft
+from specgen.method.cascade import Cascade
+from specgen.method.draft import Draft
 from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
-from specgen.method.tables import Stop
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.stopping import StoppingRule
+from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Cascade, Shaper, TextState
+from specgen.text.sampling.distribution import Distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, Clock, NoDrafter, draft_request, model_drafter
 
@@ -29,7 +32,9 @@ LETTERS = FakeVocabulary.letters(N_VOCAB)
 
 def propose(drafter: ModelDrafter, context: Sequence[int], n_max: int, p_min: float = 0.0) -> Draft:
     """A draft of `n_max` tokens, or until one is less likely than `p_min`."""
-    plan = replace(RoundPlan("fixed", n_max), stop=Stop(p_min, needs_confidence=p_min > 0.0))
+    plan = replace(
+        RoundPlan("fixed", n_max), stop=StoppingRule(p_min, needs_confidence=p_min > 0.0)
+    )
     return draft_alone(drafter.propose(context, plan))
 
 
@@ -170,7 +175,7 @@ TEXT = [1, 2, 3]
 # --- what stands before a draft
 
 
-class Paths(Shaper):
+class Paths(SamplingPipeline):
     """A shaper that notes the paths that it is asked about."""
 
     def __init__(self, state: TextState) -> None:

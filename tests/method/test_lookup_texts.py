@@ -212,7 +212,8 @@ def test_what_is_sorted_stays_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return original(texts)
 
     monkeypatch.setattr(SuffixArray, "build", build)
-    # All are sorted once; then a new text alone, until there are many; and where what was saved is damaged.
+    # All are sorted once; then a new text alone, until there are many; and where what was saved is
+    # damaged.
     for n_new, expected in ((3, [0, 3, 0]), (0, [0]), (1, [1]), (1, [5, 0]), (0, [0, 5, 0])):
         for _ in range(n_new):
             store.add([len(kept_texts(store))] * 11)
@@ -341,7 +342,7 @@ def propose(drafter: SuffixDrafter, text: Text, n_max: int) -> Draft:
     draft = draft_alone(drafter.propose(text, RoundPlan("fixed", n_max)))
     assert len(draft) <= n_max
     assert draft.is_chain
-    assert not draft.is_drawn
+    assert not draft.is_sampled
     return draft
 
 

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import (
@@ -25,7 +27,7 @@ from specgen.method.policy import (
     RoundResult,
     ThresholdPolicy,
 )
-from specgen.method.tables import FREE, AcceptanceRates, CostTable, Price, WhilePaying
+from specgen.method.stopping import CostAwareStopping
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
@@ -99,10 +101,12 @@ def result(
 
 
 def looked(plan: RoundPlan, confidences: Sequence[float]) -> list[tuple[bool, bool]]:
-    """What a plan says to the looks of a chain: whether each token is drafted, and whether one more look follows."""
+    """What a plan says to the looks of a chain: whether each token is drafted, and whether one more
+    look follows.
+    """
     found, whole = list[tuple[bool, bool]](), 1.0
     for n, confidence in enumerate(confidences):
-        takes, goes_on, whole = plan.after_look(n, whole, confidence)
+        takes, goes_on, whole = plan.after_draft_step(n, whole, confidence)
         found.append((takes, goes_on))
     return found
 
@@ -236,7 +240,7 @@ def test_the_bound_is_on_the_draft_as_a_whole() -> None:
     assert len(plan.stop.cut(chain(*[0.8] * 16))) == n
     # A sure draft grows long, an unsure one not at all.
     assert all(takes for takes, _ in looked(plan, [0.999] * 16))
-    assert not plan.after_look(0, 1.0, 0.9 * bound)[0]
+    assert not plan.after_draft_step(0, 1.0, 0.9 * bound)[0]
 
 
 def test_an_n_gram_whose_probability_nobody_knows_is_not_cut() -> None:
@@ -291,6 +295,7 @@ TRUTHS: dict[str, Callable[[float], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sureness", [0.0, 1.0])
 @pytest.mark.parametrize("truth", TRUTHS)
 @pytest.mark.parametrize("curve", CURVES)
@@ -336,6 +341,7 @@ HOPELESS: dict[str, tuple[Callable[[float], float], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sureness", [0.0, 1.0])
 @pytest.mark.parametrize("kind", HOPELESS)
 @pytest.mark.parametrize("curve", CURVES)
@@ -448,7 +454,7 @@ def test_a_chain_that_is_known_is_cut_where_it_is_worth_most() -> None:
         policy = cost_aware(dict(enumerate(seconds.tolist(), 1)))
         draft = chain(*rng.uniform(0.3, 1.0, 16).tolist(), origin="ngram")
         plan = planned(policy, draft, drafter=None)
-        assert isinstance(plan.stop, WhilePaying)
+        assert isinstance(plan.stop, CostAwareStopping)
         values = [plan.stop.worth_of(draft.first(n)) for n in range(17)]
         assert len(plan.found) == values.index(max(values))
         assert plan.reason == ("found" if len(plan.found) else "acceptance")
@@ -510,7 +516,9 @@ def test_a_token_is_judged_only_if_those_before_it_were_accepted(
 def test_what_was_not_worth_verifying_is_compared_with_the_text(
     tokens: tuple[int, ...], n_judged: int, n_right: int, is_found: bool
 ) -> None:
-    """A model's draft, or n-grams that the plan does not follow: that they are right is seen at no cost."""
+    """A model's draft, or n-grams that the plan does not follow: that they are right is seen at no
+    cost.
+    """
     acceptance: dict[str, AcceptanceRates] = {}
     policy = cost_aware({n: 1.0 * n for n in range(1, 18)}, acceptance)
     whole = chain(*[0.9] * 5, origin="ngram" if is_found else "model")
@@ -564,13 +572,13 @@ def test_whatever_happens_its_answers_are_finite(
         plan = planned(policy, n_left=50, price=Price(draft_s, draft_s, draft_s))
         kept, whole = list[float](), 1.0
         for confidence in confidences[: plan.n_max]:
-            takes, _, whole = plan.after_look(len(kept), whole, confidence)
+            takes, _, whole = plan.after_draft_step(len(kept), whole, confidence)
             assert math.isfinite(whole)
             if not takes:
                 break
             kept.append(confidence)
         draft = plan.stop.cut(chain(*kept))
-        if isinstance(plan.stop, WhilePaying):
+        if isinstance(plan.stop, CostAwareStopping):
             assert math.isfinite(plan.stop.worth_of(draft))
             assert 0.0 < plan.stop.token_s < math.inf
         n_accepted = min(n_right, len(draft))

@@ -1,4 +1,6 @@
-"""Every round says why it drafted what it drafted, or why it drafted nothing: a test makes each reason happen."""
+"""Every round says why it drafted what it drafted, or why it drafted nothing: a test makes each
+reason happen.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from specgen.events import REASONS, CommittedEvent, FinishedEvent, ReasonName
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafting, ready
 from specgen.method.policy import (
@@ -19,7 +23,6 @@ from specgen.method.policy import (
     RoundResult,
     ThresholdPolicy,
 )
-from specgen.method.tables import AcceptanceRates, CostTable, Price
 from specgen.options import DraftOptions, GenerationOptions
 from tests.helpers.fake_generations import FailingDrafter, NoDrafter, Setup
 from tests.helpers.fake_grammar import FakeGrammar
@@ -46,7 +49,9 @@ def offer(
 
 
 def after(policy: Policy, n_rounds: int, asked: Offer, *, right: bool = False) -> RoundPlan:
-    """The plan after some rounds of one second each, in which drafts of four tokens were right or wrong."""
+    """The plan after some rounds of one second each, in which drafts of four tokens were right or
+    wrong.
+    """
     for _ in range(n_rounds):
         plan = policy.plan(asked)
         whole = plan.found

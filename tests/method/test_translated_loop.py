@@ -1,7 +1,8 @@
 """Generations with drafts in another vocabulary, on the fake backend.
 
-Target and draft speak one made-up language, spelled with tokens that are cut differently: drafts are often right,
-and the text must be plain decoding's all the same. `test_lossless.py` has them above temperature 0.
+Target and draft speak one made-up language, spelled with tokens that are cut differently: drafts
+are often right, and the text must be plain decoding's all the same. `test_lossless.py` has them
+above temperature 0.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from hypothesis import strategies as st
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.events import Event, NoticeEvent
+from specgen.method.answer_state import AnswerState
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
+from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, GenerationOptions
-from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language
 from tests.helpers.fake_generations import GREEDY, Setup, WrappedDrafter, translated_drafter
 from tests.helpers.vocabularies import ALPHABET, ByteLanguage, joined, spoken, texts, vocabulary
@@ -220,7 +221,8 @@ def test_drafts_in_another_vocabulary_are_accepted() -> None:
         counts["wrong"] += replace(pair, draft_language=seed + 1).check().tally.n_accepted
     assert counts["accepted"] > 0.27 * counts["drafted"] > 100
     assert counts["accepted"] > 1.3 * counts["wrong"] > 0
-    # What is decoded: the text, what was refused, and the few tokens of a round that are spelled anew.
+    # What is decoded: the text, what was refused, and the few tokens of a round that are spelled
+    # anew.
     assert counts["decoded"] < counts["text"] + counts["drafted"] - counts["accepted"]
 
 

@@ -1,4 +1,6 @@
-"""Vocabularies: whether two are the same, texts in the tokens of another, and drafts back in the target's."""
+"""Vocabularies: whether two are the same, texts in the tokens of another, and drafts back in the
+target's.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,8 @@ from tests.helpers.vocabularies import (
     vocabularies,
     vocabulary,
 )
+
+pytestmark = pytest.mark.slow
 
 # --- pairs
 
@@ -279,7 +283,7 @@ def test_a_chain_says_in_the_targets_tokens_what_the_draft_says(
     before += held_back
     translated = translation.translate(chain(tokens), before, held_back)
     assert translated.is_chain
-    assert not translated.is_drawn
+    assert not translated.is_sampled
     if not said.startswith(held_back):
         assert len(translated) == 0
         return

@@ -18,12 +18,18 @@ from hypothesis import strategies as st
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import DraftedEvent
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Backend
-from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
+from specgen.method.cascade import Cascade
+from specgen.method.cost_table import CostTable
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
-from specgen.method.tables import AcceptanceRates, CostTable, WhilePaying
-from specgen.method.verify import (
+from specgen.method.stopping import CostAwareStopping
+from specgen.method.text_state import TextState
+from specgen.method.verifiers import (
     AutoVerifier,
     BlockVerifier,
     ResidualVerifier,
@@ -37,9 +43,7 @@ from specgen.options import (
     SamplerOptions,
     parse_tree,
 )
-from specgen.session.answer_loop import AnswerLoop
-from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import Cascade, TextState
+from specgen.text.sampling.distribution import Distribution
 from tests.helpers.exact_distributions import Fate, all_fates, distribution
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
@@ -112,7 +116,7 @@ def test_the_best_nodes_are_the_best_of_all_subtrees(chances: list[float], seed:
         paths.append(chance * (1.0 if parent == ROOT else paths[parent]))
     extra_s = [0.0, *np.cumsum(rng.uniform(0.0, 0.8, len(chances))).tolist()]
     rates = AcceptanceRates()
-    stop = WhilePaying(origin="", rates=lambda _, rank: rates, token_s=1.0, extra_s=extra_s)
+    stop = CostAwareStopping(origin="", rates=lambda _, rank: rates, token_s=1.0, extra_s=extra_s)
     nodes = stop.best_nodes(paths)
     best_s = 0.0
     for size in range(len(chances) + 1):
@@ -234,7 +238,9 @@ def tree_by(seed: int, n_max: int) -> Callable[[Fate], Draft]:
 
 
 def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
-    """Draws chains independently by another language than the target's; common beginnings are the same nodes."""
+    """Draws chains independently by another language than the target's; common beginnings are the
+    same nodes.
+    """
     source = speaks(seed + 1)
 
     def draw(fate: Fate) -> Draft:
@@ -265,8 +271,9 @@ def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
 def test_whatever_is_drawn_the_target_is_told(
     seed: int, shape: int | tuple[int, int], verifier: Callable[[], Verifier]
 ) -> None:
-    """Summed over all that can be drawn (trees of so many nodes, or walks) and decided: exactly the target's joint
-    distribution."""
+    """Summed over all that can be drawn (trees of so many nodes, or walks) and decided: exactly the
+    target's joint distribution.
+    """
     draft_by = tree_by(seed, shape) if isinstance(shape, int) else walks_by(seed, *shape)
     assert largest_error(verifier(), seed, draft_by)[0] < 1e-9
 
@@ -299,7 +306,8 @@ def test_all_kinds_of_shapes_are_among_them() -> None:
 
 #: Tokens that are tested, after the first one, which comes from the prompt's round.
 N_TOKENS = 3
-#: They find any deviation of 0.12 (total variation, as the test pools the outcomes) with probability 0.99.
+#: They find any deviation of 0.12 (total variation, as the test pools the outcomes) with
+#: probability 0.99.
 N_DRAWS = 1300
 SHORT_PROMPT = (0, 1, 0, 1, 0, 1)
 LETTERS = FakeVocabulary.letters(5)
@@ -352,7 +360,7 @@ def draw(
             drafter=make_drafter(int(rng.integers(2**31))),
             sampler=sampler,
             drafting=FIXED,
-            # Room for whole drafts.
+            # ContextSpec for whole drafts.
             options=GenerationOptions(max_tokens=1 + N_TOKENS + 2),
             seed=10_000 + draw_number,
             prompt=SHORT_PROMPT,
@@ -368,6 +376,7 @@ def draw(
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "quality"), [("plain", "good"), ("plain", "adversarial"), ("chain", "bad")]
 )
@@ -384,8 +393,9 @@ def draw(
 def test_drawn_trees_fit(
     shape: str, verifier: Callable[[], Verifier], sampler: str, quality: str
 ) -> None:
-    """The joint distribution of the first tokens, with rounds that end at every depth, by a G-test at a false-alarm
-    level of 1e-4; `test_lossless.py` has chains."""
+    """The joint distribution of the first tokens, with rounds that end at every depth, by a G-test
+    at a false-alarm level of 1e-4; `test_lossless.py` has chains.
+    """
     options = SAMPLERS[sampler]
 
     def drafter(seed: int) -> Drafter:

@@ -1,5 +1,6 @@
-"""The parts of a batch: its lines, results that survive any end, and actors of Ray that die; most of it needs no
-Ray."""
+"""The parts of a batch: its lines, results that survive any end, and actors of Ray that die; most
+of it needs no Ray.
+"""
 
 from __future__ import annotations
 

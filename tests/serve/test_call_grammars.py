@@ -1,4 +1,6 @@
-"""The grammars of calls and of JSON in whole answers: a model that wants to say something else, at the server."""
+"""The grammars of calls and of JSON in whole answers: a model that wants to say something else, at
+the server.
+"""
 
 from __future__ import annotations
 
@@ -101,9 +103,12 @@ def said_by(
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_an_invented_name_is_impossible(tmp_path: Path, name: str) -> None:
-    """With any draft, one that wants to say it too among them, and behind text where the family lets it."""
+    """With any draft, one that wants to say it too among them, and behind text where the family
+    lets it.
+    """
     before = "" if name in ("Llama", "gpt-oss") else "In a < b I look. "
-    # gpt-oss may write its channel behind a name: what follows must stand where the model expects it.
+    # gpt-oss may write its channel behind a name: what follows must stand where the model expects
+    # it.
     text = before + FAMILY[name].call("rear" if name == "gpt-oss" else "reread")
     drawn: dict[str, Any] = {
         "temperature": 1.5,
@@ -287,7 +292,8 @@ EDITS = {
 @pytest.mark.parametrize(
     ("template", "text", "controls"),
     [
-        # The marks behind a call begin alike, and more than four tokens of text spell that beginning.
+        # The marks behind a call begin alike, and more than four tokens of text spell that
+        # beginning.
         (
             FAMILIES["Kimi"].replace("<|/one|>", "<|tool_call_end|>").replace("<|one|>", "<|tool_call_begin|>"),
             '<|section|><|tool_call_begin|>functions.read:0<|args|>{"path": "a.py"}<|tool_call_end|><|tool_calls|>',

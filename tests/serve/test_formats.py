@@ -216,7 +216,9 @@ _BILLED = "I read x-anthropic-billing-header"
 def test_turns_are_as_templates_want_them(
     request_of: Any, body: dict[str, Any], expected: list[str]
 ) -> None:
-    """A system message behind the beginning is the user's, and turns of one role are one where the API says so."""
+    """A system message behind the beginning is the user's, and turns of one role are one where the
+    API says so.
+    """
     found = [(each.role[0], each.content) for each in request_of(**body).messages]
     assert [f"{role} {text}".replace("\n\n", "|") for role, text in found] == expected
 

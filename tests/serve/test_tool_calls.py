@@ -177,8 +177,9 @@ def with_tools(template: str) -> Request:
 def streamed(
     form: CallForm, pieces: list[str], *, one_only: bool = False, **how: bool
 ) -> tuple[str, list[tuple[str, str, bool]], list[str]]:
-    """The content of an answer that comes in pieces, its calls with their arguments as they were sent, and whether
-    these are whole, and the ids of the calls."""
+    """The content of an answer that comes in pieces, its calls with their arguments as they were
+    sent, and whether these are whole, and the ids of the calls.
+    """
     parser = ToolCallParser(form, FUNCTIONS, one_only=one_only)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(**how)
     content = "".join(delta.text for delta in deltas if delta.kind == "content")

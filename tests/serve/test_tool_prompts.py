@@ -18,7 +18,8 @@ from tests.helpers.sessions import opened
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-#: Has the tools in the system message, as Qwen2.5's has, and writes answers of tools as turns of the user.
+#: Has the tools in the system message, as Qwen2.5's has, and writes answers of tools as turns of
+#: the user.
 TEMPLATE = """{%- if tools %}
 {{- '<|im_start|>system\\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{% endif %}

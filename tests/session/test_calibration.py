@@ -1,5 +1,6 @@
-"""What decodes cost, and how many threads make them: what is timed, for how long and without a trace, who keeps to
-it, what a draft is expected to gain."""
+"""What decodes cost, and how many threads make them: what is timed, for how long and without a
+trace, who keeps to it, what a draft is expected to gain.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from specgen.session.calibration import (
     timed_batch_sizes,
 )
 from specgen.session.engine import Engine
-from specgen.session.memory import Memory, Threads
+from specgen.session.measurement_store import MeasurementStore, Threads
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.system.machine import CoreTime
@@ -177,14 +178,14 @@ def test_the_number_of_threads_changes_in_an_open_context(model: LlamaModel) -> 
 
 def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None:
     target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
-    memory = Memory()
-    memory.keep_threads(target, ContextOptions(), Threads(1, 2))
-    memory.keep_threads(draft, ContextOptions(), Threads(2, 1))
+    measurements = MeasurementStore()
+    measurements.keep_threads(target, ContextOptions(), Threads(1, 2))
+    measurements.keep_threads(draft, ContextOptions(), Threads(2, 1))
 
     def threads(context: ContextOptions) -> list[tuple[int, int]]:
         options = SessionOptions(target, draft, target_context=context, draft_context=context)
         with (
-            Session(options, time.perf_counter, memory) as loaded,
+            Session(options, time.perf_counter, measurements) as loaded,
             loaded.contexts(64) as (target_backend, (draft_backend,)),
         ):
             return [threads_of(target_backend), threads_of(draft_backend)]
@@ -192,21 +193,21 @@ def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None
     assert threads(ContextOptions()) == [(1, 2), (2, 1)]
     assert threads(ContextOptions(n_threads=1)) == [(1, 1), (1, 1)]
     # With all layers on a GPU, or none, it is another matter.
-    other = memory.threads(target, ContextOptions(n_gpu_layers=0))
+    other = measurements.threads(target, ContextOptions(n_gpu_layers=0))
     assert other is None
 
 
 def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> None:
-    memory = Memory()
+    measurements = MeasurementStore()
     options = SessionOptions(tiny_models / "target.gguf", "none")
-    with Session(options, time.perf_counter, memory) as loaded:
+    with Session(options, time.perf_counter, measurements) as loaded:
         before = loaded.costs.table()
         before.set_seconds(1, 0.5)
-        memory.keep_threads(options.target, options.target_context, Threads(77, 78))
+        measurements.keep_threads(options.target, options.target_context, Threads(77, 78))
         assert not loaded.costs.table()
         loaded.costs.table().set_seconds(1, 0.25)
         named = ContextOptions(n_threads=77, n_threads_batch=78)
-        assert memory.costs(options.target, named).known == {1: 0.25}
+        assert measurements.costs(options.target, named).known == {1: 0.25}
         loaded.costs.forget()
         assert not loaded.costs.table()
         assert before.known == {1: 0.5}
@@ -223,16 +224,16 @@ def test_what_a_busy_machine_costs_holds_for_its_run_only(
     times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
     monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
-    memory = Memory(file)
-    with Session(options, time.perf_counter, memory) as loaded:
+    measurements = MeasurementStore(file)
+    with Session(options, time.perf_counter, measurements) as loaded:
         measure_costs(loaded)
         assert is_pair_measured(loaded, draft)
         assert loaded.costs.was_busy == (share_of_others > 0.25)
         took_s = dict(loaded.setup_s)
         measure_costs(loaded)  # known by now
         assert loaded.setup_s == took_s
-    memory.save()
-    with Session(options, time.perf_counter, Memory(file)) as loaded:
+    measurements.save()
+    with Session(options, time.perf_counter, MeasurementStore(file)) as loaded:
         assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25)
 
 
@@ -244,10 +245,13 @@ def test_an_answer_on_a_busy_machine_teaches_no_costs(
     times = (CoreTime(10.0 * n, (4.0 + 6.0 * share_of_others) * n, 4.0 * n) for n in count())
     monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", tiny_models / "draft.gguf")
-    memory = Memory(file)
-    with Session(options, time.perf_counter, memory) as loaded, Engine(loaded, n_ctx=64) as engine:
+    measurements = MeasurementStore(file)
+    with (
+        Session(options, time.perf_counter, measurements) as loaded,
+        Engine(loaded, n_ctx=64) as engine,
+    ):
         engine.insert(loaded.prompts.of_text("Once", chat=False))
         list(engine.run())
-    memory.save()
-    with Session(options, time.perf_counter, Memory(file)) as loaded:
+    measurements.save()
+    with Session(options, time.perf_counter, MeasurementStore(file)) as loaded:
         assert bool(loaded.costs.table()) == (not share_of_others)

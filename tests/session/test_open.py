@@ -11,7 +11,7 @@ import pytest
 import specgen.session.calibration
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
-from specgen.models.files import identify, memory_file
+from specgen.models.files import identify, measurements_file
 from specgen.options import DraftSource
 from specgen.session.calibration import Costs
 from specgen.session.choose_models import DraftChoice, SavedDraft, save_draft, saved_drafts_file
@@ -170,7 +170,7 @@ def test_run_takes_a_partner_only_if_it_pays(
     measured.costs = {"draft.gguf": DEAR}
     assert drafted_by()[0] == "draft.gguf"  # as it was kept
     assert measured.asked == ["draft.gguf"]
-    memory_file().write_text("{", encoding="utf-8")
+    measurements_file().write_text("{", encoding="utf-8")
     for _ in range(2):
         draft, (note,) = drafted_by()
         assert draft == "ngram"

@@ -14,16 +14,16 @@ from specgen.drafters.interface import CacheSlot
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError, NoTokenAllowedError
 from specgen.events import NoticeEvent
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Backend, Batch
+from specgen.method.cascade import Cascade
+from specgen.method.cost_table import CostTable
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import CostAwarePolicy, RoundPlan
-from specgen.method.tables import CostTable
 from specgen.options import DraftOptions, GenerationOptions
-from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
-from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import Cascade
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,

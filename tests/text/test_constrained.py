@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from specgen.errors import NoTokenAllowedError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.answer_state import AnswerState
+from specgen.method.cascade import Cascade
 from specgen.method.draft import ROOT
 from specgen.method.drafter import Drafter
-from specgen.method.verify import MatchVerifier
+from specgen.method.text_state import TextState
+from specgen.method.verifiers import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, VerifierName
-from specgen.session.answer_loop import AnswerLoop
-from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import Cascade, TextState
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter

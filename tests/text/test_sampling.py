@@ -1,5 +1,6 @@
-"""What holds of any chain of samplers, DRY, and grammars' masks; `tests/llama/test_llama_sampling.py` compares with
-llama.cpp."""
+"""What holds of any chain of samplers, DRY, and grammars' masks;
+`tests/llama/test_llama_sampling.py` compares with llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError, NoTokenAllowedError
-from specgen.method.draft import Distribution
 from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
 from specgen.text.sampling import chain
 from specgen.text.sampling.chain import Sampler, likeliest, mixture
+from specgen.text.sampling.distribution import Distribution
 from tests.helpers.exact_distributions import distribution
 
 #: Few distinct values make ties likely.

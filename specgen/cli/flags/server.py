@@ -95,12 +95,16 @@ model_setup = group(ModelSetup, setup=setup.without("answer_logprobs", "prompt_c
 
 
 def later(options: Group) -> Group:
-    """Return a group with a function as its value, which makes that of `options`; keywords replace options."""
+    """Return a group with a function as its value, which makes that of `options`; keywords replace
+    options.
+    """
     return replace(options, make=lambda **values: partial(options, **values), parsers={}, groups={})
 
 
 def options_in(table: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Return a model's options in a table of a file as keywords for `model_setup`. Raise `UsageError`."""
+    """Return a model's options in a table of a file as keywords for `model_setup`. Raise
+    `UsageError`.
+    """
     given: dict[str, Any] = {}
 
     def take(**values: Any) -> None:

@@ -1,4 +1,6 @@
-"""The lines of a batch (OpenAI's form, a simple object, or a text), and their results, which a restart reads."""
+"""The lines of a batch (OpenAI's form, a simple object, or a text), and their results, which a
+restart reads.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class _Named(Fields, coerce_numbers_to_str=True):
     custom_id: str = ""
 
 
-#: The field of a result with specgen's own data for a restart: what was asked, and with what settings.
+#: The field of a result with specgen's own data for a restart: what was asked, and with what
+#: settings.
 OWN = "specgen"
 _log = logging.getLogger("specgen.serve.batch")
 
@@ -51,7 +54,9 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input, counted from 1. Two lines with the same `digest` ask for the same answer."""
+    """A line of the input, counted from 1. Two lines with the same `digest` ask for the same
+    answer.
+    """
 
     number: int
     custom_id: str
@@ -65,7 +70,9 @@ class Line:
 
 
 def read_lines(data: bytes, name: str, defaults: Defaults) -> list[Line]:
-    """Return the lines that are not empty; an error stands for a request that cannot be read. Raise `PromptError`."""
+    """Return the lines that are not empty; an error stands for a request that cannot be read. Raise
+    `PromptError`.
+    """
     lines: list[Line] = []
     numbers: dict[str, int] = {}
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -165,7 +172,8 @@ class Earlier:
     errors: set[str] = field(default_factory=set)
     #: The different settings of the results.
     settings: list[dict[str, Any]] = field(default_factory=list)
-    #: The bytes of the file that are results, whether the last one ends its line, and whether a torn one follows.
+    #: The bytes of the file that are results, whether the last one ends its line, and whether a
+    #: torn one follows.
     n_bytes: int = 0
     ends_line: bool = True
     is_torn: bool = False
@@ -184,7 +192,9 @@ class Earlier:
             self.settings.append(settings)
 
     def check_same(self, lines: Sequence[Line], settings: Mapping[str, Any], name: str) -> None:
-        """Raise `UsageError` if the results in the file `name` have other settings, or belong to other lines."""
+        """Raise `UsageError` if the results in the file `name` have other settings, or belong to
+        other lines.
+        """
         hint = "name another file, or keep those results with --allow-mixed"
 
         def value(of: Mapping[str, Any], key: str) -> str:
@@ -211,7 +221,9 @@ class Earlier:
 
 
 def read_results(path: Path) -> Earlier:
-    """Return a file's results; a torn last line is left out. Raise `OutputError` for a line that is none."""
+    """Return a file's results; a torn last line is left out. Raise `OutputError` for a line that is
+    none.
+    """
     found = Earlier()
     try:
         data = path.read_bytes()
@@ -239,8 +251,10 @@ def read_results(path: Path) -> Earlier:
 
 @contextlib.contextmanager
 def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earlier, Write]]:
-    """Yield a file's results, and what appends to them while no other process can; a torn result is cut off, and with
-    `retry_errors` errors are dropped. A result is on the disk when `Write` returns. Raise `OutputError`."""
+    """Yield a file's results, and what appends to them while no other process can; a torn result is
+    cut off, and with `retry_errors` errors are dropped. A result is on the disk when `Write`
+    returns. Raise `OutputError`.
+    """
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     held = OutputError(
         f"{path}: another specgen batch is writing to it",
@@ -268,7 +282,9 @@ def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earli
 
 
 def _append(path: Path, descriptor: int, data: bytes) -> None:
-    """Append bytes, and return when they are on the disk; or remove a written part and raise `OutputError`."""
+    """Append bytes, and return when they are on the disk; or remove a written part and raise
+    `OutputError`.
+    """
     start = os.lseek(descriptor, 0, os.SEEK_END)
     with write_errors(path):
         try:

@@ -21,11 +21,12 @@ from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request as EngineRequest
 from specgen.session.session import MAX_SEQUENCES, Session
-from specgen.text.text_state import n_common
+from specgen.text.overlap import common_prefix_length
 
 #: What a batch's counts add up of its answers' summaries.
 _SUMMED = ("n_prompt_tokens", "n_cached_tokens", "n_drafted", "n_accepted")
-#: Prompts are neighbours if they share this many tokens more than all do: worth more than their order.
+#: Prompts are neighbours if they share this many tokens more than all do: worth more than their
+#: order.
 _N_SHARED = 16
 
 
@@ -53,7 +54,9 @@ class _Task:
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of a batch so far, unfinished answers' tokens included; some prompt tokens were cached."""
+    """The counts of a batch so far, unfinished answers' tokens included; some prompt tokens were
+    cached.
+    """
 
     n_lines: int = 0
     n_answers: int = 0
@@ -70,8 +73,10 @@ class Tally:
 
 
 class Batch:
-    """Makes the answers of a batch, `parallel` at once (None: the fastest number), and writes each, with `settings`,
-    when it is finished. `wall_clock` gives seconds since 1970, and `note` gets sentences for the user."""
+    """Makes the answers of a batch, `parallel` at once (None: the fastest number), and writes each,
+    with `settings`, when it is finished. `wall_clock` gives seconds since 1970, and `note` gets
+    sentences for the user.
+    """
 
     def __init__(
         self,
@@ -118,7 +123,7 @@ class Batch:
                         self._write_finished()
                     yield self.tally
             finally:
-                session.memory.save()
+                session.measurements.save()
 
     def _prepare(self, lines: Sequence[Line], interrupted: Callable[[], bool]) -> deque[_Task]:
         """Return the lines that can be answered, in that order; write the errors of the others."""
@@ -152,7 +157,8 @@ class Batch:
 
     def _submit(self, engine: Engine, task: _Task) -> None:
         with self._line_errors(task.line):
-            # The engine's context fits the largest answer; this one ends where that of `specgen run` is full.
+            # The engine's context fits the largest answer; this one ends where that of `specgen
+            # run` is full.
             generation, n_most = task.request.generation, task.n_ctx + 1 - len(task.prompt.tokens)
             if not 0 <= generation.max_tokens <= n_most:
                 generation = replace(generation, max_tokens=n_most)
@@ -217,7 +223,7 @@ def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
     if len(by_tokens) < 2:
         return by_tokens
     pairs = itertools.pairwise(by_tokens)
-    common = [n_common(prompts[one], prompts[other]) for one, other in pairs]
+    common = [common_prefix_length(prompts[one], prompts[other]) for one, other in pairs]
     # In sorted order, the first and the last share exactly what all share.
     least = min(common) + _N_SHARED
     groups = [[by_tokens[0]]]
@@ -228,12 +234,15 @@ def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
     return [number for group in sorted(groups, key=min) for number in group]
 
 
-#: The numbers of answers at once; a larger one must be faster by this factor, since it needs memory.
+#: The numbers of answers at once; a larger one must be faster by this factor, since it needs
+#: memory.
 _AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
 
 
 def _fastest_parallel(session: Session, n_answers: int, interrupted: Callable[[], bool]) -> int:
-    """Return the number of answers at once that gives most tokens per second, by the target's costs."""
+    """Return the number of answers at once that gives most tokens per second, by the target's
+    costs.
+    """
     if n_answers < 2:
         return 1
     table = target_costs(session, interrupted)

@@ -1,4 +1,6 @@
-"""Answers and errors as all APIs share them: a stream of additions, how it ends, and specgen's own figures."""
+"""Answers and errors as all APIs share them: a stream of additions, how it ends, and specgen's own
+figures.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ _CODES: tuple[tuple[type[SpecgenError], int, str | None], ...] = (
 
 @dataclass(eq=False)
 class RequestError(Exception):
-    """A refused or failed request: the `status` and the content of its body. `param` is the wrong field, `code` the
-    kind of error; clients that shorten a prompt read the `figures` of llama.cpp's server."""
+    """A refused or failed request: the `status` and the content of its body. `param` is the wrong
+    field, `code` the kind of error; clients that shorten a prompt read the `figures` of llama.cpp's
+    server.
+    """
 
     status: int
     message: str
@@ -57,7 +61,9 @@ class RequestError(Exception):
 
     @staticmethod
     def of(error: SpecgenError) -> RequestError:
-        """Return the error for a client, 400 or 500, without the hint, which names options of the command line."""
+        """Return the error for a client, 400 or 500, without the hint, which names options of the
+        command line.
+        """
         status, code = next(each[1:] for each in _CODES if isinstance(error, each[0]))
         found = RequestError(status, error.message, code, getattr(error, "field", None))
         if isinstance(error, PromptLengthError):
@@ -88,7 +94,9 @@ def for_model(request: Request, model: LlamaModel) -> Request:
 
 
 def _with_biases(request: Request, vocabulary: LlamaVocabulary) -> Request:
-    """Return the request with its biases as those of tokens. Raise `BodyError` for a token that is not there."""
+    """Return the request with its biases as those of tokens. Raise `BodyError` for a token that is
+    not there.
+    """
     if request.biases is None:
         return request
     found: list[tuple[int, float]] = []
@@ -103,8 +111,9 @@ def _with_biases(request: Request, vocabulary: LlamaVocabulary) -> Request:
 
 
 class CallsInThoughts:
-    """Reads thoughts. Some models end their turn with calls before they end their thoughts; so what looks like calls is
-    held back, and is a thought if anything follows."""
+    """Reads thoughts. Some models end their turn with calls before they end their thoughts; so what
+    looks like calls is held back, and is a thought if anything follows.
+    """
 
     def __init__(
         self, form: CallForm, functions: Sequence[Function], *, one_only: bool = False
@@ -137,7 +146,9 @@ class CallsInThoughts:
         return told
 
     def finish(self, *, is_cut: bool) -> list[Delta]:
-        """Return the calls at the end of an answer that ends in its thoughts, or else the rest of the thoughts."""
+        """Return the calls at the end of an answer that ends in its thoughts, or else the rest of
+        the thoughts.
+        """
         found = [each for each in self._found + self._parser.finish() if each.kind != "content"]
         if self._one_only:
             found = [each for each in found if each.number == 0]
@@ -147,7 +158,9 @@ class CallsInThoughts:
 
 
 class Answer:
-    """One answer to a rendered prompt, in deltas: its thinking block, its content, and its calls of tools."""
+    """One answer to a rendered prompt, in deltas: its thinking block, its content, and its calls of
+    tools.
+    """
 
     def __init__(self, request: Request, prompt: str = "") -> None:
         self._request = request
@@ -240,10 +253,13 @@ class Answer:
 
 
 class AnswerWriter(ABC):
-    """Writes answers in the form of an API, in chunks and whole: those to the first of the `requests` with the first of
-    the `prompts`, then those to the next. `identity` makes the id; `created` is in seconds since 1970."""
+    """Writes answers in the form of an API, in chunks and whole: those to the first of the
+    `requests` with the first of the `prompts`, then those to the next. `identity` makes the id;
+    `created` is in seconds since 1970.
+    """
 
-    #: How chunks are streamed: events, events named by `type`, or lines; and what keeps a stream open.
+    #: How chunks are streamed: events, events named by `type`, or lines; and what keeps a stream
+    #: open.
     form: ClassVar[Literal["events", "named", "lines"]] = "events"
     alive: ClassVar[Json | None] = None
 
@@ -304,8 +320,9 @@ class AnswerWriter(ABC):
         """Return the chunks at the end of an answer."""
 
     def _figures(self, number: int | None = None) -> Json:
-        """Return `usage`, and specgen's own figures, with the request's wishes about drafts: of all answers, or of
-        one."""
+        """Return `usage`, and specgen's own figures, with the request's wishes about drafts: of all
+        answers, or of one.
+        """
         answers = self._answers if number is None else [self._answers[number]]
         finished = [each.finished for each in answers if each.finished is not None]
         n_reasoning = sum(each.n_reasoning_tokens for each in answers)
@@ -322,7 +339,9 @@ class AnswerWriter(ABC):
 
 
 class BlockWriter(AnswerWriter):
-    """Writes one answer, whole or as named events, in blocks one behind the other: thoughts, texts and calls."""
+    """Writes one answer, whole or as named events, in blocks one behind the other: thoughts, texts
+    and calls.
+    """
 
     form = "named"
 
@@ -350,7 +369,8 @@ class BlockWriter(AnswerWriter):
         block, self._block = self._block, None
         return self._closed(block, status) if block is not None else []
 
-    # The events at the beginning of a block, for a text that was added to it, and at its end, which keeps it.
+    # The events at the beginning of a block, for a text that was added to it, and at its end, which
+    # keeps it.
 
     @abstractmethod
     def _opened(self, block: Delta) -> list[Json]: ...
@@ -365,9 +385,10 @@ class BlockWriter(AnswerWriter):
 def figures(
     answers: Sequence[FinishedEvent], n_reasoning: int = 0, n_for_each_prompt: int = 1
 ) -> Json:
-    """Return the figures of answers, ordered by prompt. A prompt's tokens count once; others are sums. The gain is
-    known of a single answer on a machine that is not busy. The names in `timings` are llama.cpp's, and all are
-    numbers."""
+    """Return the figures of answers, ordered by prompt. A prompt's tokens count once; others are
+    sums. The gain is known of a single answer on a machine that is not busy. The names in `timings`
+    are llama.cpp's, and all are numbers.
+    """
     prompts, first = answers[::n_for_each_prompt], answers[0]
     n_prompt = sum(each.n_prompt_tokens for each in prompts)
     n_cached = sum(each.n_cached_tokens for each in prompts)

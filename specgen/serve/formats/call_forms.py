@@ -1,8 +1,10 @@
-"""The forms in which models write calls of tools, each found by rendering the model's own chat template.
+"""The forms in which models write calls of tools, each found by rendering the model's own chat
+template.
 
-A template that is given a call writes it as the model was trained to. So a call of a function that nobody has is
-rendered, with arguments of each type; what stands before, between and behind its name and its arguments is the form,
-if a reader gives the call back exactly from it. So a new family of models needs no code if `_forms` can find its form.
+A template that is given a call writes it as the model was trained to. So a call of a function that
+nobody has is rendered, with arguments of each type; what stands before, between and behind its name
+and its arguments is the form, if a reader gives the call back exactly from it. So a new family of
+models needs no code if `_forms` can find its form.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from specgen.serve.formats.call_values import Arguments, ArgumentsReader, Style,
 from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import FAMILIES, without_marks
 from specgen.text.grammar.free_text import ANY
-from specgen.text.text_state import n_begun, n_common
+from specgen.text.overlap import common_prefix_length, partial_match_length
 
 #: A text ends before it is clear whether it has the form.
 UNCLEAR: Final = -1
@@ -38,8 +40,9 @@ _CDATA = "<![CDATA["
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """How one argument is written: `opening`, key, `middles` by the type of its value, value, `closing`. If that has
-    `ANY` for the key, lists and objects are tags within tags."""
+    """How one argument is written: `opening`, key, `middles` by the type of its value, value,
+    `closing`. If that has `ANY` for the key, lists and objects are tags within tags.
+    """
 
     opening: str
     middles: Mapping[str, str]
@@ -56,21 +59,24 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """`opening`, name, `after_name`, arguments, `closing`; with `between` in place of `closing` and `opening` before
-    another call, or None if the template takes one call only."""
+    """`opening`, name, `after_name`, arguments, `closing`; with `between` in place of `closing` and
+    `opening` before another call, or None if the template takes one call only.
+    """
 
     opening: str
     after_name: str
     closing: str
     between: str | None = None
-    #: Arguments are an object of JSON, pairs of key and value, Python's arguments, or Gemma's object.
+    #: Arguments are an object of JSON, pairs of key and value, Python's arguments, or Gemma's
+    #: object.
     style: Style | Literal["pairs"] = "json"
     pair: Pair | None = None
     #: What begins and ends a text in Gemma's object.
     quote: str = '<|"|>'
     #: What else may stand behind a name.
     others: tuple[str, ...] = ()
-    #: A call is an object of JSON with these keys for the name and the arguments; an empty one: the name is the key.
+    #: A call is an object of JSON with these keys for the name and the arguments; an empty one: the
+    #: name is the key.
     keys: tuple[str, str] | None = None
 
     @property
@@ -81,13 +87,17 @@ class CallForm:
 
     @property
     def inner(self) -> str:
-        """What a call begins with if the model leaves out the first mark; empty if nothing shows it then."""
+        """What a call begins with if the model leaves out the first mark; empty if nothing shows it
+        then.
+        """
         rest = self.opening.strip()[len(self.mark) :].lstrip()
         return rest if rest.startswith(("<", "]<]")) else ""
 
     @property
     def trigger(self) -> str:
-        """What only calls begin with: the mark, or all of the opening if other texts may have the mark too."""
+        """What only calls begin with: the mark, or all of the opening if other texts may have the
+        mark too.
+        """
         own = re.search(r"(?i)(?:tool|call|func|action).*[>\]=]$", self.mark)
         return self.mark if own else self.opening.strip().partition(ANY)[0]
 
@@ -105,8 +115,9 @@ class CallForm:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """What stands between two calls up to the next one's name, and behind the last one; of objects of JSON, what
-        stands between the objects."""
+        """What stands between two calls up to the next one's name, and behind the last one; of
+        objects of JSON, what stands between the objects.
+        """
         between = "" if self.between is None else self.between or " "
         closing = self.closing.rstrip()
         if self.keys is not None:
@@ -129,8 +140,10 @@ class CallForm:
 
 
 def match(literal: str, text: str, start: int) -> int | None:
-    """Return where a literal ends that a text has at `start`, with any white space where the literal has some, or
-    a tag or a closing bracket begins; `UNCLEAR` if the text ends before that, None if it is not there."""
+    """Return where a literal ends that a text has at `start`, with any white space where the
+    literal has some, or a tag or a closing bracket begins; `UNCLEAR` if the text ends before that,
+    None if it is not there.
+    """
     for part in _parts(literal):
         if part.isspace() or part[0] in "<]}":
             start = _skip(text, start)
@@ -155,8 +168,9 @@ def _skip(text: str, start: int) -> int:
 def read_name(
     form: CallForm, text: str, start: int, names: Iterable[str], *, is_last: bool = False
 ) -> tuple[int, str] | int | None:
-    """Return where the arguments of a call begin whose name begins at `start`, and the name, one of `names`; `UNCLEAR`
-    if the text ends before, None if no such call begins there."""
+    """Return where the arguments of a call begin whose name begins at `start`, and the name, one of
+    `names`; `UNCLEAR` if the text ends before, None if no such call begins there.
+    """
     names = [name for name in names if name.startswith(text[start : start + len(name)])]
     whole = [name for name in names if text.startswith(name, start)]
     if not whole or (not is_last and len(text) - start < max(map(len, names))):
@@ -201,8 +215,9 @@ def read_call(
 
 
 class PairsReader:
-    """Reads arguments that are written as pairs of key and value, as an `ArgumentsReader` does: a text piece by piece,
-    another value when it is complete."""
+    """Reads arguments that are written as pairs of key and value, as an `ArgumentsReader` does: a
+    text piece by piece, another value when it is complete.
+    """
 
     def __init__(self, form: CallForm, schema: Mapping[str, Any]) -> None:
         assert form.pair is not None
@@ -232,8 +247,9 @@ class PairsReader:
         return place, written, is_over or is_last
 
     def _pair_at(self, text: str, place: int, is_last: bool) -> tuple[int, str] | int | None:
-        """Read a pair, or up to its value if that is a text. Return its end, and what it adds; None if there is
-        none."""
+        """Read a pair, or up to its value if that is a text. Return its end, and what it adds; None
+        if there is none.
+        """
         begins = [match(literal, text, place) for literal in (*self._ends, self._pair.opening)]
         begin = begins.pop()
         if any(end is not None and end != UNCLEAR for end in begins):
@@ -265,8 +281,9 @@ class PairsReader:
         return end, written + typed_json(raw, schema, self._pair.nests)
 
     def _value(self, text: str, start: int, is_last: bool) -> tuple[int, str, bool]:
-        """Return how far a value is read, what of it is certain, and whether it ends there: where its closing mark is
-        followed by what may follow it."""
+        """Return how far a value is read, what of it is certain, and whether it ends there: where
+        its closing mark is followed by what may follow it.
+        """
         closing, place = self._closing, start
         is_end, line = False, "\n" if self._has_lines else ""
         while (end := text.find(closing, place)) >= 0:
@@ -276,13 +293,15 @@ class PairsReader:
             if is_end or UNCLEAR in following:
                 break
         else:
-            end = len(text) - n_begun(text[place:], closing)
+            end = len(text) - partial_match_length(text[place:], closing)
         value = text[start:end].removesuffix(line)
         return place if is_end else start + len(value), value, is_end
 
 
 def _endings(form: CallForm) -> list[str]:
-    """Return what ends the arguments of a call; where they are pairs, all but its last mark may be missing."""
+    """Return what ends the arguments of a call; where they are pairs, all but its last mark may be
+    missing.
+    """
     marks = _CONTROL.findall(form.closing)[-1:] if form.style == "pairs" else []
     return [literal for literal in (form.between, form.closing, *marks) if literal]
 
@@ -315,7 +334,8 @@ _PROPERTIES = {key: {"type": kind, **_WANTED} for key, kind in _TYPES.items()}
 _SCHEMA = {"type": "object", "properties": _PROPERTIES}
 _CONTENT = "@@plain@@"
 _TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
-#: Marks of an empty thought before calls, and of the end of a turn or the beginning of a result behind them.
+#: Marks of an empty thought before calls, and of the end of a turn or the beginning of a result
+#: behind them.
 _AROUND = re.compile(
     r"\A(?:\s*<[^<>]*think[^<>]*>)+"
     r"|(?:\s*(?:<\|calls?\|>|<[^<>]*(?:eo[mst]|im_end|response|end\Wof\Wsentence|assistant)[^<>]*>))+\s*\Z",
@@ -325,8 +345,8 @@ _AROUND = re.compile(
 _MARKS = [mark for family in FAMILIES for mark in family.around]
 _ABOUT = {"description": "A tool.", "parameters": _SCHEMA}
 _TOOLS = [{"type": "function", "function": {"name": name, **_ABOUT}} for name in (_NAME, _OTHER)]
-#: Forms of templates that offer tools and write no call of their own, by what the calls begin with: a token that the
-#: model has, or a text of the template's instructions.
+#: Forms of templates that offer tools and write no call of their own, by what the calls begin with:
+#: a token that the model has, or a text of the template's instructions.
 _BY_MARK = {
     "<|tool_call_start|>": CallForm(
         "<|tool_call_start|>[", "", "]<|tool_call_end|>", ", ", style="python"
@@ -362,8 +382,10 @@ _HARMONY = CallForm(
 def form_of(
     template: str, has_token: Callable[[str], bool] = lambda _name: False
 ) -> CallForm | None:
-    """Return the form of a template's calls; None if the template takes no tools, or writes calls in a form that
-    specgen cannot read. `has_token` says whether the model has a control token of this name."""
+    """Return the form of a template's calls; None if the template takes no tools, or writes calls
+    in a form that specgen cannot read. `has_token` says whether the model has a control token of
+    this name.
+    """
     if not re.search(r"\b(?:tools|functions|tool_calls)\b", template):
         return None
     if "<|channel|>" in template and "functions." in template:
@@ -391,7 +413,9 @@ def _found(template: str) -> CallForm | None:
 
 
 def _written(template: str, calls: list[tuple[str, Arguments]]) -> str:
-    """Return what the template writes for an answer with calls, without what it writes around any answer."""
+    """Return what the template writes for an answer with calls, without what it writes around any
+    answer.
+    """
     given = [
         ToolCall(identity, name, arguments)
         for identity, (name, arguments) in zip(_IDS, calls, strict=False)
@@ -413,12 +437,12 @@ def _written(template: str, calls: list[tuple[str, Arguments]]) -> str:
             if len(without) > 1:
                 raise
             continue
-        start = n_common(called_text, plain_text)
+        start = common_prefix_length(called_text, plain_text)
         if _is_open(called_text[:start]):
             start = called_text.rfind("<", 0, start)
         if called_text.find(_NAME, start) < 0:
             continue
-        n_same = n_common(called_text[start:][::-1], plain_text[start:][::-1])
+        n_same = common_prefix_length(called_text[start:][::-1], plain_text[start:][::-1])
         end = len(called_text) - n_same
         if _is_open(called_text[start:end]):
             end = called_text.find(">", end) + 1
@@ -530,7 +554,9 @@ def _with_any(form: CallForm, pattern: str) -> CallForm:
 
 
 def _with_two(form: CallForm, two: str | None) -> CallForm:
-    """Return a form with what stands between two calls, and `ANY` for what differs from call to call."""
+    """Return a form with what stands between two calls, and `ANY` for what differs from call to
+    call.
+    """
     ids, numbers = "|".join(_IDS), r'(?<=[:"])\d(?=[<"])'
     form = _with_any(form, ids)
     if two is None or (other := two.find(_OTHER)) < 0:

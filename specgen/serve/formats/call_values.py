@@ -1,4 +1,6 @@
-"""Values of arguments in the texts that models write: JSON, Python, Gemma's objects, and texts without quotes."""
+"""Values of arguments in the texts that models write: JSON, Python, Gemma's objects, and texts
+without quotes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic_core import from_json
 
-from specgen.text.text_state import n_begun
+from specgen.text.overlap import partial_match_length
 
 #: The values of arguments by their keys.
 Arguments = dict[str, Any]
@@ -46,7 +48,9 @@ _KINDS: Mapping[type, set[str]] = {
 
 
 def arguments_of(text: str | dict[str, Any] | None) -> Mapping[str, Any]:
-    """Return the arguments as an object; what a model wrote instead of one is in it, since most templates want one."""
+    """Return the arguments as an object; what a model wrote instead of one is in it, since most
+    templates want one.
+    """
     value: Any = text or {}
     if isinstance(text, str) and text:
         try:
@@ -59,9 +63,11 @@ def arguments_of(text: str | dict[str, Any] | None) -> Mapping[str, Any]:
 class ArgumentsReader:
     """Reads the arguments of a call in pieces, and writes them as JSON.
 
-    A client has the beginning before the end is known, so JSON is written whatever is read: a backslash that escapes
-    nothing, as those of Windows' paths, and a quote within a text stand for themselves, a word that JSON lacks becomes
-    a text, and brackets that are missing are added. `closing` ends a call whose brackets are missing."""
+    A client has the beginning before the end is known, so JSON is written whatever is read: a
+    backslash that escapes nothing, as those of Windows' paths, and a quote within a text stand for
+    themselves, a word that JSON lacks becomes a text, and brackets that are missing are added.
+    `closing` ends a call whose brackets are missing.
+    """
 
     def __init__(self, style: Style, closing: str = "", *, is_open: bool = False) -> None:
         self._style, self._quotes, self._closing = style, _QUOTES[style], closing.strip()
@@ -73,8 +79,9 @@ class ArgumentsReader:
         self._has_items = self._is_over = False
 
     def read(self, text: str, *, is_last: bool = False) -> tuple[int, str, bool]:
-        """Return how many characters are read, what they add, and whether the arguments end there. With `is_last`
-        they do."""
+        """Return how many characters are read, what they add, and whether the arguments end there.
+        With `is_last` they do.
+        """
         place, written = 0, ""
         while place < len(text) and not self._is_over:
             step = self._inside if self._quote else self._outside
@@ -99,7 +106,7 @@ class ArgumentsReader:
         """Read a part of a text in quotes."""
         escape = "" if self._style == "gemma" else r"|\\"
         mark = re.compile(re.escape(self._quote) + escape).search(text, place)
-        end = len(text) - n_begun(text, self._quote) if mark is None else mark.start()
+        end = len(text) - partial_match_length(text, self._quote) if mark is None else mark.start()
         if end > place:
             piece = text[place:end]
         elif mark is None:
@@ -209,8 +216,9 @@ def _word(word: str) -> str:
 
 
 def typed_json(text: str, schema: Any, nests: str = "") -> str:
-    """Return a text without quotes as JSON: as the value that it is by the types that the argument's schema allows.
-    Lists and objects may be tags within tags, which begin with `nests`."""
+    """Return a text without quotes as JSON: as the value that it is by the types that the
+    argument's schema allows. Lists and objects may be tags within tags, which begin with `nests`.
+    """
     try:
         value = _nested(text, schema, nests) if nests else _typed(text, schema)
         found = json.dumps(value, ensure_ascii=False, allow_nan=False)

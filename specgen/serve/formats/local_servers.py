@@ -1,5 +1,6 @@
-"""The APIs of other local servers, llama.cpp's own paths and ollama's: their requests are read as OpenAI's, and their
-answers have more fields, or another form."""
+"""The APIs of other local servers, llama.cpp's own paths and ollama's: their requests are read as
+OpenAI's, and their answers have more fields, or another form.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class _InfillBody(TextBody):
 def read_llama_cpp_completion(
     body: Json, defaults: Defaults, *, or_openai: bool = False
 ) -> Requests:
-    """Read a body of llama.cpp's path; what only OpenAI's clients ask for gets their form (`or_openai`)."""
+    """Read a body of llama.cpp's path; what only OpenAI's clients ask for gets their form
+    (`or_openai`).
+    """
     found = read_completion(body, defaults)
     if or_openai and (len(found) > 1 or found[0].n > 1 or found[0].has_usage_alone):
         return found
@@ -90,7 +93,9 @@ def _as_llama_cpp(asked: TextBody, request: Request) -> Request:
 
 
 class LlamaCppWriter(ChatWriter):
-    """Writes text completions with llama.cpp's fields beside the others; of a whole one only `fields`, if any."""
+    """Writes text completions with llama.cpp's fields beside the others; of a whole one only
+    `fields`, if any.
+    """
 
     def __init__(
         self,
@@ -207,8 +212,10 @@ class _Body(Fields):
 
 
 def read_ollama(body: Json, defaults: Defaults, *, field: str) -> Requests:
-    """Read a body for the next turn of a chat (`field` is ``message``), or for the answer to a text, what follows it, or
-    what comes before a suffix (``response``). One without a text only lets the model be loaded."""
+    """Read a body for the next turn of a chat (`field` is ``message``), or for the answer to a
+    text, what follows it, or what comes before a suffix (``response``). One without a text only
+    lets the model be loaded.
+    """
     asked = parse(_Body, body)
     system = [{"role": "system", "content": asked.system}] if asked.system else []
     turn = {"role": "user", "content": asked.prompt, "images": asked.images}
@@ -229,7 +236,9 @@ def read_ollama(body: Json, defaults: Defaults, *, field: str) -> Requests:
 def ollama_embeddings(
     vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
 ) -> bytes:
-    """Return the body of a response with vectors that are JSON already. Clients of the older path read `embedding`."""
+    """Return the body of a response with vectors that are JSON already. Clients of the older path
+    read `embedding`.
+    """
     rest: Json = {"model": model, "prompt_eval_count": n_tokens, "warnings": [*warnings]}
     data = ", ".join(vectors)
     first = f'{{"embedding": {vectors[0]}, "embeddings": [{data}], '
@@ -237,7 +246,9 @@ def ollama_embeddings(
 
 
 class OllamaWriter(AnswerWriter):
-    """Writes one answer, whole or in lines. `field` has the answer: ``message`` in a chat, or ``response``."""
+    """Writes one answer, whole or in lines. `field` has the answer: ``message`` in a chat, or
+    ``response``.
+    """
 
     form: ClassVar[Literal["lines"]] = "lines"
 

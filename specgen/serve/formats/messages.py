@@ -95,8 +95,9 @@ def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> Requests:
 
 
 def _deferred(asked: _Body) -> dict[str, str | None]:
-    """Return the definitions of deferred tools that a search has found, and None for others. They are told in its
-    result, so that the beginning of the prompt stays as it is."""
+    """Return the definitions of deferred tools that a search has found, and None for others. They
+    are told in its result, so that the beginning of the prompt stays as it is.
+    """
     if any("tool_search" in tool.type for tool in asked.tools):  # it would run at Anthropic
         return {}
     parts = [part for turn in asked.messages for block in turn.content for part in block.content]

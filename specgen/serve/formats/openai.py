@@ -84,7 +84,8 @@ class _Message(Fields):
 
 
 class _Body(AnswerBody):
-    #: A number of likely tokens in a text completion. A chat has a boolean, and the number beside it.
+    #: A number of likely tokens in a text completion. A chat has a boolean, and the number beside
+    #: it.
     logprobs: bool | Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = 0
     n: Annotated[int, Field(ge=1, lt=2**31, validation_alias=AliasChoices("n", "n_cmpl"))] = 1
@@ -95,7 +96,9 @@ class _Body(AnswerBody):
     return_progress: bool = False
 
     def common(self, defaults: Defaults) -> dict[str, Any]:
-        """Return fields of the request that chats and texts share; the defaults of its end are among them."""
+        """Return fields of the request that chats and texts share; the defaults of its end are
+        among them.
+        """
         generation = defaults.generation
         n_top = generation.logprobs
         if self.logprobs is not None and self.logprobs is not False:
@@ -120,7 +123,9 @@ class _ChatBody(_Body, ChatBody):
     add_generation_prompt: bool | None = None
 
     def continues(self, messages: Sequence[Message], warnings: list[str]) -> bool:
-        """Return whether the answer continues the last message, as it does if nothing says otherwise."""
+        """Return whether the answer continues the last message, as it does if nothing says
+        otherwise.
+        """
         if is_begun(messages):
             wanted = self.continue_final_message
             return self.add_generation_prompt is not True if wanted is None else wanted
@@ -199,7 +204,8 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
             calls.append(ToolCall(call.name, call.name, arguments_of(call.arguments)))
         thought = text_of(turn.reasoning_content)
         role: Role = "system" if turn.role == "developer" else turn.role
-        # Turns stay apart, but templates want roles to alternate where a system message is the user's.
+        # Turns stay apart, but templates want roles to alternate where a system message is the
+        # user's.
         if role == "system" or (role == "user" and before in ("developer", "system")):
             found.join_text(role, text)
         else:
@@ -210,7 +216,9 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
 def read_completion(
     body: Json, defaults: Defaults = NO_DEFAULTS, *, kind: Kind = "completion"
 ) -> Requests:
-    """Read a body for the continuation of texts, or with `suffix` for the middle: a request for each prompt."""
+    """Read a body for the continuation of texts, or with `suffix` for the middle: a request for
+    each prompt.
+    """
     asked = parse(_CompletionBody, body)
     empty = asked.request(kind, splits_reasoning=kind == "prompt", **asked.common(defaults))
     found: list[Request] = []
@@ -228,7 +236,9 @@ def read_completion(
 
 
 def _inputs(field: str, value: Any) -> dict[str, str | list[int | str]]:
-    """Return the inputs in a field by their places: texts, or tokens with texts among them. Raise `BodyError`."""
+    """Return the inputs in a field by their places: texts, or tokens with texts among them. Raise
+    `BodyError`.
+    """
     is_several = isinstance(value, list) and value and all(type(each) is not int for each in value)
     found: dict[str, str | list[int | str]] = {}
     for number, each in enumerate(value if is_several else [value]):
@@ -260,7 +270,8 @@ class ChatWriter(AnswerWriter):
             "model": self._model,
             "system_fingerprint": f"build-{__version__}",
         }
-        #: By answer: its log-probabilities, the number of its characters, and its prompt as far as it is a part of it.
+        #: By answer: its log-probabilities, the number of its characters, and its prompt as far as
+        #: it is a part of it.
         self._logprobs: list[dict[str, list[Any]]] = [{} for _ in self._answers]
         self._n_characters = [0] * len(self._answers)
         self._echoed = [""] * len(self._answers)
@@ -383,7 +394,9 @@ def _call(delta: Delta) -> Json:
 
 
 def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
-    """Return an entry for each token that the target chose; forced tokens have no log-probabilities."""
+    """Return an entry for each token that the target chose; forced tokens have no
+    log-probabilities.
+    """
     return [
         {**_entry(own), "top_logprobs": [_entry(top) for top in piece.top_logprobs[:n_top]]}
         for piece in pieces
@@ -412,7 +425,9 @@ def _own(piece: Piece) -> list[TokenLogprob]:
 
 
 def _by_text(piece: Piece) -> dict[str, float]:
-    """Return the log-probabilities of likely tokens; of those with the same text, the likeliest one's."""
+    """Return the log-probabilities of likely tokens; of those with the same text, the likeliest
+    one's.
+    """
     found = {top.text: top.logprob for top in reversed(piece.top_logprobs)}
     return dict(reversed(found.items()))
 
@@ -433,7 +448,9 @@ class _EmbeddingBody(Fields):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """The tokens of the inputs, the form of the vectors, and how many values are wanted (None: all)."""
+    """The tokens of the inputs, the form of the vectors, and how many values are wanted (None:
+    all).
+    """
 
     tokens: tuple[list[int], ...]
     is_base64: bool = False
@@ -479,7 +496,9 @@ def _tokens(embedder: Embedder, where: str, text: str | list[int | str]) -> list
 def embedding_response(
     vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
 ) -> bytes:
-    """Return the body of a response with vectors that are JSON already: there may be millions of values."""
+    """Return the body of a response with vectors that are JSON already: there may be millions of
+    values.
+    """
     data = ", ".join(
         f'{{"object": "embedding", "index": {index}, "embedding": {vector}}}'
         for index, vector in enumerate(vectors)

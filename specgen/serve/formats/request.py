@@ -1,5 +1,7 @@
-"""Requests as the rest of specgen knows them, and what their bodies have in common in all APIs. Agents send new fields
-with each version: one that specgen lacks is ignored with a warning, and only what makes no sense is refused."""
+"""Requests as the rest of specgen knows them, and what their bodies have in common in all APIs.
+Agents send new fields with each version: one that specgen lacks is ignored with a warning, and only
+what makes no sense is refused.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_gram
 
 #: An object of JSON: a body, an event, or a chunk of a stream.
 Json: TypeAlias = dict[str, Any]
-#: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as `specgen run` does.
+#: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as
+#: `specgen run` does.
 Kind: TypeAlias = Literal["chat", "completion", "prompt"]
 #: Fields whose loss nobody would miss.
 _SILENT = frozenset(
@@ -150,7 +153,9 @@ Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
 def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
-    """Return a content's texts as lines. What no local model reads is named: a refusal would end an agent."""
+    """Return a content's texts as lines. What no local model reads is named: a refusal would end an
+    agent.
+    """
     found: list[str | None] = []
     for part in parts:
         found.append(part.refusal if part.text is None else part.text)
@@ -161,7 +166,9 @@ def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
 
 
 class Speculative(Fields):
-    """A request's wishes about drafts; None keeps the server's setting. `events`: a stream has those of each round."""
+    """A request's wishes about drafts; None keeps the server's setting. `events`: a stream has
+    those of each round.
+    """
 
     draft: bool = True
     max: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -189,7 +196,9 @@ class AnswerFormat(Fields):
 
 
 def _flat(value: Any) -> Any:
-    """Return a tool or a choice without the inner object of a chat's: {"type": "function", "function": {...}}."""
+    """Return a tool or a choice without the inner object of a chat's: {"type": "function",
+    "function": {...}}.
+    """
     if not isinstance(value, dict):
         return {"type": value} if isinstance(value, str) else value
     kind = str(value.get("type", "function"))
@@ -314,7 +323,9 @@ class AnswerBody(_Samplers):
         )
 
     def _grammar(self, warnings: list[str]) -> Grammar | None:
-        """Return what the answer must follow; if not strict, without what no grammar enforces. Raise `BodyError`."""
+        """Return what the answer must follow; if not strict, without what no grammar enforces.
+        Raise `BodyError`.
+        """
         form = self.form
         schema = None if form is None else form.schema_of(self.form_field)
         given = {"grammar": self.grammar or None, "json_schema": self.json_schema}
@@ -363,7 +374,9 @@ class ChatBody(AnswerBody):
         warnings: Sequence[str] = (),
         **more: Any,
     ) -> tuple[Request]:
-        """Return the request for the turn after these messages, with `more` of its fields. Raise `BodyError`."""
+        """Return the request for the turn after these messages, with `more` of its fields. Raise
+        `BodyError`.
+        """
         told, variables = [*warnings], dict[str, Any]()
         thinks = {"enabled": True, "disabled": False}.get(self.thinking or "", self.enable_thinking)
         if thinks is not None:
@@ -379,7 +392,9 @@ class ChatBody(AnswerBody):
         return (self.request("chat", defaults, told, **more),)
 
     def _tools(self, warnings: list[str]) -> Tools | None:
-        """Return the functions that run at the client, and those that the choice allows. Raise `BodyError`."""
+        """Return the functions that run at the client, and those that the choice allows. Raise
+        `BodyError`.
+        """
         found: dict[str, Function] = {}
         for number, tool in enumerate(self.tools):
             where, name = f"tools[{number}]", tool.name
@@ -431,7 +446,9 @@ class ChatBody(AnswerBody):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The functions that the model knows, and may call: it must (`must_call`), or several (`is_parallel`)."""
+    """The functions that the model knows, and may call: it must (`must_call`), or several
+    (`is_parallel`).
+    """
 
     functions: tuple[Function, ...]
     callable: tuple[Function, ...]
@@ -441,8 +458,9 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The prompt of an answer, how its tokens are sampled, and when it ends. A ``chat`` has `messages`; the others have
-    a `text`, the `tokens` of one, or a `gap` in one."""
+    """The prompt of an answer, how its tokens are sampled, and when it ends. A ``chat`` has
+    `messages`; the others have a `text`, the `tokens` of one, or a `gap` in one.
+    """
 
     kind: Kind
     sampling: SamplerOptions
@@ -501,9 +519,10 @@ Requests: TypeAlias = tuple[Request, ...]
 def with_call_form(
     request: Request, template: str | None, has_token: Callable[[str], bool] = lambda _name: False
 ) -> Request:
-    """Return the request for a model with this chat template: with the form of its calls, a grammar if one is needed,
-    and the variables it reads. Calls that cannot be read stay text, with a warning, or raise `BodyError` if they are a
-    must."""
+    """Return the request for a model with this chat template: with the form of its calls, a grammar
+    if one is needed, and the variables it reads. Calls that cannot be read stay text, with a
+    warning, or raise `BodyError` if they are a must.
+    """
     request = _with_read_variables(request, template or "")
     tools, generation = request.tools, request.generation
     if request.splits_reasoning:
@@ -562,7 +581,9 @@ class Conversation:
         self.messages: list[Message] = []
 
     def add_result(self, identity: str | None, text: str, name: str | None = None) -> None:
-        """Add the result of a call. If the call is gone (agents shorten conversations), it is the user's text."""
+        """Add the result of a call. If the call is gone (agents shorten conversations), it is the
+        user's text.
+        """
         calls = (call for message in self.messages for call in message.tool_calls)
         found = (call.name for call in calls if call.identity == (identity or ""))
         if names := [each for each in found if name in (None, each)]:
@@ -571,7 +592,9 @@ class Conversation:
             self.join_text("user", f"[result of an earlier call]\n{text}")
 
     def join_text(self, role: Role, text: str) -> None:
-        """Add a text to a role's turn; a system message behind the beginning is the user's, as templates want it."""
+        """Add a text to a role's turn; a system message behind the beginning is the user's, as
+        templates want it.
+        """
         if role == "system" and any(message.role != "system" for message in self.messages):
             role = "user"
         last = self._turn(role)

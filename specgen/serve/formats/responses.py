@@ -1,5 +1,6 @@
-"""OpenAI's Responses API. Tools that run at OpenAI are left out with a warning; what stands for a text that this server
-does not have is refused."""
+"""OpenAI's Responses API. Tools that run at OpenAI are left out with a warning; what stands for a
+text that this server does not have is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from specgen.session.prompts.template import Message, Role
 _ELSEWHERE = ("item_reference", "compaction", "compaction_summary", "context_compaction")
 #: Fields of which the same holds.
 _REFUSED = ("conversation", "previous_response_id", "prompt")
-#: What requests may ask to include: thoughts that clients send back unseen; a mark says that they are ours.
+#: What requests may ask to include: thoughts that clients send back unseen; a mark says that they
+#: are ours.
 _ENCRYPTED = "reasoning.encrypted_content"
 _HIDDEN = "specgen:"
 #: The fields of a response that repeat the request.
@@ -102,7 +104,9 @@ def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> Reque
 
 
 def _messages(asked: _Body, warnings: list[str]) -> tuple[Message, ...]:
-    """Join items into turns: an assistant's is one message, with its thoughts, its text and its calls."""
+    """Join items into turns: an assistant's is one message, with its thoughts, its text and its
+    calls.
+    """
     found = Conversation()
     if asked.instructions:
         found.join_text("system", text_of(asked.instructions))
@@ -154,8 +158,9 @@ def _drop_lone_thoughts(found: Conversation) -> None:
 
 
 class ResponseWriter(BlockWriter):
-    """Writes one response, whole or as events. `echo` repeats the request; `custom` tools take a free text. With
-    `hides`, thoughts are also in the form that clients send back."""
+    """Writes one response, whole or as events. `echo` repeats the request; `custom` tools take a
+    free text. With `hides`, thoughts are also in the form that clients send back.
+    """
 
     def __init__(
         self,
@@ -306,6 +311,8 @@ def _part(block: Delta) -> Json:
 
 
 def _free_text(arguments: str, *, is_end: bool) -> str:
-    """Return the input of a custom tool, as far as it is there; if the model wrote other arguments, these."""
+    """Return the input of a custom tool, as far as it is there; if the model wrote other arguments,
+    these.
+    """
     value = from_json(arguments or "{}", allow_partial="trailing-strings").get("input")
     return value if isinstance(value, str) else arguments if is_end else ""

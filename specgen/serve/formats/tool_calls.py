@@ -1,5 +1,6 @@
-"""Calls of tools: a grammar for those that an answer must have, and the reader of those that it has. Which form a model
-uses is found in `call_forms.py`."""
+"""Calls of tools: a grammar for those that an answer must have, and the reader of those that it
+has. Which form a model uses is found in `call_forms.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ from specgen.serve.formats.call_values import ArgumentsReader
 from specgen.text.grammar.free_text import ANY
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
-from specgen.text.text_state import n_begun, n_common
+from specgen.text.overlap import common_prefix_length, partial_match_length
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """An addition to an answer: to its thoughts, its content, or the arguments of a call, which are JSON. A ``call``
-    begins one: it has a name, an id, and the number of calls before it. `is_end` says that the arguments are whole;
-    those of a call that was cut never are."""
+    """An addition to an answer: to its thoughts, its content, or the arguments of a call, which are
+    JSON. A ``call`` begins one: it has a name, an id, and the number of calls before it. `is_end`
+    says that the arguments are whole; those of a call that was cut never are.
+    """
 
     kind: Literal["thought", "content", "call", "arguments"]
     text: str
@@ -61,7 +63,9 @@ class Function:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The definition in the form that chat templates expect, with all fields that they may read."""
+        """The definition in the form that chat templates expect, with all fields that they may
+        read.
+        """
         parameters = {"type": "object", "properties": {}, **self.parameters}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
@@ -93,7 +97,8 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
 }
 #: So many tokens of a forced text, of a character or more, may be other tokens for llguidance.
 _LOOKED_BACK = 4
-#: So many required arguments may come in any order, which doubles the rules again and again; more in two orders.
+#: So many required arguments may come in any order, which doubles the rules again and again; more
+#: in two orders.
 _MOST_PERMUTED = 3
 
 
@@ -136,7 +141,9 @@ class _Rules:
         return self._new(in_lark(grammar))
 
     def text(self, text: str) -> str:
-        """Return a part of the form. Not all models write the line breaks of their template around pairs."""
+        """Return a part of the form. Not all models write the line breaks of their template around
+        pairs.
+        """
         breaks = r"\s*\n\s*" if self.form.style == "pairs" else "(?!)"
         parts = re.split(f"({breaks}|{ANY})", text)
         written = (
@@ -152,7 +159,9 @@ class _Rules:
         return rule
 
     def _arguments(self, function: Function) -> str:
-        """Return arguments one by one: all that are required, with others before, between and behind them."""
+        """Return arguments one by one: all that are required, with others before, between and
+        behind them.
+        """
         properties = function.parameters.get("properties", {})
         required = function.parameters.get("required") or ()
         pairs = {key: self._pair(key, schema, function) for key, schema in properties.items()}
@@ -248,10 +257,12 @@ def calls_grammar(
     must_call: bool = True,
     other: Grammar | None = None,
 ) -> tuple[Grammar, list[str]]:
-    """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`,
-    or else for text that conforms to the JSON schema `other`; and warnings that name what it cannot enforce
-    of the parameters' schemas. Unless the model `must_call`, it holds from each call's mark on, in a text that is free.
-    Raise `UsageError` if no arguments conform to a function's parameters."""
+    """Return a grammar for a call of one of `functions` in the model's form, for several if
+    `is_parallel`, or else for text that conforms to the JSON schema `other`; and warnings that name
+    what it cannot enforce of the parameters' schemas. Unless the model `must_call`, it holds from
+    each call's mark on, in a text that is free. Raise `UsageError` if no arguments conform to a
+    function's parameters.
+    """
     rules = _Rules(form)
     calls = rules._new(" | ".join(map(rules.call, functions)))  # noqa: SLF001
     more = ""
@@ -279,7 +290,7 @@ def calls_grammar(
         lines.append(f"bare_call: {' | '.join(rules.bare)}")
         names = "|".join(re.escape(literal(function.name)) for function in functions)
         head = rf"\s*(?:```(?:json)?\s*)?\{{\s*{name}\s*:\s*(?:{names})"
-    same = form.closing[: n_common(form.closing, form.between or "")]
+    same = form.closing[: common_prefix_length(form.closing, form.between or "")]
     if is_parallel and re.search(rf"<[^<>\s]{{{_LOOKED_BACK},}}\Z", same):
         # A text forced up to the middle of a control token's name would exclude that token.
         lines.append('%llguidance {"no_forcing": true}')
@@ -309,12 +320,13 @@ _MOST_HEAD = 1000
 class ToolCallParser:
     """Splits an answer into content and calls. `functions` are those that may be called.
 
-    A call is reported when its arguments begin, and they as they come; what is broken in them is mended, since nothing
-    that was reported can be taken back. An answer may also begin with a bare object, perhaps in a code fence: small
-    models write calls so, whatever their template says. A call of an unknown function, or one that is broken before
-    its arguments, is content, but may be held back until the end of the answer. The result does not depend on how
-    the text is cut into pieces. White space around calls is left out. With `one_only`, everything after the first
-    call is left out too, with `calls_only` what is no call.
+    A call is reported when its arguments begin, and they as they come; what is broken in them is
+    mended, since nothing that was reported can be taken back. An answer may also begin with a bare
+    object, perhaps in a code fence: small models write calls so, whatever their template says. A
+    call of an unknown function, or one that is broken before its arguments, is content, but may be
+    held back until the end of the answer. The result does not depend on how the text is cut into
+    pieces. White space around calls is left out. With `one_only`, everything after the first call
+    is left out too, with `calls_only` what is no call.
     """
 
     def __init__(
@@ -335,12 +347,14 @@ class ToolCallParser:
         #: Text that is neither content nor a call yet.
         self._rest = ""
         self._is_beginning = is_beginning
-        #: What reads the arguments of the open call, which are told, and then what is left of its object.
+        #: What reads the arguments of the open call, which are told, and then what is left of its
+        #: object.
         self._readers: list[tuple[ArgumentsReader | PairsReader, bool]] = []
         #: Whether a call was the last that was read, and what may end it where it was bare.
         self._is_behind_call = False
         self._fence = ""
-        #: What reads an object that may be a call as a whole, how much it has read, and the JSON of that.
+        #: What reads an object that may be a call as a whole, how much it has read, and the JSON of
+        #: that.
         self._whole, self._n_whole, self._written = ArgumentsReader("json"), 0, ""
 
     def feed(self, text: str) -> list[Delta]:
@@ -349,8 +363,9 @@ class ToolCallParser:
         return self._read(is_last=False)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Return the rest, at the end of the answer. What there is of a call is left out if the answer
-        `is_cut`: it is no content, and no client can use it."""
+        """Return the rest, at the end of the answer. What there is of a call is left out if the
+        answer `is_cut`: it is no content, and no client can use it.
+        """
         return self._read(is_last=True, is_cut=is_cut)
 
     def _read(self, *, is_last: bool, is_cut: bool = False) -> list[Delta]:
@@ -365,7 +380,9 @@ class ToolCallParser:
         return deltas
 
     def _to_call(self, *, is_last: bool, is_cut: bool) -> tuple[list[Delta], bool]:
-        """Read up to the arguments of the next call. Return what is certain, and whether there is one."""
+        """Read up to the arguments of the next call. Return what is certain, and whether there is
+        one.
+        """
         content = ""
         #: Where in the content a call begins that has no end.
         begun: int | None = None
@@ -422,12 +439,16 @@ class ToolCallParser:
         """Return the content of an answer that was cut, without what there is of a call at its end."""
         content = content[:begun]
         return (
-            content[: len(content) - n_begun(content, self._form.mark)] if self.n_calls else content
+            content[: len(content) - partial_match_length(content, self._form.mark)]
+            if self.n_calls
+            else content
         )
 
     def _behind_call(self, *, is_last: bool) -> int | None:
-        """Skip the text that ends a call. Return where the next one begins if it follows at once (its name, or its
-        object); `UNCLEAR` if only more text can show that, None if something else follows."""
+        """Skip the text that ends a call. Return where the next one begins if it follows at once
+        (its name, or its object); `UNCLEAR` if only more text can show that, None if something else
+        follows.
+        """
         if self._form.keys is not None:
             n_between = len(self._rest) - len(self._rest.lstrip(_BETWEEN))
             if self._rest.startswith("{", n_between):
@@ -456,8 +477,9 @@ class ToolCallParser:
         return None
 
     def _call_begins(self) -> tuple[int, int]:
-        """Return where the next call begins in the rest, white space before it included, and where its JSON
-        or its mark begins; -1, -1 if there is no call."""
+        """Return where the next call begins in the rest, white space before it included, and where
+        its JSON or its mark begins; -1, -1 if there is no call.
+        """
         bare = _BARE.match(self._rest) if self._is_beginning else None
         if bare is not None:
             return 0, bare.end()
@@ -470,8 +492,9 @@ class ToolCallParser:
         return len(self._rest[:place].rstrip()), place + n_mark
 
     def _calls(self, begin: int, *, is_last: bool) -> tuple[int, list[tuple[str, str | None]]]:
-        """Return the end of the calls that begin here, and their names and arguments. The end is `UNCLEAR` if the
-        text may go on so."""
+        """Return the end of the calls that begin here, and their names and arguments. The end is
+        `UNCLEAR` if the text may go on so.
+        """
         text, form = self._rest, self._form
         if form.keys is not None and not self._is_behind_call:
             lead = form.opening[: form.opening.find("{")].strip()
@@ -501,7 +524,9 @@ class ToolCallParser:
         return found[0], [(found[1], None)]
 
     def _objects(self, begin: int) -> tuple[int, list[tuple[str, str | None]]]:
-        """Read an object of JSON that is a call, up to its arguments, or a whole one, or a list of them."""
+        """Read an object of JSON that is a call, up to its arguments, or a whole one, or a list of
+        them.
+        """
         is_listed = self._form.keys is not None and "[" in self._form.opening
         if self._rest[begin] == "[" and is_listed:  # one after the other
             begin += 1 + len(self._rest[begin + 1 :]) - len(self._rest[begin + 1 :].lstrip())
@@ -565,7 +590,9 @@ class ToolCallParser:
         ):
             return 0
         text = self._rest
-        n_held = max(n_begun(text, mark) for mark in (self._form.mark, self._form.inner))
+        n_held = max(
+            partial_match_length(text, mark) for mark in (self._form.mark, self._form.inner)
+        )
         n_certain = len(text[: len(text) - n_held].rstrip())
         self._is_beginning = self._is_beginning and n_certain == 0
         return n_certain
@@ -580,7 +607,9 @@ class ToolCallParser:
 
 @functools.lru_cache(maxsize=16)
 def _object_head(keys: tuple[str, str] | None) -> re.Pattern[str]:
-    """Return a pattern for an object that is a call with these keys, from its beginning up to its arguments."""
+    """Return a pattern for an object that is a call with these keys, from its beginning up to its
+    arguments.
+    """
     if keys == ("", ""):
         return re.compile(r'\{\s*"([^"\\]+)"\s*:\s*(?=\{)')
     name, arguments = map(re.escape, keys or ("name", "arguments"))

@@ -174,8 +174,10 @@ class Server:
         *,
         embeds: bool = False,
     ) -> Route:
-        """Return a route whose requests have a JSON object as their body, which names a model that generates text, or
-        that `embeds`. The model stays loaded until its answers are submitted, and then until they are generated."""
+        """Return a route whose requests have a JSON object as their body, which names a model that
+        generates text, or that `embeds`. The model stays loaded until its answers are submitted,
+        and then until they are generated.
+        """
 
         async def respond(request: HttpRequest) -> Response:
             body = await read_json(request, self._limits)
@@ -223,8 +225,9 @@ class Server:
     def _submit(
         self, model: ServedModel, read: Reader, body: Json, loop: asyncio.AbstractEventLoop
     ) -> tuple[Requests, Job]:
-        """Read a body and submit its answers: all to the first prompt, then those to the next. Raise `RequestError`,
-        `SpecgenError`."""
+        """Read a body and submit its answers: all to the first prompt, then those to the next.
+        Raise `RequestError`, `SpecgenError`.
+        """
         requests, limits = self._read(model, read, body), self._limits
         n_answers, n_most = requests[0].n * len(requests), model.n_parallel + limits.n_waiting
         n_most = min(n_most, limits.n_answers or n_most)
@@ -385,15 +388,17 @@ class Server:
 
 
 async def _version(request: HttpRequest) -> Response:
-    """Return the version; to ollama's clients, who compare it with what they need, the first of ollama with all that is
-    answered here."""
+    """Return the version; to ollama's clients, who compare it with what they need, the first of
+    ollama with all that is answered here.
+    """
     is_ollama = request.url.path.startswith("/api/")
     return JSONResponse({"version": "0.9.0" if is_ollama else __version__, "specgen": __version__})
 
 
 def _outermost(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
-    """Return an app that counts responses by their status, and takes a path with a slash at its end for the one
-    without: many clients follow no redirection of a POST."""
+    """Return an app that counts responses by their status, and takes a path with a slash at its end
+    for the one without: many clients follow no redirection of a POST.
+    """
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
         async def counting(message: Message) -> None:
@@ -409,8 +414,9 @@ def _outermost(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
-    """Respond to a request that cannot be answered; without an error if its client has gone. The traceback of a bug
-    goes to the log."""
+    """Respond to a request that cannot be answered; without an error if its client has gone. The
+    traceback of a bug goes to the log.
+    """
     path = request.url.path
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
@@ -426,8 +432,9 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
 
 
 def _prompt(request: Request, model: ServedModel, *, must_fit: bool = True) -> Prompt:
-    """Return the prompt of a request; one that cannot fit is not even tokenized if it `must_fit`. Raise `UsageError`,
-    `PromptError`."""
+    """Return the prompt of a request; one that cannot fit is not even tokenized if it `must_fit`.
+    Raise `UsageError`, `PromptError`.
+    """
     session, n_ctx = model.session, model.engine.n_ctx
     if request.gap is not None:
         # The far ends of a long text matter little: the text is cut to leave room for an answer.
@@ -468,8 +475,10 @@ def _piece(data: bytes) -> str | list[int]:
 async def _chunks(
     writer: AnswerWriter, job: Job, end: Callable[[], None], limit_s: float, *, streams: bool
 ) -> AsyncIterator[Json]:
-    """Yield the chunks of a job's answers, which `end` ends as they are: after `limit_s` seconds (0: never), and
-    when nobody waits for them. If one fails, an error is the last chunk of a stream; else raise `RequestError`."""
+    """Yield the chunks of a job's answers, which `end` ends as they are: after `limit_s` seconds
+    (0: never), and when nobody waits for them. If one fails, an error is the last chunk of a
+    stream; else raise `RequestError`.
+    """
     loop, started_s = asyncio.get_running_loop(), 0.0
     limit = loop.call_later(limit_s, end) if limit_s > 0 else None
     try:
@@ -515,8 +524,10 @@ async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:
 
 
 def serve(pool: ModelPool, options: ServerOptions, bound: socket.socket, **how: Any) -> None:
-    """Answer requests on a socket until SIGTERM or Ctrl-C; `how` are more arguments of `DrainingServer`. Raise the
-    exception that ended the thread of an engine, if one did: a bug or a lost worker."""
+    """Answer requests on a socket until SIGTERM or Ctrl-C; `how` are more arguments of
+    `DrainingServer`. Raise the exception that ended the thread of an engine, if one did: a bug or a
+    lost worker.
+    """
     sys.setswitchinterval(
         0.0005
     )  # so that a body being read holds up no decode, which asks Python whether to go on

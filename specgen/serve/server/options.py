@@ -67,7 +67,8 @@ class ServerOptions:
         parse=utf8,
         show_default="its file's",
     )
-    #: Every request needs one of these keys; without keys, everybody who can reach the server may use it.
+    #: Every request needs one of these keys; without keys, everybody who can reach the server may
+    #: use it.
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = _server(
         (),
@@ -93,8 +94,10 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
-    """Return a socket bound to an address. If the system can, it drops a connection whose client accepts no data for
-    `client_s` seconds (0: never). Raise `UsageError` if there is no such address, or it is taken."""
+    """Return a socket bound to an address. If the system can, it drops a connection whose client
+    accepts no data for `client_s` seconds (0: never). Raise `UsageError` if there is no such
+    address, or it is taken.
+    """
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(address[0], address[1])

@@ -1,5 +1,7 @@
-"""Devices that record the kernels of a decode as a graph, and replay it while batches keep their size (CUDA). A batch of
-another size is launched kernel by kernel, and recorded if that size comes again, which takes longest."""
+"""Devices that record the kernels of a decode as a graph, and replay it while batches keep their
+size (CUDA). A batch of another size is launched kernel by kernel, and recorded if that size comes
+again, which takes longest.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,12 @@ from collections.abc import Mapping
 
 from specgen.llama.library import device_of, native_devices
 from specgen.llama.model import LlamaModel
-from specgen.method.tables import CostTable
+from specgen.method.cost_table import CostTable
 
 _RUN_RATE, _EXCESS_RATE = 0.5, 0.25  # the weights of the latest observation in means
-#: What is expected before it was seen: the length of runs of rounds without and with a draft, and the seconds for each
-#: layer that the first and second decode of a size take more (an H100; the layers' width hardly matters).
+#: What is expected before it was seen: the length of runs of rounds without and with a draft, and
+#: the seconds for each layer that the first and second decode of a size take more (an H100; the
+#: layers' width hardly matters).
 _FIRST_RUNS, _FIRST_EXCESS_S = (4.0, 1.0), (6e-5, 2e-4)
 
 
@@ -25,9 +28,10 @@ def replays_graphs(model: LlamaModel, n_gpu_layers: int) -> bool:
     return any(device_of(each).name.startswith("CUDA") for each in native_devices())
 
 
-class GraphCosts(CostTable):
-    """The costs of a target of `n_layer` layers that replays graphs. What a change of size takes is spread over as many
-    rounds as the last runs of rounds with a draft (or without one) had."""
+class GraphCostTable(CostTable):
+    """The costs of a target of `n_layer` layers that replays graphs. What a change of size takes is
+    spread over as many rounds as the last runs of rounds with a draft (or without one) had.
+    """
 
     def __init__(self, seconds: Mapping[int, float] | None = None, *, n_layer: int) -> None:
         super().__init__(seconds)

@@ -1,8 +1,8 @@
 """The checks of `specgen doctor`: this machine, this build of llama.cpp, and whether it decodes.
 
-A build for another CPU, or a miscompiled one, ends the process at the first batch. So a child (`python -m
-specgen.measure.doctor TASK ...`) decodes and answers with a line of JSON; if it dies, its signal or exit code shows
-why.
+A build for another CPU, or a miscompiled one, ends the process at the first batch. So a child
+(`python -m specgen.measure.diagnosis TASK ...`) decodes and answers with a line of JSON; if it
+dies, its signal or exit code shows why.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ if TYPE_CHECKING:
     from specgen.system.arrays import Logits
 
 #: The command that starts a child; the name of a task and its arguments follow.
-CHILD_COMMAND: Sequence[str] = (sys.executable, "-m", "specgen.measure.doctor")
-#: The longest waits, in seconds: for a child with a tiny model, one with the user's model, and a worker.
+CHILD_COMMAND: Sequence[str] = (sys.executable, "-m", "specgen.measure.diagnosis")
+#: The longest waits, in seconds: for a child with a tiny model, one with the user's model, and a
+#: worker.
 _TINY_TIMEOUT_S, _MODEL_TIMEOUT_S, _WORKER_TIMEOUT_S = 120.0, 1800.0, 5.0
-#: The largest relative difference of logits computed in two ways: rounding causes 0.02 to 0.05, errors 1.
+#: The largest relative difference of logits computed in two ways: rounding causes 0.02 to 0.05,
+#: errors 1.
 _TOLERANCE = 0.1
 _TEXT = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on). What comes next?"
 _N_TOKENS = 24
@@ -55,7 +57,9 @@ _N_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of a check or the problem, what to do about it, and the error's class in `specgen.errors`."""
+    """The result of a check or the problem, what to do about it, and the error's class in
+    `specgen.errors`.
+    """
 
     name: str
     passed: bool
@@ -217,7 +221,9 @@ def child_main(arguments: Sequence[str]) -> None:
 
 
 def decode_both_ways(place: str, file: str | None = None) -> str:
-    """Compare the logits of a batch with those of single tokens: of the user's model, or of a tiny one."""
+    """Compare the logits of a batch with those of single tokens: of the user's model, or of a tiny
+    one.
+    """
     import numpy as np
 
     from specgen.llama.kernels.admission import ModelTrials, choose_kernels, wanted_in
@@ -228,7 +234,8 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
         with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
             tiny = Path(folder) / "tiny.gguf"
             write_tiny_model(tiny)
-            # One thread: on a busy machine several threads wait for each other, which takes far longer.
+            # One thread: on a busy machine several threads wait for each other, which takes far
+            # longer.
             together, one_by_one, _ = _decode(tiny, replace(options, n_threads=1))
         return compared(together, one_by_one)
     kernels, path, problem = choose_kernels(wanted_in(os.environ), cache_folder()), Path(file), ""
@@ -245,7 +252,9 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
 
 
 def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
-    """Return float32[n_tokens, n_vocab] decoded in one batch and token by token, and why rows must differ."""
+    """Return float32[n_tokens, n_vocab] decoded in one batch and token by token, and why rows must
+    differ.
+    """
     import numpy as np
 
     from specgen.drafters.kinds import refuse_draft
@@ -270,7 +279,9 @@ def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
 
 
 def compared(together: Logits, one_by_one: Logits) -> str:
-    """Say how far apart two tables of logits are. Raise `BackendError` if that is more than `_TOLERANCE`."""
+    """Say how far apart two tables of logits are. Raise `BackendError` if that is more than
+    `_TOLERANCE`.
+    """
     import numpy as np
 
     spread = max(float(np.std(one_by_one)), 1e-12)
@@ -291,7 +302,9 @@ _TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), 
 
 
 def write_tiny_model(path: Path) -> None:
-    """Write a random Llama of bytes, large enough for every kernel, in the types that differ most on CPUs."""
+    """Write a random Llama of bytes, large enough for every kernel, in the types that differ most
+    on CPUs.
+    """
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 

@@ -1,10 +1,12 @@
-"""The child process that tests the kernels: `python -m specgen.llama.kernels.trial LIBRARY`, or tries them on a model:
-`... LIBRARY SIZE FILE STEPS`. It prints a line of JSON; without it, the exit code or signal is the result.
+"""The child process that tests the kernels: `python -m specgen.llama.kernels.kernel_trial LIBRARY`,
+or tries them on a model: `... LIBRARY SIZE FILE STEPS`. It prints a line of JSON; without it, the
+exit code or signal is the result.
 
-The self-test compares operators of every kind with GGML's own, and rows alone with those in a batch, bit by bit. A
-trial loads the file and decodes batches of every kind; STEPS gets a line before each step. SIZE is `whole`, or
-`skeleton`: a file of the same make that loads quickly, with its model's metadata and tensors, but fewer layers, fewer
-tokens without a text, and zeros for weights, which are holes of a sparse file.
+The self-test compares operators of every kind with GGML's own, and rows alone with those in a
+batch, bit by bit. A trial loads the file and decodes batches of every kind; STEPS gets a line
+before each step. SIZE is `whole`, or `skeleton`: a file of the same make that loads quickly, with
+its model's metadata and tensors, but fewer layers, fewer tokens without a text, and zeros for
+weights, which are holes of a sparse file.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ TYPES = (
 )
 #: The largest root mean square of differences to that of values; rounding to 8 bits causes 0.01.
 TOLERANCE = 0.02
-#: The sizes of the products: several superblocks of 256 columns, several groups of rows, and tokens that do not fill
-#: the tiles of the kernels; the larger number is enough for AMX.
+#: The sizes of the products: several superblocks of 256 columns, several groups of rows, and tokens
+#: that do not fill the tiles of the kernels; the larger number is enough for AMX.
 _N_COLUMNS, _N_ROWS, _N_TOKENS, _N_TOKENS_OF_LARGE = 768, 96, 11, 43
 _N_EXPERTS, _N_USED = 4, 2
 #: (key and value type, size of keys and values).
@@ -131,7 +133,9 @@ def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
 
 
 def _compare(what: str, compute: Callable[[slice, int], FloatArray], expected: FloatArray) -> None:
-    """Raise `FailedTestError` if the rows differ from GGML's, or a row from itself in a smaller batch."""
+    """Raise `FailedTestError` if the rows differ from GGML's, or a row from itself in a smaller
+    batch.
+    """
     computed = compute(slice(None), 2)
     if not np.isfinite(computed).all():
         raise FailedTestError(f"{what} are not all numbers")
@@ -147,7 +151,8 @@ def _compare(what: str, compute: Callable[[slice, int], FloatArray], expected: F
 # --- trials of models -----------------------------------------------------------------------------
 
 _USUAL = ContextOptions(n_threads=2)
-#: The contexts and their sequences: as usual, with a cache read otherwise, without attention, for several.
+#: The contexts and their sequences: as usual, with a cache read otherwise, without attention, for
+#: several.
 _CONTEXTS = (
     (_USUAL, 1),
     (replace(_USUAL, cache_type_k="q8_0", cache_type_v="q8_0"), 1),
@@ -166,7 +171,9 @@ class _AnyModel(LlamaModel):
 
 
 def try_kernels(file: Path, clock: Callable[[], float]) -> Iterator[str]:
-    """Load a model and decode in several contexts; yield each step's name before it. Raise `SpecgenError`."""
+    """Load a model and decode in several contexts; yield each step's name before it. Raise
+    `SpecgenError`.
+    """
     yield "loading it"
     with contextlib.closing(_AnyModel(file, n_gpu_layers=0)) as model:
         for options, n_sequences in _CONTEXTS:
@@ -292,8 +299,9 @@ def _place(tensor: GgufTensor) -> tuple[int | None, str]:
 
 
 def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> list[int]:
-    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and the last `n_last`
-    (MTP)."""
+    """Return the layers of a skeleton: the first ones, as many as have tensors of all kinds, and
+    the last `n_last` (MTP).
+    """
     of_layers: list[list[GgufTensor]] = [[] for _ in range(n_layers - n_last)]
     for tensor in tensors:
         layer = _place(tensor)[0]

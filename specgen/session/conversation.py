@@ -34,7 +34,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, all but the last one with an answer, a system message, and the text of files before them."""
+    """Turns, all but the last one with an answer, a system message, and the text of files before
+    them.
+    """
 
     system: str | None = None
     files: str = ""
@@ -60,7 +62,9 @@ class Conversation:
 
 
 def _answered(text: str) -> Message:
-    """Return the message of an answer, with its thoughts apart: templates choose whether the model sees them again."""
+    """Return the message of an answer, with its thoughts apart: templates choose whether the model
+    sees them again.
+    """
     reader = ThoughtReader()
     thought, answer = map("".join, zip(reader.feed(text), reader.finish(), strict=True))
     return Message("assistant", answer, reasoning=thought or None)
@@ -81,14 +85,18 @@ def read_conversation(path: Path) -> Conversation:
 
 
 def save_conversation(path: Path, conversation: Conversation) -> None:
-    """Write a conversation to a file, which is replaced whole; only the user may read it. Raise `OutputError`."""
+    """Write a conversation to a file, which is replaced whole; only the user may read it. Raise
+    `OutputError`.
+    """
     with write_errors(path):
         replace_bytes(path, to_line(asdict(conversation)))
 
 
 class Chat:
-    """Asks an engine for a conversation's answers, and keeps them in the file `path`, if there is one. Interrupted ones
-    are kept as they are. `now` is the time for templates; it stays the same, so that the caches stay valid."""
+    """Asks an engine for a conversation's answers, and keeps them in the file `path`, if there is
+    one. Interrupted ones are kept as they are. `now` is the time for templates; it stays the same,
+    so that the caches stay valid.
+    """
 
     def __init__(
         self,
@@ -103,14 +111,18 @@ class Chat:
         self.conversation = self._kept = conversation
         #: Whether the next answers use drafts.
         self.drafts = True
-        #: The last events of the answers of this run, and the first and the last event of the last answer.
+        #: The last events of the answers of this run, and the first and the last event of the last
+        #: answer.
         self.answers: list[FinishedEvent] = []
         self.last: tuple[PromptEvent, FinishedEvent] | None = None
-        #: The turns that have no room in the context, and how often the last question was answered again.
+        #: The turns that have no room in the context, and how often the last question was answered
+        #: again.
         self._n_left_out = self._n_again = 0
 
     def ask(self, question: str) -> Generator[Event, None, None]:
-        """Answer a question; yield the events. Turns that do not fit are left out. Raise `PromptError`."""
+        """Answer a question; yield the events. Turns that do not fit are left out. Raise
+        `PromptError`.
+        """
         asked = self.conversation.asking(question)
         prompt, n_gone = self._make_prompt(asked)
         self._keep(asked)
@@ -127,7 +139,9 @@ class Chat:
         yield from self._answer(prompt, n_gone)
 
     def change(self, conversation: Conversation) -> None:
-        """Go on with another conversation. Raise `OutputError` if it cannot be kept; it goes on all the same."""
+        """Go on with another conversation. Raise `OutputError` if it cannot be kept; it goes on all
+        the same.
+        """
         self._n_left_out = 0
         self._keep(conversation)
 
@@ -144,7 +158,9 @@ class Chat:
         return self._session.options.sampler.greedy
 
     def keep(self) -> None:
-        """Write the conversation, unless the file has it: an interrupt or a full disk may have kept it from that."""
+        """Write the conversation, unless the file has it: an interrupt or a full disk may have kept
+        it from that.
+        """
         if self._path is not None and self._kept is not self.conversation:
             save_conversation(self._path, self.conversation)
             self._kept = self.conversation
@@ -154,8 +170,10 @@ class Chat:
         self.keep()
 
     def _make_prompt(self, conversation: Conversation) -> tuple[Prompt, int]:
-        """Return the prompt of the answer, and how many more turns were left out to fit it, until it takes half of the
-        context: more than necessary, since the rest is decoded again each time that some go."""
+        """Return the prompt of the answer, and how many more turns were left out to fit it, until
+        it takes half of the context: more than necessary, since the rest is decoded again each time
+        that some go.
+        """
         n_ctx, last = self.n_ctx, len(conversation.turns) - 1
 
         def prompt(n_left_out: int) -> Prompt:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from specgen.drafters.expansion import WIDEST
-from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Room
+from specgen.drafters.interface import ContextSpec, DraftKind, DraftRequest, DraftSetup, LoadedDraft
 from specgen.drafters.kinds import refuse_draft
 from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
@@ -21,11 +21,13 @@ from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context import n_native_sequences
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
+from specgen.method.cascade import Cascade
 from specgen.method.drafter import Drafter
 from specgen.method.policy import CostAwarePolicy
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Cascade, Shaper, TextState
 
 LONGEST_GUESS = 8  # the most tokens that one draft model drafts for another
 _STEP = 256  # context sizes are rounded up to a multiple of this, as llama.cpp does
@@ -33,7 +35,9 @@ _N_PARALLEL = 4  # a token of a parallel draft counts as its share of a decode t
 
 
 class DraftModel(LoadedDraft):
-    """A loaded draft model for a target. `weights` is a file to load instead of the model's own: what it learnt."""
+    """A loaded draft model for a target. `weights` is a file to load instead of the model's own:
+    what it learnt.
+    """
 
     def __init__(self, path: Path, setup: DraftSetup, weights: Path | None = None) -> None:
         super().__init__(path.name, weights or path)
@@ -54,7 +58,8 @@ class DraftModel(LoadedDraft):
             lacks_mask = self.mask is None and setup.drafting.mask == "auto"
             self._lacks_mask = lacks_mask and is_parallel_draft(self.model)
             if self._translation is not None:
-                # What a token may be depends on how the one before it is spelled, so none are made in parallel.
+                # What a token may be depends on how the one before it is spelled, so none are made
+                # in parallel.
                 self.can_draw, self.own_vocabulary, self.mask = False, self.model, None
             self._open_helper(setup)
             on_error.pop_all()
@@ -111,7 +116,7 @@ class DraftModel(LoadedDraft):
     def n_sequences(self, n_rows: int) -> int:
         return n_native_sequences(self.model, n_rows + 1 if self._decodes_branches else 1)
 
-    def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
+    def contexts(self, room: ContextSpec) -> tuple[LlamaBackend, ...]:
         """Open its context, no larger than its training context, and that of what drafts for it."""
         self.model.check_parallel(room.n_slots)
         n_ctx = room.n_ctx
@@ -159,7 +164,9 @@ class DraftModel(LoadedDraft):
         return TranslatedDrafter(inner, translation, text, shaper, holds_back=holds_back)
 
     def _guesses(self, request: DraftRequest) -> Guesses | None:
-        """Return what drafts for this model. Its random generator is its own: this model's samples stay the same."""
+        """Return what drafts for this model. Its random generator is its own: this model's samples
+        stay the same.
+        """
         caches, key = request.caches[1:], Path("ngram")
         if self._guesses_ngrams:
             caches, cascade = (), Cascade(SuffixDrafter(*DraftOptions().ngrams_of))
@@ -167,7 +174,9 @@ class DraftModel(LoadedDraft):
             key = self.helper.model.path
             own = replace(
                 request,
-                shaper=Shaper(Sampler(SamplerOptions()), request.text),  # the likeliest token
+                shaper=SamplingPipeline(
+                    Sampler(SamplerOptions()), request.text
+                ),  # the likeliest token
                 rng=np.random.default_rng(0),
                 caches=caches,
                 costs=request.costs_of(key),
@@ -191,7 +200,9 @@ class DraftModel(LoadedDraft):
 
 
 def _open(source: DraftSource, setup: DraftSetup) -> DraftModel:
-    """Load a model with what it learnt, if that loads. With masks it drafts as it came: it learnt without them."""
+    """Load a model with what it learnt, if that loads. With masks it drafts as it came: it learnt
+    without them.
+    """
     path = Path(source)
     if setup.learnt is not None:
         with contextlib.suppress(ModelFileError):

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.errors import PromptError
-from specgen.serve.chat import Chat, Conversation, Turn, read_conversation, save_conversation
+from specgen.session.conversation import (
+    Chat,
+    Conversation,
+    Turn,
+    read_conversation,
+    save_conversation,
+)
 from specgen.session.engine import Engine
 from specgen.session.prompts.thoughts import ThoughtReader, split_thought
 from tests.helpers.common import NOW

@@ -1,8 +1,10 @@
 """The speed-up that a draft would bring, computed without running it with the target.
 
-The target answers a few prompts plainly, once, and its batches are timed. Each draft is then replayed on these
-answers: proposed tokens that agree with the answer count as accepted, and a round costs the measured time of a batch
-of its size. So a dozen drafts can be tried in only their own time."""
+The target answers a few prompts plainly, once, and its batches are timed. Each draft is then
+replayed on these answers: proposed tokens that agree with the answer count as accepted, and a round
+costs the measured time of a batch of its size. So a dozen drafts can be tried in only their own
+time.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ import numpy as np
 
 from specgen.errors import BackendError, PromptError
 from specgen.measure.prompts import NOW, BenchPrompt
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.answer_state import AnswerState, Tally
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import TargetStates, draft_alone
+from specgen.method.drafter import HiddenStateSink, draft_alone
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
     measure_costs,
@@ -30,7 +33,6 @@ from specgen.session.calibration import (
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
 from specgen.system.progress import is_gain, measured_gain
-from specgen.text.answer_state import AnswerState, Tally
 from specgen.train.target_text import read_answer
 
 if TYPE_CHECKING:
@@ -52,8 +54,10 @@ class TargetAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A target without a draft: its answers in contexts of `n_ctx` tokens, and the median seconds of decodes by their
-    rows. `chat` says if its template was used (None: if it has one); `skipped` prompts, from 1 on, do not fit."""
+    """A target without a draft: its answers in contexts of `n_ctx` tokens, and the median seconds
+    of decodes by their rows. `chat` says if its template was used (None: if it has one); `skipped`
+    prompts, from 1 on, do not fit.
+    """
 
     answers: tuple[TargetAnswer, ...]
     skipped: tuple[int, ...]
@@ -72,8 +76,10 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A drafter's rounds for an answer, behind the prompt's token. `start_s` is the draft's decode of the prompt; the
-    tally's `target_s` are batches by their measured costs, `token_s` is plain decoding's."""
+    """A drafter's rounds for an answer, behind the prompt's token. `start_s` is the draft's decode
+    of the prompt; the tally's `target_s` are batches by their measured costs, `token_s` is plain
+    decoding's.
+    """
 
     n_tokens: int
     tally: Tally
@@ -88,8 +94,9 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
-    """The figures of a draft over all answers, its speed-up as their geometric mean, and those of each kind of task;
-    None where nothing was drafted. Prompts only count in `start_s`."""
+    """The figures of a draft over all answers, its speed-up as their geometric mean, and those of
+    each kind of task; None where nothing was drafted. Prompts only count in `start_s`.
+    """
 
     speedup: float
     worst_speedup: float
@@ -119,8 +126,10 @@ def measure_target(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Baseline | None:
-    """Let the target, which has no draft, answer the prompts greedily, and time its batches. None if interrupted. Raise
-    `MemoryLimitError`, or `PromptError` if no prompt fits, no answer is long enough, or nothing can be timed."""
+    """Let the target, which has no draft, answer the prompts greedily, and time its batches. None
+    if interrupted. Raise `MemoryLimitError`, or `PromptError` if no prompt fits, no answer is long
+    enough, or nothing can be timed.
+    """
     asked = dict(enumerate(prompts, 1))
     texts = [(number, prompt.text) for number, prompt in asked.items()]
     fitting, skipped = fitting_prompts(session, texts, chat)
@@ -183,9 +192,9 @@ def try_draft(
                 draft.remove(0)
             generation = DrafterFactory(session).new_answer(prompt, baseline.n_ctx, drafts, 0)
             tokens, states = (*prompt.tokens, *answer.tokens), None
-            if generation.trail is not None and generation.trail.all_rows:
-                read_states(target, tokens, generation.trail)
-            elif generation.trail is not None:
+            if generation.hidden_states is not None and generation.hidden_states.all_rows:
+                read_states(target, tokens, generation.hidden_states)
+            elif generation.hidden_states is not None:
                 pieces = read_answer(target, prompt.tokens, answer.tokens)
                 states = np.concatenate([hidden.copy() for _, hidden in pieces])
                 target.remove(0)
@@ -200,13 +209,15 @@ def replay(
     clock: Callable[[], float],
     states: Hidden | None = None,
 ) -> Replay:
-    """Replay a known answer with the drafter of `generation`. `states` are those from which the target chose each token,
-    float32[n_tokens, n_embd], for drafts that read its last state."""
-    cascade, policy, trail = generation.cascade, generation.policy, generation.trail
+    """Replay a known answer with the drafter of `generation`. `states` are those from which the
+    target chose each token, float32[n_tokens, n_embd], for drafts that read its last state.
+    """
+    cascade, policy, hidden_states = generation.cascade, generation.policy, generation.hidden_states
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0
     if cascade is not None:
-        # The draft reads the prompt for a proposal that is not used: rounds cost only what grows with the answer.
+        # The draft reads the prompt for a proposal that is not used: rounds cost only what grows
+        # with the answer.
         started = clock()
         draft_alone(cascade.propose(generation.tokens, RoundPlan("fixed", 1)))
         start_s = clock() - started
@@ -226,9 +237,9 @@ def replay(
         committed = tuple(tokens[done : last + 1])
         for token in committed:
             generation.commit(token)
-        if trail is not None and states is not None and last < len(states):
+        if hidden_states is not None and states is not None and last < len(states):
             n_read = generation.n_prompt + last
-            trail.keep_states(states[last : last + 1], generation.tokens, n_read)
+            hidden_states.keep_states(states[last : last + 1], generation.tokens, n_read)
         n_rows = 1 + len(draft)
         target_s = costs.rows_s(n_rows)
         result = RoundResult(
@@ -242,7 +253,9 @@ def replay(
 
 
 def summarise(replays: Sequence[Replay]) -> DraftFigures:
-    """Return the figures of all answers, but those of one token, and of each kind if there are several."""
+    """Return the figures of all answers, but those of one token, and of each kind if there are
+    several.
+    """
     counted = [replay for replay in replays if replay.tally.n_rounds]
     speedups, kinds = [replay.speedup for replay in counted], dict.fromkeys(r.kind for r in counted)
     tallies = [replay.tally for replay in counted]
@@ -283,7 +296,9 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
 def fitting_prompts(
     session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
-    """Return the prompts that fit with `n_more` tokens, and the numbers of others. Raise `PromptError`."""
+    """Return the prompts that fit with `n_more` tokens, and the numbers of others. Raise
+    `PromptError`.
+    """
     prompts: dict[int, Prompt] = {}
     failures: dict[int, PromptError] = {}
     for number, text in texts:
@@ -298,12 +313,14 @@ def fitting_prompts(
     return prompts, tuple(failures)
 
 
-def read_states(target: Backend, tokens: Sequence[int], trail: TargetStates) -> None:
-    """Add the target's states after each token to the trail of a draft that reads them all; the context is empty."""
+def read_states(target: Backend, tokens: Sequence[int], hidden_states: HiddenStateSink) -> None:
+    """Add the target's states after each token to the trail of a draft that reads them all; the
+    context is empty.
+    """
     try:
         for start in range(0, len(tokens), target.n_batch):
             batch = Batch.of(tokens[start : start + target.n_batch], start, 1)
             _, hidden = target.decode_hidden(batch, all_rows=True)
-            trail.keep_states(hidden, tokens, start + len(batch))
+            hidden_states.keep_states(hidden, tokens, start + len(batch))
     finally:
         target.remove(0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specgen.errors import BackendError, PromptError, SpecgenError
-from specgen.measure.bench import (
+from specgen.measure.benchmark import (
     Contender,
     Failure,
     Figures,
@@ -23,7 +23,7 @@ from specgen.measure.bench import (
 )
 from specgen.measure.prompts import BenchPrompt
 from specgen.options import ContextOptions, SessionOptions
-from specgen.session.memory import Memory, Threads
+from specgen.session.measurement_store import MeasurementStore, Threads
 
 Log = list[tuple[str, str]]
 PROMPTS = [BenchPrompt(number, "all", f"p{number}") for number in (1, 2, 3)]
@@ -111,7 +111,9 @@ def test_an_answer_that_was_cut_short_does_not_count() -> None:
 
 
 def result(contender: str, prompt: int, speed: float, **changes: Any) -> Result:
-    """An answer; that of `plain` is plain decoding's. Changes are those of the result or of its outcome."""
+    """An answer; that of `plain` is plain decoding's. Changes are those of the result or of its
+    outcome.
+    """
     values: dict[str, Any] = {
         "temperature": 0.0, "category": "all", "round": 1
     }  # fmt: skip
@@ -200,13 +202,13 @@ def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) ->
     target, draft = tmp_path / "t.gguf", tmp_path / "d.gguf"
     target.touch()
     draft.touch()
-    memory, context = Memory(), ContextOptions()
-    memory.keep_threads(target, context, Threads(3, 5))
+    measurements, context = MeasurementStore(), ContextOptions()
+    measurements.keep_threads(target, context, Threads(3, 5))
 
     def options(context: ContextOptions) -> tuple[ContextOptions, ContextOptions]:
         base = SessionOptions(target, "none", target_context=context, draft_context=context)
         ways = [base.drafting.policy], [base.drafting.tree], [0.0]
-        _, entry = entries_of(base, [(draft,)], *ways, memory)
+        _, entry = entries_of(base, [(draft,)], *ways, measurements)
         return entry.options.target_context, entry.options.draft_context
 
     ours, drafts = options(context)

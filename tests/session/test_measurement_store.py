@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.method.tables import N_BINS, AcceptanceRates
+from specgen.method.acceptance import N_BINS, AcceptanceRates
 from specgen.options import ContextOptions, Workers
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 
 CONTEXT = ContextOptions(n_threads=2)
 MACHINE = {"cpu": "x", "cores": [2, 4]}
@@ -25,24 +25,30 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "folder" / "memory.json"
 
 
-def opened(file: Path | None, **machine: object) -> Memory:
-    return Memory(file, {**MACHINE, **machine})
+def opened(file: Path | None, **machine: object) -> MeasurementStore:
+    return MeasurementStore(file, {**MACHINE, **machine})
 
 
-def learn(memory: Memory, model: Path = TARGET, seconds: float = 1.0, n_past: int = 0) -> None:
+def learn(
+    measurements: MeasurementStore, model: Path = TARGET, seconds: float = 1.0, n_past: int = 0
+) -> None:
     """Let a memory know what 1 and 2 rows cost."""
-    table = memory.costs(model, CONTEXT, n_past)
+    table = measurements.costs(model, CONTEXT, n_past)
     table.set_seconds(1, seconds)
     table.set_seconds(2, 1.5 * seconds)
 
 
-def known(memory: Memory, model: Path = TARGET, n_past: int = 0) -> dict[int, float]:
-    return memory.costs(model, CONTEXT, n_past).known
+def known(
+    measurements: MeasurementStore, model: Path = TARGET, n_past: int = 0
+) -> dict[int, float]:
+    return measurements.costs(model, CONTEXT, n_past).known
 
 
-def judge(memory: Memory, n: int, mode: str = "greedy", draft: Path | str = DRAFT) -> None:
+def judge(
+    measurements: MeasurementStore, n: int, mode: str = "greedy", draft: Path | str = DRAFT
+) -> None:
     """Let a memory know of n accepted tokens."""
-    acceptance = memory.acceptance(TARGET, draft, mode)
+    acceptance = measurements.acceptance(TARGET, draft, mode)
     model = acceptance.setdefault("model", AcceptanceRates("model"))
     for _ in range(n):
         model.see([0.5])
@@ -58,16 +64,16 @@ def document(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_what_was_learnt_is_there_again(file: Path) -> None:
-    memory = opened(file)
-    assert known(memory) == {}
-    learn(memory)
-    memory.costs(TARGET, CONTEXT, 0).observe(3, 2.0)
-    judge(memory, 20)
-    before = memory.acceptance(TARGET, DRAFT, "greedy")["model"].counts
+    measurements = opened(file)
+    assert known(measurements) == {}
+    learn(measurements)
+    measurements.costs(TARGET, CONTEXT, 0).observe(3, 2.0)
+    judge(measurements, 20)
+    before = measurements.acceptance(TARGET, DRAFT, "greedy")["model"].counts
     before.credit = 2.5
-    memory.save()
+    measurements.save()
     again = opened(file)
-    assert known(again) == pytest.approx(known(memory), rel=1e-5)
+    assert known(again) == pytest.approx(known(measurements), rel=1e-5)
     counts = again.acceptance(TARGET, DRAFT, "greedy")["model"].counts
     assert counts.credit == 2.5
     for name in ("n_judged", "n_accepted", "n_seen"):
@@ -76,16 +82,16 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
 
 
 def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(file: Path) -> None:
-    memory = opened(file)
-    learn(memory)
-    memory.save()
+    measurements = opened(file)
+    learn(measurements)
+    measurements.save()
     changes: dict[str, Any] = {"n_threads": 4, "n_threads_batch": 4, "n_gpu_layers": 0}
     changes |= {"flash_attention": "off", "cache_type_k": "q8_0", "cache_type_v": "q8_0"}
     changes["workers"] = Workers(("a:1",), (1.0,))
     assert known(opened(file, cpu="y")) == {}
     for name, value in changes.items():
         changed = dataclasses.replace(CONTEXT, **{name: value})
-        for each in (memory, opened(file)):
+        for each in (measurements, opened(file)):
             assert each.costs(TARGET, changed, 0).known == {}, name
 
 
@@ -94,19 +100,19 @@ def test_a_model_is_known_by_name_and_size_wherever_it_lies(tmp_path: Path, file
     for path in (here, there):
         path.parent.mkdir()
         path.write_bytes(b"1234")
-    memory = opened(file)
-    learn(memory, here)
-    memory.save()
+    measurements = opened(file)
+    learn(measurements, here)
+    measurements.save()
     assert known(opened(file), there) == {1: 1.0, 2: 1.5}
     there.write_bytes(b"12345")
     assert known(opened(file), there) == {}
 
 
 def test_a_fuller_context_begins_with_what_is_known_of_the_nearest(file: Path) -> None:
-    memory = opened(file)
-    learn(memory, seconds=1.0)
-    learn(memory, seconds=4.0, n_past=5000)
-    memory.save()
+    measurements = opened(file)
+    learn(measurements, seconds=1.0)
+    learn(measurements, seconds=4.0, n_past=5000)
+    measurements.save()
     again = opened(file)
     assert known(again, n_past=600)[1] == pytest.approx(1.0)
     assert known(again, n_past=3000)[1] == pytest.approx(4.0)
@@ -128,30 +134,31 @@ def test_a_fuller_context_begins_with_what_is_known_of_the_nearest(file: Path) -
 def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
     file: Path, is_kept: bool
 ) -> None:
-    """An answer without drafts sees single rows; what batches cost is measured with the first draft, in
-    an empty context. Before, nothing was drafted then behind long prompts."""
-    memory = opened(file)
-    memory.costs(TARGET, CONTEXT, 2000).observe(1, 2.0)
+    """An answer without drafts sees single rows; what batches cost is measured with the first
+    draft, in an empty context. Before, nothing was drafted then behind long prompts.
+    """
+    measurements = opened(file)
+    measurements.costs(TARGET, CONTEXT, 2000).observe(1, 2.0)
     if is_kept:
-        memory.save()
-        memory = opened(file)
-    held = memory.costs(TARGET, CONTEXT, 2000)
-    learn(memory)
-    memory.costs(TARGET, CONTEXT, 0).set_seconds(17, 3.0)
-    assert memory.costs(TARGET, CONTEXT, 2000) is held
+        measurements.save()
+        measurements = opened(file)
+    held = measurements.costs(TARGET, CONTEXT, 2000)
+    learn(measurements)
+    measurements.costs(TARGET, CONTEXT, 0).set_seconds(17, 3.0)
+    assert measurements.costs(TARGET, CONTEXT, 2000) is held
     assert held.known == pytest.approx({1: 2.0, 2: 3.0, 17: 6.0})
     # What it sees itself stays, and the empty context's table is its own.
     held.observe(17, 7.0)
-    assert memory.costs(TARGET, CONTEXT, 2000).known[17] > 6.0
-    assert known(memory) == pytest.approx({1: 1.0, 2: 1.5, 17: 3.0})
+    assert measurements.costs(TARGET, CONTEXT, 2000).known[17] > 6.0
+    assert known(measurements) == pytest.approx({1: 1.0, 2: 1.5, 17: 3.0})
 
 
 def test_a_batch_costs_no_more_than_a_larger_one(file: Path) -> None:
-    memory = opened(file)
-    table = memory.costs(TARGET, CONTEXT, 0)
+    measurements = opened(file)
+    table = measurements.costs(TARGET, CONTEXT, 0)
     for n_rows, seconds in {1: 1.0, 2: 2.5, 3: 1.2, 4: 1.5, 8: 3.0}.items():
         table.set_seconds(n_rows, seconds)
-    memory.save()
+    measurements.save()
     assert known(opened(file)) == {1: 1.0, 2: 1.2, 3: 1.2, 4: 1.5, 8: 3.0}
 
 
@@ -160,10 +167,10 @@ def test_many_that_save_at_once_leave_a_whole_file(file: Path) -> None:
     models = [Path(f"{number}.gguf") for number in range(4)]
 
     def save_often(model: Path) -> None:
-        memory = opened(file)
-        learn(memory, model, 2.0)
+        measurements = opened(file)
+        learn(measurements, model, 2.0)
         for _ in range(20):
-            memory.save()
+            measurements.save()
             assert document(file)["costs"]
 
     with ThreadPoolExecutor(len(models)) as pool:
@@ -173,18 +180,18 @@ def test_many_that_save_at_once_leave_a_whole_file(file: Path) -> None:
     assert found
     # Whoever comes later adds to it.
     for model in models:
-        memory = opened(file)
-        learn(memory, model, 2.0)
-        memory.save()
+        measurements = opened(file)
+        learn(measurements, model, 2.0)
+        measurements.save()
     assert all(known(opened(file), model)[1] == 2.0 for model in models)
 
 
 def test_the_latest_are_kept_and_the_file_stays_small(file: Path) -> None:
-    memory = opened(file)
+    measurements = opened(file)
     for n in range(300):
-        learn(memory, Path(f"{n}.gguf"))
-        judge(memory, 1, str(n))
-    memory.save()
+        learn(measurements, Path(f"{n}.gguf"))
+        judge(measurements, 1, str(n))
+    measurements.save()
     kept = document(file)
     assert [len(kept["costs"]), len(kept["chances"])] == [256, 256]
     later = opened(file)
@@ -210,12 +217,12 @@ _DAMAGED = (
 def test_a_damaged_file_is_as_none_and_written_anew(file: Path, text: bytes) -> None:
     file.parent.mkdir()
     file.write_bytes(text)
-    memory = opened(file)
-    assert known(memory) == {}
-    assert memory.acceptance(TARGET, DRAFT, "greedy") == {}
-    learn(memory)
-    judge(memory, 3)
-    memory.save()
+    measurements = opened(file)
+    assert known(measurements) == {}
+    assert measurements.acceptance(TARGET, DRAFT, "greedy") == {}
+    learn(measurements)
+    judge(measurements, 3)
+    measurements.save()
     again = opened(file)
     assert known(again) == {1: 1.0, 2: 1.5}
     assert again.acceptance(TARGET, DRAFT, "greedy")[
@@ -239,9 +246,9 @@ SENSELESS = (
 
 @pytest.mark.parametrize("entry", [*map(json.loads, SENSELESS.split()), {"1": 10**400}])
 def test_costs_that_make_no_sense_are_not_known(file: Path, entry: object) -> None:
-    memory = opened(file)
-    learn(memory)
-    memory.save()
+    measurements = opened(file)
+    learn(measurements)
+    measurements.save()
     edit(file, costs=entry)
     again = opened(file)
     assert known(again) == {}
@@ -268,9 +275,9 @@ FULL = {name: [1.0] * N_BINS for name in ("judged", "accepted", "seen")}
 def test_chances_that_make_no_sense_are_not_known_and_spoil_no_others(
     file: Path, changed: dict[str, object] | None
 ) -> None:
-    memory = opened(file)
-    judge(memory, 4)
-    memory.save()
+    measurements = opened(file)
+    judge(measurements, 4)
+    measurements.save()
     (kept,) = document(file)["chances"].values()
     edit(file, chances={**kept, "ngram": changed and {**FULL, **changed}, "lookup": FULL})
     found = opened(file).acceptance(TARGET, DRAFT, "greedy")

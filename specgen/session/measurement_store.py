@@ -1,6 +1,8 @@
-"""What was learnt on this machine: what decodes cost, which drafts are accepted, how many threads are fastest.
+"""What was learnt on this machine: what decodes cost, which drafts are accepted, how many threads
+are fastest.
 
-Each process reads the JSON file once, and writes the entries that it corrected into the file as it is by then.
+Each process reads the JSON file once, and writes the entries that it corrected into the file as it
+is by then.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from specgen.drafters.interface import Key
 from specgen.llama import default_threads
-from specgen.method.tables import N_BINS, AcceptanceCounts, AcceptanceRates, CostTable
+from specgen.method.acceptance import N_BINS, AcceptanceCounts, AcceptanceRates
+from specgen.method.cost_table import CostTable
 from specgen.models.files import identify
 from specgen.options import ContextOptions, SessionOptions
 from specgen.system.files import read_object, replace_json
@@ -41,15 +44,19 @@ class Threads:
 
 
 def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
-    """Return the options with the measured threads where they name none; a named number is for batches too."""
+    """Return the options with the measured threads where they name none; a named number is for
+    batches too.
+    """
     if threads is None or context.n_threads is not None:
         return context
     n_batch = context.n_threads_batch or threads.n_batch
     return replace(context, n_threads=threads.n_single, n_threads_batch=n_batch)
 
 
-class Memory:
-    """Costs, acceptance and threads, from a file if there is one. `machine` is all that decides costs."""
+class MeasurementStore:
+    """Costs, acceptance and threads, from a file if there is one. `machine` is all that decides
+    costs.
+    """
 
     def __init__(self, file: Path | None = None, machine: Mapping[str, Any] | None = None) -> None:
         self._file = file
@@ -89,7 +96,9 @@ class Memory:
             self._unkept.discard(key)
 
     def do_not_keep_costs(self, model: Path, context: ContextOptions) -> None:
-        """Leave the costs of a model's decodes in such contexts to this process: the machine had other work to do."""
+        """Leave the costs of a model's decodes in such contexts to this process: the machine had
+        other work to do.
+        """
         self._unkept.update(self._cost_keys(model, context))
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
@@ -100,7 +109,9 @@ class Memory:
         self._threads[self._model_key(model, context)] = threads
 
     def acceptance(self, target: Path, draft: Key, mode: str) -> dict[str, AcceptanceRates]:
-        """Return the acceptance statistics of a draft by origin; what is added is kept. `mode` separates cases."""
+        """Return the acceptance statistics of a draft by origin; what is added is kept. `mode`
+        separates cases.
+        """
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
         if key not in self._acceptance:
@@ -142,7 +153,8 @@ class Memory:
         if key in self._tables:
             return self._tables[key]
         known = _valid(_SECONDS, self._known[_COSTS].get(key)) or {}
-        # A batch costs at most what a larger one does: else other programs' time was counted, for good.
+        # A batch costs at most what a larger one does: else other programs' time was counted, for
+        # good.
         least_s = itertools.accumulate((known[n] for n in sorted(known, reverse=True)), min)
         return CostTable(dict(zip(sorted(known, reverse=True), least_s, strict=True)))
 
@@ -152,7 +164,9 @@ class Memory:
                 yield table
 
     def _extend(self, table: CostTable, keys: Sequence[str], depth: int) -> None:
-        """Copy the costs of larger batches from the nearest depth, scaled: a table without drafts lacks them."""
+        """Copy the costs of larger batches from the nearest depth, scaled: a table without drafts
+        lacks them.
+        """
         largest = max(table.known, default=0)
         for kept in self._nearest(keys, depth):
             if max(kept.known) <= largest:
@@ -178,17 +192,19 @@ class Memory:
         return [_key({**about, "depth": depth}) for depth in range(_N_DEPTHS)]
 
     def _model_key(self, model: Path, context: ContextOptions) -> str:
-        """Return the key of a model's threads. Layers on a GPU need no threads, so their number is a part of it."""
+        """Return the key of a model's threads. Layers on a GPU need no threads, so their number is
+        a part of it.
+        """
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
         return _key({**about, **_placement(context), "machine": self._machine})
 
 
-class ModelCosts:
+class SessionCosts:
     """The cost tables of a target (None) and its drafts, by their files or words."""
 
-    def __init__(self, options: SessionOptions, memory: Memory) -> None:
+    def __init__(self, options: SessionOptions, measurements: MeasurementStore) -> None:
         self._options = options
-        self._memory = memory
+        self._measurements = measurements
         #: Whether other programs took much of the machine when costs were measured.
         self.was_busy = False
         #: The kind of the target's tables, which its device decides.
@@ -198,18 +214,18 @@ class ModelCosts:
         model, context = self._options.target, self._options.target_context
         if isinstance(draft, Path):
             model, context = draft, self._options.draft_context
-        return with_threads(context, self._memory.threads(model, context))
+        return with_threads(context, self._measurements.threads(model, context))
 
     def table(self, draft: Key | None = None, n_past: int = 0) -> CostTable:
         kind = self.kind if draft is None else CostTable
-        return self._memory.costs(*self._named(draft), n_past, kind)
+        return self._measurements.costs(*self._named(draft), n_past, kind)
 
     def forget(self, draft: Key | None = None) -> None:
-        self._memory.forget_costs(*self._named(draft))
+        self._measurements.forget_costs(*self._named(draft))
 
     def do_not_keep(self, *drafts: Key | None) -> None:
         for draft in drafts:
-            self._memory.do_not_keep_costs(*self._named(draft))
+            self._measurements.do_not_keep_costs(*self._named(draft))
 
     def _named(self, draft: Key | None) -> tuple[Path, ContextOptions]:
         file = draft if isinstance(draft, Path) else self._options.target
@@ -219,13 +235,17 @@ class ModelCosts:
 
 
 def _identity(model: Path) -> str:
-    """Return a model file's identity in any folder: its name and size; only the name if it is missing."""
+    """Return a model file's identity in any folder: its name and size; only the name if it is
+    missing.
+    """
     found = identify(model)
     return f"{found.name}:{found.size_bytes}" if found is not None else model.name
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:
-    """Return the workers and their layers of the model; empty if this machine alone holds all layers."""
+    """Return the workers and their layers of the model; empty if this machine alone holds all
+    layers.
+    """
     workers = context.workers
     return {} if workers is None else {"workers": asdict(replace(workers, timeout_s=0.0))}
 

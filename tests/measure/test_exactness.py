@@ -1,7 +1,8 @@
-"""The checks of `specgen verify`, and the joint draws of tests: they find what is wrong, and nothing where nothing is.
+"""The checks of `specgen verify`, and the joint draws of tests: they find what is wrong, and
+nothing where nothing is.
 
-Level of the sampled checks here: 1e-5 for each test, in some 30 runs without a bug. They would fail by chance with a
-probability below 1e-3; the seeds are fixed.
+Level of the sampled checks here: 1e-5 for each test, in some 30 runs without a bug. They would fail
+by chance with a probability below 1e-3; the seeds are fixed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 
 import specgen.method.loop
 from specgen.llama import LlamaBackend
-from specgen.measure.verify import (
+from specgen.measure.exactness import (
     N_AT_ONCE,
     Difference,
     GreedyResult,
@@ -40,6 +41,8 @@ from tests.helpers.joint_draws import JointDraws, draw_with_models
 from tests.helpers.sessions import options_of
 from tests.helpers.virtual_time import VirtualTime
 from tests.tiny import TinyConfig, write_tiny_model
+
+pytestmark = pytest.mark.slow
 
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
 PROMPTS = tuple(PROMPT[start:] for start in (0, 9, 30, 60))

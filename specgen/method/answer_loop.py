@@ -1,5 +1,6 @@
-"""A whole answer in a loop: its prompt is read, in pieces, before the rounds, and it is summed up after them. (Where it
-ends: `text/answer_state.py`.)"""
+"""A whole answer in a loop: its prompt is read, in pieces, before the rounds, and it is summed up
+after them. (Where it ends: `method/answer_state.py`.)
+"""
 
 from __future__ import annotations
 
@@ -9,16 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 from specgen.errors import BackendError, DecodeEndedError
 from specgen.events import Event, FinishedEvent, Piece, ReadingEvent
+from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Batch
+from specgen.method.cost_table import CostTable
 from specgen.method.draft import NO_DRAFT
 from specgen.method.loop import Loop
-from specgen.method.tables import CostTable
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.answer_state import AnswerState
 
-#: The most tokens of a prompt between two rounds of answers, which wait, or beside one while costs are not known.
-N_READ_BESIDE = 32
-#: A piece counts half after so many tokens of later ones; what is expected counts as so many tokens.
+#: The most tokens of a prompt between two rounds of answers, which wait, or beside one while costs
+#: are not known.
+N_PREFILL_ALONGSIDE = 32
+#: A piece counts half after so many tokens of later ones; what is expected counts as so many
+#: tokens.
 _N_REMEMBERED, _N_EXPECTED = 8192, 128
 #: Behind how many tokens reading one takes twice as long as at the beginning, in models of 1.5B.
 _N_DOUBLING = 5000.0
@@ -26,12 +29,15 @@ _N_DOUBLING = 5000.0
 _SHORTEST_COMPARED = 30
 
 
-class ReadingCosts:
-    """What reading prompts costs. A token takes longer the deeper it is, since attention sees all before it: two
-    numbers, fitted to the latest pieces, tell how long. While these were of one depth, `_N_DOUBLING` is a guess."""
+class PrefillCosts:
+    """What reading prompts costs. A token takes longer the deeper it is, since attention sees all
+    before it: two numbers, fitted to the latest pieces, tell how long. While these were of one
+    depth, `_N_DOUBLING` is a guess.
+    """
 
     def __init__(self) -> None:
-        #: Fading sums of least squares over tokens: their number, depth and its square, seconds, seconds by depth.
+        #: Fading sums of least squares over tokens: their number, depth and its square, seconds,
+        #: seconds by depth.
         self._sums = [0.0] * 5
 
     def observe(self, start: int, n: int, seconds: float) -> None:
@@ -43,7 +49,9 @@ class ReadingCosts:
             self._sums = [kept * old + each for old, each in zip(self._sums, new, strict=True)]
 
     def seconds(self, start: int, end: int) -> float:
-        """Return how long reading from one place to another is expected to take; 0 while nothing is known."""
+        """Return how long reading from one place to another is expected to take; 0 while nothing is
+        known.
+        """
         n, depth, squares, seconds, moment = self._sums
         if not n or end <= start:
             return 0.0
@@ -58,8 +66,8 @@ class AnswerLoop(Loop):
     """A loop that also reads the prompts of its answers, and sums their answers up."""
 
     @functools.cached_property
-    def reading(self) -> ReadingCosts:
-        return ReadingCosts()
+    def reading(self) -> PrefillCosts:
+        return PrefillCosts()
 
     def run(self, answer: AnswerState) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raise the error that ends it early."""
@@ -68,7 +76,7 @@ class AnswerLoop(Loop):
         if answer.failure is not None:
             raise answer.failure
 
-    def decode_beside(
+    def decode_alongside(
         self,
         answer: AnswerState,
         costs: CostTable,
@@ -76,11 +84,12 @@ class AnswerLoop(Loop):
         active: Sequence[AnswerState],
         events: list[Event],
     ) -> tuple[Logits, Hidden | None, float]:
-        """Decode a round's batch, and in it as much of the prompt of `answer` as the `costs` of batches allow: a row
-        has the same logits in any batch."""
+        """Decode a round's batch, and in it as much of the prompt of `answer` as the `costs` of
+        batches allow: a row has the same logits in any batch.
+        """
         n_own, before_s = len(batch), self.target.decode_s
-        events += self.begin_reading(answer, self.clock())
-        n_most, n_batch, is_last = N_READ_BESIDE, self.target.n_batch, False
+        events += self.begin_prefill(answer, self.clock())
+        n_most, n_batch, is_last = N_PREFILL_ALONGSIDE, self.target.n_batch, False
         if costs:  # as long as the round's own rows: running answers keep half of their pace
             sizes, limit_s = range(1, n_batch), 2 * costs.seconds(n_own)
             n_most = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_own + n))
@@ -104,12 +113,13 @@ class AnswerLoop(Loop):
         n_most: int | None = None,
         is_unwanted: Callable[[], bool] = lambda: False,
     ) -> list[Event]:
-        """Decode a piece of a prompt, of at most `n_most` tokens; after the last one, commit the first token. The
-        answer ends in the middle of the decode if it `is_unwanted`."""
+        """Decode a piece of a prompt, of at most `n_most` tokens; after the last one, commit the
+        first token. The answer ends in the middle of the decode if it `is_unwanted`.
+        """
         if answer.is_finished:
             return []
         started, target_s = self.clock(), self.target.decode_s
-        events = self.begin_reading(answer, started)
+        events = self.begin_prefill(answer, started)
         if self._interrupted() and not answer.is_finished:
             events += answer.interrupt(self.now_s)
         logits, scored = None, tuple[Piece, ...]()
@@ -117,12 +127,12 @@ class AnswerLoop(Loop):
             batch, n_batch = Batch(), self.target.n_batch
             is_scored = answer.options.prompt_logprobs
             n_batch = min(n_batch, self.target.n_outputs) if is_scored else n_batch
-            if self.target.length(answer.slot.first) in answer.reading_stops:
+            if self.target.length(answer.slot.first) in answer.prefill_stops:
                 self.target.anchor(answer.slot.first)
             is_last = self.add_piece(batch, answer, min(n_most or n_batch, n_batch))
             if is_scored:
                 batch.wants_logits = [True] * len(batch)
-            if answer.n_read > 0 and len(batch) > N_READ_BESIDE:  # a state to go back to
+            if answer.n_read > 0 and len(batch) > N_PREFILL_ALONGSIDE:  # a state to go back to
                 self.target.checkpoint(answer.slot.first)
             self.target.is_unwanted = lambda: self._interrupted() or is_unwanted()
             try:
@@ -136,11 +146,13 @@ class AnswerLoop(Loop):
         target_s = self.target.decode_s - target_s
         return events + self.after_piece(answer, logits, target_s, started, scored)
 
-    def begin_reading(self, answer: AnswerState, started: float) -> list[Event]:
-        """Note when the first piece of a prompt is read, and commit what a grammar forces before any logits."""
-        if answer.read_since_s is not None:
+    def begin_prefill(self, answer: AnswerState, started: float) -> list[Event]:
+        """Note when the first piece of a prompt is read, and commit what a grammar forces before
+        any logits.
+        """
+        if answer.prefill_started_s is not None:
             return []
-        answer.read_since_s = started
+        answer.prefill_started_s = started
         answer.n_cached = answer.n_read = self.target.length(answer.slot.first)
         reading = [self._reading(answer)] if answer.options.reports_reading else []
         events = answer.take_forced(started - self._started_s)
@@ -149,11 +161,12 @@ class AnswerLoop(Loop):
         return [*reading, *events]
 
     def add_piece(self, batch: Batch, answer: AnswerState, n_most: int) -> bool:
-        """Add the next tokens of the text that the cache lacks to a batch. Return whether these are the last ones,
-        whose last row wants logits."""
+        """Add the next tokens of the text that the cache lacks to a batch. Return whether these are
+        the last ones, whose last row wants logits.
+        """
         text, first = answer.tokens, answer.slot.first
         start = self.target.length(first)
-        n_most = min([n_most, *(stop - start for stop in answer.reading_stops if stop > start)])
+        n_most = min([n_most, *(stop - start for stop in answer.prefill_stops if stop > start)])
         for offset, token in enumerate(text[start : start + n_most]):
             batch.add(token, start + offset, (first,), False)
         is_last = start + n_most >= len(text)
@@ -168,8 +181,10 @@ class AnswerLoop(Loop):
         started: float,
         scored: tuple[Piece, ...] = (),
     ) -> list[Event]:
-        """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored` are its tokens, if
-        with log-probabilities. After the last, whose `logits` are float32[1, n_vocab], commit the first token."""
+        """Record a piece of a prompt, which took `target_s` of the target since `started`; `scored`
+        are its tokens, if with log-probabilities. After the last, whose `logits` are float32[1,
+        n_vocab], commit the first token.
+        """
         tally, n_held = answer.tally, self.target.length(answer.slot.first)
         self.reading.observe(answer.n_read, n_held - answer.n_read, target_s)
         answer.n_read = min(n_held, answer.n_prompt)
@@ -183,8 +198,8 @@ class AnswerLoop(Loop):
         now = self.clock()
         tally.add_prompt(target_s, now - started, len(answer.tokens) - answer.n_prompt)
         if answer.is_started and tally.time_to_first_token_s is None:
-            assert answer.read_since_s is not None
-            tally.time_to_first_token_s = now - answer.read_since_s
+            assert answer.prefill_started_s is not None
+            tally.time_to_first_token_s = now - answer.prefill_started_s
         is_last = answer.is_started or answer.is_finished
         if is_last and not (scored or answer.options.reports_reading):
             return events
@@ -204,8 +219,9 @@ class AnswerLoop(Loop):
         )
 
     def finish(self, answer: AnswerState, costs: CostTable) -> FinishedEvent:
-        """Return the summary of a finished answer. One that had drafts, and is not so short that noise would decide,
-        is compared with plain decoding by the `costs` of the target's batches."""
+        """Return the summary of a finished answer. One that had drafts, and is not so short that
+        noise would decide, is compared with plain decoding by the `costs` of the target's batches.
+        """
         is_compared = answer.tally.n_drafted and answer.n_answer >= _SHORTEST_COMPARED
         token_s = answer.tally.priced_token_s(costs) if is_compared else None
         return answer.finished_event(self.now_s, token_s)

@@ -1,4 +1,6 @@
-"""`specgen bench`: ways to draft and plain decoding answer the same prompts in turns, and the figures of each."""
+"""`specgen bench`: ways to draft and plain decoding answer the same prompts in turns, and the
+figures of each.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from specgen.system.files import as_json
 from specgen.system.progress import measured_gain
 
 if TYPE_CHECKING:
-    from specgen.session.memory import Memory
+    from specgen.session.measurement_store import MeasurementStore
     from specgen.session.session import Session
     from specgen.system.progress import Progress
 
@@ -50,7 +52,9 @@ class Entry:
 def find_drafts(
     target: str | None, drafts: Sequence[str], *, quiet: bool
 ) -> tuple[Path, list[Stages]]:
-    """Find a target and its drafts, each with its own behind plus signs; by default `specgen run`'s, and n-grams."""
+    """Find a target and its drafts, each with its own behind plus signs; by default `specgen
+    run`'s, and n-grams.
+    """
     named = map(_stages, drafts or [""])
     found = [find_models(staged(target, draft, None), quiet=quiet) for draft in named]
     stages = [(each.draft, *each.helpers) for each in found]
@@ -72,14 +76,15 @@ def entries_of(
     policies: Sequence[PolicyName],
     trees: Sequence[TreeShape],
     temperatures: Sequence[float],
-    known: Memory,
+    known: MeasurementStore,
 ) -> list[Entry]:
-    """Return for each temperature plain decoding and every draft with every policy and tree. `base` has the options
-    that all share; `known` has the numbers of threads that `specgen run` would use."""
-    from specgen.session.memory import ModelCosts
+    """Return for each temperature plain decoding and every draft with every policy and tree. `base`
+    has the options that all share; `known` has the numbers of threads that `specgen run` would use.
+    """
+    from specgen.session.measurement_store import SessionCosts
 
     def with_threads(options: SessionOptions) -> SessionOptions:
-        costs, draft, context = ModelCosts(options, known), options.draft, options.draft_context
+        costs, draft, context = SessionCosts(options, known), options.draft, options.draft_context
         context = costs.context_options(draft) if isinstance(draft, Path) else context
         return replace(options, target_context=costs.context_options(), draft_context=context)
 
@@ -125,7 +130,9 @@ def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The measurements of one answer; None means not reported. `tokens_per_s` is after the first token."""
+    """The measurements of one answer; None means not reported. `tokens_per_s` is after the first
+    token.
+    """
 
     text: str
     n_tokens: int
@@ -145,7 +152,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What answers prompts as typed. `answer` raises `PromptError` if one does not fit, or another error at the end."""
+    """What answers prompts as typed. `answer` raises `PromptError` if one does not fit, or another
+    error at the end.
+    """
 
     temperature: float
     name: str
@@ -185,7 +194,9 @@ def contender_of(
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An answer. `prompt` is its number in the file; `round` counts passes through all prompts, from 1."""
+    """An answer. `prompt` is its number in the file; `round` counts passes through all prompts,
+    from 1.
+    """
 
     temperature: float
     contender: str
@@ -197,7 +208,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a contender has no more turns (a prompt, if it is plain): it could not answer `prompt` (None: warm up)."""
+    """Why a contender has no more turns (a prompt, if it is plain): it could not answer `prompt`
+    (None: warm up).
+    """
 
     temperature: float
     contender: str
@@ -207,7 +220,9 @@ class Failure:
 
 @dataclass(slots=True)
 class Runs:
-    """The results and failures so far, what ended the measurement, and the share of the cores that others took."""
+    """The results and failures so far, what ended the measurement, and the share of the cores that
+    others took.
+    """
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -226,8 +241,10 @@ def take_turns(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Add all contenders' answers to all prompts to `runs`, each prompt by all in turn, plain decoding first: a slow
-    moment slows all. Raise the error of plain decoding, and `PromptError` if no prompt could be answered."""
+    """Add all contenders' answers to all prompts to `runs`, each prompt by all in turn, plain
+    decoding first: a slow moment slows all. Raise the error of plain decoding, and `PromptError` if
+    no prompt could be answered.
+    """
     turns: list[tuple[int, BenchPrompt | None, Contender]] = [
         (0, None, each) for each in contenders
     ]
@@ -267,7 +284,9 @@ def take_turns(
 
 
 def _in_turn(contenders: Sequence[Contender], turn: int) -> Iterator[Contender]:
-    """Yield plain decoding of each temperature, and the others rotated: none always follows the same one."""
+    """Yield plain decoding of each temperature, and the others rotated: none always follows the
+    same one.
+    """
     for temperature in dict.fromkeys(each.temperature for each in contenders):
         plain, *others = (each for each in contenders if each.temperature == temperature)
         start = turn % len(others) if others else 0
@@ -283,7 +302,9 @@ def measure(
     progress: Progress = lambda _what, _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Runs:
-    """Measure all entries, each with its own models: none gains by what others learn. An error ends it early."""
+    """Measure all entries, each with its own models: none gains by what others learn. An error ends
+    it early.
+    """
     from specgen.session.session import Session
     from specgen.system.machine import LoadOfOthers
 
@@ -318,8 +339,10 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A contender's figures, of all prompts or of a category; None means unknown. `speedup` over plain decoding is a
-    geometric mean, `worst_speedup` that of the worst prompt; `tokens_per_s` and `first_token` are medians."""
+    """A contender's figures, of all prompts or of a category; None means unknown. `speedup` over
+    plain decoding is a geometric mean, `worst_speedup` that of the worst prompt; `tokens_per_s` and
+    `first_token` are medians.
+    """
 
     temperature: float
     contender: str

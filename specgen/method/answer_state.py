@@ -1,4 +1,6 @@
-"""The state of one answer: its tokens, its text, when it ends, and its counts and times for the summary."""
+"""The state of one answer: its tokens, its text, when it ends, and its counts and times for the
+summary.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,29 @@ from specgen.events import (
     TokenLogprob,
     VerifiedEvent,
 )
+from specgen.method.cascade import Cascade
+from specgen.method.cost_table import FREE, CostTable
 from specgen.method.draft import ROOT, Branches, Draft
-from specgen.method.drafter import TargetStates
+from specgen.method.drafter import HiddenStateSink
 from specgen.method.policy import Offer, Policy, RoundResult
-from specgen.method.tables import FREE, CostTable
-from specgen.method.verify import Verdict, Verifier
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
+from specgen.method.verifiers import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits, best
 from specgen.text.sampling.chain import log_probabilities
-from specgen.text.text_state import Cascade, Shaper, TextState, TextStream
+from specgen.text.text_stream import TextStream
 from specgen.text.vocabulary import Vocabulary
 
-#: The expected tokens of an answer that has just begun: for few, reading the prompt does not pay off.
+#: The expected tokens of an answer that has just begun: for few, reading the prompt does not pay
+#: off.
 _N_EXPECTED = 8
 _NOT_KNOWN = "not known: plain decoding was measured while the machine was slower"
-#: The least equal decodes of a kind, and in all, from which their noise is learnt; else it is usual.
+#: The least equal decodes of a kind, and in all, from which their noise is learnt; else it is
+#: usual.
 _MIN_OF_A_KIND, _MIN_DECODES, _USUAL_NOISE = 3, 6, 0.1
-#: The least uncertainty of a comparison with plain decoding, whose price was measured at another moment.
+#: The least uncertainty of a comparison with plain decoding, whose price was measured at another
+#: moment.
 _LEAST_ERROR = 0.1
 #: A speed-up may exceed the tokens per pass by this factor before it counts as impossible.
 _LEEWAY = 1.05
@@ -50,7 +58,9 @@ _LEEWAY = 1.05
 
 @dataclass(slots=True)
 class Tally:
-    """Counts and times, in seconds, of one generation. Fields with a name of `FinishedEvent` have its meaning."""
+    """Counts and times, in seconds, of one generation. Fields with a name of `FinishedEvent` have
+    its meaning.
+    """
 
     n_rounds: int = 0
     n_forced: int = 0
@@ -134,7 +144,9 @@ class Tally:
         return found
 
     def speed(self, n_tokens: int) -> float | None:
-        """Return the tokens per second, without the prompt's decode and the tokens that came with it."""
+        """Return the tokens per second, without the prompt's decode and the tokens that came with
+        it.
+        """
         if n_tokens <= self.n_start_tokens or self.wall_s <= self.start_s:
             return None
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
@@ -146,8 +158,10 @@ class Tally:
         return (self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s) / self.wall_s
 
     def speedup_error(self) -> float:
-        """Return two standard errors of the speed-up, as a share of it. Plain decoding counts as one measurement, this
-        answer as all its rounds; both vary as equal decodes do here, without the sixth at either end."""
+        """Return two standard errors of the speed-up, as a share of it. Plain decoding counts as
+        one measurement, this answer as all its rounds; both vary as equal decodes do here, without
+        the sixth at either end.
+        """
         ratios: list[float] = []
         for each in self.target_s_by_rows.values():
             if len(each) >= _MIN_OF_A_KIND and min(each) > 0.0:
@@ -161,8 +175,10 @@ class Tally:
         return max(_LEAST_ERROR, 2.0 * noise * math.sqrt(1 + 1 / n_rounds))
 
     def priced_token_s(self, costs: CostTable) -> float | None:
-        """Return the mean time of a token without drafts, by the costs of the target's batches at the machine's speed
-        during this answer, shared by the sequences of a round; None if nothing was measured."""
+        """Return the mean time of a token without drafts, by the costs of the target's batches at
+        the machine's speed during this answer, shared by the sequences of a round; None if nothing
+        was measured.
+        """
         if not costs or not self.n_round_tokens:
             return None
         expected_s = sum(len(each) * costs.seconds(n) for n, each in self.target_s_by_rows.items())
@@ -190,9 +206,11 @@ def interrupted_event(index: int, time_s: float, n_prompt: int) -> FinishedEvent
 
 @dataclass(slots=True)
 class AnswerState:
-    """The state of one answer, which the loop changes. `n_ctx` is the most tokens, prompt and answer together. `cascade`
-    is None if nothing drafts, or drafting failed (`why_undrafted`). `trail` takes the target's hidden states for
-    drafters. `ends` are tokens that end it besides the vocabulary's. `failure` ended it early."""
+    """The state of one answer, which the loop changes. `n_ctx` is the most tokens, prompt and
+    answer together. `cascade` is None if nothing drafts, or drafting failed (`why_undrafted`).
+    `trail` takes the target's hidden states for drafters. `ends` are tokens that end it besides the
+    vocabulary's. `failure` ended it early.
+    """
 
     vocabulary: Vocabulary
     options: GenerationOptions
@@ -200,13 +218,13 @@ class AnswerState:
     cascade: Cascade | None
     policy: Policy
     verifier: Verifier
-    shaper: Shaper
+    shaper: SamplingPipeline
     state: TextState
     rng: np.random.Generator
     slot: Branches = field(default_factory=Branches)
     index: int = 0
     ends: frozenset[int] = frozenset()
-    trail: TargetStates | None = None
+    hidden_states: HiddenStateSink | None = None
     why_undrafted: Literal["off", "failed"] = "off"
     #: All committed tokens, prompt and answer: those of `state`.
     tokens: list[int] = field(init=False)
@@ -217,14 +235,15 @@ class AnswerState:
     stopped_by: str | None = None
     failure: SpecgenError | None = None
     n_prompt: int = field(init=False)
-    #: The prompt tokens that the cache held already, those of them that came from the disk, and what it holds now.
+    #: The prompt tokens that the cache held already, those of them that came from the disk, and
+    #: what it holds now.
     n_cached: int = 0
     n_loaded: int = 0
     n_read: int = 0
     #: Lengths of the text at which a piece of the prompt ends, so that its state can be kept.
-    reading_stops: tuple[int, ...] = ()
+    prefill_stops: tuple[int, ...] = ()
     #: The clock's time when the first piece of the prompt was read; None before.
-    read_since_s: float | None = None
+    prefill_started_s: float | None = None
     #: Whether the prompt is read, and the first token committed.
     is_started: bool = False
     #: The number of the answer's tokens, without the one that ended it.
@@ -247,7 +266,9 @@ class AnswerState:
         return self.tokens[self.n_prompt : self.n_prompt + self.n_answer]
 
     def offer(self, n_most: int) -> Offer:
-        """Return what is known before a round of at most `n_most` drafted tokens; the free drafter proposes now."""
+        """Return what is known before a round of at most `n_most` drafted tokens; the free drafter
+        proposes now.
+        """
         cascade, n_draftable = self.cascade, max(0, self.n_ctx - len(self.tokens))
         assert cascade is not None, "something drafts"
         if self.options.max_tokens >= 0:  # the target adds a token of its own
@@ -261,8 +282,10 @@ class AnswerState:
         return Offer(n_left, n_most, found, cascade.model_name, price, n_nodes)
 
     def commit(self, token: int) -> str:
-        """Add the target's next token, and return the text that may be shown; `finish_reason` says if the answer ends
-        here. Only here can its content end it, a token at a time, so that a draft cannot move the end."""
+        """Add the target's next token, and return the text that may be shown; `finish_reason` says
+        if the answer ends here. Only here can its content end it, a token at a time, so that a
+        draft cannot move the end.
+        """
         self.state.commit(token)
         if self.vocabulary.is_end(token) or token in self.ends:
             self.finish("stop", self.vocabulary.token_text(token))
@@ -285,8 +308,10 @@ class AnswerState:
         now_s: float,
         result: RoundResult | None = None,
     ) -> list[Event]:
-        """Commit a draft's accepted path, the target's token and forced ones, up to the answer's end. `logits` are
-        those at the root and each node; `result` is None for the prompt. Return the events."""
+        """Commit a draft's accepted path, the target's token and forced ones, up to the answer's
+        end. `logits` are those at the root and each node; `result` is None for the prompt. Return
+        the events.
+        """
         number = 0 if result is None else self.tally.n_rounds + 1
         own_kind: TokenKind = "plain"
         events: list[Event] = []
@@ -319,7 +344,9 @@ class AnswerState:
         return [*events, self._committed(pieces, now_s, number, result)]
 
     def take_forced(self, now_s: float) -> list[Event]:
-        """Commit the tokens that the grammar forces before the prompt is read; return the event, if any."""
+        """Commit the tokens that the grammar forces before the prompt is read; return the event, if
+        any.
+        """
         pieces = self._forced() if self.options.max_tokens else []
         return [self._committed(pieces, now_s)] if pieces else []
 
@@ -363,7 +390,9 @@ class AnswerState:
         return TokenLogprob(token, text, logprob, tuple(data))
 
     def scored_prompt(self, start: int, logits: Logits) -> tuple[Piece, ...]:
-        """Return the prompt's tokens with log-probabilities, by rows from `start` on, if they were asked for."""
+        """Return the prompt's tokens with log-probabilities, by rows from `start` on, if they were
+        asked for.
+        """
         pieces = []
         for place in range(start + (start > 0), min(start + len(logits) + 1, self.n_prompt)):
             token = self.tokens[place]
@@ -379,7 +408,9 @@ class AnswerState:
     def _rejected_branches(
         self, draft: Draft, accepted: tuple[int, ...]
     ) -> tuple[RejectedBranch, ...]:
-        """Return the rejected branches, one for each leaf. Called before the commit: one may start inside a character."""
+        """Return the rejected branches, one for each leaf. Called before the commit: one may start
+        inside a character.
+        """
         if len(accepted) == len(draft):
             return ()
         token_bytes = self.vocabulary.token_bytes

@@ -7,11 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
-from specgen.measure.trial import Baseline, Replay, TargetAnswer, agreeing_path, replay, summarise
+from specgen.measure.draft_trial import (
+    Baseline,
+    Replay,
+    TargetAnswer,
+    agreeing_path,
+    replay,
+    summarise,
+)
+from specgen.method.answer_state import Tally
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
 from specgen.options import DraftOptions, GenerationOptions
-from specgen.text.answer_state import Tally
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,

@@ -7,14 +7,17 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from specgen.method.backend import Backend
 from specgen.system.arrays import Hidden
-from specgen.text.text_state import n_common
+from specgen.text.overlap import common_prefix_length
 
-#: The most states that wait for a draft to read them, and of those it has read, for a text that goes back.
+#: The most states that wait for a draft to read them, and of those it has read, for a text that
+#: goes back.
 _N_UNREAD, _N_KEPT = 256, 32
 
 
-class HiddenTrail:
-    """The target's hidden states after the last tokens that it has read. The next answer often continues the text."""
+class HiddenStateBuffer:
+    """The target's hidden states after the last tokens that it has read. The next answer often
+    continues the text.
+    """
 
     all_rows: ClassVar[bool] = True
 
@@ -34,9 +37,14 @@ class HiddenTrail:
             return None
         return self.states[index - self.first]
 
-    def begin(self, text: Sequence[int], others: Iterable[HiddenTrail] = ()) -> None:
-        """Begin another text, with the states of its beginning that this trail, or one of the `others`, knows."""
-        lengths = {trail: n_common(trail.tokens, text) for trail in (self, *others)}
+    def begin(self, text: Sequence[int], others: Iterable[HiddenStateBuffer] = ()) -> None:
+        """Begin another text, with the states of its beginning that this trail, or one of the
+        `others`, knows.
+        """
+        lengths = {
+            hidden_states: common_prefix_length(hidden_states.tokens, text)
+            for hidden_states in (self, *others)
+        }
         best = max(lengths, key=lengths.__getitem__)
         self.tokens, self.states, self.first = best.tokens[:], best.states[:], best.first
         self.rewind(lengths[best])
@@ -71,20 +79,26 @@ class HiddenTrail:
 
 @runtime_checkable
 class StatesBackend(Backend, Protocol):
-    """A context of what drafts from the target's states, which come before its rows (`Batch.hidden`)."""
+    """A context of what drafts from the target's states, which come before its rows
+    (`Batch.hidden`).
+    """
 
     @property
-    def trails(self) -> Sequence[HiddenTrail]:
+    def hidden_states_by_slot(self) -> Sequence[HiddenStateBuffer]:
         """The target's states along the text of each slot."""
         ...
 
     def state(self, sequence: int) -> Hidden:
-        """Return the state of the sequence's last row that wanted logits, float32[n_embd]; the next row reads it."""
+        """Return the state of the sequence's last row that wanted logits, float32[n_embd]; the next
+        row reads it.
+        """
         ...
 
 
-class LastHidden:
-    """The target's final hidden state behind the last token it has read, which decoder heads draft from."""
+class LastHiddenState:
+    """The target's final hidden state behind the last token it has read, which decoder heads draft
+    from.
+    """
 
     all_rows: ClassVar[bool] = False
 

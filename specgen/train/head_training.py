@@ -1,8 +1,10 @@
 """Decoder heads trained on a target's own text, with JAX.
 
-Ridge regression finds a linear map to the target's next hidden state: little text suffices. Then gradient descent
-minimises the cross-entropy with the target's own distribution, several tokens ahead. (Distillation as in DistillSpec,
-Zhou et al., arXiv:2310.08461; unrolled as in a recurrent drafter, Cheng et al., arXiv:2403.09919.)"""
+Ridge regression finds a linear map to the target's next hidden state: little text suffices. Then
+gradient descent minimises the cross-entropy with the target's own distribution, several tokens
+ahead. (Distillation as in DistillSpec, Zhou et al., arXiv:2310.08461; unrolled as in a recurrent
+drafter, Cheng et al., arXiv:2403.09919.)
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ from specgen.train.training_loop import (
 
 #: The number of tokens that heads can guess: those of the text, then low ids, which are frequent.
 N_FREQUENT = 32_768
-#: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
+#: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are
+#: trained for.
 N_INNER, N_AHEAD = 1024, 3
 #: The weight of a token's loss, relative to the token before it; tokens in a step.
 _FADING, _N_BATCH = 0.8, 256
@@ -69,7 +72,9 @@ class TrainedHeads:
 
 
 class _Samples(NamedTuple):
-    """Rows of a hidden state, the token chosen from it and the next ones, the next state, and likely tokens later."""
+    """Rows of a hidden state, the token chosen from it and the next ones, the next state, and
+    likely tokens later.
+    """
 
     hidden: FloatArray  # [n, n_embd]
     tokens: NDArray[np.int32]  # [n, 1 + N_AHEAD]
@@ -81,8 +86,10 @@ class _Samples(NamedTuple):
 def train_heads(
     text: TargetText, target: Path, model: LlamaModel, output: Path, budget: Budget
 ) -> TrainedHeads | None:
-    """Train heads for `model` on its own text, and write those that agreed best on held-back answers; None if
-    interrupted. Raise `UsageError` for too little text or a wrong `n_embd`, `ModelFileError`, `OutputError`."""
+    """Train heads for `model` on its own text, and write those that agreed best on held-back
+    answers; None if interrupted. Raise `UsageError` for too little text or a wrong `n_embd`,
+    `ModelFileError`, `OutputError`.
+    """
     learnt, judged = _samples(text, held_back=False), _samples(text, held_back=True)
     n_learnt, n_judged = len(learnt.hidden), len(judged.hidden)
     if n_learnt < _LEAST_SAMPLES or n_judged < _LEAST_JUDGED:
@@ -155,7 +162,8 @@ class _Trainer:
         self._index[tokens] = np.arange(len(tokens))
         own, output = model_rows(target, tokens)
         own /= np.sqrt(np.square(own).mean())
-        #: The embeddings of the frequent tokens at one scale, and a last row, their mean, for all others.
+        #: The embeddings of the frequent tokens at one scale, and a last row, their mean, for all
+        #: others.
         self.embeddings: FloatArray = np.concatenate([own, own.mean(axis=0, keepdims=True)])
         #: The output matrix for scaled states (V in `decoder_heads`).
         self.output: FloatArray = output / np.float32(self.scale)
@@ -182,7 +190,9 @@ class _Trainer:
         return {name: np.array(values) for name, values in self.parameters.items()}
 
     def _linear_map(self) -> FloatArray:
-        """Fit the linear map of (state, embedding, 1) to the next state: float32[2 n_embd + 1, n_embd]."""
+        """Fit the linear map of (state, embedding, 1) to the next state: float32[2 n_embd + 1,
+        n_embd].
+        """
         learnt = self._learnt
         n_embd = learnt.hidden.shape[1]
         gram = np.zeros((2 * n_embd + 1, 2 * n_embd + 1), np.float64)
@@ -249,8 +259,10 @@ def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
 def _step(
     parameters: Any, moments: Any, states: Any, output: Any, wanted: Any, rate: float
 ) -> tuple[Any, Any]:
-    """Return parameters and moments after a step, from hidden states and embeddings ahead, float32[n, N_AHEAD, n_embd],
-    an `output` matrix and bias, and the `wanted` shares of columns at each place ahead, [n, N_AHEAD, n_top]."""
+    """Return parameters and moments after a step, from hidden states and embeddings ahead,
+    float32[n, N_AHEAD, n_embd], an `output` matrix and bias, and the `wanted` shares of columns at
+    each place ahead, [n, N_AHEAD, n_top].
+    """
     (state, embedded), (matrix, bias), (columns, shares) = states, output, wanted
 
     def loss(parameters: Any) -> jax.Array:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.text.text_state import TextState, TextStream
+from specgen.method.text_state import TextState
+from specgen.text.text_stream import TextStream
 
 #: Few letters, so that stop strings and their beginnings turn up.
 LETTERS = st.text(alphabet="abé😀", max_size=30)
@@ -121,7 +122,9 @@ def test_a_preview_keeps_nothing() -> None:
 @settings(max_examples=80)
 @given(st.data())
 def test_a_history_is_the_end_of_the_text_and_the_path(data: st.DataObject) -> None:
-    """However the text grows, over many times the room that there is at first; a path leaves nothing behind."""
+    """However the text grows, over many times the room that there is at first; a path leaves
+    nothing behind.
+    """
     text = list(range(5))
     state = TextState(text)
     for _ in range(data.draw(st.integers(1, 12))):

@@ -1,4 +1,6 @@
-"""Costs where recorded graphs are replayed while batches keep their size, and drafts that are decoded row by row."""
+"""Costs where recorded graphs are replayed while batches keep their size, and drafts that are
+decoded row by row.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from types import SimpleNamespace as Namespace
 import pytest
 
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.graphs import GraphCosts, replays_graphs
+from specgen.llama.cuda_graphs import GraphCostTable, replays_graphs
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from tests.tiny import TinyConfig, write_tiny_model
@@ -35,7 +37,7 @@ class Device:
         return took_s
 
 
-def drafted(costs: GraphCosts, device: Device, gains: list[int]) -> list[bool]:
+def drafted(costs: GraphCostTable, device: Device, gains: list[int]) -> list[bool]:
     """Whether a draft of four tokens is verified in each round, by the tokens that it would gain."""
     found = []
     for gain in gains:
@@ -47,7 +49,7 @@ def drafted(costs: GraphCosts, device: Device, gains: list[int]) -> list[bool]:
 
 
 def test_single_drafts_are_not_worth_a_change_of_size() -> None:
-    costs, device = GraphCosts(SECONDS, n_layer=40), Device()
+    costs, device = GraphCostTable(SECONDS, n_layer=40), Device()
     found = drafted(costs, device, [0, 0, 0, 0, 0, 1] * 30)
     plain_s = len(found) * SECONDS[1] + LAUNCH_S + RECORD_S
     assert device.seconds - SECONDS[1] * sum(found) < 1.02 * plain_s
@@ -55,7 +57,7 @@ def test_single_drafts_are_not_worth_a_change_of_size() -> None:
 
 
 def test_drafts_in_a_row_are() -> None:
-    costs, device = GraphCosts(SECONDS, n_layer=40), Device()
+    costs, device = GraphCostTable(SECONDS, n_layer=40), Device()
     found = drafted(costs, device, [0] * 20 + [3] * 40 + [0] * 20 + [3] * 20)
     assert sum(found[20:60]) == 40
     assert not any(found[:20] + found[60:80])
@@ -63,7 +65,7 @@ def test_drafts_in_a_row_are() -> None:
 
 
 def test_changes_say_nothing_of_what_a_size_costs() -> None:
-    costs, device = GraphCosts(SECONDS, n_layer=40), Device()
+    costs, device = GraphCostTable(SECONDS, n_layer=40), Device()
     for n_rows in [1, 5, 1, 1, 5, 5] * 20:
         costs.observe(n_rows, device.decode(n_rows))
     assert costs.known == pytest.approx(SECONDS)
@@ -73,7 +75,7 @@ def test_changes_say_nothing_of_what_a_size_costs() -> None:
 
 
 def test_several_answers_at_once_share_a_batch_as_everywhere() -> None:
-    costs = GraphCosts(SECONDS, n_layer=40)
+    costs = GraphCostTable(SECONDS, n_layer=40)
     costs.observe(5, 0.015, 5)
     assert costs.seconds_each(1) == pytest.approx(0.003)
 
@@ -83,8 +85,8 @@ def test_no_graphs_are_replayed_on_a_cpu_or_where_they_are_off(
 ) -> None:
     model = LlamaModel(write_tiny_model(tmp_path / "tiny.gguf", TinyConfig()))
     devices = ["CPU"]
-    monkeypatch.setattr("specgen.llama.graphs.native_devices", lambda: devices)
-    monkeypatch.setattr("specgen.llama.graphs.device_of", lambda name: Namespace(name=name))
+    monkeypatch.setattr("specgen.llama.cuda_graphs.native_devices", lambda: devices)
+    monkeypatch.setattr("specgen.llama.cuda_graphs.device_of", lambda name: Namespace(name=name))
     assert not replays_graphs(model, -1)
     devices.append("CUDA0")
     counts = (-1, model.n_layer + 1, 0, model.n_layer)

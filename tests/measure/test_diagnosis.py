@@ -12,11 +12,13 @@ import pytest
 
 from specgen.cli import app
 from specgen.errors import BackendError, ModelFileError
-from specgen.measure import doctor
+from specgen.measure import diagnosis as doctor
 from specgen.models.files import cache_folder
 from specgen.system.machine import REBUILD, REQUIRED_VERSION, Build
 from tests.helpers.common import posix
 from tests.tiny import TinyConfig, write_tiny_model
+
+pytestmark = pytest.mark.slow
 
 
 def python(program: str) -> list[str]:
@@ -28,7 +30,7 @@ def dying(number: signal.Signals, *, task: str = "") -> list[str]:
     """A child that does its work, but kills itself where `task` is among its arguments."""
     return python(
         "import os, sys\n"
-        "from specgen.measure.doctor import child_main\n"
+        "from specgen.measure.diagnosis import child_main\n"
         f"if {task!r} in ['', *sys.argv]: os.kill(os.getpid(), {int(number)})\n"
         "child_main(sys.argv[1:])"
     )
@@ -117,7 +119,7 @@ def test_without_llama_cpp_the_hint_says_how_to_install_it(
     (tmp_path / "llama_cpp.py").write_text(f"raise {error}('libllama.so: not found')")
     child = python(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from specgen.measure.doctor import child_main\n"
+        "from specgen.measure.diagnosis import child_main\n"
         "child_main(sys.argv[1:])"
     )
     monkeypatch.setattr(doctor, "CHILD_COMMAND", child)

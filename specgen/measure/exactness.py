@@ -1,8 +1,10 @@
-"""The two questions of `specgen verify`, asked of the user's own pair: are greedy texts equal, and do draws fit?
+"""The two questions of `specgen verify`, asked of the user's own pair: are greedy texts equal, and
+do draws fit?
 
-Answers come from the engine, as everywhere else. With specgen's kernels a row of logits has the same bits in a batch
-as alone, so the texts are equal and any difference is a defect. llama.cpp's own code may round a row differently in
-a batch: where two tokens are almost equally likely, that can turn the choice (a *near-tie*), in plain decoding too.
+Answers come from the engine, as everywhere else. With specgen's kernels a row of logits has the
+same bits in a batch as alone, so the texts are equal and any difference is a defect. llama.cpp's
+own code may round a row differently in a batch: where two tokens are almost equally likely, that
+can turn the choice (a *near-tie*), in plain decoding too.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import numpy.typing as npt
 from specgen.errors import BackendError
 from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
 from specgen.measure.prompts import evenly_chosen
+from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Batch
-from specgen.method.draft import Distribution
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, PolicyName, SamplerOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
@@ -31,18 +35,19 @@ from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Logits, ProbArray
 from specgen.system.files import as_json
-from specgen.text.answer_state import AnswerState
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.sampling.distribution import Distribution
 
-#: How many answers are made at once. The third may get the cells that the first left, while the second goes on.
+#: How many answers are made at once. The third may get the cells that the first left, while the
+#: second goes on.
 N_AT_ONCE = 3
 #: Draws are made after one of an answer's first tokens, so many at a time.
 N_SEARCHED, _N_QUEUED = 48, 60
-#: How many prompts are answered again, several at once, and how many are looked at for a place to draw samples; the
-#: probability of any false alarm of sampled checks.
+#: How many prompts are answered again, several at once, and how many are looked at for a place to
+#: draw samples; the probability of any false alarm of sampled checks.
 _N_SOME, _N_TRIED, _FALSE_ALARM = 6, 3, 1e-4
-#: A row may move by this many times what batches caused, beside what a cache value rounded otherwise causes.
+#: A row may move by this many times what batches caused, beside what a cache value rounded
+#: otherwise causes.
 SLACK, ALWAYS_ALLOWED = 4.0, 0.01
 
 #: What decides how much is drafted; "forced" drafts in every round.
@@ -53,7 +58,9 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
-    """Return how `specgen run` drafts, and, if costs could decide against it, a way that drafts every round."""
+    """Return how `specgen run` drafts, and, if costs could decide against it, a way that drafts
+    every round.
+    """
     ways: dict[WayName, DraftOptions] = {drafting.policy_in_use: drafting}
     if drafting.is_by_cost:
         shortest, longest = drafting.ngrams_of
@@ -79,7 +86,9 @@ def run_checks(
     progress: Callable[[str, int, int], None],
     interrupted: Callable[[], bool],
 ) -> tuple[tuple[GreedyResult, ...], tuple[SampledResult, ...]]:
-    """Make the checks in each way to draft, those of several answers at once in the last, which drafts most."""
+    """Make the checks in each way to draft, those of several answers at once in the last, which
+    drafts most.
+    """
     greedy: list[GreedyResult] = []
     sampled: list[SampledResult] = []
 
@@ -114,9 +123,10 @@ def run_checks(
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position where texts differ, and the two tokens (empty: that text ended). `gap` is plain decoding's
-    preference in logits, of which rounding in batches explains `allowed` (0 if rows are batch-invariant); in batches of
-    `same_in_batches_of` plain decoding does the same."""
+    """The first position where texts differ, and the two tokens (empty: that text ended). `gap` is
+    plain decoding's preference in logits, of which rounding in batches explains `allowed` (0 if
+    rows are batch-invariant); in batches of `same_in_batches_of` plain decoding does the same.
+    """
 
     position: int
     plain: str
@@ -132,7 +142,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class GreedyResult:
-    """The result of one prompt, `n_at_once` answers at once; `difference` is None if all tokens are equal."""
+    """The result of one prompt, `n_at_once` answers at once; `difference` is None if all tokens are
+    equal.
+    """
 
     prompt: int
     way: WayName
@@ -166,8 +178,10 @@ def check_greedy(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _done, _total: None,
 ) -> Iterator[GreedyResult]:
-    """Compare greedy answers with plain decoding's, one by one or `n_at_once` at once: some are then shorter, so that
-    others begin in their cells. Raise the first failure of an answer or a drafter."""
+    """Compare greedy answers with plain decoding's, one by one or `n_at_once` at once: some are
+    then shorter, so that others begin in their cells. Raise the first failure of an answer or a
+    drafter.
+    """
     calibrate(session, interrupted)
     plain = plain_texts(session, prompts, interrupted) if plain is None else plain
     n_most, n_answers = session.options.generation.max_tokens, max(len(prompts), n_at_once)
@@ -225,7 +239,9 @@ def _answers(
 
 
 def _check_drafting(request: Request) -> None:
-    """Raise the error that ended an answer, or its drafter: without drafts an answer proves nothing."""
+    """Raise the error that ended an answer, or its drafter: without drafts an answer proves
+    nothing.
+    """
     if request.failure is not None:
         raise request.failure
     for event in request.events:
@@ -257,7 +273,7 @@ def _difference(
     state = TextState(prompt, settings.grammar)
     for token in expected[:at]:
         state.commit(token)
-    shaper = Shaper(settings.sampler, state)
+    shaper = SamplingPipeline(settings.sampler, state)
     largest = min(session.n_rows_max * n_at_once, 16)  # rows of larger batches are not looked at
     batches: list[tuple[int, int | None]] = [(n_rows, None) for n_rows in range(2, largest + 1)]
     if session.target.has_recurrent_state or settings.grammar is not None:
@@ -272,7 +288,7 @@ def _difference(
             same_in = n_rows
     own = settings.sampler
     warm = Sampler(replace(own.options, temperature=1.0), own.breakers)
-    likely = Shaper(warm, state).distribution(alone)
+    likely = SamplingPipeline(warm, state).distribution(alone)
     ours, theirs = likely.probability(expected[at]), likely.probability(found[at])
     gap = math.log(ours / theirs) if ours and theirs else math.inf
     allowed = (SLACK * moved + ALWAYS_ALLOWED) * float(np.std(alone))
@@ -282,7 +298,9 @@ def _difference(
 
 
 def movement(one: Logits, other: Logits) -> float:
-    """Return how far row `one` is from `other`: the deviation of their differences, relative to `other`'s own."""
+    """Return how far row `one` is from `other`: the deviation of their differences, relative to
+    `other`'s own.
+    """
     spread = float(np.std(other, dtype=np.float64))
     return float(np.std(one - other, dtype=np.float64)) / spread if spread else 0.0
 
@@ -294,7 +312,9 @@ def plain_rows(
     n_rows: int = 1,
     n_outputs: int | None = None,
 ) -> Iterator[Logits]:
-    """Yield the logits behind the prompt and each token of the answer, decoded in batches of `n_rows`."""
+    """Yield the logits behind the prompt and each token of the answer, decoded in batches of
+    `n_rows`.
+    """
     tokens, n_prompt, start = (*prompt, *answer), len(prompt), 0
     n_ctx, n_slots = session.context_size(len(tokens)), -(-n_rows // session.n_rows_max)
     with session.contexts(n_ctx, drafts=False, n_slots=n_slots) as (target, _):
@@ -332,9 +352,10 @@ class SampledResult:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in an answer, and the exact distribution there. `chance` is the smallest probability that the drafted
-    token is the target's, is not, or that the target does not choose its likeliest: where it is small, mistakes are
-    invisible."""
+    """A place in an answer, and the exact distribution there. `chance` is the smallest probability
+    that the drafted token is the target's, is not, or that the target does not choose its
+    likeliest: where it is small, mistakes are invisible.
+    """
 
     prompt: int
     answer: tuple[int, ...]
@@ -353,8 +374,10 @@ def check_sampled(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _done, _total: None,
 ) -> SampledResult | None:
-    """Draw the next token again and again where a wrong judgement of drafts would be most visible, and compare with the
-    target's exact distribution. None if nothing was drafted, or if interrupted."""
+    """Draw the next token again and again where a wrong judgement of drafts would be most visible,
+    and compare with the target's exact distribution. None if nothing was drafted, or if
+    interrupted.
+    """
     calibrate(session, interrupted)
     places = [
         place
@@ -386,7 +409,8 @@ def check_sampled(
             n_more = min(_N_QUEUED, n_draws - n_done)
             requests = [engine.insert(begun, generation=generation) for _ in range(n_more)]
             for request in requests:
-                # Without a seed of the user's own, drafts are judged as without one; the draws repeat all the same.
+                # Without a seed of the user's own, drafts are judged as without one; the draws
+                # repeat all the same.
                 request.seed = seed + request.index
             for event in engine.run():
                 # The token behind the forced ones ends the draw.
@@ -416,7 +440,7 @@ def check_sampled(
     )
 
 
-class _FirstForced(Shaper):
+class _FirstForced(SamplingPipeline):
     """A shaper with which the answer begins with given tokens."""
 
     def __init__(self, sampler: Sampler, state: TextState, forced: Sequence[int]) -> None:
@@ -453,7 +477,7 @@ def _places(
     if not drafted or interrupted():
         return
     state = TextState(prompt.tokens, grammar)
-    shaper = Shaper(session.settings.sampler, state)
+    shaper = SamplingPipeline(session.settings.sampler, state)
     for n, row in enumerate(plain_rows(session, prompt.tokens, answer[: max(drafted)])):
         if n:
             state.commit(answer[n - 1])
@@ -472,7 +496,9 @@ MIN_EXPECTED = 20.0
 
 @dataclass(frozen=True, slots=True)
 class GTest:
-    """2 Σ count·ln(count / expected) over cells, one of which pools rare ones, and the chance to exceed it."""
+    """2 Σ count·ln(count / expected) over cells, one of which pools rare ones, and the chance to
+    exceed it.
+    """
 
     statistic: float
     n_cells: int
@@ -487,11 +513,13 @@ def g_test(
     *,
     min_expected: float = MIN_EXPECTED,
 ) -> GTest:
-    """Test whether int64[n_cells] counts are draws from float64[n_cells] exact probabilities; draws in no cell are
-    impossible. The chi-square distribution holds only for large expected counts: cells below `min_expected` are pooled,
-    then the rarest others until the pool suffices (whatever the counts: that would bias the test), and the statistic is
-    divided by Williams's correction (Biometrika 63, 1976, p. 33), 1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The
-    false-alarm rate is then at most 1.5 times the nominal one down to 1e-5. Raise `ValueError`."""
+    """Test whether int64[n_cells] counts are draws from float64[n_cells] exact probabilities; draws
+    in no cell are impossible. The chi-square distribution holds only for large expected counts:
+    cells below `min_expected` are pooled, then the rarest others until the pool suffices (whatever
+    the counts: that would bias the test), and the statistic is divided by Williams's correction
+    (Biometrika 63, 1976, p. 33), 1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The false-alarm rate is
+    then at most 1.5 times the nominal one down to 1e-5. Raise `ValueError`.
+    """
     n = int(counts.sum()) if n_draws is None else n_draws
     n_impossible, total = n - int(counts.sum()), float(exact_probs.sum())
     if not bool((exact_probs > 0.0).all()) or not abs(total - 1.0) <= 1e-6:
@@ -522,7 +550,9 @@ def g_test(
 
 
 def chi_square_tail(x: float, degrees: int) -> float:
-    """P(X >= x) of the chi-square distribution, as a finite sum (Abramowitz and Stegun, 26.4.4 and 26.4.5)."""
+    """P(X >= x) of the chi-square distribution, as a finite sum (Abramowitz and Stegun, 26.4.4 and
+    26.4.5).
+    """
     if x <= 0.0:
         return 1.0
     first = math.erfc(math.sqrt(x / 2.0)) if degrees % 2 else 0.0
@@ -537,8 +567,9 @@ def chi_square_tail(x: float, degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The settings and results. `skipped` prompts did not fit; `unequal_rows` says why rows depend on batches,
-    `instead` how drafts differed from those that were asked for."""
+    """The settings and results. `skipped` prompts did not fit; `unequal_rows` says why rows depend
+    on batches, `instead` how drafts differed from those that were asked for.
+    """
 
     target: str
     draft: str
@@ -560,7 +591,9 @@ class VerifyReport:
 
     @property
     def undrafted(self) -> list[str]:
-        """The checks in which nothing was drafted, not counting "cost", which may decide so: they showed nothing."""
+        """The checks in which nothing was drafted, not counting "cost", which may decide so: they
+        showed nothing.
+        """
         checks: dict[str, Sequence[GreedyResult | SampledResult]] = {}
         if self.check != "sampled":
             checks["greedy"] = [result for result in self.greedy if result.n_at_once == 1]
