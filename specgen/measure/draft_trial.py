@@ -19,7 +19,8 @@ import numpy as np
 from specgen.errors import BackendError, PromptError
 from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.method.answer_loop import AnswerLoop
-from specgen.method.answer_state import AnswerState, AnswerStats
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import HiddenStateSink, draft_alone

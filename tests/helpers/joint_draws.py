@@ -17,7 +17,8 @@ import numpy as np
 from specgen.drafters.translated import DraftText, TranslatedDrafter
 from specgen.measure.exactness import tokens_of
 from specgen.method.answer_loop import AnswerLoop
-from specgen.method.answer_state import AnswerState, AnswerStats
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.hidden_states import LastHiddenState

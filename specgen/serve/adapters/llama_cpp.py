@@ -19,7 +19,8 @@ from llama_cpp.llama_speculative import LlamaDraftModel
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import kernel_problem
-from specgen.method.answer_state import AnswerState, AnswerStats
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import propose_together
 from specgen.method.policy import RoundPlan, RoundResult
