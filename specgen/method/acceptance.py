@@ -139,7 +139,10 @@ def _prior_line(origin: str) -> tuple[float, float]:
 
 
 def judge_drafts(
-    rates: Rates, drafts: Sequence[Draft], text: Sequence[int], n_accepted: int
+    rates: Rates,
+    drafts: Sequence[Draft],
+    text: Sequence[int],
+    n_accepted: int,
 ) -> None:
     """Learn which drafted tokens are those with which the text goes on, verified or not.
 
@@ -160,7 +163,12 @@ def judge_drafts(
                 rates(origin, 0).judge(confidence, accepted=node < n_accepted)
 
 
-def _judge_along_text(rates: Rates, draft: Draft, origin: str, text: Sequence[int]) -> None:
+def _judge_along_text(
+    rates: Rates,
+    draft: Draft,
+    origin: str,
+    text: Sequence[int],
+) -> None:
     """Judge the children of each node on the path that the text takes through a draft."""
     node = ROOT
     for token in text:

@@ -48,7 +48,12 @@ class PrefillCosts:
         self._seconds = 0.0
         self._seconds_by_depth = 0.0
 
-    def observe(self, start: int, n: int, seconds: float) -> None:
+    def observe(
+        self,
+        start: int,
+        n: int,
+        seconds: float,
+    ) -> None:
         """Learn from a chunk of `n` tokens after the first `start` ones."""
         if n <= 0 or not seconds > 0.0:
             return
@@ -151,7 +156,11 @@ class AnswerLoop(Loop):
         return events + self.finish_prefill_chunk(answer, logits, target_s, started_s, scored)
 
     def _prefill_chunk(
-        self, answer: AnswerState, n_most: int | None, *, is_scored: bool
+        self,
+        answer: AnswerState,
+        n_most: int | None,
+        *,
+        is_scored: bool,
     ) -> tuple[Batch, bool]:
         """Return a chunk of a prompt, and whether it is the last one.
 
@@ -243,7 +252,12 @@ class AnswerLoop(Loop):
             answer.stats.time_to_first_token_s = self.clock() - started_s
         return events + forced
 
-    def add_prefill_chunk(self, batch: Batch, answer: AnswerState, n_most: int) -> bool:
+    def add_prefill_chunk(
+        self,
+        batch: Batch,
+        answer: AnswerState,
+        n_most: int,
+    ) -> bool:
         """Add the next tokens of a text that the cache lacks to a batch.
 
         Returns:

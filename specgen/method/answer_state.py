@@ -48,7 +48,11 @@ _NOT_KNOWN = "not known: plain decoding was measured while the machine was slowe
 _LEEWAY = 1.05
 
 
-def interrupted_event(index: int, time_s: float, n_prompt: int) -> FinishedEvent:
+def interrupted_event(
+    index: int,
+    time_s: float,
+    n_prompt: int,
+) -> FinishedEvent:
     """Return the summary of an answer that was interrupted before it began."""
     return FinishedEvent(
         sequence=index,
@@ -258,7 +262,12 @@ class AnswerState:
     # --- events ---------------------------------------------------------------------------------
 
     def _draft_events(
-        self, draft: Draft, verdict: Verdict, own_kind: TokenKind, now_s: float, round_number: int
+        self,
+        draft: Draft,
+        verdict: Verdict,
+        own_kind: TokenKind,
+        now_s: float,
+        round_number: int,
     ) -> list[Event]:
         """Return the events of a draft and of its verdict; called before the commit."""
         n_walks = Counter(node for walk in draft.walks for node in walk)
@@ -276,7 +285,13 @@ class AnswerState:
         rejected = self._rejected_branches(draft, verdict.path)
         drafted = DraftedEvent(self.index, now_s, round_number, nodes, draft.guesses)
         verified = VerifiedEvent(
-            self.index, now_s, round_number, verdict.path, rejected, verdict.next_token, own_kind
+            self.index,
+            now_s,
+            round_number,
+            verdict.path,
+            rejected,
+            verdict.next_token,
+            own_kind,
         )
         return [drafted, verified]
 

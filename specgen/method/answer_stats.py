@@ -58,7 +58,12 @@ class AnswerStats:
     #: Rounds without a draft, by the name of the reason.
     _undrafted: dict[str, ReasonCount] = field(default_factory=dict)
 
-    def add_prompt(self, target_s: float, wall_s: float, n_tokens: int) -> None:
+    def add_prompt(
+        self,
+        target_s: float,
+        wall_s: float,
+        n_tokens: int,
+    ) -> None:
         """Add a chunk of the prompt; `n_tokens` tokens are committed after it."""
         self.prompt_s += target_s
         self.target_s += target_s

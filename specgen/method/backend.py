@@ -40,7 +40,12 @@ class Batch:
     hidden: list[Hidden | None] = field(default_factory=list)
 
     @staticmethod
-    def of(tokens: Sequence[int], start: int, n_wanted: int = 0, sequence: int = 0) -> Batch:
+    def of(
+        tokens: Sequence[int],
+        start: int,
+        n_wanted: int = 0,
+        sequence: int = 0,
+    ) -> Batch:
         """Return rows of a text, from position `start` on; the last `n_wanted` want logits."""
         n = len(tokens)
         wants_logits = [row >= n - n_wanted for row in range(n)]
@@ -49,7 +54,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, token: int, position: int, sequences: tuple[int, ...], wants: bool) -> None:
+    def add(
+        self,
+        token: int,
+        position: int,
+        sequences: tuple[int, ...],
+        wants: bool,
+    ) -> None:
         """Add a row."""
         self.tokens.append(token)
         self.positions.append(position)
@@ -144,7 +155,13 @@ class Backend(Protocol):
         That is without decoding them again.
         """
 
-    def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
+    def copy(
+        self,
+        source: int,
+        destination: int,
+        start: int = 0,
+        end: int = -1,
+    ) -> None:
         """Let cells of `source` belong to `destination`, too: `start` to `end`, or to the end."""
 
     def remove(self, sequence: int, start: int = 0) -> None:

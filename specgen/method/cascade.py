@@ -32,7 +32,12 @@ class Cascade:
         """The name of the drafter that decodes, if there is one."""
         return None if self.model is None else self.model.name
 
-    def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
+    def look_up(
+        self,
+        context: Sequence[int],
+        n_max: int,
+        n_drafted: int = 0,
+    ) -> Draft:
         """Begin a round: return what the free drafter finds, as far as the grammar allows it.
 
         Args:
@@ -52,7 +57,12 @@ class Cascade:
             found = self.state.within_grammar(found, context[len(context) - n_drafted :])
         return found
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         """Draft as planned, after `look_up` in the same round; see `Drafter.propose`."""
         if self.model is None or plan.n_max < 1:
             return ready(plan.found)

@@ -114,7 +114,12 @@ class CostTable:
         share_of_drafts = n_drafted / (n_rows - n_plain)
         return (plain_s / n_plain + share_of_drafts * (batch_s - plain_s)) / batch_s
 
-    def price_of_draft(self, n_unread: int, n_usual: int, n_extra_steps: int = 0) -> Price:
+    def price_of_draft(
+        self,
+        n_unread: int,
+        n_usual: int,
+        n_extra_steps: int = 0,
+    ) -> Price:
         """Return the price of a draft by a model with these costs.
 
         Args:
@@ -132,7 +137,12 @@ class CostTable:
         if n_rows > 0 and seconds > 0.0:
             self._seconds[n_rows] = seconds / self._slowness
 
-    def observe(self, n_rows: int, seconds: float, n_sharing: int = 1) -> None:
+    def observe(
+        self,
+        n_rows: int,
+        seconds: float,
+        n_sharing: int = 1,
+    ) -> None:
         """Learn from a decode of `n_rows` rows, which served `n_sharing` sequences."""
         if n_rows <= 0 or not seconds > 0.0:
             return

@@ -176,7 +176,11 @@ class Branches:
 
 
 def pack(
-    batch: Batch, backend: Backend, slot: Branches, pending: Sequence[int], draft: Draft
+    batch: Batch,
+    backend: Backend,
+    slot: Branches,
+    pending: Sequence[int],
+    draft: Draft,
 ) -> range:
     """Add a text's rows to a batch: the pending tokens, then the draft.
 
@@ -213,7 +217,12 @@ def pack(
     return range(first_row, first_row + len(pending))
 
 
-def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
+def keep_path(
+    backend: Backend,
+    slot: Branches,
+    draft: Draft,
+    path: Sequence[int],
+) -> None:
     """Drop a decoded draft from the cache, except for the accepted `path`."""
     if len(path) == len(draft.tokens):
         return  # all was accepted, so there was one branch

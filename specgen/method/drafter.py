@@ -45,7 +45,12 @@ class HiddenStateSink(Protocol):
     #: states of rows that have logits, in rounds only.
     all_rows: ClassVar[bool]
 
-    def keep_states(self, rows: Hidden, text: Sequence[int], n_decoded: int) -> None:
+    def keep_states(
+        self,
+        rows: Hidden,
+        text: Sequence[int],
+        n_decoded: int,
+    ) -> None:
         """Store copies of the states of the last rows that the target decoded.
 
         Args:
@@ -71,7 +76,12 @@ class Drafter(Protocol):
     def price(self, n_context: int) -> Price:
         """Return what drafting would cost now, after a text of `n_context` tokens."""
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         """Draft tokens that follow `context`, as far as `plan.after_draft_step` allows.
 
         Args:
@@ -128,7 +138,9 @@ class Proposal:
 
 
 def propose_together(
-    draftings: Sequence[Drafting], clock: Clock, interrupted: Callable[[], bool] = never
+    draftings: Sequence[Drafting],
+    clock: Clock,
+    interrupted: Callable[[], bool] = never,
 ) -> list[Proposal]:
     """Make drafts side by side: the decodes that they need in one cache become one batch.
 
@@ -149,7 +161,11 @@ def propose_together(
     return proposals
 
 
-def _decode_next(waiting: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Clock) -> None:
+def _decode_next(
+    waiting: Sequence[tuple[Proposal, Ask]],
+    n_sharing: int,
+    clock: Clock,
+) -> None:
     """Decode what the first drafting waits for, with what fits of the others in the same cache."""
     together = _in_one_batch(waiting)
     _, first_ask = together[0]
@@ -210,7 +226,11 @@ def draft_alone(drafting: Drafting) -> Draft:
     return proposal.draft
 
 
-def invalid_draft_error(draft: object, n_max: int, n_vocab: int) -> BackendError | None:
+def invalid_draft_error(
+    draft: object,
+    n_max: int,
+    n_vocab: int,
+) -> BackendError | None:
     """Return an error unless a proposal is a draft of at most `n_max` tokens of the vocabulary.
 
     Decoding anything else would fail for all answers of the batch.

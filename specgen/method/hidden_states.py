@@ -50,7 +50,12 @@ class HiddenStateBuffer:
         self.first = best.first
         self.rewind(lengths[best])
 
-    def keep_states(self, rows: Hidden, text: Sequence[int], n_decoded: int) -> None:
+    def keep_states(
+        self,
+        rows: Hidden,
+        text: Sequence[int],
+        n_decoded: int,
+    ) -> None:
         """Store copies of states; see `HiddenStateSink.keep_states`."""
         start = n_decoded - len(rows)
         if start > len(self.tokens):  # the target decoded some tokens without telling their states
@@ -104,6 +109,11 @@ class LastHiddenState:
         #: The number of tokens that the target decoded, and the state, float32[n_embd].
         self.last: tuple[int, Hidden] | None = None
 
-    def keep_states(self, rows: Hidden, text: Sequence[int], n_decoded: int) -> None:
+    def keep_states(
+        self,
+        rows: Hidden,
+        text: Sequence[int],
+        n_decoded: int,
+    ) -> None:
         """Store a copy of the last state; see `HiddenStateSink.keep_states`."""
         self.last = (n_decoded, rows[-1].copy())

@@ -55,7 +55,10 @@ class Loop:
     """Rounds with one target, repeated by whoever holds the answers (`method/answer_loop.py`)."""
 
     def __init__(
-        self, target: Backend, clock: Clock, interrupted: Callable[[], bool] = never
+        self,
+        target: Backend,
+        clock: Clock,
+        interrupted: Callable[[], bool] = never,
     ) -> None:
         """Start the clock.
 
@@ -164,12 +167,19 @@ class Loop:
             result.model_s = proposal.model_s if asks_for_decodes else seconds
             result.draft_s += seconds
 
-    def _take_proposal(self, answer: AnswerState, result: RoundResult, proposal: Proposal) -> None:
+    def _take_proposal(
+        self,
+        answer: AnswerState,
+        result: RoundResult,
+        proposal: Proposal,
+    ) -> None:
         """Cut what was proposed to the draft that is verified, or note why there is none."""
         plan = result.plan
         proposed = proposal.draft
         result.error = proposal.error or invalid_draft_error(
-            proposed, plan.n_tokens_max, self.target.n_vocab
+            proposed,
+            plan.n_tokens_max,
+            self.target.n_vocab,
         )
         if result.error is not None:
             result.plan = replace(plan, reason="failed")
@@ -210,7 +220,12 @@ class Loop:
                 result.rows = range(n_wanted, n_wanted + 1)
         return batch
 
-    def _decode_silently(self, answer: AnswerState, start: int, end: int) -> None:
+    def _decode_silently(
+        self,
+        answer: AnswerState,
+        start: int,
+        end: int,
+    ) -> None:
         """Decode tokens of a text without logits, in as many batches as they need."""
         while start < end:
             batch_end = min(end, start + self.target.n_batch)
@@ -221,7 +236,11 @@ class Loop:
             start = batch_end
 
     def _decode(
-        self, batch: Batch, turns: Sequence[_Turn], decode: Decode, events: list[Event]
+        self,
+        batch: Batch,
+        turns: Sequence[_Turn],
+        decode: Decode,
+        events: list[Event],
     ) -> DecodedBatch:
         """Decode a round's batch, and note what it took."""
         target = self.target
@@ -243,7 +262,10 @@ class Loop:
         return decoded
 
     def decode(
-        self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
+        self,
+        batch: Batch,
+        active: Sequence[AnswerState],
+        events: list[Event],
     ) -> DecodedBatch:
         """Decode a round's batch, with hidden states if the answers' draft reads them."""
         sinks = (answer.hidden_states for answer in active)
@@ -269,7 +291,11 @@ class Loop:
     # --- verify, commit, learn ------------------------------------------------------------------
 
     def _verify_and_commit(
-        self, answer: AnswerState, result: RoundResult, logits: Logits, hidden: Hidden | None
+        self,
+        answer: AnswerState,
+        result: RoundResult,
+        logits: Logits,
+        hidden: Hidden | None,
     ) -> list[Event]:
         """Verify a draft, commit what is accepted, and learn from it."""
         draft = result.draft
@@ -295,7 +321,12 @@ class Loop:
         events += self._tell_drafters(answer, result)
         return events
 
-    def verify(self, answer: AnswerState, draft: Draft, logits: Logits) -> Verdict:
+    def verify(
+        self,
+        answer: AnswerState,
+        draft: Draft,
+        logits: Logits,
+    ) -> Verdict:
         """Judge a draft.
 
         Args:

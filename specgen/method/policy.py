@@ -125,7 +125,10 @@ class RoundPlan:
         return len(self.found) + self.n_max
 
     def after_draft_step(
-        self, n_drafted: int, cumulative_acceptance: float, confidence: float
+        self,
+        n_drafted: int,
+        cumulative_acceptance: float,
+        confidence: float,
     ) -> DraftStep:
         """Decide whether the next token is drafted, and whether another draft step follows.
 
@@ -142,7 +145,9 @@ class RoundPlan:
         if n_drafted >= self.n_max:
             return DraftStep(False, False, cumulative_acceptance)
         step = self.stop.after_draft_step(
-            n_drafted - self.n_given, cumulative_acceptance, confidence
+            n_drafted - self.n_given,
+            cumulative_acceptance,
+            confidence,
         )
         if has_room_after:
             return step
@@ -307,7 +312,12 @@ class RecentRounds:
         """Return the average seconds of a token; at first those of a plain decode."""
         return (self._round_s or plain_s) / self.n_tokens
 
-    def add(self, round_s: float, n_tokens: int, plain_s: float) -> None:
+    def add(
+        self,
+        round_s: float,
+        n_tokens: int,
+        plain_s: float,
+    ) -> None:
         """Add a round. The averages start with plain decodes of `plain_s` seconds."""
         # Seconds and tokens are averaged apart: the mean of their ratios would be a different
         # figure.
@@ -398,7 +408,10 @@ class CostAwarePolicy:
         return RoundPlan("found", found=best_part, stop=stop)
 
     def _plan_model(
-        self, offer: Offer, drafter: str, stop: CostAwareStopping
+        self,
+        offer: Offer,
+        drafter: str,
+        stop: CostAwareStopping,
     ) -> tuple[RoundPlan, float]:
         """Return the plan for the drafter that decodes, and its expected gain in seconds.
 
@@ -449,7 +462,12 @@ class CostAwarePolicy:
             n * plain_s <= stop.extra_s[n] + price.seconds(n) for n in range(1, self.n_max + 1)
         )
 
-    def _affords_trial(self, offer: Offer, stop: CostAwareStopping, gate: CreditGate) -> bool:
+    def _affords_trial(
+        self,
+        offer: Offer,
+        stop: CostAwareStopping,
+        gate: CreditGate,
+    ) -> bool:
         """Return whether the credit, and the answer's time, allow trials of a few tokens."""
         price = offer.price
         plain_s = self._plain_s
@@ -457,7 +475,9 @@ class CostAwarePolicy:
         trials_s = price.prefill_s + _N_TRIALS * (price.seconds(n_tried) + stop.extra_s[n_tried])
         answer_s = self._recent.elapsed_s + offer.n_left * plain_s
         longest_s = min(
-            gate.seconds(plain_s), _MAX_PREFILL / 4 * self._recent.elapsed_s, _MAX_TRIED * answer_s
+            gate.seconds(plain_s),
+            _MAX_PREFILL / 4 * self._recent.elapsed_s,
+            _MAX_TRIED * answer_s,
         )
         return trials_s <= longest_s
 

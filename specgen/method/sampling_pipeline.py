@@ -44,7 +44,10 @@ class SamplingPipeline:
         )
 
     def likeliest(
-        self, logits: Logits, path: Sequence[int], n: int
+        self,
+        logits: Logits,
+        path: Sequence[int],
+        n: int,
     ) -> tuple[list[int], list[float]]:
         """Return the n likeliest tokens after the text and `path`, and their probabilities."""
         grammar = self._state.grammar(path) if self._state.has_grammar else None

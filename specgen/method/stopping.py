@@ -45,7 +45,10 @@ class StoppingRule:
     needs_confidence: bool = False
 
     def after_draft_step(
-        self, n_drafted: int, cumulative_acceptance: float, confidence: float
+        self,
+        n_drafted: int,
+        cumulative_acceptance: float,
+        confidence: float,
     ) -> DraftStep:
         """Decide about the next token, of which only the confidence is known.
 
@@ -90,7 +93,10 @@ class CostAwareStopping(StoppingRule):
     needs_confidence: bool = True
 
     def after_draft_step(
-        self, n_drafted: int, cumulative_acceptance: float, confidence: float
+        self,
+        n_drafted: int,
+        cumulative_acceptance: float,
+        confidence: float,
     ) -> DraftStep:
         """Decide about the next token by what it, and draft steps after it, are worth."""
         if not self.values:
@@ -149,7 +155,10 @@ class CostAwareStopping(StoppingRule):
 
 
 def draft_step_values(
-    extra_s: Sequence[float], next_s: float, token_s: float, rates: AcceptanceRates
+    extra_s: Sequence[float],
+    next_s: float,
+    token_s: float,
+    rates: AcceptanceRates,
 ) -> list[list[float]]:
     """Return what draft steps are worth, in seconds, by dynamic programming from the longest draft.
 

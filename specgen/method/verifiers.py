@@ -48,7 +48,12 @@ class Verifier(Protocol):
     def wants_sampled_drafts(self) -> bool:
         """Whether drafters should sample their tokens at random, and not take the likeliest."""
 
-    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
+    def verify(
+        self,
+        draft: Draft,
+        target: TargetAt,
+        rng: Rng,
+    ) -> Verdict:
         """Return the accepted path through a draft, and the token after it."""
 
 
@@ -67,7 +72,12 @@ class ResidualVerifier:
 
     wants_sampled_drafts = True
 
-    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
+    def verify(
+        self,
+        draft: Draft,
+        target: TargetAt,
+        rng: Rng,
+    ) -> Verdict:
         """Walk down from the root as long as `choose` accepts one of the next nodes."""
         path: list[int] = []
         node = ROOT
@@ -86,7 +96,11 @@ class ResidualVerifier:
             node = accepted
 
     def choose(
-        self, draft: Draft, candidates: Sequence[int], target: Distribution, rng: Rng
+        self,
+        draft: Draft,
+        candidates: Sequence[int],
+        target: Distribution,
+        rng: Rng,
     ) -> Choice:
         """Try the nodes that may come next, one after the other.
 
@@ -117,7 +131,11 @@ class MatchVerifier(ResidualVerifier):
     wants_sampled_drafts = False
 
     def choose(
-        self, draft: Draft, candidates: Sequence[int], target: Distribution, rng: Rng
+        self,
+        draft: Draft,
+        candidates: Sequence[int],
+        target: Distribution,
+        rng: Rng,
     ) -> Choice:
         """Return the candidate with the token that is sampled from the target."""
         token = target.sample(rng)
@@ -145,7 +163,11 @@ class SpecTrVerifier(ResidualVerifier):
     """
 
     def choose(
-        self, draft: Draft, candidates: Sequence[int], target: Distribution, rng: Rng
+        self,
+        draft: Draft,
+        candidates: Sequence[int],
+        target: Distribution,
+        rng: Rng,
     ) -> Choice:
         """Try the next token of each independent draft with the same threshold."""
         if not draft.walks or not candidates:
@@ -167,7 +189,11 @@ class SpecTrVerifier(ResidualVerifier):
         return None, target.reweighted(target_probs - accepted_probs * scale) or target
 
 
-def _least_rho(target_probs: ProbArray, draft_probs: ProbArray, k: int) -> float:
+def _least_rho(
+    target_probs: ProbArray,
+    draft_probs: ProbArray,
+    k: int,
+) -> float:
     """Return SpecTr's least rho, up to rounding and never below it, by bisection.
 
     Args:
@@ -207,7 +233,12 @@ class BlockVerifier(ResidualVerifier):
     before what follows is sampled.
     """
 
-    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
+    def verify(
+        self,
+        draft: Draft,
+        target: TargetAt,
+        rng: Rng,
+    ) -> Verdict:
         """Accept blocks, and a sibling between them, until a token is rejected."""
         if draft.walks:
             return super().verify(draft, target, rng)
@@ -238,7 +269,11 @@ def _only_children(draft: Draft, node: int) -> list[int]:
 
 
 def _accept_block(
-    draft: Draft, block: Sequence[int], target: TargetAt, before: int, rng: Rng
+    draft: Draft,
+    block: Sequence[int],
+    target: TargetAt,
+    before: int,
+    rng: Rng,
 ) -> tuple[int, Distribution]:
     """Judge a block as `BlockVerifier` describes, in the notation of the paper.
 
@@ -294,7 +329,12 @@ class AutoVerifier:
 
     wants_sampled_drafts = True
 
-    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
+    def verify(
+        self,
+        draft: Draft,
+        target: TargetAt,
+        rng: Rng,
+    ) -> Verdict:
         """Verify by `spectr`, `block` or `match`."""
         name: VerifierName = "match"
         if draft.is_sampled:
