@@ -19,13 +19,14 @@ import numpy as np
 from specgen.errors import BackendError, PromptError
 from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.method.answer_loop import AnswerLoop
-from specgen.method.answer_state import AnswerState, AnswerStats
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import HiddenStateSink, draft_alone
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.session.calibration import (
-    Costs,
+    PairCosts,
     measure_costs,
     time_batch,
     timed_batch_sizes,
@@ -66,8 +67,8 @@ class Baseline:
     chat: bool | None = None
 
     @property
-    def costs(self) -> Costs:
-        return Costs(self.batch_s)
+    def costs(self) -> PairCosts:
+        return PairCosts(self.batch_s)
 
     @property
     def token_s(self) -> float:

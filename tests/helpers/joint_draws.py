@@ -18,7 +18,8 @@ from specgen.drafters.draft_text import DraftText
 from specgen.drafters.translated import TranslatedDrafter
 from specgen.measure.exactness import tokens_of
 from specgen.method.answer_loop import AnswerLoop
-from specgen.method.answer_state import AnswerState, AnswerStats
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.hidden_states import LastHiddenState

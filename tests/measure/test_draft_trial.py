@@ -15,7 +15,7 @@ from specgen.measure.draft_trial import (
     replay,
     summarise,
 )
-from specgen.method.answer_state import AnswerStats
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
 from specgen.options import DraftOptions, GenerationOptions

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.method.acceptance import N_BINS, AcceptanceRates
-from specgen.method.answer_state import AnswerStats
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.stopping import CostAwareStopping, draft_step_values
