@@ -360,7 +360,7 @@ def draw(
             drafter=make_drafter(int(rng.integers(2**31))),
             sampler=sampler,
             drafting=FIXED,
-            # ContextSpec for whole drafts.
+            # Room for whole drafts.
             options=GenerationOptions(max_tokens=1 + N_TOKENS + 2),
             seed=10_000 + draw_number,
             prompt=SHORT_PROMPT,
