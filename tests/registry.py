@@ -134,7 +134,7 @@ def drawn_tree_model(text: Text) -> ModelDrafter:
 
 
 def parallel(text: Text) -> ParallelDrafter:
-    """A parallel draft that predicts behind a mask what follows the likeliest token in its place."""
+    """A parallel draft: after a mask it predicts what follows the likeliest token in its place."""
     mask = text.vocabulary.n_tokens - 1
 
     def language(tokens: tuple[int, ...]) -> Logits:
@@ -215,7 +215,7 @@ DRAFTERS: dict[str, DrafterCase] = {
     "EAGLE-3": DrafterCase(EagleDrafter, None, draws=True, heads=True),
     "Gemma 4 assistant": DrafterCase(AssistantDrafter, None, draws=True, heads=True),
     "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),
-    # Cascade that only tests need: trees of any form, and nothing at all.
+    # Drafters that only tests need: trees of any form, and nothing at all.
     "random tree": DrafterCase(TreeDrafter, random_tree(3, 0.7, 5), trees=True, grammar=False),
     "wide random tree": DrafterCase(TreeDrafter, random_tree(8, 0.4, 6), trees=True, grammar=False),
     "nothing": DrafterCase(NoDrafter, lambda _text: NoDrafter()),
