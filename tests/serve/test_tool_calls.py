@@ -16,13 +16,19 @@ from specgen.errors import UsageError
 from specgen.events import FinishedEvent
 from specgen.options import SamplerOptions
 from specgen.serve.formats.answers import Answer
-from specgen.serve.formats.call_forms import CallForm, form_of
-from specgen.serve.formats.call_values import typed_json
+from specgen.serve.formats.chat_completions import read_chat
+from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.messages import read_messages
-from specgen.serve.formats.openai import read_chat, read_request
-from specgen.serve.formats.request import Request, with_call_form
+from specgen.serve.formats.model_adaptation import with_call_form
+from specgen.serve.formats.parsed_request import ParsedRequest
 from specgen.serve.formats.responses import read_response_request
-from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser, calls_grammar
+from specgen.serve.formats.single_request import read_request
+from specgen.serve.formats.tool_calls.form_probe import form_of
+from specgen.serve.formats.tool_calls.forms import CallForm
+from specgen.serve.formats.tool_calls.function import Function
+from specgen.serve.formats.tool_calls.grammar import calls_grammar
+from specgen.serve.formats.tool_calls.parser import ToolCallParser
+from specgen.serve.formats.tool_calls.values import typed_json
 from tests.helpers.formats import FINISHED, written
 from tests.helpers.sessions import answered, opened
 from tests.helpers.templates import CONTROLS, FAMILIES, UNKNOWN, calls_as_written, made_of
@@ -167,7 +173,7 @@ CUT: dict[str, tuple[CallForm, str, str, list[tuple[str, Any]]]] = {
 }  # fmt: skip
 
 
-def with_tools(template: str) -> Request:
+def with_tools(template: str) -> ParsedRequest:
     """A request with all functions, to a model with this template."""
     tools = [each.definition for each in FUNCTIONS]
     (asked,) = read_chat({"messages": [USER], "tools": tools})
@@ -568,7 +574,7 @@ SCHEMA = {
 }
 
 
-def request(template: str, **body: Any) -> Request:
+def request(template: str, **body: Any) -> ParsedRequest:
     tools = [
         {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
         for name in ("weather", "heat")
@@ -579,7 +585,7 @@ def request(template: str, **body: Any) -> Request:
 
 
 def answers(
-    folder: Path, asked: Request, controls: tuple[str, ...], n: int = 3
+    folder: Path, asked: ParsedRequest, controls: tuple[str, ...], n: int = 3
 ) -> list[FinishedEvent]:
     """Answers of a model that chooses at random."""
     config = TinyConfig(
@@ -594,7 +600,7 @@ def answers(
     return found
 
 
-def said(asked: Request, text: str) -> dict[str, Any]:
+def said(asked: ParsedRequest, text: str) -> dict[str, Any]:
     message: dict[str, Any] = written(asked, text)[1]["choices"][0]["message"]
     return message
 
