@@ -48,10 +48,9 @@ class CallsInThoughts:
         self._held += character
         self._found += self._parser.feed(character)
         # What comes before the first call is a thought.
-        kinds = [delta.kind for delta in self._found]
-        n_before = kinds.index("call") if "call" in kinds else len(kinds)
-        thought = "".join(delta.text for delta in self._found[:n_before])
-        self._found = self._found[n_before:]
+        thought = ""
+        while self._found and self._found[0].kind != "call":
+            thought += self._found.pop(0).text
         # If text follows the calls, they are thoughts as well.
         if any(delta.kind == "content" and delta.text.strip() for delta in self._found):
             thought = self._held
@@ -67,4 +66,6 @@ class CallsInThoughts:
             found = [delta for delta in found if delta.number == 0]
         if found and not is_cut:
             return found
-        return [Delta("thought", self._held)] if self._held else []
+        if self._held:
+            return [Delta("thought", self._held)]
+        return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import re
+from collections.abc import Iterable
 
 from specgen.text.grammar.free_text import ANY
 
@@ -41,6 +42,17 @@ def match(literal: str, text: str, start: int) -> int | NoMatch:
         else:
             return NoMatch.ABSENT
     return start
+
+
+def longest_match(literals: Iterable[str], text: str, start: int) -> int | NoMatch:
+    """Return the furthest end of the literals that begin at `start`; `UNCLEAR` if one may do so."""
+    found = [match(literal, text, start) for literal in literals]
+    ends = [end for end in found if isinstance(end, int)]
+    if ends:
+        return max(ends)
+    if NoMatch.UNCLEAR in found:
+        return NoMatch.UNCLEAR
+    return NoMatch.ABSENT
 
 
 def skip_space(text: str, start: int) -> int:

@@ -120,11 +120,14 @@ class ToolCallParser:
         self._closing_fence = ""
         #: An object that may be a call, as far as it is read.
         self._object = _WholeObject()
+        #: Whether no more text will come, and whether that is because the answer was cut off.
+        self._is_last = False
+        self._is_cut = False
 
     def feed(self, text: str) -> list[Delta]:
         """Add a piece of the answer; return what is certain now."""
         self._rest += text
-        return self._read(is_last=False)
+        return self._read()
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
         """Return the rest, at the end of the answer.
@@ -133,21 +136,30 @@ class ToolCallParser:
             is_cut: Whether the answer was cut off. An unfinished call is left out then: it is not
                 content, and no client can use it.
         """
-        return self._read(is_last=True, is_cut=is_cut)
+        self._is_last = True
+        self._is_cut = is_cut
+        return self._read()
 
-    def _read(self, *, is_last: bool, is_cut: bool = False) -> list[Delta]:
+    @property
+    def _is_end(self) -> bool:
+        """Whether the model has ended the answer here."""
+        return self._is_last and not self._is_cut
+
+    def _read(self) -> list[Delta]:
         deltas: list[Delta] = []
         while True:
-            deltas += self._read_open_call(is_last=is_last and not is_cut)
+            deltas += self._read_open_call()
             if self._open_parts:
-                if is_cut:
+                if self._is_cut:
                     self._rest = ""
                 return deltas
-            content, new_calls = self._read_to_call(is_last=is_last, is_cut=is_cut)
+            content, new_calls = self._read_to_call()
             if content and not self._calls_only:
                 deltas.append(Delta("content", content))
             if not new_calls:
                 return deltas
+            if self._one_only:
+                del new_calls[1:]
             for call in new_calls:
                 deltas += self._call_deltas(call)
 
@@ -166,12 +178,12 @@ class ToolCallParser:
         self._rest = self._rest[n:]
         return taken
 
-    def _read_open_call(self, *, is_last: bool) -> list[Delta]:
+    def _read_open_call(self) -> list[Delta]:
         """Read on in the open call, if there is one."""
         deltas: list[Delta] = []
         while self._open_parts:
             part = self._open_parts[0]
-            read = part.reader.read(self._rest, is_last=is_last)
+            read = part.reader.read(self._rest, is_last=self._is_end)
             self._take(read.n_read)
             if part.is_arguments and (read.json or read.is_over):
                 number = self.n_calls - 1
@@ -183,7 +195,7 @@ class ToolCallParser:
 
     # --- up to the next call ----------------------------------------------------------------------
 
-    def _read_to_call(self, *, is_last: bool, is_cut: bool) -> tuple[str, list[_NewCall]]:
+    def _read_to_call(self) -> tuple[str, list[_NewCall]]:
         """Read up to the arguments of the next call.
 
         Returns:
@@ -195,39 +207,42 @@ class ToolCallParser:
         while True:
             if self._one_only and self.n_calls:
                 self._rest = ""
-            start = self._next_start(is_last=is_last)
+            start = self._next_start()
             if start is NoMatch.UNCLEAR:
                 break
             if start is NoMatch.ABSENT:
-                content += self._take(len(self._rest) if is_last else self._n_certain())
+                content += self._take(self._n_certain())
                 break
             content += self._take(start.content_end)
             begin = start.begin - start.content_end
-            if not self._is_after_call:
-                is_fenced = self._rest.lstrip().startswith(_FENCE)
-                self._closing_fence = f"\n{_FENCE}" if is_fenced else ""
-
-            found = self._read_calls(begin, is_last=is_last and not is_cut)
-            if found is NoMatch.UNCLEAR and not is_last:
+            found = self._read_calls(begin)
+            if found is NoMatch.UNCLEAR and not self._is_last:
                 break
             was_after_call = self._is_after_call
             self._is_beginning = False
-            self._is_after_call = not isinstance(found, NoMatch)
+            self._is_after_call = isinstance(found, _NewCalls)
             self._object = _WholeObject()
-            if not isinstance(found, NoMatch):
+            if isinstance(found, _NewCalls):
                 self._take(found.end)
-                return content, found.calls[:1] if self._one_only else found.calls
+                return content, found.calls
 
             # It is content, but only its mark: another call may begin after a broken one.
             is_begun = was_after_call or self._is_call_begun(begin)
             if found is NoMatch.UNCLEAR and unfinished_start is None and is_begun:
                 unfinished_start = len(content)
             content += self._take(max(1, min(begin, len(self._form.mark) or 1)))
-        if is_cut:
-            content = self._without_unfinished_call(content, unfinished_start)
-        if is_last and self.n_calls:
+        return self._end_content(content, unfinished_start), []
+
+    def _end_content(self, content: str, unfinished_start: int | None) -> str:
+        """Return content at the end of what has arrived, without what there is of a call."""
+        if self._is_cut:
+            content = content[:unfinished_start]
+            if self.n_calls:
+                n_begun = partial_match_length(content, self._form.mark)
+                content = content[: len(content) - n_begun]
+        if self._is_last and self.n_calls:
             content = content.rstrip().removesuffix(self._form.mark).rstrip()
-        return content, []
+        return content
 
     def _is_call_begun(self, begin: int) -> bool:
         if self._form.mark and self._form.mark in self._rest[:begin]:
@@ -235,16 +250,11 @@ class ToolCallParser:
         named = _NAMED_OBJECT.match(self._rest, begin)
         return named is not None and named[1] in self._schemas
 
-    def _without_unfinished_call(self, content: str, start: int | None) -> str:
-        """Return the content of a cut answer, without an unfinished call at its end."""
-        content = content[:start]
-        if not self.n_calls:
-            return content
-        return content[: len(content) - partial_match_length(content, self._form.mark)]
-
     def _n_certain(self) -> int:
         """Return how many characters of the rest are content, whatever follows."""
         text = self._rest
+        if self._is_last:
+            return len(text)
         if self._is_beginning and (
             _MAY_COME_BEFORE_BARE_CALL.fullmatch(text) or PYTHON_TAG.startswith(text.strip())
         ):
@@ -258,10 +268,10 @@ class ToolCallParser:
 
     # --- where a call begins ----------------------------------------------------------------------
 
-    def _next_start(self, *, is_last: bool) -> _CallStart | NoMatch:
+    def _next_start(self) -> _CallStart | NoMatch:
         """Return where the next call begins, with the white space before it."""
         if self._is_after_call:
-            begin = self._skip_closing(is_last=is_last)
+            begin = self._skip_closing()
             if begin is NoMatch.UNCLEAR:
                 return begin
             if isinstance(begin, int):
@@ -270,16 +280,17 @@ class ToolCallParser:
             before_bare = _BEFORE_BARE_CALL.match(self._rest)
             if before_bare is not None:
                 return _CallStart(0, before_bare.end())
-        mark = self._form.mark
-        places = [self._rest.find(each) for each in (mark, self._form.inner_mark) if each]
+        marks = [mark for mark in (self._form.mark, self._form.inner_mark) if mark]
+        places = [self._rest.find(mark) for mark in marks]
         place = min((each for each in places if each >= 0), default=None)
         if place is None:
             return NoMatch.ABSENT
-        first_mark = mark or self._form.inner_mark
-        n_mark = len(first_mark) if self._rest.startswith(first_mark, place) else 0
-        return _CallStart(len(self._rest[:place].rstrip()), place + n_mark)
+        begin = place
+        if self._rest.startswith(marks[0], place):
+            begin += len(marks[0])
+        return _CallStart(len(self._rest[:place].rstrip()), begin)
 
-    def _skip_closing(self, *, is_last: bool) -> int | NoMatch:
+    def _skip_closing(self) -> int | NoMatch:
         """Skip the text that ends a call.
 
         Returns:
@@ -290,17 +301,19 @@ class ToolCallParser:
             n_between = len(self._rest) - len(self._rest.lstrip(_BETWEEN_OBJECTS))
             if self._rest.startswith("{", n_between):
                 return n_between
-            if n_between == len(self._rest) and not is_last:
+            if n_between == len(self._rest) and not self._is_last:
                 return NoMatch.UNCLEAR
 
-        next_call = self._match_if_any(self._form.separator)
+        next_call = self._match(self._form.separator)
         closing = self._match_closing()
-        if NoMatch.UNCLEAR in (next_call, closing) and not is_last:
+        if NoMatch.UNCLEAR in (next_call, closing) and not self._is_last:
             return NoMatch.UNCLEAR
-        if isinstance(next_call, int) and next_call >= (closing if isinstance(closing, int) else 0):
-            # Both may match. At the end of the answer, it is the closing text.
-            is_closed = isinstance(closing, int) and is_last and not self._rest[next_call:].strip()
-            if not is_closed:
+        if isinstance(next_call, int):
+            if not isinstance(closing, int):
+                return next_call
+            # Both match. At the end of the answer, it is the closing text.
+            is_end = self._is_last and not self._rest[next_call:].strip()
+            if next_call >= closing and not is_end:
                 return next_call
         self._is_after_call = False
         if closing is NoMatch.UNCLEAR:
@@ -309,54 +322,70 @@ class ToolCallParser:
             self._take(closing)
         return NoMatch.ABSENT
 
-    def _match_if_any(self, literal: str) -> int | NoMatch:
-        return match(literal, self._rest, 0) if literal else NoMatch.ABSENT
+    def _match(self, literal: str) -> int | NoMatch:
+        """Match a literal with the rest; an empty one does not match."""
+        if not literal:
+            return NoMatch.ABSENT
+        return match(literal, self._rest, 0)
 
     def _match_closing(self) -> int | NoMatch:
         """Match the text that ends a call; all but its first mark may be missing."""
         closing = self._closing_fence or self._form.terminator
-        if match(closing, self._rest, 0) is NoMatch.ABSENT:
-            first_tag = _FIRST_TAG.match(closing)
-            closing = "" if first_tag is None else first_tag[0]
-        return self._match_if_any(closing)
+        found = self._match(closing)
+        first_tag = _FIRST_TAG.match(closing)
+        if found is NoMatch.ABSENT and first_tag is not None:
+            return self._match(first_tag[0])
+        return found
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def _read_calls(self, begin: int, *, is_last: bool) -> _NewCalls | NoMatch:
+    def _read_calls(self, begin: int) -> _NewCalls | NoMatch:
         """Read the call that begins here up to its arguments, or whole calls.
 
         Args:
             begin: Where the text after the call's mark begins.
-            is_last: Whether no more text will come.
         """
-        form = self._form
         text = self._rest
-        before = text[:begin].rstrip()
-        if form.keys is not None and not self._is_after_call:
-            # Skip the part of the opening that comes before the object.
-            before_object = form.opening[: form.opening.find("{")].strip()
-            found = match(before_object, text, max(0, len(before) - len(form.mark)))
-            if found is NoMatch.UNCLEAR:
-                return found
-            if isinstance(found, int):
-                begin = found or begin
-                before = text[:begin].rstrip()
+        if not self._is_after_call:
+            self._closing_fence = ""
+            if text.lstrip().startswith(_FENCE):
+                self._closing_fence = f"\n{_FENCE}"
+        if self._form.keys is not None and not self._is_after_call:
+            object_start = self._object_start(begin)
+            if object_start is NoMatch.UNCLEAR:
+                return object_start
+            if isinstance(object_start, int):
+                begin = object_start or begin
         start = skip_space(text, begin)
         if start == len(text):
             return NoMatch.UNCLEAR
-        may_be_object = form.keys is not None or not before.strip() or _FENCE in before
+        before = text[:begin].strip()
+        may_be_object = self._form.keys is not None or not before or _FENCE in before
         if text[start] in "{[" and may_be_object:
             return self._read_objects(start)
+        return self._read_named_call(begin)
 
-        name_start: int | NoMatch = start
+    def _object_start(self, begin: int) -> int | NoMatch:
+        """Skip the part of the opening that comes before the object of a call."""
+        form = self._form
+        before_object = form.opening[: form.opening.find("{")].strip()
+        mark_start = len(self._rest[:begin].rstrip()) - len(form.mark)
+        return match(before_object, self._rest, max(0, mark_start))
+
+    def _read_named_call(self, begin: int) -> _NewCalls | NoMatch:
+        """Read a call that begins with the name of its function."""
+        form = self._form
+        text = self._rest
+        name_start: int | NoMatch = skip_space(text, begin)
         if not self._is_after_call:
+            before = text[:begin].rstrip()
             if before.endswith(form.mark):
                 name_start = match(form.opening, text, len(before) - len(form.mark))
             else:
                 name_start = match(form.inner_mark, text, len(before))
         if isinstance(name_start, NoMatch):
             return name_start
-        head = read_name(form, text, name_start, self._schemas, is_last=is_last)
+        head = read_name(form, text, name_start, self._schemas, is_last=self._is_end)
         if isinstance(head, NoMatch):
             return head
         self._open_parts = [_OpenPart(arguments_reader(form, self._schemas[head.name]))]
@@ -389,15 +418,18 @@ class ToolCallParser:
         self._object.json += read.json
         if not read.is_over:
             return NoMatch.UNCLEAR
-        value = json.loads(self._object.json or "null")
-        values = value if isinstance(value, list) else [value]
+        values = json.loads(self._object.json or "null")
+        if not isinstance(values, list):
+            values = [values]
         calls: list[_NewCall] = []
-        for each in values:
-            call = self._call_of(each)
+        for value in values:
+            call = self._call_of(value)
             if call is None:
                 return NoMatch.ABSENT
             calls.append(call)
-        return _NewCalls(calls, begin + self._object.n_read) if calls else NoMatch.ABSENT
+        if not calls:
+            return NoMatch.ABSENT
+        return _NewCalls(calls, begin + self._object.n_read)
 
     def _call_of(self, value: Any) -> _NewCall | None:
         """Return the call that a JSON value is; None if it is something else."""

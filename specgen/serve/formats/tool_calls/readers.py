@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from specgen.serve.formats.tool_calls.forms import CallForm
-from specgen.serve.formats.tool_calls.literals import NoMatch, match, skip_space
+from specgen.serve.formats.tool_calls.literals import NoMatch, longest_match, match, skip_space
 from specgen.serve.formats.tool_calls.values import (
     Arguments,
     ArgumentsReader,
     ReadArguments,
+    as_mapping,
     in_json_text,
     typed_json,
 )
@@ -35,15 +36,6 @@ class ReadCall(NamedTuple):
     name: str
     arguments: Arguments
     end: int
-
-
-class _ReadValue(NamedTuple):
-    """The value of an argument, as far as it is certain."""
-
-    text: str
-    #: Where the text ends, or the closing mark if the value is complete.
-    end: int
-    is_complete: bool
 
 
 def read_name(
@@ -72,15 +64,17 @@ def read_name(
     if isinstance(begin, NoMatch):
         return begin
 
+    openings = ["{"]
     if form.pair is not None:
         openings = [form.pair.opening, *form.argument_ends]
     else:
         begin = skip_space(text, begin)
-        openings = ["(" if form.style == "python" else "{"]
-    found = [match(opening, text, begin) for opening in openings]
-    if any(isinstance(each, int) for each in found):
-        return CallHead(name, begin)
-    return NoMatch.UNCLEAR if NoMatch.UNCLEAR in found else NoMatch.ABSENT
+        if form.style == "python":
+            openings = ["("]
+    found = longest_match(openings, text, begin)
+    if isinstance(found, NoMatch):
+        return found
+    return CallHead(name, begin)
 
 
 def arguments_reader(form: CallForm, schema: Mapping[str, Any]) -> ArgumentsReader | PairsReader:
@@ -129,98 +123,126 @@ class PairsReader:
         #: Whether the value that is being read is a text, and what ends any value.
         self._is_in_text = False
         self._closing = ""
+        #: What `read` was given, and how much of it is read.
+        self._text = ""
+        self._is_last = False
+        self._place = 0
 
     def read(self, text: str, *, is_last: bool = False) -> ReadArguments:
         """Read on in the arguments; see `ArgumentsReader.read`."""
-        place = 0
+        self._text = text
+        self._is_last = is_last
+        self._place = 0
         written = ""
         while True:
             if self._is_in_text:
-                value = self._read_value(text, place, is_last)
-                place = value.end
-                written += in_json_text(value.text)
-                if not value.is_complete:
+                written += self._read_text()
+                if self._is_in_text:
                     break
-                written += '"'
-                self._is_in_text = False
-            pair = self._read_pair(text, place, is_last)
+            pair = self._read_pair()
             if pair is NoMatch.ABSENT:
-                return ReadArguments(place, written + self._end(), True)
+                return ReadArguments(self._place, written + self._end(), True)
             if pair is NoMatch.UNCLEAR:
                 break
-            place, piece = pair
-            written += piece
+            written += pair
         if is_last:
             written += self._end()
-        return ReadArguments(place, written, is_last)
+        return ReadArguments(self._place, written, is_last)
 
     def _end(self) -> str:
-        quote = '"' if self._is_in_text else ""
-        return quote + ("}" if self._has_pairs else "{}")
+        """Return what ends the JSON object."""
+        written = ""
+        if self._is_in_text:
+            written += '"'
+        if not self._has_pairs:
+            written += "{"
+        return written + "}"
 
-    def _read_pair(self, text: str, place: int, is_last: bool) -> tuple[int, str] | NoMatch:
-        """Read a pair, or if its value is a text, the pair up to that text.
+    def _read_text(self) -> str:
+        """Read on in a text; return what that adds."""
+        end, is_complete = self._value_end(self._place)
+        value = self._without_line_end(self._text[self._place : end])
+        if is_complete:
+            self._place = end + len(self._closing)
+            self._is_in_text = False
+            return in_json_text(value) + '"'
+        self._place += len(value)
+        return in_json_text(value)
+
+    def _read_pair(self) -> str | NoMatch:
+        """Read a pair, or if its value is a text, what comes before that text.
 
         Returns:
-            Where that ends, and the JSON that it adds.
+            The JSON that this adds.
         """
-        ends = [match(end, text, place) for end in self._ends]
-        if any(isinstance(end, int) for end in ends):
-            return NoMatch.ABSENT
-        key_start = match(self._pair.opening, text, place)
-        if isinstance(key_start, NoMatch):
-            is_unclear = NoMatch.UNCLEAR in (key_start, *ends) and not is_last
-            return NoMatch.UNCLEAR if is_unclear else NoMatch.ABSENT
-        key = _KEY.match(text, key_start)
+        place = self._key_start()
+        if isinstance(place, NoMatch):
+            return place
+        key = _KEY.match(self._text, place)
         if key is None:
-            return NoMatch.UNCLEAR if key_start == len(text) else NoMatch.ABSENT
-        start = self._value_start(text, key.end())
+            return self._unclear_if(place == len(self._text))
+        start = longest_match(self._middles, self._text, key.end())
         if isinstance(start, NoMatch):
             return start
-        rest = text[start:]
-        may_be_cdata = len(rest) < len(_CDATA) and _CDATA.startswith(rest)
-        if may_be_cdata and not is_last:
+        if self._has_lines and self._text.startswith("\n", start):
+            start += 1
+        rest = self._text[start:]
+        may_become_cdata = len(rest) < len(_CDATA) and _CDATA.startswith(rest)
+        if may_become_cdata and not self._is_last:
             return NoMatch.UNCLEAR
 
         self._closing = self._pair.closing_of(key[0]).strip()
-        schema = self._properties.get(key[0], {})
-        schema = schema if isinstance(schema, Mapping) else {}
-        before = ", " if self._has_pairs else "{"
-        written = f"{before}{json.dumps(key[0], ensure_ascii=False)}: "
+        schema = as_mapping(self._properties.get(key[0]))
+        begun = f"{json.dumps(key[0], ensure_ascii=False)}: "
         if schema.get("type") == "string" and not rest.startswith(_CDATA):
-            self._has_pairs = True
             self._is_in_text = True
-            return start, written + '"'
-        value = self._read_value(text, start, is_last)
-        if not value.is_complete:
+            self._place = start
+            return self._after_comma(begun + '"')
+        end, is_complete = self._value_end(start)
+        if not is_complete:
             return NoMatch.UNCLEAR
+        value = self._without_line_end(self._text[start:end])
+        self._place = end + len(self._closing)
+        return self._after_comma(begun + typed_json(value, schema, self._pair.nested_tag))
+
+    def _key_start(self) -> int | NoMatch:
+        """Return where the next key begins; `ABSENT` if the arguments end here."""
+        end = longest_match(self._ends, self._text, self._place)
+        if isinstance(end, int):
+            return NoMatch.ABSENT
+        start = match(self._pair.opening, self._text, self._place)
+        if isinstance(start, int):
+            return start
+        return self._unclear_if(NoMatch.UNCLEAR in (start, end) and not self._is_last)
+
+    def _after_comma(self, pair: str) -> str:
+        before = "{"
+        if self._has_pairs:
+            before = ", "
         self._has_pairs = True
-        return value.end, written + typed_json(value.text, schema, self._pair.nested_tag)
+        return before + pair
 
-    def _value_start(self, text: str, key_end: int) -> int | NoMatch:
-        found = [match(middle, text, key_end) for middle in self._middles]
-        places = [each for each in found if isinstance(each, int)]
-        if not places:
-            return NoMatch.UNCLEAR if NoMatch.UNCLEAR in found else NoMatch.ABSENT
-        start = max(places)
-        if self._has_lines and text.startswith("\n", start):
-            start += 1
-        return start
+    def _value_end(self, start: int) -> tuple[int, bool]:
+        """Return how far a value certainly goes, and whether it ends there.
 
-    def _read_value(self, text: str, start: int, is_last: bool) -> _ReadValue:
-        """Read a value, which ends at a closing mark that is followed by what may follow it."""
+        A value ends at a closing mark that is followed by what may follow it.
+        """
         place = start
-        while (end := text.find(self._closing, place)) >= 0:
+        while (end := self._text.find(self._closing, place)) >= 0:
             place = end + len(self._closing)
-            following = [match(each, text, place) for each in (self._pair.opening, *self._ends)]
-            if is_last or any(isinstance(each, int) for each in following):
-                return _ReadValue(self._without_line_end(text[start:end]), place, True)
-            if NoMatch.UNCLEAR in following:
-                break
-        else:
-            end = len(text) - partial_match_length(text[place:], self._closing)
-        value = self._without_line_end(text[start:end])
-        return _ReadValue(value, start + len(value), False)
+            following = longest_match((self._pair.opening, *self._ends), self._text, place)
+            if self._is_last or isinstance(following, int):
+                return end, True
+            if following is NoMatch.UNCLEAR:
+                return end, False
+        n_held = partial_match_length(self._text[place:], self._closing)
+        return len(self._text) - n_held, False
 
     def _without_line_end(self, value: str) -> str:
-        return value.removesuffix("\n") if self._has_lines else value
+        if self._has_lines:
+            return value.removesuffix("\n")
+        return value
+
+    @staticmethod
+    def _unclear_if(is_unclear: bool) -> NoMatch:
+        return NoMatch.UNCLEAR if is_unclear else NoMatch.ABSENT

@@ -11,7 +11,7 @@ import enum
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic_core import from_json
@@ -29,7 +29,7 @@ _QUOTES: Mapping[Style, tuple[str, ...]] = {
     "python": ('"""', "'''", '"', "'"),
     "gemma": ('<|"|>', "<escape>"),
 }
-_CLOSING_BRACKETS: Mapping[str, str] = {"{": "}", "[": "]", "(": ")"}
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
 _SEPARATORS = re.compile(r"[\s,:=]+")
 _WORD = re.compile(r"[^\s,:=(){}\[\]<>|\"']+")
 _ESCAPE = re.compile(
@@ -68,6 +68,13 @@ def arguments_of(written: str | Arguments | None) -> Arguments:
     return value if isinstance(value, dict) else {"text": written}
 
 
+def as_mapping(schema: Any) -> Mapping[str, Any]:
+    """Return a schema that is an object, or an empty one: clients send anything."""
+    if isinstance(schema, Mapping):
+        return schema
+    return {}
+
+
 def in_json_text(text: str) -> str:
     """Return a text as it is written between the quotes of a JSON text."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
@@ -101,11 +108,6 @@ class _Quote(enum.Enum):
     UNCLEAR = enum.auto()
 
 
-#: Where a step of the reader ends, and the JSON that it adds. A step that ends where it began waits
-#: for more text.
-_Step: TypeAlias = tuple[int, str]
-
-
 class ArgumentsReader:
     """Reads the arguments of a call as they arrive, and writes them as JSON.
 
@@ -123,7 +125,9 @@ class ArgumentsReader:
         self._style = style
         self._closing = closing.strip()
         #: The brackets that close the open values, the innermost last.
-        self._open = [_Bracket("}", "}")] if is_open else []
+        self._open: list[_Bracket] = []
+        if is_open:
+            self._open.append(_Bracket("}", "}"))
         #: What ends the text that is being read; empty outside of texts.
         self._quote = ""
         #: Whether that text is a key.
@@ -133,6 +137,10 @@ class ArgumentsReader:
         #: Whether the innermost value has items already.
         self._has_items = False
         self._is_over = False
+        #: What `read` was given, and how much of it is read.
+        self._text = ""
+        self._is_last = False
+        self._place = 0
 
     def read(self, text: str, *, is_last: bool = False) -> ReadArguments:
         """Read on in the arguments.
@@ -141,53 +149,67 @@ class ArgumentsReader:
             text: What the last call left unread, and what has arrived since.
             is_last: Whether no more text will come, so that the arguments must end here.
         """
-        place = 0
+        self._text = text
+        self._is_last = is_last
+        self._place = 0
         written = ""
-        while place < len(text) and not self._is_over:
-            step = self._read_in_text if self._quote else self._read_outside
-            end, piece = step(text, place, is_last)
-            written += piece
-            if end == place:
+        while self._place < len(text) and not self._is_over:
+            place = self._place
+            if self._quote:
+                written += self._read_in_text()
+            else:
+                written += self._read_outside()
+            if self._place == place:  # more text is needed
                 break
-            place = end
         if is_last and not self._is_over:
             written += self._give_up()
-        return ReadArguments(place, written, self._is_over)
+        return ReadArguments(self._place, written, self._is_over)
+
+    # Each of these reads on from `_place`, which stays if more text is needed, and returns the JSON
+    # that this adds.
 
     # --- within a text ----------------------------------------------------------------------------
 
-    def _read_in_text(self, text: str, place: int, is_last: bool) -> _Step:
-        escape = "" if self._style == "gemma" else r"|\\"
-        special = re.compile(re.escape(self._quote) + escape).search(text, place)
-        if special is not None:
-            end = special.start()
+    def _read_in_text(self) -> str:
+        """Read characters, an escape, or a quote."""
+        special = re.escape(self._quote)
+        if self._style != "gemma":
+            special += r"|\\"
+        found = re.compile(special).search(self._text, self._place)
+        if found is None:
+            end = len(self._text) - partial_match_length(self._text, self._quote)
         else:
-            end = len(text) - partial_match_length(text, self._quote)
-        if end > place:
-            return end, self._add_to_text(text[place:end])
-        if special is None:
-            return place, ""
-        if special[0] == "\\":
-            return self._read_escape(text, place, is_last)
-        return self._read_quote(text, special.end(), is_last)
+            end = found.start()
+        if end > self._place:
+            characters = self._text[self._place : end]
+            self._place = end
+            return self._add_to_text(characters)
+        if found is None:
+            return ""
+        if found[0] == "\\":
+            return self._read_escape()
+        return self._read_quote(found.end())
 
-    def _read_escape(self, text: str, place: int, is_last: bool) -> _Step:
-        if not is_last and _UNFINISHED_ESCAPE.match(text, place):
-            return place, ""
-        found = _ESCAPE.match(text, place)
+    def _read_escape(self) -> str:
+        if not self._is_last and _UNFINISHED_ESCAPE.match(self._text, self._place):
+            return ""
+        found = _ESCAPE.match(self._text, self._place)
         assert found is not None, "the pattern matches any backslash"
-        return found.end(), self._add_to_text(_unescaped(found[0], self._style))
+        self._place = found.end()
+        return self._add_to_text(_unescaped(found[0], self._style))
 
-    def _read_quote(self, text: str, end: int, is_last: bool) -> _Step:
-        meaning = self._meaning_of_quote(text[end:].lstrip())
-        if meaning is _Quote.UNCLEAR and not is_last:
-            return end - len(self._quote), ""
+    def _read_quote(self, end: int) -> str:
+        meaning = self._meaning_of_quote(self._text[end:].lstrip())
+        if meaning is _Quote.UNCLEAR and not self._is_last:
+            return ""
+        self._place = end
         if meaning is _Quote.CHARACTER:
-            return end, self._add_to_text(self._quote)
-        written = "" if self._is_key else '"'
+            return self._add_to_text(self._quote)
         self._quote = ""
-        self._is_key = False
-        return end, written
+        if self._is_key:
+            self._is_key = False
+            return ""
+        return '"'
 
     def _meaning_of_quote(self, following: str) -> _Quote:
         """Return what a quote in a text is, by what follows it."""
@@ -202,7 +224,9 @@ class ArgumentsReader:
             return _Quote.END
         if self._closing and following.startswith(self._closing):
             return _Quote.END
-        return _Quote.UNCLEAR if self._closing.startswith(following) else _Quote.CHARACTER
+        if self._closing.startswith(following):
+            return _Quote.UNCLEAR
+        return _Quote.CHARACTER
 
     def _add_to_text(self, text: str) -> str:
         """Return what a piece of a text adds; keys are kept until their value begins."""
@@ -214,69 +238,81 @@ class ArgumentsReader:
 
     # --- outside of texts -------------------------------------------------------------------------
 
-    def _read_outside(self, text: str, place: int, is_last: bool) -> _Step:
-        """Read separators, a bracket, a word, or the quote that begins a text."""
-        separators = _SEPARATORS.match(text, place)
+    def _read_outside(self) -> str:
+        """Read separators, a bracket, the quote that begins a text, or a word."""
+        separators = _SEPARATORS.match(self._text, self._place)
         if separators is not None:
+            self._place = separators.end()
             if "," in separators[0]:
                 self._key = None
-            return separators.end(), ""
+            return ""
+        character = self._text[self._place]
+        if character in "{[(":
+            return self._open_bracket(character)
+        if character in "}])":
+            return self._close_bracket(character)
 
-        is_key = bool(self._open) and self._open[-1].json == "}" and self._key is None
-        if text[place] in "{[(":
-            return self._open_bracket(text[place], place, is_key)
-        if text[place] in "}])":
-            return self._close_bracket(text[place], place)
-
-        rest = text[place:]
-        quotes = _QUOTES[self._style]
-        if not is_last and any(rest != quote and quote.startswith(rest) for quote in quotes):
-            return place, ""
-        for quote in quotes:
+        rest = self._text[self._place :]
+        for quote in _QUOTES[self._style]:
+            if not self._is_last and rest != quote and quote.startswith(rest):
+                return ""
+        for quote in _QUOTES[self._style]:
             if rest.startswith(quote):
-                return place + len(quote), self._begin_text(quote, is_key)
+                self._place += len(quote)
+                return self._begin_text(quote)
+        return self._read_word(rest)
 
+    def _read_word(self, rest: str) -> str:
         word = _WORD.match(rest)
         if word is None:
-            return place, self._give_up()
-        if word.end() == len(rest) and not is_last:
-            return place, ""
-        if is_key:
+            return self._give_up()
+        if word.end() == len(rest) and not self._is_last:
+            return ""
+        self._place += word.end()
+        if self._expects_key:
             self._key = in_json_text(word[0])
-            return place + word.end(), ""
-        return place + word.end(), self._begin_value(_json_word(word[0]))
+            return ""
+        return self._begin_value(_json_word(word[0]))
 
-    def _begin_text(self, quote: str, is_key: bool) -> str:
+    def _begin_text(self, quote: str) -> str:
         self._quote = quote
-        self._is_key = is_key
-        if is_key:
+        self._is_key = self._expects_key
+        if self._is_key:
             self._key = ""
             return ""
         return self._begin_value('"')
 
-    def _open_bracket(self, bracket: str, place: int, is_key: bool) -> _Step:
-        if is_key or len(self._open) == _MAX_DEPTH:
-            return place, self._give_up()
-        # Parentheses around all arguments are an object; others are a tuple of Python.
-        is_object = bracket == "{" or (bracket == "(" and not self._open)
-        json_bracket = "{" if is_object else "["
-        written = self._begin_value(json_bracket)
-        closing = _Bracket(_CLOSING_BRACKETS[bracket], _CLOSING_BRACKETS[json_bracket])
-        self._open.append(closing)
-        self._has_items = False
-        return place + 1, written
+    @property
+    def _expects_key(self) -> bool:
+        return bool(self._open) and self._open[-1].json == "}" and self._key is None
 
-    def _close_bracket(self, bracket: str, place: int) -> _Step:
+    def _open_bracket(self, bracket: str) -> str:
+        if self._expects_key or len(self._open) == _MAX_DEPTH:
+            return self._give_up()
+        # Parentheses around all arguments are an object; others are a tuple of Python.
+        json_bracket = "["
+        if bracket == "{" or (bracket == "(" and not self._open):
+            json_bracket = "{"
+        written = self._begin_value(json_bracket)
+        self._open.append(_Bracket(_CLOSING[bracket], _CLOSING[json_bracket]))
+        self._has_items = False
+        self._place += 1
+        return written
+
+    def _close_bracket(self, bracket: str) -> str:
         levels = [level for level, each in enumerate(self._open) if each.written == bracket]
         if not levels:
-            return place, self._give_up()
+            return self._give_up()
         written = self._close(levels[-1])
         self._is_over = not self._open
-        return place + 1, written
+        self._place += 1
+        return written
 
     def _begin_value(self, begun: str) -> str:
         """Return the beginning of a value, after its comma and its key."""
-        before = ", " if self._has_items and self._open else ""
+        before = ""
+        if self._has_items and self._open:
+            before += ", "
         if self._key is not None:
             before += f'"{self._key}": '
         self._key = None
@@ -287,13 +323,16 @@ class ArgumentsReader:
 
     def _close(self, n_left: int) -> str:
         """Close all open values but the outermost `n_left`; return what that adds."""
-        quote = '"' if self._quote and not self._is_key else ""
-        brackets = "".join(bracket.json for bracket in reversed(self._open[n_left:]))
+        written = ""
+        if self._quote and not self._is_key:
+            written += '"'
+        for bracket in reversed(self._open[n_left:]):
+            written += bracket.json
         del self._open[n_left:]
         self._quote = ""
         self._key = None
         self._has_items = True
-        return quote + brackets
+        return written
 
     def _give_up(self) -> str:
         """End the arguments here, since what follows is not part of them."""
@@ -303,23 +342,24 @@ class ArgumentsReader:
 
 def _unescaped(escape: str, style: Style) -> str:
     quoted = f'"{escape}"'
+    parse = ast.literal_eval
+    if style == "json":
+        parse = json.loads
     try:
-        found = json.loads(quoted) if style == "json" else ast.literal_eval(quoted)
+        found = str(parse(quoted))
     except (ValueError, SyntaxError):
         return escape
-    return str(found).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _json_word(word: str) -> str:
     """Return a word without quotes as a JSON value."""
     if word in _PYTHON_WORDS:
         return _PYTHON_WORDS[word]
-    try:
-        value = from_json(word, allow_inf_nan=False) or 0
-    except ValueError:
-        return json.dumps(word, ensure_ascii=False)
-    is_finite = abs(value) < math.inf
-    return word if is_finite else json.dumps(word, ensure_ascii=False)
+    with contextlib.suppress(ValueError):
+        if abs(from_json(word, allow_inf_nan=False) or 0) < math.inf:
+            return word
+    return json.dumps(word, ensure_ascii=False)
 
 
 # --- values without quotes ------------------------------------------------------------------------
@@ -334,7 +374,10 @@ def typed_json(text: str, schema: Any, nested_tag: str = "") -> str:
         nested_tag: How the tags begin in which lists and objects are written; empty for none.
     """
     try:
-        value = _nested_value(text, schema, nested_tag) if nested_tag else _value(text, schema)
+        if nested_tag:
+            value = _nested_value(text, schema, nested_tag)
+        else:
+            value = _value(text, schema)
         found = json.dumps(value, ensure_ascii=False, allow_nan=False)
         found.encode()
     except (TypeError, ValueError, RecursionError):  # Python values and lone surrogates, too
@@ -344,18 +387,20 @@ def typed_json(text: str, schema: Any, nested_tag: str = "") -> str:
 
 def _nested_value(text: str, schema: Any, tag: str) -> Any:
     """Return the value of a text in which lists and objects are tags within tags."""
-    schema = schema if isinstance(schema, Mapping) else {}
+    schema = as_mapping(schema)
     kinds = schema.get("type", ())
     children = _children(text, tag)
-    if not children and (text.strip() or kinds not in ("array", "object")):
+    is_container = bool(children) or (not text.strip() and kinds in ("array", "object"))
+    if not is_container:
         return _value(text, schema)
     if "object" not in kinds and all(name == "item" for name, _ in children):
-        return [_nested_value(inner, schema.get("items"), tag) for _, inner in children]
+        item_schema = schema.get("items")
+        return [_nested_value(inner, item_schema, tag) for _, inner in children]
     properties = schema.get("properties", {})
     return {name: _nested_value(inner, properties.get(name), tag) for name, inner in children}
 
 
-def _children(text: str, tag: str) -> Sequence[tuple[str, str]]:
+def _children(text: str, tag: str) -> list[tuple[str, str]]:
     """Return the names and the contents of the outermost tags in a text."""
     found: list[tuple[str, str]] = []
     place = 0
@@ -371,7 +416,11 @@ def _children(text: str, tag: str) -> Sequence[tuple[str, str]]:
 def _up_to_closing_tag(text: str, name: str, tag: str) -> str:
     depth = 1
     for found in re.finditer(rf"{re.escape(tag)}(/?){re.escape(name)}>", text):
-        depth += -1 if found[1] else 1
+        is_closing = found[1] == "/"
+        if not is_closing:
+            depth += 1
+            continue
+        depth -= 1
         if depth == 0:
             return text[: found.start()]
     return text
@@ -379,11 +428,12 @@ def _up_to_closing_tag(text: str, name: str, tag: str) -> str:
 
 def _value(text: str, schema: Any) -> Any:
     """Return the value of a text if the schema allows its type, or else the text."""
-    schema = schema if isinstance(schema, Mapping) else {}
     if _CDATA in text:
         text = text.removeprefix(_CDATA).removesuffix("]]>")
-    kinds = schema.get("type", ())
-    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    kinds = as_mapping(schema).get("type", ())
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    kinds = set(kinds)
     if kinds == {"string"}:
         return text
     stripped = text.strip()
@@ -394,5 +444,7 @@ def _value(text: str, schema: Any) -> Any:
             value = ast.literal_eval(stripped)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return text
-    is_allowed = not kinds or "string" not in kinds or kinds & _SCHEMA_TYPES.get(type(value), set())
-    return value if is_allowed else text
+    # A text is a text, unless the schema allows what it looks like.
+    if "string" in kinds and not kinds & _SCHEMA_TYPES.get(type(value), set()):
+        return text
+    return value
