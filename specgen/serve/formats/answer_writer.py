@@ -92,7 +92,9 @@ class AnswerWriter(ABC):
 
     def _figures(self, number: int | None = None) -> Json:
         """Return the figures of one answer, or of all, with the warnings of the request."""
-        answers = self._answers if number is None else [self._answers[number]]
+        answers = self._answers
+        if number is not None:
+            answers = [answers[number]]
         finished = [each.finished for each in answers if each.finished is not None]
         n_reasoning = sum(each.n_reasoning_tokens for each in answers)
         figures = answer_figures(finished, n_reasoning, self._first.n)
@@ -145,7 +147,9 @@ class BlockWriter(AnswerWriter):
         """Close the open block, if there is one."""
         block = self._block
         self._block = None
-        return [] if block is None else self._closed(block, status)
+        if block is None:
+            return []
+        return self._closed(block, status)
 
     @abstractmethod
     def _opened(self, block: Delta) -> list[Json]:

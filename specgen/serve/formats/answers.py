@@ -101,7 +101,7 @@ class Answer:
     def _merge(self, deltas: list[Delta]) -> list[Delta]:
         """Add deltas to the blocks, and return them."""
         for delta in deltas:
-            if delta.continues(self.blocks[-1] if self.blocks else None):
+            if self.blocks and delta.continues(self.blocks[-1]):
                 self.blocks[-1] = self.blocks[-1].with_more(delta)
             else:
                 self.blocks.append(delta)
@@ -119,12 +119,15 @@ class Answer:
     @property
     def stop_string(self) -> str | None:
         """The text of the request that ended the answer."""
-        stopped_by = None if self.finished is None else self.finished.stopped_by
-        return stopped_by if stopped_by in self._request.generation.stop else None
+        if self.finished is None or self.finished.stopped_by not in self._request.generation.stop:
+            return None
+        return self.finished.stopped_by
 
     @property
     def finish_reason(self) -> Literal["length", "stop", "tool_calls"]:
         """Why the answer ended, in OpenAI's words."""
         if self.finished is None or self.finished.finish_reason != "stop":
             return "length"
-        return "tool_calls" if self.calls else "stop"
+        if self.calls:
+            return "tool_calls"
+        return "stop"

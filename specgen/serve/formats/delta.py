@@ -23,11 +23,11 @@ class Delta:
     #: Whether the arguments are complete. Those of a call that was cut off never are.
     is_end: bool = False
 
-    def continues(self, block: Delta | None) -> bool:
+    def continues(self, block: Delta) -> bool:
         """Return whether this continues a block, rather than beginning the next."""
         if self.kind == "arguments":
             return True
-        return block is not None and block.kind == self.kind != "call"
+        return self.kind == block.kind and self.kind != "call"
 
     def with_more(self, delta: Delta) -> Delta:
         """Return this block, continued."""

@@ -76,10 +76,12 @@ class Fields(BaseModel):
             if value not in (False, "", [], {}) and name not in _SILENT:
                 yield name
         for name in type(self).model_fields:
-            value = getattr(self, name)
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, Fields):
-                    yield from (f"{name}.{inner}" for inner in each.ignored())
+            values = getattr(self, name)
+            if not isinstance(values, list):
+                values = [values]
+            for value in values:
+                if isinstance(value, Fields):
+                    yield from (f"{name}.{inner}" for inner in value.ignored())
 
 
 def parse(model: type[_MODEL], body: Json) -> _MODEL:
@@ -93,7 +95,12 @@ def parse(model: type[_MODEL], body: Json) -> _MODEL:
         what = "Input should be an object"
     if first["type"] != "missing":
         what += f"; it is {shown(first['input'])}"
-    place = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"])
+    place = ""
+    for key in first["loc"]:
+        if isinstance(key, int):
+            place += f"[{key}]"
+        else:
+            place += f".{key}"
     raise BodyError(place.removesuffix(".[key]").removeprefix("."), what)
 
 
@@ -112,7 +119,9 @@ class Part(Fields):
 def _as_parts(value: Any) -> Any:
     if isinstance(value, str):
         value = {"text": value}
-    return [value] if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return [value]
+    return value
 
 
 #: Lets a text, or a single part, stand for a list of parts.
@@ -127,7 +136,9 @@ def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
     """
     texts: list[str] = []
     for part in parts:
-        text = part.refusal if part.text is None else part.text
+        text = part.text
+        if text is None:
+            text = part.refusal
         if text is None and not part.type.endswith("text"):
             kind = part.type.removeprefix("input_").removesuffix("_url")
             text = f"[{kind[:40]} left out: this model reads text]"

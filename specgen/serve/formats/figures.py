@@ -53,10 +53,9 @@ def _speculative(answers: Sequence[FinishedEvent]) -> Json:
     first = answers[0]
     speedup = first.estimated_speedup
     speedup_range = first.estimated_speedup_range
-    if len(answers) > 1 or is_busy(first.others_share):
-        speedup_range = None
-    if speedup_range is None:
+    if len(answers) > 1 or is_busy(first.others_share) or speedup_range is None:
         speedup = None
+        speedup_range = None
 
     n_rounds = sum(each.n_rounds for each in answers)
     n_accepted = sum(each.n_accepted for each in answers)
@@ -72,7 +71,7 @@ def _speculative(answers: Sequence[FinishedEvent]) -> Json:
         "acceptance_rate": _ratio(n_accepted, sum(drafted_by_position)),
         "mean_accepted_length": _ratio(n_committed, n_rounds),
         "estimated_speedup": speedup,
-        "estimated_speedup_range": None if speedup_range is None else list(speedup_range),
+        "estimated_speedup_range": speedup_range and list(speedup_range),
         "drafted_by_position": drafted_by_position,
         "accepted_by_position": _sums([each.accepted_by_depth for each in answers]),
         "undrafted": [
@@ -111,4 +110,6 @@ def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _ratio(part: float, total: float) -> float | None:
-    return part / total if total > 0 else None
+    if total <= 0:
+        return None
+    return part / total

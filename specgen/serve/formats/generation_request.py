@@ -37,13 +37,20 @@ from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_gram
 
 _TOKEN = re.compile(r"-?[0-9]{1,18}")
 _LARGEST = {int: 2**63 - 1, float: LARGEST_FACTOR}
+_SMALLEST = {int: -(2**63 - 1), float: -LARGEST_FACTOR}
 
 
 def _bias_pairs(value: Any) -> Any:
     """Return biases as pairs, the form that llama.cpp's server also takes."""
     if not isinstance(value, dict):
         return value
-    return tuple((int(key) if _TOKEN.fullmatch(key) else key, bias) for key, bias in value.items())
+    pairs: list[tuple[int | str, Any]] = []
+    for key, bias in value.items():
+        if _TOKEN.fullmatch(key):
+            pairs.append((int(key), bias))
+        else:
+            pairs.append((key, bias))
+    return tuple(pairs)
 
 
 #: A token, or a text and so all of its tokens; and their bias. False means that they never come.
@@ -69,13 +76,11 @@ def _sampler_field(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
         f"{spellings[0]}s",
         option.name.replace("repeat_", "repetition_"),
     )
-    largest = _LARGEST.get(option_type)
-    smallest = None if largest is None else -largest
     declaration = Field(
         None,
         validation_alias=names,
-        ge=option.metadata.get("min", smallest),
-        le=option.metadata.get("max", largest),
+        ge=option.metadata.get("min", _SMALLEST.get(option_type)),
+        le=option.metadata.get("max", _LARGEST.get(option_type)),
     )
     return _SAMPLER_TYPES.get(option.name, option_type) | None, declaration
 
@@ -205,7 +210,9 @@ class GenerationRequest(SamplerFields):
         Raises:
             BodyError: There are several grammars, or one that is not valid.
         """
-        schema = None if self.form is None else self.form.schema_of(self.form_field)
+        schema = None
+        if self.form is not None:
+            schema = self.form.schema_of(self.form_field)
         given = {
             "grammar": self.grammar or None,
             "json_schema": self.json_schema,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from specgen.events import CommittedEvent, Event
+from specgen.events import CommittedEvent, Event, Piece
 from specgen.serve.formats.answer_writer import AnswerContext
 from specgen.serve.formats.completions import (
     CompletionRequest,
@@ -145,16 +145,21 @@ class LlamaServerWriter(CompletionWriter):
     def whole(self) -> Any:
         """Return the whole response: one object, or a list of one for each answer."""
         found = [self._whole_answer(number) for number in range(len(self._answers))]
-        return found if len(found) > 1 else found[0]
+        if len(found) == 1:
+            return found[0]
+        return found
 
     def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
         chunks = super()._add(number, deltas, event)
-        tokens = [] if event is None else [piece.token_id for piece in event.pieces]
+        pieces: tuple[Piece, ...] = ()
+        if event is not None:
+            pieces = event.pieces
+        tokens = [piece.token_id for piece in pieces]
+        self._tokens[number] += tokens
         if chunks:
             chunks[0]["tokens"] = tokens
-        self._tokens[number] += tokens
         if event is not None and self._has_logprobs:
-            found = logprob_entries(event.pieces, self._first.generation.logprobs)
+            found = logprob_entries(pieces, self._first.generation.logprobs)
             chunks[0]["completion_probabilities"] = found
             self._probabilities[number] += found
         return chunks
@@ -170,7 +175,9 @@ class LlamaServerWriter(CompletionWriter):
                 **self._figures(number),
             }
         )
-        body["tokens"] = self._tokens[number] if self._has_tokens else []
+        body["tokens"] = []
+        if self._has_tokens:
+            body["tokens"] = self._tokens[number]
         if self._has_logprobs:
             body["completion_probabilities"] = self._probabilities[number]
         if not self._fields:
@@ -192,9 +199,11 @@ class LlamaServerWriter(CompletionWriter):
         request = self._first
         answer = self._answers[choice["index"]]
         finished = answer.finished
-        stop_type = "eos" if choice["finish_reason"] == "stop" else "limit"
+        stop_type = "limit"
         if "stop_reason" in choice:
             stop_type = "word"
+        elif choice["finish_reason"] == "stop":
+            stop_type = "eos"
         return {
             "generation_settings": {
                 **as_json(request.sampling),
@@ -215,5 +224,7 @@ class LlamaServerWriter(CompletionWriter):
 def _value_at(body: Any, path: str) -> Any:
     """Return the value at a path such as ``timings/predicted_n``; None if there is none."""
     for name in path.split("/"):
-        body = body.get(name) if isinstance(body, dict) else None
+        if not isinstance(body, dict):
+            return None
+        body = body.get(name)
     return body

@@ -50,9 +50,9 @@ class ContentBlock(Part):
     @classmethod
     def _with_text(cls, value: Any) -> Any:
         """Turn a document that is a text into a text."""
-        source = value.get("source") if isinstance(value, dict) else None
-        if isinstance(source, dict) and source.get("type") == "text":
-            return {"type": "text", "text": source.get("data")}
+        match value:
+            case {"source": {"type": "text", **source}}:
+                return {"type": "text", "text": source.get("data")}
         return value
 
 
@@ -119,9 +119,11 @@ def _deferred_tools(asked: MessagesRequest) -> dict[str, str | None]:
     }
     deferred: dict[str, str | None] = {}
     for tool in asked.tools:
-        if tool.defer_loading:
-            definition = tool.model_dump_json(include=_SEARCH_RESULT_FIELDS)
-            deferred[tool.name] = definition if tool.name in found else None
+        if not tool.defer_loading:
+            continue
+        deferred[tool.name] = None
+        if tool.name in found:
+            deferred[tool.name] = tool.model_dump_json(include=_SEARCH_RESULT_FIELDS)
     return deferred
 
 
@@ -167,11 +169,15 @@ def _result_text(block: ContentBlock, deferred: Mapping[str, str | None]) -> str
     """Return the text of a call's result, with the definitions of tools that it has found."""
     parts: list[Part] = []
     for part in block.content:
-        told = deferred.get(part.tool_name) or part.tool_name
-        parts.append(Part(text=told) if told else part)
+        if part.tool_name:
+            definition = deferred.get(part.tool_name)
+            parts.append(Part(text=definition or part.tool_name))
+        else:
+            parts.append(part)
     text = text_of(parts, "\n\n")
-    # Chat templates have no field for errors, so the text tells.
-    return f"Error: {text}" if block.is_error else text
+    if block.is_error:  # chat templates have no field for that
+        return f"Error: {text}"
+    return text
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ class MessagesWriter(BlockWriter):
         }
 
     def begin(self, n_prompt_tokens: int) -> list[Json]:
-        """Return the events before the answer. How much of the prompt is cached is not known yet."""
+        """Return the events before the answer, when cached tokens are not known yet."""
         message: Json = {
             **self._head,
             "content": [],
@@ -251,11 +257,14 @@ class MessagesWriter(BlockWriter):
 def _block_object(block: Delta) -> Json:
     """Return a block in Anthropic's form."""
     if block.kind == "call":
+        arguments = {}
+        if block.is_end:
+            arguments = json.loads(block.text)
         return {
             "type": "tool_use",
             "id": f"toolu_{block.identity.removeprefix('call_')}",
             "name": block.name,
-            "input": json.loads(block.text) if block.is_end else {},
+            "input": arguments,
         }
     if block.kind == "thought":
         return {"type": "thinking", "thinking": block.text, "signature": ""}

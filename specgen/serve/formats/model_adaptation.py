@@ -86,7 +86,9 @@ def _with_calls_grammar(request: ParsedRequest) -> tuple[ParsedRequest, list[str
         raise BodyError("grammar", "it excludes tools; a JSON schema does not")
     if tools.must_call and generation.ignore_eos:
         raise BodyError("ignore_eos", "a text that follows a grammar has an end")
-    other = None if tools.must_call else generation.grammar
+    other = generation.grammar
+    if tools.must_call:
+        other = None
     # Otherwise the grammar only keeps calls in form, which a request does not ask for.
     is_asked_for = tools.must_call or other is not None
     try:
@@ -101,8 +103,9 @@ def _with_calls_grammar(request: ParsedRequest) -> tuple[ParsedRequest, list[str
         if is_asked_for:
             raise BodyError("tools", error.message) from None
         return request, []
-    request = replace(request, generation=replace(generation, grammar=grammar))
-    return request, warnings if is_asked_for else []
+    if not is_asked_for:
+        warnings = []
+    return replace(request, generation=replace(generation, grammar=grammar)), warnings
 
 
 def _with_read_variables(request: ParsedRequest, template: str) -> ParsedRequest:
@@ -126,7 +129,9 @@ def _with_token_biases(request: ParsedRequest, vocabulary: LlamaVocabulary) -> P
         return request
     found: list[tuple[int, float]] = []
     for key, bias in request.biases:
-        tokens = [key] if isinstance(key, int) else vocabulary.tokenize_inside(key)
+        tokens = [key]
+        if isinstance(key, str):
+            tokens = vocabulary.tokenize_inside(key)
         try:
             vocabulary.check(tokens)
         except PromptError as error:

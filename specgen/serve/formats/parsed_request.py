@@ -117,7 +117,9 @@ class ParsedRequest:
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
     def _chat_prompt(self, prompts: Prompts, now: datetime.datetime) -> Prompt:
-        tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
+        tools: list[dict[str, Any]] = []
+        if self.tools is not None:
+            tools += (function.definition for function in self.tools.functions)
         messages = self.messages
         continues = self.continues and not self._is_bound_by_grammar
         if continues:
@@ -125,7 +127,9 @@ class ParsedRequest:
         prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
         if not self.splits_reasoning:
             prompt = replace(prompt, thoughts=None)
-        return prompts.continued(prompt, self.messages[-1]) if continues else prompt
+        if continues:
+            return prompts.continued(prompt, self.messages[-1])
+        return prompt
 
     @property
     def _is_bound_by_grammar(self) -> bool:

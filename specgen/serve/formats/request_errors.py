@@ -23,7 +23,9 @@ _TYPES = {
 def shown(value: Any) -> str:
     """Return a value as JSON, cut to fit a line."""
     text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) > 60:
+        return f"{text[:57]}..."
+    return text
 
 
 class BodyError(UsageError):

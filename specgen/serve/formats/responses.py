@@ -78,7 +78,9 @@ class ResponseItem(Fields):
 
 
 def _as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return value
 
 
 class ResponsesRequest(ChatRequest):
@@ -142,8 +144,11 @@ def _add_item(
                 raise BodyError(f"{where}.role", "it is missing")
             if item.role != "assistant":
                 _drop_lone_thoughts(builder)
-            role = "system" if item.role == "developer" else item.role
-            builder.join_text(role, text_of(item.content))
+            text = text_of(item.content)
+            if item.role == "developer":
+                builder.join_text("system", text)
+            else:
+                builder.join_text(item.role, text)
         case "reasoning":
             thought = _thought(item)
             if thought:
@@ -233,18 +238,23 @@ class ResponsesWriter(BlockWriter):
         return self._whole
 
     def _end(self, _number: int) -> list[Json]:
-        is_complete = self._answers[0].finish_reason != "length"
-        status = "completed" if is_complete else "incomplete"
         events: list[Json] = []
         if self._block is None and not self._blocks:  # clients expect an item
             self._block = Delta("content", "")
             events += self._opened(self._block)
-        is_in_call = self._block is not None and self._block.kind == "call"
-        events += self._close("incomplete" if is_in_call else status)
+        status = "completed"
+        details = None
+        if self._answers[0].finish_reason == "length":
+            status = "incomplete"
+            details = {"reason": "max_output_tokens"}
+        if self._block is not None and self._block.kind == "call":
+            events += self._close("incomplete")
+        else:
+            events += self._close(status)
         figures = self._figures()
         self._whole = {
             **self._response(status),
-            "incomplete_details": None if is_complete else {"reason": "max_output_tokens"},
+            "incomplete_details": details,
             "usage": _usage(figures["usage"]),
             **own_figures(figures),
         }
@@ -332,16 +342,18 @@ class ResponsesWriter(BlockWriter):
 
     def _item_type(self, block: Delta) -> str:
         match block.kind:
-            case "call":
-                is_custom = block.name in self._custom_tools
-                return "custom_tool_call" if is_custom else "function_call"
             case "content":
                 return "message"
-            case _:
+            case "thought":
                 return "reasoning"
+        if block.name in self._custom_tools:
+            return "custom_tool_call"
+        return "function_call"
 
     def _input_field(self, call: Delta) -> str:
-        return "input" if call.name in self._custom_tools else "arguments"
+        if call.name in self._custom_tools:
+            return "input"
+        return "arguments"
 
     def _call_input(self, call: Delta) -> str:
         """Return what a call passes to its tool, as far as it is known."""
@@ -350,8 +362,9 @@ class ResponsesWriter(BlockWriter):
         value = from_json(call.text or "{}", allow_partial="trailing-strings").get("input")
         if isinstance(value, str):
             return value
-        # If the model wrote other arguments, the tool gets these.
-        return call.text if call.is_end else ""
+        if call.is_end:  # the tool gets what the model wrote instead
+            return call.text
+        return ""
 
 
 def _part_object(block: Delta) -> Json:

@@ -37,7 +37,9 @@ def _flattened(value: Any) -> Any:
     kind = str(value.get("type", "function"))
     inner = value.get(kind)
     outer = {name: each for name, each in value.items() if name != kind}
-    return {**outer, **inner} if isinstance(inner, dict) else outer
+    if isinstance(inner, dict):
+        outer |= inner
+    return outer
 
 
 class ToolDefinition(Fields):

@@ -195,7 +195,8 @@ def _added_text(called: str, plain: str, *, has_results: bool) -> str:
     answer_end = _TAG.search(plain[plain.find(_CONTENT) + len(_CONTENT) :])
     if has_results and answer_end is not None:
         place = called.find(answer_end[0], start, end)
-        end = place if place >= 0 else end
+        if place >= 0:
+            end = place
     return _AROUND_CALLS.sub("", called[start:end])
 
 
@@ -315,12 +316,17 @@ def _split_between_pairs(between: str, *, before: str, key: str) -> tuple[str, s
         key: The key of the value.
     """
     # Tags that end a value come before the tag that begins a key.
-    own_end = between.find(f"</{key}>")
-    cut = between.find(">", own_end) + 1 if own_end >= 0 else max(between.rfind("<"), 0)
+    closing_tag = f"</{key}>"
+    if closing_tag in between:
+        cut = between.find(closing_tag) + len(closing_tag)
+    else:
+        cut = max(between.rfind("<"), 0)
     while cut > 0 and not before.endswith(between[cut:]):
         cut -= 1
     # White space that also comes before the first key belongs to the beginning.
-    while cut > 0 and before.endswith(between[cut - 1 :]) and between[cut - 1].isspace():
+    while cut > 0 and before.endswith(between[cut - 1 :]):
+        if not between[cut - 1].isspace():
+            break
         cut -= 1
     return between[:cut], between[cut:]
 
@@ -329,16 +335,18 @@ def _like_text_middle(middle: str, text_middle: str) -> str:
     """Return the part of a text between key and value that is like that before texts."""
     shape = re.escape(text_middle).replace("true", "(?:true|false)").replace("string", r"\w+")
     found = re.match(shape, middle)
-    return text_middle if found is None else found[0]
+    if found is None:
+        return text_middle
+    return found[0]
 
 
 def _with_second_call(form: CallForm, two: str | None) -> CallForm:
     """Return a form with the text between two calls, and `ANY` for what differs between calls."""
     form = _with_any(form, _ID_PATTERN)
-    second_start = -1 if two is None else two.find(_SECOND_NAME)
-    if two is None or second_start < 0:
+    if two is None or _SECOND_NAME not in two:
         return form
     form = _with_any(form, _CALL_NUMBER_PATTERN)
+    second_start = two.find(_SECOND_NAME)
     first_end = _end_of_first_call(form, two, second_start)
     if first_end is None:
         return form
@@ -357,17 +365,20 @@ def _end_of_first_call(form: CallForm, two: str, second_start: int) -> int | Non
     # The end of pairs shows only with the text between two calls, so the last pair has to tell.
     last_closing = form.pair.closing_of(list(_TYPES)[-1]).strip()
     place = two.rfind(last_closing, 0, second_start)
-    return None if place < 0 or not last_closing else place + len(last_closing)
+    if place < 0 or not last_closing:
+        return None
+    return place + len(last_closing)
 
 
 def _with_any(form: CallForm, pattern: str) -> CallForm:
     """Return a form with `ANY` in place of a pattern."""
+    if form.between is not None:
+        form = replace(form, between=re.sub(pattern, ANY, form.between))
     return replace(
         form,
         opening=re.sub(pattern, ANY, form.opening),
         after_name=re.sub(pattern, ANY, form.after_name),
         closing=re.sub(pattern, ANY, form.closing),
-        between=None if form.between is None else re.sub(pattern, ANY, form.between),
     )
 
 
@@ -396,4 +407,6 @@ def _read_all(form: CallForm, text: str) -> list[tuple[str, Mapping[str, Any]]]:
         calls.append((call.name, call.arguments))
         place = call.end
         before_name = form.between or form.closing
-    return [] if match(form.closing, text, place) is NoMatch.ABSENT else calls
+    if match(form.closing, text, place) is NoMatch.ABSENT:
+        return []
+    return calls

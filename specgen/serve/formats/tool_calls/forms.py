@@ -45,7 +45,9 @@ class ArgumentPair:
     @property
     def nested_tag(self) -> str:
         """How tags within tags begin; empty if lists and objects are JSON."""
-        return self.opening.lstrip() if ANY in self.closing else ""
+        if ANY not in self.closing:
+            return ""
+        return self.opening.lstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,17 @@ class CallForm:
     def mark(self) -> str:
         """The beginning of `opening` that shows a call; empty if a call is a bare JSON object."""
         found = _MARK.match(self.opening.strip())
-        return "" if found is None else found[0]
+        if found is None:
+            return ""
+        return found[0]
 
     @property
     def inner_mark(self) -> str:
         """What a call begins with if the model leaves out `mark`; empty if nothing shows it."""
         rest = self.opening.strip()[len(self.mark) :].lstrip()
-        return rest if rest.startswith(("<", "]<]")) else ""
+        if not rest.startswith(("<", "]<]")):
+            return ""
+        return rest
 
     @property
     def trigger(self) -> str:
@@ -127,7 +133,9 @@ class CallForm:
     def terminator(self) -> str:
         """The text after the last call's arguments, or after its JSON object."""
         closing = self.closing.rstrip()
-        return closing if self.keys is None else closing.partition("}")[2]
+        if self.keys is None:
+            return closing
+        return closing.partition("}")[2]
 
     @property
     def argument_ends(self) -> list[str]:
@@ -143,13 +151,23 @@ class CallForm:
     @property
     def control_tokens(self) -> tuple[str, ...]:
         """The parts that may be control tokens, which answers show only on demand."""
-        texts = [self.opening, self.after_name, self.closing, self.between or "", self.quote]
+        texts = [
+            self.opening,
+            self.after_name,
+            self.closing,
+            self.between or "",
+            self.quote,
+        ]
         if self.pair is not None:
-            texts += [self.pair.opening, *self.pair.middles.values(), self.pair.closing]
+            texts.append(self.pair.opening)
+            texts += self.pair.middles.values()
+            texts.append(self.pair.closing)
         if not self.mark:
             texts.append(PYTHON_TAG)
-        found = (token for text in texts for token in _CONTROL_TOKEN.findall(text))
-        return tuple(dict.fromkeys(found))
+        tokens: list[str] = []
+        for text in texts:
+            tokens += _CONTROL_TOKEN.findall(text)
+        return tuple(dict.fromkeys(tokens))
 
 
 # --- forms that templates do not show -------------------------------------------------------------

@@ -13,6 +13,7 @@ from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.serve.formats.tool_calls.forms import CallForm
 from specgen.serve.formats.tool_calls.function import Function
+from specgen.serve.formats.tool_calls.values import as_mapping
 from specgen.text.grammar.free_text import ANY
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
@@ -87,17 +88,20 @@ def calls_grammar(
         closing = f"({closing})?"
 
     # A trigger is the mark that the grammar follows; without one it holds from the beginning.
-    trigger = form.trigger if other is None else ""
+    trigger = ""
+    if other is None:
+        trigger = form.trigger
     opening = form.opening.lstrip()
     if not must_call:
         opening = opening.removeprefix(trigger)
     elif not is_parallel or form.between is None or form.continues_after_closing:
         trigger = ""
 
-    start = "start: calls" if other is None else "start: calls | other"
-    lines = [start, f"calls: {rules.text(opening)} {call}{more_calls} {closing}"]
-    if other is not None:
-        lines.append(f"other: {in_lark(other)}")
+    calls = f"calls: {rules.text(opening)} {call}{more_calls} {closing}"
+    if other is None:
+        lines = ["start: calls", calls]
+    else:
+        lines = ["start: calls | other", calls, f"other: {in_lark(other)}"]
     bare_call_pattern = ""
     if trigger and form.mark and not must_call and form.keys is not None and form.keys[0]:
         lines += rules.bare_call(form.keys[0])
@@ -141,13 +145,17 @@ class _Parameter:
     def kind(self) -> str:
         """The JSON type of its values, if there is just one."""
         kind = self.schema.get("type")
-        return kind if isinstance(kind, str) else ""
+        if isinstance(kind, str):
+            return kind
+        return ""
 
     @property
     def choices(self) -> list[Any]:
         """The values that it may have; empty if others are allowed."""
         choices = self.schema.get("enum")
-        return choices if isinstance(choices, list) else []
+        if isinstance(choices, list):
+            return choices
+        return []
 
 
 class _CallRules:
@@ -180,9 +188,10 @@ class _CallRules:
         after_name = " | ".join(map(self.text, self._form.after_names))
         self.lines.append(f"{rule}: {literal(function.name)} ({after_name}) {arguments}")
 
-        own_key = "arguments" if self._form.keys is None else self._form.keys[1]
-        keys = sorted({'"arguments"', '"parameters"', literal(own_key)})
-        key = " | ".join(map(literal, keys))
+        keys = {"arguments", "parameters"}
+        if self._form.keys is not None:
+            keys.add(self._form.keys[1])
+        key = " | ".join(literal(literal(each)) for each in sorted(keys))
         name = literal(literal(function.name))
         self._bare_calls.append(f'{name} WHITE? "," WHITE? ({key}) WHITE? ":" WHITE? {arguments}')
         return rule
@@ -201,12 +210,15 @@ class _CallRules:
 
         They do so around pairs of key and value.
         """
-        line_break = r"\s*\n\s*" if self._form.style == "pairs" else r"(?!)"
+        may_lack_line_breaks = self._form.style == "pairs"
+        pattern = ANY
+        if may_lack_line_breaks:
+            pattern = rf"\s*\n\s*|{ANY}"
         found: list[str] = []
-        for part in re.split(f"({line_break}|{ANY})", text):
+        for part in re.split(f"({pattern})", text):
             if part == ANY:
                 found.append("ANY")
-            elif part and re.fullmatch(line_break, part):
+            elif may_lack_line_breaks and "\n" in part:
                 found.append(f"{literal(part)}?")
             elif part:
                 found.append(literal(part))
@@ -247,12 +259,13 @@ class _CallRules:
             )
         if self._form.style == "pairs":
             return self.add(arguments or '""')
-        opening, closing = "()" if self._form.style == "python" else "{}"
-        return self.add(f'"{opening}" ({arguments}) "{closing}"')
+        if self._form.style == "python":
+            return self.add(f'"(" ({arguments}) ")"')
+        return self.add(f'"{{" ({arguments}) "}}"')
 
     def _pair(self, key: str, schema: Any, function: Function) -> str:
         """Return a rule for one argument."""
-        parameter = _Parameter(function, key, schema if isinstance(schema, Mapping) else {})
+        parameter = _Parameter(function, key, as_mapping(schema))
         if self._form.style == "gemma":
             return self._gemma_pair(parameter)
         if self._form.style == "python":
@@ -328,8 +341,14 @@ def _orders(keys: list[str]) -> list[list[str]]:
 
 
 def _one_of(choices: list[Any], quote: str = "") -> str:
-    texts = [f"{quote}{n}{quote}" if isinstance(n, str) else json.dumps(n) for n in choices]
-    return f"({' | '.join(map(literal, texts))})"
+    """Return an expression for one of these values; texts are in quotes."""
+    values: list[str] = []
+    for choice in choices:
+        text = json.dumps(choice)
+        if isinstance(choice, str):
+            text = f"{quote}{choice}{quote}"
+        values.append(literal(text))
+    return f"({' | '.join(values)})"
 
 
 def _may_be_text(schema: Any) -> bool:
@@ -339,5 +358,6 @@ def _may_be_text(schema: Any) -> bool:
     options = schema.get("anyOf", schema.get("oneOf"))
     if isinstance(options, list):
         return any(map(_may_be_text, options))
-    default = "" if "$ref" in schema else "string"
-    return "string" in str(schema.get("type", default))
+    if "type" in schema:
+        return "string" in str(schema["type"])
+    return "$ref" not in schema

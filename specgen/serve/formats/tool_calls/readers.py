@@ -180,7 +180,7 @@ class PairsReader:
             return place
         key = _KEY.match(self._text, place)
         if key is None:
-            return self._unclear_if(place == len(self._text))
+            return _unclear_if(place == len(self._text))
         start = longest_match(self._middles, self._text, key.end())
         if isinstance(start, NoMatch):
             return start
@@ -213,7 +213,7 @@ class PairsReader:
         start = match(self._pair.opening, self._text, self._place)
         if isinstance(start, int):
             return start
-        return self._unclear_if(NoMatch.UNCLEAR in (start, end) and not self._is_last)
+        return _unclear_if(NoMatch.UNCLEAR in (start, end) and not self._is_last)
 
     def _after_comma(self, pair: str) -> str:
         before = "{"
@@ -243,6 +243,8 @@ class PairsReader:
             return value.removesuffix("\n")
         return value
 
-    @staticmethod
-    def _unclear_if(is_unclear: bool) -> NoMatch:
-        return NoMatch.UNCLEAR if is_unclear else NoMatch.ABSENT
+
+def _unclear_if(is_unclear: bool) -> NoMatch:
+    if is_unclear:
+        return NoMatch.UNCLEAR
+    return NoMatch.ABSENT

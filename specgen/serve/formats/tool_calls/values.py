@@ -65,7 +65,9 @@ def arguments_of(written: str | Arguments | None) -> Arguments:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = from_json(value)
-    return value if isinstance(value, dict) else {"text": written}
+    if isinstance(value, dict):
+        return value
+    return {"text": written}
 
 
 def as_mapping(schema: Any) -> Mapping[str, Any]:
@@ -374,10 +376,7 @@ def typed_json(text: str, schema: Any, nested_tag: str = "") -> str:
         nested_tag: How the tags begin in which lists and objects are written; empty for none.
     """
     try:
-        if nested_tag:
-            value = _nested_value(text, schema, nested_tag)
-        else:
-            value = _value(text, schema)
+        value = _nested_value(text, schema, nested_tag)
         found = json.dumps(value, ensure_ascii=False, allow_nan=False)
         found.encode()
     except (TypeError, ValueError, RecursionError):  # Python values and lone surrogates, too
@@ -386,7 +385,9 @@ def typed_json(text: str, schema: Any, nested_tag: str = "") -> str:
 
 
 def _nested_value(text: str, schema: Any, tag: str) -> Any:
-    """Return the value of a text in which lists and objects are tags within tags."""
+    """Return the value of a text in which lists and objects may be tags within tags."""
+    if not tag:
+        return _value(text, schema)
     schema = as_mapping(schema)
     kinds = schema.get("type", ())
     children = _children(text, tag)
