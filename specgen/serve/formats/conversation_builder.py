@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +32,12 @@ class ConversationBuilder:
             text: The result.
             name: The name of the function, if the API repeats it.
         """
-        calls = [call for message in self.messages for call in message.tool_calls]
-        names = [call.name for call in calls if call.identity == (identity or "")]
-        if name is not None:
-            names = [each for each in names if each == name]
-        if names:
-            self.messages.append(Message("tool", text, tool_call_id=identity, name=names[-1]))
-        else:
-            self.join_text("user", f"[result of an earlier call]\n{text}")
+        for call in self._calls():
+            if call.identity == (identity or "") and name in (None, call.name):
+                result = Message("tool", text, tool_call_id=identity, name=call.name)
+                self.messages.append(result)
+                return
+        self.join_text("user", f"[result of an earlier call]\n{text}")
 
     def join_text(self, role: Role, text: str) -> None:
         """Add a text to a role's turn.
@@ -63,6 +61,11 @@ class ConversationBuilder:
         last = self._turn("assistant")
         calls = (*last.tool_calls, ToolCall(identity, name, arguments))
         self.messages[-1] = replace(last, tool_calls=calls)
+
+    def _calls(self) -> Iterator[ToolCall]:
+        """Yield the calls, the last one first."""
+        for message in reversed(self.messages):
+            yield from reversed(message.tool_calls)
 
     def _turn(self, role: Role) -> Message:
         """Return the last turn, which is a new one if the role differs."""

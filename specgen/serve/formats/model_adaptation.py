@@ -111,11 +111,18 @@ def _with_calls_grammar(request: ParsedRequest) -> tuple[ParsedRequest, list[str
 def _with_read_variables(request: ParsedRequest, template: str) -> ParsedRequest:
     """Return the request with the variables that the template reads; warn about others."""
     words = set(re.findall(r"\w+", template))
-    read = {name: value for name, value in request.variables.items() if name in words}
-    unread = request.variables.keys() - read.keys()
-    if _THINKING_VARIABLES & read.keys():
-        unread -= _THINKING_VARIABLES
-    warnings = [f"{name}: ignored, since the chat template does not read it" for name in unread]
+    read = {}
+    unread = []
+    for name, value in request.variables.items():
+        if name in words:
+            read[name] = value
+        else:
+            unread.append(name)
+    warnings = [
+        f"{name}: ignored, since the chat template does not read it"
+        for name in unread
+        if name not in _THINKING_VARIABLES or not _THINKING_VARIABLES & read.keys()
+    ]
     return replace(request, variables=read, warnings=(*request.warnings, *sorted(warnings)))
 
 

@@ -115,14 +115,17 @@ def functions_of(tools: Sequence[ToolDefinition]) -> tuple[dict[str, Function], 
 
 
 def _parameters_schema(tool: ToolDefinition, where: str) -> Schema:
+    if tool.type == "custom" and not tool.parameters:
+        return _FREE_TEXT
     # Templates read the properties even of functions without parameters.
     schema = {"type": "object", "properties": {}, **tool.parameters}
-    schema["properties"] = schema["properties"] or {}
-    for name, kind in (("properties", dict), ("required", list)):
-        if not isinstance(schema.get(name) or kind(), kind):
-            raise BodyError(f"{where}.parameters.{name}", f"it is {shown(schema[name])}")
-    takes_text = tool.type == "custom" and not tool.parameters
-    return _FREE_TEXT if takes_text else schema
+    properties = schema["properties"] or {}
+    required = schema.get("required") or []
+    if not isinstance(properties, dict):
+        raise BodyError(f"{where}.parameters.properties", f"it is {shown(properties)}")
+    if not isinstance(required, list):
+        raise BodyError(f"{where}.parameters.required", f"it is {shown(required)}")
+    return schema | {"properties": properties}
 
 
 def chosen_tools(

@@ -392,7 +392,10 @@ class ToolCallParser:
         return _NewCalls([_NewCall(head.name, None)], head.end)
 
     def _read_objects(self, begin: int) -> _NewCalls | NoMatch:
-        """Read a JSON object that is a call up to its arguments, or a whole one, or a list."""
+        """Read a JSON object that is a call, or a list of them, up to the first arguments.
+
+        Objects that are not written like that are read as a whole.
+        """
         text = self._rest
         is_list_of_form = self._form.keys is not None and "[" in self._form.opening
         if text[begin] == "[" and is_list_of_form:  # its calls are read one by one
@@ -412,8 +415,12 @@ class ToolCallParser:
                     _OpenPart(rest_of_object, is_arguments=False),
                 ]
                 return _NewCalls([_NewCall(head[1], None)], head.end())
+        return self._read_whole_objects(begin)
 
-        read = self._object.reader.read(text[begin + self._object.n_read :])
+    def _read_whole_objects(self, begin: int) -> _NewCalls | NoMatch:
+        """Read on in a JSON value, and return the calls in it when it is complete."""
+        text = self._rest[begin + self._object.n_read :]
+        read = self._object.reader.read(text)
         self._object.n_read += read.n_read
         self._object.json += read.json
         if not read.is_over:
