@@ -96,8 +96,9 @@ def test_every_field_of_a_sampler_is_read() -> None:
         for each in dataclasses.fields(SamplerOptions)
         if not isinstance(each.default, tuple)
     }
-    expected = {"dry_breakers": (".", "!"), **values}
-    assert chat(**values, dry_breakers=[".", "!"]).sampling == SamplerOptions(**expected)  # type: ignore[arg-type]
+    expected: Any = {"dry_breakers": (".", "!"), **values}
+    found = chat(**values, dry_breakers=[".", "!"]).sampling
+    assert found == SamplerOptions(**expected)
     others = {"dry_sequence_breakers": ["."], "dry_penalty_last_n": 9, "typ_p": 3}
     assert chat(**others).sampling == chat(dry_breakers=["."], dry_last_n=9).sampling
     assert chat(seed=2**40).sampling.seed == 2**40
@@ -471,7 +472,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"n": 2}, "n"),
     (chat, {"tools": [tool("a b")]}, "tools[0].name"),
     (chat, {"tools": [tool("a"), tool("a")]}, "tools[1].name"),
-    (chat, {"tools": [tool("a", parameters={"properties": [1]})]}, "tools[0].parameters.properties"),
+    (
+        chat,
+        {"tools": [tool("a", parameters={"properties": [1]})]},
+        "tools[0].parameters.properties",
+    ),
     (chat, {"tools": [tool("a", parameters={"required": True})]}, "tools[0].parameters.required"),
     (chat, {"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
     (chat, {"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
@@ -490,7 +495,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (responding, {"text": {"format": {"type": "x"}}}, "text.format.type"),
     (messaging, {"messages": [{"role": "user", "content": []}]}, "messages"),
     (messaging, {"messages": [_USED, USER]}, "messages[0].content[0].input"),
-    (messaging, {"tools": [{"type": "bash_20250124"}, {"name": "a", "input_schema": 1}]}, "tools[1].input_schema"),
+    (
+        messaging,
+        {"tools": [{"type": "bash_20250124"}, {"name": "a", "input_schema": 1}]},
+        "tools[1].input_schema",
+    ),
     (messaging, {"stop_sequences": [1]}, "stop_sequences[0]"),
 ]  # fmt: skip
 
