@@ -379,7 +379,7 @@ class Engine:
 
         events: list[Event] = []
         with self._failing([request]):
-            events += self._loop.read(request.running, self._scheduler.n_piece(), is_unwanted)
+            events += self._loop.prefill(request.running, self._scheduler.n_piece(), is_unwanted)
             self._store_prefix(request)
             request.events.extend(events)
             events += self._settle(request)
@@ -410,7 +410,9 @@ class Engine:
 
     def _store_prefix(self, request: Request) -> None:
         if request.slot is not None:
-            self._prefixes.store(request.slot, functools.partial(self._loop.reading.seconds, 0))
+            self._prefixes.store(
+                request.slot, functools.partial(self._loop.prefill_costs.seconds, 0)
+            )
 
     # --- ends of answers --------------------------------------------------------------------------
 

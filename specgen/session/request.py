@@ -51,13 +51,12 @@ class RequestSettings:
         """
         sampler = _sampler(model, sampling, ignore_eos=generation.ignore_eos)
         grammar = None
-        if generation.grammar is not None:
+        wanted = generation.grammar
+        if wanted is not None:
             marks = THOUGHT_CONTROLS if thoughts else ()
             controls = tuple(dict.fromkeys((*generation.shown_controls, *marks)))
             generation = replace(generation, shown_controls=controls)
-            grammar = grammar_start(
-                generation.grammar, model.vocabulary.showing(controls), thoughts
-            )
+            grammar = grammar_start(wanted, model.vocabulary.showing(controls), thoughts)
         return RequestSettings(sampling, generation, drafting, sampler, grammar, thoughts)
 
     def changed(

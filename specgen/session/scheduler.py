@@ -181,7 +181,7 @@ class Scheduler:
         self._chosen = _ChosenPiece(
             running=chosen.running,
             n_before=self._n_held(chosen),
-            prompt_s=chosen.running.tally.prompt_s,
+            prompt_s=chosen.running.stats.prompt_s,
             overtakes=chosen is not oldest,
         )
         return chosen
@@ -192,10 +192,10 @@ class Scheduler:
         self._chosen = None
         if chosen is None:
             return
-        n = chosen.running.n_read - chosen.n_before
+        n = chosen.running.n_prefilled - chosen.n_before
         if n <= 0:
             return
-        self._token_s = (chosen.running.tally.prompt_s - chosen.prompt_s) / n
+        self._token_s = (chosen.running.stats.prompt_s - chosen.prompt_s) / n
         n_more = n if chosen.overtakes else -n
         self._n_overtaken = max(0, self._n_overtaken + n_more)
 

@@ -19,7 +19,8 @@ from llama_cpp.llama_speculative import LlamaDraftModel
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import kernel_problem
-from specgen.method.answer_state import AnswerState, Tally
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import propose_together
 from specgen.method.policy import RoundPlan, RoundResult
@@ -99,7 +100,7 @@ class SpecgenDraft(LlamaDraftModel):
         self._note = note
         #: What was drafted and accepted so far, without the last round of each text, whose end is
         #: unknown.
-        self.tally = Tally()
+        self.tally = AnswerStats()
         #: The present text, its last round as far as it is known, and when that was handed out.
         self._sequence: AnswerState | None = None
         self._round: RoundResult | None = None
@@ -165,7 +166,7 @@ class SpecgenDraft(LlamaDraftModel):
 
     def _observe(self, sequence: AnswerState, known: RoundResult, committed: list[int]) -> None:
         for token in committed:
-            sequence.state.commit(token)
+            sequence.text_state.commit(token)
         sequence.n_answer += len(committed)
         path, target_s = tuple(range(len(committed) - 1)), time.perf_counter() - self._handed_s
         result = replace(known, path=path, target_s=target_s, committed=tuple(committed))

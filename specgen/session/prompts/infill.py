@@ -206,22 +206,24 @@ class _InfillWriter:
         bos = [vocabulary.special_tokens()["bos"]] if vocabulary.add_bos else []
         n_max = max(0, n_max - len(bos) - self._n_marks())
 
-        # With other files, if one of them fits besides the headings.
+        # Without other files.
+        prefix = vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False)
         suffix = vocabulary.tokenize_inside(gap.suffix)
-        headings = self._headings()
-        n_texts = n_max - headings.n_tokens
+        around = _TextsAround.fitting(prefix, suffix, n_max)
+        headings = _Headings()
         files: list[int] = []
         n_files_left_out = len(gap.context)
-        if gap.context and n_texts > headings.n_tokens:
-            prefix = vocabulary.tokenize_inside(gap.prefix)
-            around = _TextsAround.fitting(prefix, suffix, n_texts)
-            n_files = n_texts - len(around.prefix) - len(around.suffix)
+        # With other files, if one of them fits besides the headings.
+        all_headings = self._headings()
+        n_texts = n_max - all_headings.n_tokens
+        if gap.context and n_texts > all_headings.n_tokens:
+            continued = vocabulary.tokenize_inside(gap.prefix)
+            with_files = _TextsAround.fitting(continued, suffix, n_texts)
+            n_files = n_texts - len(with_files.prefix) - len(with_files.suffix)
             files, n_files_left_out = self._fitting_files(n_files)
-        # Else without headings.
-        if not files:
-            headings = _Headings()
-            prefix = vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False)
-            around = _TextsAround.fitting(prefix, suffix, n_max)
+            if files:
+                around = with_files
+                headings = all_headings
 
         left_out = around.left_out + [file.name for file in gap.context[:n_files_left_out]]
         if self.files is None:
