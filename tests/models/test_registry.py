@@ -19,15 +19,8 @@ from specgen.models.files import FileIdentity, identify
 from specgen.models.hub_names import folder_of
 from specgen.models.registry import NGRAM, CatalogueModel, Pair, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
-from specgen.session.choose_models import (
-    DraftChoice,
-    SavedDraft,
-    choose_drafts,
-    find_models,
-    save_draft,
-    saved_draft,
-    saved_drafts_file,
-)
+from specgen.session.choose_models import DraftChoice, choose_drafts, find_models
+from specgen.session.saved_drafts import SavedDraft, save_draft, saved_draft, saved_drafts_file
 from specgen.system.files import SHARD
 from tests.helpers.common import ROOT
 

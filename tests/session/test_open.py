@@ -14,8 +14,9 @@ from specgen.llama import LlamaBackend
 from specgen.models.files import identify, measurements_file
 from specgen.options import DraftSource
 from specgen.session.calibration import PairCosts
-from specgen.session.choose_models import DraftChoice, SavedDraft, save_draft, saved_drafts_file
+from specgen.session.choose_models import DraftChoice
 from specgen.session.open import use_first
+from specgen.session.saved_drafts import SavedDraft, save_draft, saved_drafts_file
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen
 from tests.helpers.sessions import opened
