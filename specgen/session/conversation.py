@@ -56,7 +56,9 @@ class Conversation:
 
     def messages(self, n_left_out: int = 0) -> list[Message]:
         """Return the messages up to the last question, without the first `n_left_out` turns."""
-        messages = [] if self.system is None else [Message("system", self.system)]
+        messages: list[Message] = []
+        if self.system is not None:
+            messages.append(Message("system", self.system))
         before = self.files
         for turn in self.turns[n_left_out:]:
             messages.append(Message("user", before + turn.question))
@@ -233,7 +235,9 @@ class Chat:
         """How many tokens of the context are kept free for an answer."""
         n_usual = int(self.n_ctx * _ANSWER_SHARE)
         max_tokens = self._session.options.generation.max_tokens
-        return min(n_usual, max_tokens) if max_tokens >= 0 else n_usual
+        if max_tokens < 0:
+            return n_usual
+        return min(n_usual, max_tokens)
 
     def _answer(self, prompt: Prompt, n_gone: int) -> Generator[Event, None, None]:
         """Generate an answer, yield its events, and keep its text, even if it is cut off."""
@@ -277,7 +281,9 @@ class Chat:
             kept.append("the system message")
         if self.conversation.files:
             kept.append("the files")
-        return f"{message} ({' and '.join(kept)} kept)" if kept else message
+        if kept:
+            message += f" ({' and '.join(kept)} kept)"
+        return message
 
 
 def check_template(session: Session) -> None:

@@ -210,7 +210,9 @@ def draft_sampling(
         temperature = drafting.temperature
         if temperature is None:
             temperature = DRAFT_TEMPERATURE * target.temperature
-        top_k = target.top_k if drafting.top_k is None else drafting.top_k
+        top_k = drafting.top_k
+        if top_k is None:
+            top_k = target.top_k
         return replace(target, temperature=temperature, top_k=top_k)
     if branches:  # several of the likeliest tokens, which no sampler cuts off
         by_token = tuple(name for name in target.samplers if name in _BY_TOKEN)

@@ -132,15 +132,17 @@ class Engine:
         Raises:
             MemoryLimitError: Not even one context fits.
         """
-        why_one = session.why_one_sequence if n_parallel > 1 else None
-        if why_one:
+        why_one = None
+        if n_parallel > 1:
+            why_one = session.why_one_sequence
+        if why_one is not None:
             n_parallel = 1
         while n_parallel > 1:
             with contextlib.suppress(MemoryLimitError):
                 return cls(session, n_parallel=n_parallel, **options)
             n_parallel //= 2
         engine = cls(session, n_parallel=n_parallel, **options)
-        if why_one:
+        if why_one is not None:
             engine.notify(f"{why_one}: answers are made one after the other")
         return engine
 
@@ -443,7 +445,9 @@ class Engine:
         """
         answer = request.running
         costs = self._session.costs
-        table = CostTable() if costs.was_busy else costs.table(n_past=answer.n_prompt)
+        table = CostTable()  # which knows nothing
+        if not costs.was_busy:
+            table = costs.table(n_past=answer.n_prompt)
         finished = self._loop.finish(answer, table)
         if request.load is not None:
             setup_s: dict[str, Any] = dict(self._session.setup_s)

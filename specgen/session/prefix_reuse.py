@@ -64,8 +64,9 @@ class PrefixReuse:
         """
         draft = self._session.draft
         # The target's state of the last token may be gone, and such a draft reads it.
-        reads_states = draft is not None and draft.reads in ("all states", "cache")
-        n_again = 1 if reads_states else 0
+        n_again = 0
+        if draft is not None and draft.reads in ("all states", "cache"):
+            n_again = 1
         if not uses_cache:
             slot.share_prefix(self._target, prompt.tokens[:1], n_again=n_again)
             return PrefillPlan()

@@ -118,7 +118,9 @@ class PrefixStore:
         try:
             n_stored, saved = self._longest(tokens[:-1], slot.n_ctx(backend))
             if saved is not None:
-                n_wanted = n_stored - n_again if self._context.goes_back else n_stored
+                n_wanted = n_stored
+                if self._context.goes_back:
+                    n_wanted -= n_again
                 n_loaded = self._load(sequence, saved, n_wanted, n_held)
             n_to_store = self._length_to_store(tokens, marks, prompt.subject)
         except OSError as error:

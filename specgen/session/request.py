@@ -109,7 +109,9 @@ class RequestSettings:
         measured times: the seed then gives the same text every time.
         """
         is_timed = self.drafting.is_by_cost and self.sampling.seed >= 0
-        return "match" if self.drafting.verifier == "auto" and is_timed else self.drafting.verifier
+        if is_timed and self.drafting.verifier == "auto":
+            return "match"
+        return self.drafting.verifier
 
     def _changed_drafting(
         self, n_drafted_max: int | None, verifier: VerifierName | None

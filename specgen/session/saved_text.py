@@ -112,7 +112,9 @@ class SavedText:
         """Return the length of the prefix that it has in common with another text."""
         n = min(len(self.tokens), len(tokens))
         differing = np.flatnonzero(self.tokens[:n] != tokens[:n])
-        return int(differing[0]) if len(differing) else n
+        if not len(differing):
+            return n
+        return int(differing[0])
 
     def restore(self, backend: LlamaBackend, sequence: int) -> RestoreResult:
         """Let a sequence hold the text. Raise `OSError`."""

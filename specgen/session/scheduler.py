@@ -196,8 +196,10 @@ class Scheduler:
         if n <= 0:
             return
         self._token_s = (chosen.running.stats.prompt_s - chosen.prompt_s) / n
-        n_more = n if chosen.overtakes else -n
-        self._n_overtaken = max(0, self._n_overtaken + n_more)
+        if chosen.overtakes:
+            self._n_overtaken += n
+        else:
+            self._n_overtaken = max(0, self._n_overtaken - n)
 
     def can_prefill_alongside(self, prefilling: Request) -> bool:
         """Return whether a piece of a prompt can be decoded in the batch of a round.

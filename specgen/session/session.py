@@ -46,7 +46,9 @@ def usual_n_ctx(wanted: int | None, n_train: int) -> int:
     """
     if wanted is not None:
         return wanted or n_train or _USUAL_N_CTX
-    return min(_USUAL_N_CTX, n_train) if n_train > 0 else _USUAL_N_CTX
+    if n_train > 0:
+        return min(_USUAL_N_CTX, n_train)
+    return _USUAL_N_CTX
 
 
 class Session:
@@ -154,8 +156,7 @@ class Session:
     def _count_loading(self, model: LlamaModel, started_s: float) -> None:
         packed = model.loaded.packed
         is_packed = packed is not None and packed.n_new_bytes > 0
-        name = "packing_s" if is_packed else "loading_s"
-        self.setup_s[name] += self.clock() - started_s
+        self.setup_s["packing_s" if is_packed else "loading_s"] += self.clock() - started_s
 
     def _open_ngrams(self) -> LoadedDraft:
         ngrams = open_draft("ngram", self._draft_setup)
@@ -235,8 +236,9 @@ class Session:
     @property
     def models(self) -> tuple[LlamaModel, ...]:
         """The target, and the models of the draft."""
-        draft_models = self.draft.models if self.draft is not None else ()
-        return (self.target, *draft_models)
+        if self.draft is None:
+            return (self.target,)
+        return (self.target, *self.draft.models)
 
     @property
     def own_vocabulary(self) -> LlamaModel | None:
@@ -246,7 +248,9 @@ class Session:
     @property
     def why_chains(self) -> str | None:
         """Why drafts cannot branch here, whatever their shape; None if they can."""
-        return self.draft.why_chains if self.draft is not None else self._draft_setup.why_chains
+        if self.draft is None:
+            return self._draft_setup.why_chains
+        return self.draft.why_chains
 
     @property
     def why_one_sequence(self) -> str | None:
@@ -276,8 +280,9 @@ class Session:
     def n_sequences_max(self) -> int:
         """The most of llama.cpp's sequences that one answer needs in a context."""
         n_target = n_native_sequences(self.target, self.n_branches_max)
-        n_draft = self.draft.n_sequences(self.n_rows_max) if self.draft is not None else 0
-        return max(n_target, n_draft)
+        if self.draft is None:
+            return n_target
+        return max(n_target, self.draft.n_sequences(self.n_rows_max))
 
     @property
     def usual_n_ctx(self) -> int:
@@ -308,14 +313,17 @@ class Session:
 
     def _needed_n_ctx(self, n_prompt: int, max_tokens: int | None) -> int:
         """Return what a prompt, its answer and a draft need, up to what the target can do."""
-        n_answer = self.options.generation.max_tokens if max_tokens is None else max_tokens
-        if n_answer < 0:
-            n_answer = _USUAL_N_CTX
-        n_tokens = n_prompt + n_answer + self.options.drafting.n_max
+        if max_tokens is None:
+            max_tokens = self.options.generation.max_tokens
+        if max_tokens < 0:
+            max_tokens = _USUAL_N_CTX
+        n_tokens = n_prompt + max_tokens + self.options.drafting.n_max
         n_steps = -(-n_tokens // CONTEXT_STEP)
         n_train = self.target.n_ctx_train
         n_ctx = n_steps * CONTEXT_STEP
-        return min(n_ctx, n_train) if n_train > 0 else n_ctx
+        if n_train > 0:
+            n_ctx = min(n_ctx, n_train)
+        return n_ctx
 
     # --- contexts ---------------------------------------------------------------------------------
 

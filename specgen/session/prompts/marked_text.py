@@ -83,7 +83,9 @@ def _pieces(name: str) -> Any:
 
     def call(text: str, separator: str | None = None, *most: SupportsIndex) -> list[str]:
         plain = unmarked(text)
-        n_between = 0 if separator is None or keeps_separator else len(separator)
+        n_between = 0
+        if separator is not None and not keeps_separator:
+            n_between = len(separator)
         found = []
         start = 0
         for piece in method(text, separator, *most):

@@ -130,11 +130,14 @@ class Prompts:
                 f"a conversation needs a chat template, and {self.target.name} has none"
             )
         template = template_of(self.target, has_tools=bool(tools)) or ""
+        draft_tokens: tuple[int, ...] | None = None
+        if self.own_draft is not None:
+            draft_tokens = chat.draft_tokens(self.own_draft)
         users = (message.content for message in messages if message.role == "user")
         return replace(
             Prompt.of(rendered.text, rendered.tokens),
             skipped_prefix=chat.skipped_prefix(self.target.vocabulary, rendered),
-            draft_tokens=None if self.own_draft is None else chat.draft_tokens(self.own_draft),
+            draft_tokens=draft_tokens,
             thoughts=thoughts_after(rendered.text, template),
             subject=next(users, ""),
         )

@@ -55,7 +55,9 @@ def to_json(
 def _escaped(found: re.Match[str]) -> str:
     """Return a character as JSON escapes it; one of ASCII keeps its mark."""
     character = unmarked(found[0])
-    return found[0] if character.isascii() else json.dumps(character)[1:-1]
+    if character.isascii():
+        return found[0]
+    return json.dumps(character)[1:-1]
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -242,7 +242,7 @@ def _with_calls(message: Message) -> str:
     calls = [
         to_json({"name": call.name, "arguments": call.arguments}) for call in message.tool_calls
     ]
-    return "\n".join([message.content, *calls] if message.content else calls)
+    return "\n".join(filter(None, [message.content, *calls]))
 
 
 @functools.lru_cache(maxsize=16)
