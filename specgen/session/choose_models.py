@@ -111,7 +111,12 @@ def find_models(
     return Sources(path, drafts, tuple(helpers))
 
 
-def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> DraftSource:
+def _named_draft(
+    name: str,
+    target: Path,
+    registry: Registry,
+    fetch: Fetch,
+) -> DraftSource:
     """Return the draft that the user named: a file, or a word."""
     words = ("none", *WORDS)
     is_model = name in registry.models or _exists(Path(name))
@@ -138,7 +143,12 @@ def find_target(name: str, *, quiet: bool) -> Path:
     return path
 
 
-def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str] = ()) -> Path:
+def find_model(
+    name: str,
+    registry: Registry,
+    fetch: Fetch,
+    others: Iterable[str] = (),
+) -> Path:
     """Return the file of a model, fetched if it is missing.
 
     Args:

@@ -132,7 +132,10 @@ class DrafterFactory:
         return rates
 
     def _acceptance_of(
-        self, target: Path, draft: Key, mode: str
+        self,
+        target: Path,
+        draft: Key,
+        mode: str,
     ) -> MutableMapping[str, AcceptanceRates]:
         rates = self.session.measurements.acceptance(target, draft, mode)
         return copy.deepcopy(rates) if self.learns_alone else rates
@@ -142,7 +145,12 @@ class DrafterFactory:
         drafting = settings.drafting
         if drafting.tree.is_fixed and self.session.why_chains:
             n_most = drafting.tree.n_levels
-            chains = replace(drafting, tree=TreeShape("off"), max_tokens=n_most, p_min=0.0)
+            chains = replace(
+                drafting,
+                tree=TreeShape("off"),
+                max_tokens=n_most,
+                p_min=0.0,
+            )
             return FixedPolicy(chains)
         if drafting.policy == "fixed" or drafting.tree.is_fixed:
             return FixedPolicy(drafting)
@@ -194,7 +202,11 @@ class DrafterFactory:
 
 
 def draft_sampling(
-    target: SamplerOptions, drafting: DraftOptions, *, draws: bool, branches: bool
+    target: SamplerOptions,
+    drafting: DraftOptions,
+    *,
+    draws: bool,
+    branches: bool,
 ) -> SamplerOptions:
     """Return the target's samplers, changed so that more of a draft is accepted.
 
@@ -230,5 +242,9 @@ def draft_sampling(
     # would not be greedy.
     samplers = tuple(dict.fromkeys((*target.samplers, "temperature")))
     return replace(
-        target, temperature=0.0, dynatemp_range=0.0, xtc_probability=0.0, samplers=samplers
+        target,
+        temperature=0.0,
+        dynatemp_range=0.0,
+        xtc_probability=0.0,
+        samplers=samplers,
     )

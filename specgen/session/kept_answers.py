@@ -58,7 +58,12 @@ class KeptAnswer:
 _ANSWER = TypeAdapter(KeptAnswer)
 
 
-def keep_answer(folder: Path, answer: KeptAnswer, *, max_bytes: int = MAX_BYTES) -> None:
+def keep_answer(
+    folder: Path,
+    answer: KeptAnswer,
+    *,
+    max_bytes: int = MAX_BYTES,
+) -> None:
     """Append an answer to the file in a folder, if it is not very short. Raise `OutputError`."""
     if len(answer.answer) < _LEAST_TOKENS:
         return
@@ -159,7 +164,11 @@ def read_state(path: Path) -> Learnt:
     return Learnt()
 
 
-def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
+def write_learnt(
+    folder: Path,
+    draft: Path,
+    learnt: Learnt,
+) -> None:
     """Write what a draft learnt. Raise `OSError`."""
     replace_bytes(state_file(folder, draft), _LEARNT.dump_json(learnt) + b"\n")
 

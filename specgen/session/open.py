@@ -250,7 +250,11 @@ def _model_to_judge(session: Session, choice: DraftChoice) -> Path | None:
     return choice.draft
 
 
-def _load_draft(session: Session, draft: DraftSource, model: Path | None) -> PairCosts | None:
+def _load_draft(
+    session: Session,
+    draft: DraftSource,
+    model: Path | None,
+) -> PairCosts | None:
     """Load a draft, and return the costs of a `model`; one that cannot pay is not loaded."""
     if model is None:
         session.change_draft(draft)

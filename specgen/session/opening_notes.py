@@ -17,7 +17,12 @@ from specgen.session.session import Session
 from specgen.system.progress import human_bytes
 
 
-def notes_about(session: Session, options: SessionOptions, *, never_drafts: bool) -> Iterator[str]:
+def notes_about(
+    session: Session,
+    options: SessionOptions,
+    *,
+    never_drafts: bool,
+) -> Iterator[str]:
     """Yield the notes about a session; with `never_drafts`, also the options without effect."""
     for model in session.models:
         yield from _kernel_notes(model)

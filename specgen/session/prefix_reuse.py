@@ -54,7 +54,13 @@ class PrefixReuse:
         """Write what is to be kept. Raise `OutputError` if the user's file cannot be written."""
         self._resources.close()
 
-    def begin(self, slot: Slot, prompt: Prompt, *, uses_cache: bool) -> PrefillPlan:
+    def begin(
+        self,
+        slot: Slot,
+        prompt: Prompt,
+        *,
+        uses_cache: bool,
+    ) -> PrefillPlan:
         """Let a slot hold the longest known prefix of a prompt.
 
         Args:

@@ -92,7 +92,12 @@ class PrefixStore:
         self._writer.shutdown(cancel_futures=self._is_stopped)
 
     def extend(
-        self, slot: CacheSlot, prompt: Prompt, marks: Sequence[int], n_held: int, n_again: int
+        self,
+        slot: CacheSlot,
+        prompt: Prompt,
+        marks: Sequence[int],
+        n_held: int,
+        n_again: int,
     ) -> int:
         """Load the longest stored prefix of a prompt, if it is longer than what the slot holds.
 
@@ -189,7 +194,13 @@ class PrefixStore:
                 else:
                     self._delete_damaged(path)
 
-    def _load(self, sequence: int, saved: SavedText, n_wanted: int, n_held: int) -> int:
+    def _load(
+        self,
+        sequence: int,
+        saved: SavedText,
+        n_wanted: int,
+        n_held: int,
+    ) -> int:
         """Let a sequence hold the first tokens of an entry, if that is quicker than their prefill.
 
         Returns:
@@ -223,7 +234,10 @@ class PrefixStore:
     # --- what to store
 
     def _length_to_store(
-        self, tokens: NDArray[np.int32], marks: Sequence[int], subject: str
+        self,
+        tokens: NDArray[np.int32],
+        marks: Sequence[int],
+        subject: str,
     ) -> int:
         """Remember a prompt, and return the length of the prefix to store; 0 for none."""
         n = len(tokens)
@@ -254,7 +268,12 @@ class PrefixStore:
 
     # --- writing, in a thread of its own
 
-    def _write(self, tokens: NDArray[np.int32], state: NDArray[np.uint8], token_s: float) -> None:
+    def _write(
+        self,
+        tokens: NDArray[np.int32],
+        state: NDArray[np.uint8],
+        token_s: float,
+    ) -> None:
         path = self._file(tokens)
         name = self._context.backend.model.name
         try:

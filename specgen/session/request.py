@@ -128,7 +128,12 @@ class RequestSettings:
         return drafting
 
 
-def _sampler(model: LlamaModel, options: SamplerOptions, *, ignore_eos: bool) -> Sampler:
+def _sampler(
+    model: LlamaModel,
+    options: SamplerOptions,
+    *,
+    ignore_eos: bool,
+) -> Sampler:
     """Build the samplers of a model's answer. Raise `UsageError` for tokens that it lacks."""
     vocabulary = model.vocabulary
     for token, _ in options.logit_bias:

@@ -80,7 +80,14 @@ class Scheduler:
         """The requests whose answer has started."""
         return [request for request in self.busy if request.state == "decoding"]
 
-    def add(self, prompt: Prompt, settings: RequestSettings, seed: int, *, drafts: bool) -> Request:
+    def add(
+        self,
+        prompt: Prompt,
+        settings: RequestSettings,
+        seed: int,
+        *,
+        drafts: bool,
+    ) -> Request:
         """Queue a request. Raise `BackendError` after `close`."""
         with self._lock:
             if self._is_closed:

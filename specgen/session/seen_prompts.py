@@ -60,7 +60,12 @@ class SeenPrompts:
         #: The name of this process.
         self._run = secrets.token_hex(4)
 
-    def add(self, tokens: NDArray[np.int32], places: set[int], subject: str) -> int:
+    def add(
+        self,
+        tokens: NDArray[np.int32],
+        places: set[int],
+        subject: str,
+    ) -> int:
         """Remember a prompt, and return how much of it is worth storing.
 
         That is the longest prefix that it shares with an earlier prompt before the two part. A
@@ -135,7 +140,9 @@ class SeenPrompts:
 
 
 def _prefix_hashes(
-    tokens: NDArray[np.int32], lengths: Iterable[int], secret: bytes
+    tokens: NDArray[np.int32],
+    lengths: Iterable[int],
+    secret: bytes,
 ) -> dict[int, str]:
     """Return the hashes of a text's prefixes of these lengths."""
     hashes: dict[int, str] = {}

@@ -329,7 +329,11 @@ class Session:
 
     @contextlib.contextmanager
     def contexts(
-        self, n_ctx: int, *, drafts: bool = True, n_slots: int = 1
+        self,
+        n_ctx: int,
+        *,
+        drafts: bool = True,
+        n_slots: int = 1,
     ) -> Iterator[tuple[LlamaBackend, tuple[LlamaBackend, ...]]]:
         """Open contexts of the target and of the draft.
 
@@ -363,7 +367,11 @@ class Session:
 
     @contextlib.contextmanager
     def draft_contexts(
-        self, n_ctx: int, *, target: LlamaBackend | None = None, n_slots: int = 1
+        self,
+        n_ctx: int,
+        *,
+        target: LlamaBackend | None = None,
+        n_slots: int = 1,
     ) -> Iterator[tuple[LlamaBackend, ...]]:
         """Open contexts of the draft, and of what drafts for it.
 

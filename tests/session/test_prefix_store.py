@@ -87,7 +87,7 @@ def asked(question: str) -> str:
 
 
 def talked(engine: Engine, session: Session, *turns: str) -> FinishedEvent:
-    """The answer in a conversation with this system message, of turns of the user and of the model."""
+    """The answer in a conversation with this system message; every other turn is the model's."""
     messages = [Message("system", SYSTEM)]
     for n, text in enumerate(turns):
         messages.append(Message("assistant" if n % 2 else "user", text))

@@ -23,7 +23,8 @@ from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 #: ChatML with a system message of the template's own, where there is none.
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are tiny.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}"
     "<|im_start|>assistant\n"
 )
 SKIPPED = "<|im_start|>system\nYou are tiny.<|im_end|>\n"

@@ -124,7 +124,10 @@ def check_infill(model: LlamaModel) -> InfillTokens:
 
 
 def infill_prompt(
-    model: LlamaModel, own_draft: LlamaModel | None, gap: Gap, n_max: int
+    model: LlamaModel,
+    own_draft: LlamaModel | None,
+    gap: Gap,
+    n_max: int,
 ) -> tuple[Prompt, list[str]]:
     """Return the prompt for a gap, and what was left out because it did not fit.
 
@@ -173,7 +176,11 @@ class _TextsAround:
     left_out: list[str]
 
     @staticmethod
-    def fitting(prefix: list[int], suffix: list[int], n_max: int) -> _TextsAround:
+    def fitting(
+        prefix: list[int],
+        suffix: list[int],
+        n_max: int,
+    ) -> _TextsAround:
         """Keep the ends of prefix and suffix at the gap, with `n_max` tokens in all."""
         n_suffix_most = max(n_max - len(prefix), n_max - int(_PREFIX_SHARE * n_max))
         n_suffix = min(len(suffix), n_suffix_most)

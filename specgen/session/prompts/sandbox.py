@@ -129,7 +129,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self.filters[name] = _keeping_marks(function)
         self.globals["raise_exception"] = _raise_exception
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+    def is_safe_attribute(
+        self,
+        obj: Any,
+        attr: str,
+        value: Any,
+    ) -> bool:
         """Allow templates to change their own lists, as llama.cpp does: Kimi K2's does that."""
         is_change = attr in ("append", "pop") and isinstance(obj, list)
         return is_change or super().is_safe_attribute(obj, attr, value)
@@ -142,7 +147,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """Return values that a template joins by ``~`` as one text."""
         return self.concat(map(str, parts))
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(
+        self,
+        context: Any,
+        operator: str,
+        left: Any,
+        right: Any,
+    ) -> Any:
         """Return the result of an intercepted operator, with its marks."""
         return with_marks_kept(super().call_binop(context, operator, left, right))
 

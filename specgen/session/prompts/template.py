@@ -206,7 +206,12 @@ def _without_system(messages: Sequence[Message]) -> list[Message]:
 # --- turns as templates read them -----------------------------------------------------------------
 
 
-def _turn(message: Message, template: str, *, adds_calls: bool) -> dict[str, Any]:
+def _turn(
+    message: Message,
+    template: str,
+    *,
+    adds_calls: bool,
+) -> dict[str, Any]:
     """Return a message as templates read it: they test which keys it has."""
     as_id: Callable[[str], str] = _short_id if _NEEDS_SHORT_IDS in template else str
     text = message.content

@@ -13,7 +13,12 @@ from specgen.session.prompts.marked_text import unmarked
 _SPACE = r"[ \t\n\v\f\r]*"
 
 
-def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> list[int]:
+def tokenize(
+    vocabulary: LlamaVocabulary,
+    text: str,
+    *,
+    parse_special: bool,
+) -> list[int]:
     """Return a prompt's tokens, with the beginning-of-text token if the model wants one.
 
     Args:
@@ -29,7 +34,10 @@ def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> 
 
 
 def tokens_of(
-    vocabulary: LlamaVocabulary, parts: Sequence[int | str], *, parse_special: bool
+    vocabulary: LlamaVocabulary,
+    parts: Sequence[int | str],
+    *,
+    parse_special: bool,
 ) -> list[int]:
     """Return the tokens of a text in parts, some of which are tokens. Raise `PromptError`."""
     tokens: list[int] = []
@@ -45,7 +53,10 @@ def tokens_of(
 
 
 def tokenize_marked(
-    vocabulary: LlamaVocabulary, marked_text: str, *, add_special: bool
+    vocabulary: LlamaVocabulary,
+    marked_text: str,
+    *,
+    add_special: bool,
 ) -> list[int]:
     """Return the tokens of a rendered conversation whose contents are marked (`template.marked`).
 
@@ -81,7 +92,11 @@ def begins_with_bos(vocabulary: LlamaVocabulary, text: str) -> bool:
     return bos != "" and text.startswith(bos)
 
 
-def check_length(vocabulary: LlamaVocabulary, text: str, n_ctx: int | None) -> None:
+def check_length(
+    vocabulary: LlamaVocabulary,
+    text: str,
+    n_ctx: int | None,
+) -> None:
     """Raise `PromptLengthError` if a text has certainly more than `n_ctx` tokens."""
     if n_ctx is None or len(text) <= n_ctx:
         return
