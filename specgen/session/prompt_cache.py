@@ -37,7 +37,7 @@ class PromptCache:
         is_device = path.exists() and not path.is_file()
         if is_device or begins_with not in (b"", MAGIC):
             hint = "name another file; this one is not overwritten"
-            raise UsageError(f"--prompt-cache {path}: this file is no prompt cache", hint)
+            raise UsageError(f"--prompt-cache {path}: this file is not a prompt cache", hint)
 
     def restore(self, context: CachedContext) -> str:
         """Let the context hold the file's text, and return why it cannot.

@@ -60,7 +60,7 @@ def saved_draft(target: FileIdentity) -> SavedDraft | None:
         return None
     draft = entry.get("draft") if isinstance(entry, dict) else None
     if not isinstance(draft, str) or not draft:
-        raise _damaged(f'"{key}": draft: is no path, and no word after --draft')
+        raise _damaged(f'"{key}": draft: is neither a path nor a word for --draft')
     source = draft if draft == "none" or is_word(draft) else Path(draft)
     try:
         return _SAVED.validate_python({**entry, "draft": source})

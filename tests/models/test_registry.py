@@ -197,8 +197,8 @@ def test_what_a_later_version_wrote_is_left_alone() -> None:
         ("{", "is not JSON: "),
         ("\xff", "is not JSON: "),
         ('{"drafts": 3}', "is not a JSON object"),
-        ('{"drafts": {"big.gguf, 4000 bytes": 3}}', '"big.gguf, 4000 bytes": draft: is no path'),
-        ('{"drafts": {"big.gguf, 4000 bytes": {"draft": ""}}}', "draft: is no path"),
+        ('{"drafts": {"big.gguf, 4000 bytes": 3}}', '"big.gguf, 4000 bytes": draft: is neither a path'),
+        ('{"drafts": {"big.gguf, 4000 bytes": {"draft": ""}}}', "draft: is neither a path"),
         (
             '{"drafts": {"big.gguf, 4000 bytes": {"draft": "none", "speedup": "fast"}}}',
             "speedup: Input should be a valid number",

@@ -471,7 +471,7 @@ def test_a_file_of_another_kind_is_refused_and_stays(
 ) -> None:
     file = tmp_path / "mine"
     file.write_bytes(content)
-    with pytest.raises(UsageError, match="this file is no prompt cache"):
+    with pytest.raises(UsageError, match="this file is not a prompt cache"):
         kept_in(file, models / "attention.gguf")
     assert file.read_bytes() == content
 
@@ -479,7 +479,7 @@ def test_a_file_of_another_kind_is_refused_and_stays(
 def test_a_device_is_refused_before_anything_is_answered(models: Path, tmp_path: Path) -> None:
     device = tmp_path / "device"
     device.symlink_to(os.devnull)
-    with pytest.raises(UsageError, match="this file is no prompt cache"):
+    with pytest.raises(UsageError, match="this file is not a prompt cache"):
         kept_in(device, models / "attention.gguf")
     assert device.is_symlink()
 

@@ -128,7 +128,7 @@ def thoughts_after(prompt: str, template: str) -> ThoughtMarks | None:
 # --- reading ----------------------------------------------------------------------------------
 
 
-class _Place(enum.Enum):
+class _ReaderPlace(enum.Enum):
     """Where in an answer a reader is."""
 
     BEGINNING = enum.auto()
@@ -141,7 +141,7 @@ class ThoughtReader:
 
     def __init__(self, prompt: str = "") -> None:
         self._marks = begun_in(prompt)
-        self._place = _Place.BEGINNING if self._marks is None else _Place.THOUGHT
+        self._place = _ReaderPlace.BEGINNING if self._marks is None else _ReaderPlace.THOUGHT
         #: The end of the text so far, which may be the beginning of a mark.
         self._held = ""
         #: Whether white space that comes next is between thought and answer.
@@ -150,12 +150,12 @@ class ThoughtReader:
     @property
     def is_open(self) -> bool:
         """Whether a thought has begun, perhaps in the prompt, and is not over."""
-        return self._place is _Place.THOUGHT
+        return self._place is _ReaderPlace.THOUGHT
 
     @property
     def is_past(self) -> bool:
         """Whether the thought is over, or there is none: later marks are the answer's."""
-        return self._place is _Place.ANSWER
+        return self._place is _ReaderPlace.ANSWER
 
     def feed(self, text: str) -> tuple[str, str]:
         """Return the new parts of the thought and of the answer.
@@ -164,12 +164,12 @@ class ThoughtReader:
         """
         text = self._held + text
         self._held = ""
-        if self._place is _Place.BEGINNING:
+        if self._place is _ReaderPlace.BEGINNING:
             text = self._begin(text)
-        if self._place is _Place.BEGINNING:
+        if self._place is _ReaderPlace.BEGINNING:
             self._held = text
             return "", ""
-        if self._place is _Place.ANSWER:
+        if self._place is _ReaderPlace.ANSWER:
             return "", self._answer(text)
         return self._thought(text)
 
@@ -186,9 +186,9 @@ class ThoughtReader:
             return text
         self._marks = next((each for each in FAMILIES if begun.startswith(each.first)), None)
         if self._marks is not None and begun.startswith(self._marks.begin):
-            self._place = _Place.THOUGHT
+            self._place = _ReaderPlace.THOUGHT
             return begun.removeprefix(self._marks.begin)
-        self._place = _Place.ANSWER
+        self._place = _ReaderPlace.ANSWER
         self._strips = self._marks is not None
         return text
 
@@ -200,9 +200,10 @@ class ThoughtReader:
             n_held = max(partial_match_length(text, mark) for mark in ends)
             thought, self._held = _cut(text, n_held)
             return thought, ""
-        self._place = _Place.ANSWER
-        answer = text[min(places) :].removeprefix(self._marks.end)
-        return text[: min(places)], self._answer(answer)
+        self._place = _ReaderPlace.ANSWER
+        end = min(places)
+        answer = text[end:].removeprefix(self._marks.end)
+        return text[:end], self._answer(answer)
 
     def _answer(self, text: str) -> str:
         marks = self._marks.around if self._marks is not None else ()
@@ -249,7 +250,7 @@ def _held_length(text: str, mark: str) -> int:
 # --- writing ----------------------------------------------------------------------------------
 
 
-class _Written(enum.Enum):
+class _LastWritten(enum.Enum):
     """What a marker has written last."""
 
     NOTHING = enum.auto()
@@ -267,7 +268,7 @@ class ThoughtMarker:
     def __init__(self, prompt: str = "", grammar: str | None = None) -> None:
         self._reader = ThoughtReader(prompt)
         self._drops = grammar is not None and not writes_thoughts(grammar)
-        self._written = _Written.NOTHING
+        self._written = _LastWritten.NOTHING
 
     def feed(self, text: str) -> str:
         """Return the new part of the answer."""
@@ -281,14 +282,14 @@ class ThoughtMarker:
         if self._drops:
             return answer
         text = ""
-        if (thought or self._reader.is_open) and self._written is _Written.NOTHING:
+        if (thought or self._reader.is_open) and self._written is _LastWritten.NOTHING:
             text += "<think>"
-            self._written = _Written.BEGIN
+            self._written = _LastWritten.BEGIN
         text += thought
-        if self._reader.is_past and self._written is _Written.BEGIN:
+        if self._reader.is_past and self._written is _LastWritten.BEGIN:
             text += "</think>"
-            self._written = _Written.END
-        if answer and self._written is _Written.END:
+            self._written = _LastWritten.END
+        if answer and self._written is _LastWritten.END:
             text += "\n\n"
-            self._written = _Written.GAP
+            self._written = _LastWritten.GAP
         return text + answer
