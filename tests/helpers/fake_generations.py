@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.interface import DraftRequest
-from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
-from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
+from specgen.drafters.translated import PrefixPipeline, TranslatedDrafter, Translation
 from specgen.events import Event
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState
@@ -361,10 +361,12 @@ def translated_drafter(
     n_batch: int = 64,
     seed: int = 99,
 ) -> tuple[TranslatedDrafter, FakeBackend]:
-    """A drafter whose model has another vocabulary, as `DraftModel` makes it, and its backend."""
+    """A drafter whose model has another vocabulary, as `StandaloneDraft` makes it, and its backend."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
     text = translation.text(state.tokens, None)
-    shaper = PrefixShaper(translation.draft_lexicon, vocabulary.end_tokens() if ignore_eos else ())
+    shaper = PrefixPipeline(
+        translation.draft_lexicon, vocabulary.end_tokens() if ignore_eos else ()
+    )
     request = draft_request(TextState(()), shaper, seed=seed)
     inner = ModelDrafter(backend, request, n_shared_tokens=vocabulary.n_tokens)
     return TranslatedDrafter(inner, translation, text, shaper), backend

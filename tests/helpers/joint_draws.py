@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from specgen.drafters.translated import DraftText, TranslatedDrafter
+from specgen.drafters.draft_text import DraftText
+from specgen.drafters.translated import TranslatedDrafter
 from specgen.measure.exactness import tokens_of
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState
@@ -213,9 +214,9 @@ class _Mark:
 
 def _copied(text: DraftText) -> DraftText:
     made = copy.copy(text)
-    made.tokens = list(text.tokens)
-    made.ends = list(text.ends)
-    made._bytes = bytearray(text._bytes)  # noqa: SLF001
+    made.tokens = text.tokens[:]
+    made.ends = text.ends[:]
+    made.data = text.data[:]
     return made
 
 
