@@ -85,7 +85,7 @@ def read_infill(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
     """
     asked = parse(InfillRequest, body)
     if asked.n > 1:
-        raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
+        raise BodyError("n", f"{shown(asked.n)} answers are asked for, but a gap has one")
     files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
     gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
     request = asked.parsed("completion", defaults, LlamaServerWriter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import Json
 from specgen.serve.formats.figures import own_figures
 from specgen.serve.formats.generation_request import GenerationRequest
-from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
+from specgen.serve.formats.parsed_request import ParsedRequest
 
 #: The most likely tokens whose log-probabilities may be asked for.
 MAX_LOGPROBS = 100
@@ -42,15 +42,8 @@ class OpenAIRequest(GenerationRequest):
     #: llama.cpp: whether a stream has the progress of the prefill.
     return_progress: bool = False
 
-    def parsed(
-        self,
-        kind: Kind,
-        defaults: Defaults,
-        writer: Callable[..., Any],
-        warnings: Sequence[str] = (),
-    ) -> ParsedRequest:
-        """Return what these fields ask for; see `GenerationRequest.parsed`."""
-        request = super().parsed(kind, defaults, writer, warnings)
+    def with_api_fields(self, request: ParsedRequest) -> ParsedRequest:
+        """Return the request with what the fields of OpenAI's older API ask for."""
         n_logprobs = request.generation.logprobs
         if self.logprobs is True:
             n_logprobs = self.top_logprobs

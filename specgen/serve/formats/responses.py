@@ -100,7 +100,7 @@ def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> Parse
     """Read a request for a response. Raise `BodyError`."""
     for name in _REFUSED_FIELDS:
         if body.get(name):
-            raise BodyError(name, "nothing is kept here: send all items as input")
+            raise BodyError(name, "this server keeps no conversations: send all items as input")
     asked = parse(ResponsesRequest, body)
     warnings = [
         f"include: ignored {shown(what)}, which responses do not have"
@@ -160,7 +160,7 @@ def _add_item(
         case "function_call_output" | "custom_tool_call_output":
             builder.add_result(item.call_id, text_of(item.output))
         case kind if kind in _REFUSED_ITEMS:
-            what = f"{shown(kind)} stands for items that are not kept here: send the items"
+            what = f"{shown(kind)} stands for items that this server has not kept: send the items"
             raise BodyError(f"{where}.type", what)
         case kind:
             warnings.append(f"{where}: ignored, since {shown(kind)} does not run here")
