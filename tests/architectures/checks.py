@@ -201,7 +201,7 @@ def _along(backend: LlamaBackend, text: Sequence[int], size: int, n_prompt: int 
 
 
 def _moved(backend: LlamaBackend) -> dict[str, float]:
-    """How far each kind of batch moves rows of a random text; nothing where the bits are the same."""
+    """Return how far each kind of batch moves rows of a random text; equal bits are left out."""
     text = _random_text(3 * max(BATCHES))
     alone = _along(backend, text, 1)
     _require(bool(np.isfinite(alone).all()), "rows are not finite")

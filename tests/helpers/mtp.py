@@ -134,7 +134,7 @@ def _mtp_layer(
 def _add_experts(
     writer: Any, config: TinyConfig, tensors: dict[str, Values], *, keep_layer: bool
 ) -> None:
-    """Give a model of GLM's kind a single expert, which is the feed-forward part of its MTP layer."""
+    """Give a GLM-like model a single expert: the feed-forward part of its MTP layer."""
     head = config.n_embd // config.n_head
     for key, value in {
         "attention.key_length": head,

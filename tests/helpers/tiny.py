@@ -50,7 +50,7 @@ def write_respelled_model(path: Path, config: TinyConfig) -> Path:
 
 
 def with_a_token_twice(path: Path) -> Path:
-    """A tiny model whose vocabulary has one token at two places: llama.cpp asserts that none has."""
+    """Write a tiny model with a duplicate token, on which llama.cpp fails an assertion."""
     data = write_tiny_model(path, TinyConfig()).read_bytes()
 
     def entry(text: bytes) -> bytes:

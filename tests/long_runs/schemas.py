@@ -81,7 +81,7 @@ def _orders(schema: Any) -> list[list[str]]:
 def _written(
     matcher: LLMatcher, value: Any, orders: list[list[str]], budget: list[int]
 ) -> Iterator[LLMatcher]:
-    """Yield the states after a value, with its properties in some orders: a grammar has one order."""
+    """Yield the states after a value, trying several orders of its properties."""
 
     def after(state: LLMatcher, text: str) -> Iterator[LLMatcher]:
         copy, tokens = state.deep_copy(), [*text.encode()]

@@ -1,16 +1,15 @@
-"""Hours of what happens to a server: right and wrong requests, users who go away, users who do not
-read.
+"""Send a server hours of real life: valid and invalid requests, and clients that leave or stall.
 
     python -m tests.long_runs.server_soak --minutes 60 -- -m target.gguf -md draft.gguf
 
-starts `specgen serve` with the options behind ``--``, also with ``--models`` (the first model gets
+starts `specgen serve` with the options after ``--``, also with ``--models`` (the first model gets
 most requests), and looks for
 
-- texts that differ from what the server said to the same request before, with or without drafts,
-alone
-  or beside others. Rows have to be exact: use the kernels, or CPU caches in F32 without flash attention,
-- responses that are none, or blame the server (5xx),
-- slots, descriptors, threads or memory that are not given back.
+- texts that differ from the server's earlier answer to the same request, with or without drafts,
+  alone or alongside others (this needs batch-invariant rows: the kernels, or F32 caches on the CPU
+  without flash attention),
+- malformed responses, and responses that blame the server (5xx),
+- slots, file descriptors, threads or memory that are not released.
 
 It prints a line for each finding, the figures at the end as JSON, and exits with 1 if anything was
 found.

@@ -37,7 +37,9 @@ from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates whose calls are not read, and why.
 UNREAD = {
-    "meetkai-functionary-medium-v3.2": "the prompt has the mark of calls, also before other answers",
+    "meetkai-functionary-medium-v3.2": (
+        "the prompt ends with the mark of a call even if the answer is not one"
+    ),
 }
 #: Control tokens of models whose template offers tools and writes no call.
 _TOKENS = ("<|tool_call_start|>", "<|tool_call|>")

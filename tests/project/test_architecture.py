@@ -1,4 +1,4 @@
-"""The documents for contributors name what there is: files, names in them, targets, all packages."""
+"""The contributors' documents name only what exists: files, names, make targets, layers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def test_what_is_named_is_there(document: Path) -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
-    right = "`tests/project/test_layers.py::LAYERS` `method/loop.py` `kernels/` `models.toml` `specgen run`"
+    right = (
+        "`tests/project/test_layers.py::LAYERS` `method/loop.py` `kernels/` `models.toml` "
+        "`specgen run`"
+    )
     assert len(paths_of(right)) == 4
     assert stale_paths(right) == []
     wrong = [

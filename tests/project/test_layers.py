@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "specgen"
 LAYERS = (
     *("errors", "sampler_options", "options", "events", "system", "text", "method", "models"),
     *("llama", "drafters", "session", "train", "measure", "serve", "render", "api", "cli"),
+    "examples",
 )
 
 

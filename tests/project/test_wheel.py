@@ -27,7 +27,11 @@ from tests.helpers.common import ROOT
 MACHINES = ("x86_64", "aarch64")
 #: Where pip finds the dependencies, and what the emulator is told.
 _KEPT = ("PIP_", "SSL_", "REQUESTS_", "http_", "https_", "HTTP_", "HTTPS_", "no_proxy", "QEMU_")
-_TINY = "import sys, pathlib, specgen.measure.diagnosis as t; t.write_tiny_model(pathlib.Path(sys.argv[1]))"
+#: A program that writes the tiny model of the self-test to the file it is given.
+_TINY = (
+    "import sys, pathlib, specgen.measure.diagnosis as diagnosis; "
+    "diagnosis.write_tiny_model(pathlib.Path(sys.argv[1]))"
+)
 
 #: Runs a program of an environment with the wheel, and returns what is on its standard output.
 Run = Callable[..., str]

@@ -191,7 +191,7 @@ def test_each_token_appears_when_it_came(tmp_path: Path) -> None:
     assert by_text["<sat>"][0] == "rejected"
     assert by_text["lay"][0] == "corrected"
     assert by_text["cat"][1] == by_text["lay"][1]
-    assert "3 tokens in 0.7 s: 1.1 times as fast" in by_text
+    assert "3 tokens in 0.7 s: 1.1x as fast" in by_text
     assert "url(" not in svg  # nothing is loaded from elsewhere
 
 

@@ -20,7 +20,7 @@ from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.calibration import (
     ACCEPTANCE,
-    Costs,
+    PairCosts,
     expected_gain,
     is_pair_measured,
     measure_costs,
@@ -30,6 +30,7 @@ from specgen.session.calibration import (
 from specgen.session.engine import Engine
 from specgen.session.measurement_store import MeasurementStore, Threads
 from specgen.session.session import Session
+from specgen.system import machine
 from specgen.system.arrays import Logits
 from specgen.system.machine import CoreTime
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -131,14 +132,14 @@ def test_an_interrupt_ends_it_between_decodes() -> None:
 
 # --- what to expect
 
-COSTS = Costs({1: 0.03, 2: 0.04, 3: 0.05, 4: 0.06}, 0.002)
+COSTS = PairCosts({1: 0.03, 2: 0.04, 3: 0.05, 4: 0.06}, 0.002)
 
 
 def test_the_expected_speed_up_is_that_of_the_best_number_of_tokens() -> None:
     # 1: 3 * 1.7 / (4 + 0.2), 2: 3 * 2.19 / (5 + 0.4), 3: 3 * 2.533 / (6 + 0.6)
     assert expected_gain(COSTS) == pytest.approx(3 * 2.19 / 5.4)
     # A batch that seemed to cost less than a token is not believed.
-    expected = expected_gain(Costs({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
+    expected = expected_gain(PairCosts({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
     assert expected == pytest.approx(sum(ACCEPTANCE**depth for depth in range(4)))
 
 
@@ -222,7 +223,7 @@ def test_what_a_busy_machine_costs_holds_for_its_run_only(
 ) -> None:
     file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
     times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
-    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
+    monkeypatch.setattr(machine, "core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
     measurements = MeasurementStore(file)
     with Session(options, time.perf_counter, measurements) as loaded:
@@ -243,7 +244,7 @@ def test_an_answer_on_a_busy_machine_teaches_no_costs(
 ) -> None:
     file = tmp_path / "learnt.json"
     times = (CoreTime(10.0 * n, (4.0 + 6.0 * share_of_others) * n, 4.0 * n) for n in count())
-    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
+    monkeypatch.setattr(machine, "core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", tiny_models / "draft.gguf")
     measurements = MeasurementStore(file)
     with (

@@ -32,7 +32,7 @@ INFILL_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class TinyConfig:
-    """What to write. The defaults make a model of 0.5 MB, a token of which takes well under 1 ms."""
+    """What to write. The defaults make a model of 0.5 MB that takes under 1 ms a token."""
 
     #: ``llama``, ``qwen2`` (with biases), ``qwen3`` (heads normalised) and ``gemma3`` (every other
     #: layer with a sliding window) are transformers; ``mamba`` and ``mamba2`` keep a recurrent
