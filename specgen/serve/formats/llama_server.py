@@ -86,8 +86,11 @@ def read_infill(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
     asked = parse(InfillRequest, body)
     if asked.n > 1:
         raise BodyError("n", f"{shown(asked.n)} answers are asked for, but a gap has one")
-    files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
-    gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
+    gap = Gap(
+        prefix=asked.input_prefix + asked.prompt,
+        suffix=asked.input_suffix,
+        context=tuple(ContextFile(file.filename, file.text) for file in asked.input_extra),
+    )
     request = asked.parsed("completion", defaults, LlamaServerWriter)
     return (_as_llama_cpp(asked, replace(request, gap=gap)),)
 

@@ -89,7 +89,8 @@ def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequest
     """
     asked = parse(MessagesRequest, body)
     if asked.thread == "continue":  # the client then sends the whole conversation
-        raise RequestError(404, "this server keeps no threads: send all messages", "thread_not_found")
+        what = "this server keeps no threads: send all messages"
+        raise RequestError(404, what, "thread_not_found")
     deferred = _deferred_tools(asked)
     usable = [tool for tool in asked.tools if deferred.get(tool.name, "") is not None]
     asked = asked.model_copy(update={"tools": usable})

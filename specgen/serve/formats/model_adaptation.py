@@ -136,9 +136,7 @@ def _with_token_biases(request: ParsedRequest, vocabulary: LlamaVocabulary) -> P
         return request
     found: list[tuple[int, float]] = []
     for key, bias in request.biases:
-        tokens = [key]
-        if isinstance(key, str):
-            tokens = vocabulary.tokenize_inside(key)
+        tokens = [key] if isinstance(key, int) else vocabulary.tokenize_inside(key)
         try:
             vocabulary.check(tokens)
         except PromptError as error:
