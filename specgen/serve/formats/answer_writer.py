@@ -83,7 +83,12 @@ class AnswerWriter(ABC):
         return []
 
     @abstractmethod
-    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        number: int,
+        deltas: list[Delta],
+        event: CommittedEvent | None,
+    ) -> list[Json]:
         """Return the chunks for additions to an answer, by an event or at its end."""
 
     @abstractmethod
@@ -129,7 +134,12 @@ class BlockWriter(AnswerWriter):
         #: The closed blocks, in the form of the API.
         self._blocks: list[Json] = []
 
-    def _add(self, _number: int, deltas: list[Delta], _event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        _number: int,
+        deltas: list[Delta],
+        _event: CommittedEvent | None,
+    ) -> list[Json]:
         events: list[Json] = []
         for delta in deltas:
             if self._block is not None and delta.continues(self._block):

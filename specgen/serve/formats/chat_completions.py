@@ -86,7 +86,12 @@ def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
         continues = _continues_last_message(asked)
     elif asked.continue_final_message or asked.add_generation_prompt is False:
         warnings.append("messages: not continued, because the last one is not the assistant's text")
-    request = asked.parsed_chat(messages, defaults, ChatCompletionWriter, warnings)
+    request = asked.parsed_chat(
+        messages,
+        defaults,
+        ChatCompletionWriter,
+        warnings,
+    )
     request = replace(
         request, continues=continues, splits_reasoning=asked.reasoning_format != "none"
     )

@@ -179,7 +179,12 @@ class CompletionWriter(OpenAIWriter):
             chunks.append(self._echo(number, text, event.pieces))
         return chunks + super()._read(number, event)
 
-    def _echo(self, number: int, text: str, pieces: Sequence[Piece]) -> Json:
+    def _echo(
+        self,
+        number: int,
+        text: str,
+        pieces: Sequence[Piece],
+    ) -> Json:
         """Return a chunk with a part of the prompt."""
         chunk = self._chunk(number, {"content": text})
         if pieces:
@@ -188,7 +193,12 @@ class CompletionWriter(OpenAIWriter):
         self._n_characters[number] += len(text)
         return chunk
 
-    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        number: int,
+        deltas: list[Delta],
+        event: CommittedEvent | None,
+    ) -> list[Json]:
         chunks = super()._add(number, deltas, event)
         if event is not None:
             self._n_characters[number] += len(event.text)

@@ -152,7 +152,12 @@ class LlamaServerWriter(CompletionWriter):
             return found[0]
         return found
 
-    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        number: int,
+        deltas: list[Delta],
+        event: CommittedEvent | None,
+    ) -> list[Json]:
         chunks = super()._add(number, deltas, event)
         pieces: tuple[Piece, ...] = ()
         if event is not None:

@@ -24,7 +24,11 @@ _BILLING = "x-anthropic-billing-header"
 #: The fields that the result of a search for tools has of each tool.
 _SEARCH_RESULT_FIELDS = {"name", "description", "parameters"}
 
-_STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
+_STOP_REASONS = {
+    "length": "max_tokens",
+    "stop": "end_turn",
+    "tool_calls": "tool_use",
+}
 #: Types of errors that have another name in Anthropic's API.
 _ERROR_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
 
@@ -215,7 +219,12 @@ class MessagesWriter(BlockWriter):
 
     def whole(self) -> Json:
         """Return the whole response."""
-        return {**self._head, "content": self._blocks, **self._ending(), **self._api_figures()}
+        return {
+            **self._head,
+            "content": self._blocks,
+            **self._ending(),
+            **self._api_figures(),
+        }
 
     def _opened(self, block: Delta) -> list[Json]:
         return [self._event("start", content_block=_block_object(replace(block, text="")))]
@@ -235,11 +244,19 @@ class MessagesWriter(BlockWriter):
         return events
 
     def _end(self, _number: int) -> list[Json]:
-        last = {"type": "message_delta", "delta": self._ending(), **self._api_figures()}
+        last = {
+            "type": "message_delta",
+            "delta": self._ending(),
+            **self._api_figures(),
+        }
         return [*self._close(), last, {"type": "message_stop"}]
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        return {"type": f"content_block_{kind}", "index": len(self._blocks), **fields}
+        return {
+            "type": f"content_block_{kind}",
+            "index": len(self._blocks),
+            **fields,
+        }
 
     def _ending(self) -> Json:
         (answer,) = self._answers
@@ -268,7 +285,11 @@ def _block_object(block: Delta) -> Json:
             "input": arguments,
         }
     if block.kind == "thought":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {
+            "type": "thinking",
+            "thinking": block.text,
+            "signature": "",
+        }
     return {"type": "text", "text": block.text}
 
 

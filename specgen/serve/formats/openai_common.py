@@ -32,7 +32,14 @@ class OpenAIRequest(GenerationRequest):
     #: In a chat, for how many likely tokens.
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     #: The number of answers to each prompt.
-    n: Annotated[int, Field(ge=1, lt=2**31, validation_alias=AliasChoices("n", "n_cmpl"))] = 1
+    n: Annotated[
+        int,
+        Field(
+            ge=1,
+            lt=2**31,
+            validation_alias=AliasChoices("n", "n_cmpl"),
+        ),
+    ] = 1
     #: Whether a stream ends with a chunk that has the usage and nothing else.
     has_usage_alone: bool | None = Field(
         None, validation_alias=AliasPath("stream_options", "include_usage")
@@ -109,7 +116,11 @@ class OpenAIWriter(AnswerWriter):
     def whole(self) -> Json:
         """Return the whole response."""
         choices = [self._choice(number) for number in range(len(self._answers))]
-        return {**self._head(self.object_type), "choices": choices, **self._figures()}
+        return {
+            **self._head(self.object_type),
+            "choices": choices,
+            **self._figures(),
+        }
 
     def _head(self, object_type: str) -> Json:
         return {
@@ -128,7 +139,12 @@ class OpenAIWriter(AnswerWriter):
             **_ending(self._answers[number]),
         }
 
-    def _chunk(self, number: int, delta: Json, ending: Json | None = None) -> Json:
+    def _chunk(
+        self,
+        number: int,
+        delta: Json,
+        ending: Json | None = None,
+    ) -> Json:
         choice = {
             "index": number,
             **self._delta_field(delta),
@@ -152,7 +168,12 @@ class OpenAIWriter(AnswerWriter):
         }
         return [{**self._chunk(number, {}), "prompt_progress": progress}]
 
-    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        number: int,
+        deltas: list[Delta],
+        event: CommittedEvent | None,
+    ) -> list[Json]:
         chunks = [
             self._chunk(number, _delta_object(delta))
             for delta in deltas
@@ -163,7 +184,12 @@ class OpenAIWriter(AnswerWriter):
             self._add_logprobs(number, chunks[0], event.pieces)
         return chunks
 
-    def _add_logprobs(self, number: int, chunk: Json, pieces: Sequence[Piece]) -> None:
+    def _add_logprobs(
+        self,
+        number: int,
+        chunk: Json,
+        pieces: Sequence[Piece],
+    ) -> None:
         found = self._logprobs_of(number, pieces)
         chunk["choices"][0]["logprobs"] = found
         for name, values in found.items():
@@ -205,7 +231,11 @@ def _delta_object(delta: Delta) -> Json:
 def call_object(call: Delta) -> Json:
     """Return a call in OpenAI's form."""
     function = {"name": call.name, "arguments": call.text}
-    return {"id": call.identity, "type": "function", "function": function}
+    return {
+        "id": call.identity,
+        "type": "function",
+        "function": function,
+    }
 
 
 # --- log-probabilities ----------------------------------------------------------------------------

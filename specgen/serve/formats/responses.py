@@ -136,7 +136,10 @@ def _messages(asked: ResponsesRequest, warnings: list[str]) -> tuple[Message, ..
 
 
 def _add_item(
-    builder: ConversationBuilder, where: str, item: ResponseItem, warnings: list[str]
+    builder: ConversationBuilder,
+    where: str,
+    item: ResponseItem,
+    warnings: list[str],
 ) -> None:
     match item.type:
         case "message":
@@ -154,9 +157,19 @@ def _add_item(
             if thought:
                 builder.join_thought(thought)
         case "function_call":
-            builder.join_call(where, item.call_id, item.name, arguments_of(item.arguments))
+            builder.join_call(
+                where,
+                item.call_id,
+                item.name,
+                arguments_of(item.arguments),
+            )
         case "custom_tool_call":
-            builder.join_call(where, item.call_id, item.name, {"input": item.input})
+            builder.join_call(
+                where,
+                item.call_id,
+                item.name,
+                {"input": item.input},
+            )
         case "function_call_output" | "custom_tool_call_output":
             builder.add_result(item.call_id, text_of(item.output))
         case kind if kind in _REFUSED_ITEMS:
@@ -272,7 +285,11 @@ class ResponsesWriter(BlockWriter):
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._n_events += 1
-        return {"type": f"response.{kind}", "sequence_number": self._n_events - 1, **fields}
+        return {
+            "type": f"response.{kind}",
+            "sequence_number": self._n_events - 1,
+            **fields,
+        }
 
     # --- items ------------------------------------------------------------------------------------
 
@@ -320,11 +337,19 @@ class ResponsesWriter(BlockWriter):
 
     def _item_event(self, kind: str, **fields: Any) -> Json:
         """Return an event about the open item, the next of the output, and its only part."""
-        place = {"item_id": self._item_id, "output_index": len(self._blocks), "content_index": 0}
+        place = {
+            "item_id": self._item_id,
+            "output_index": len(self._blocks),
+            "content_index": 0,
+        }
         return self._event(kind, **place, **fields)
 
     def _item(self, block: Delta, status: str) -> Json:
-        item: Json = {"id": self._item_id, "type": self._item_type(block), "status": status}
+        item: Json = {
+            "id": self._item_id,
+            "type": self._item_type(block),
+            "status": status,
+        }
         match block.kind:
             case "call":
                 item["call_id"] = block.identity
@@ -370,7 +395,12 @@ class ResponsesWriter(BlockWriter):
 def _part_object(block: Delta) -> Json:
     if block.kind == "thought":
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {
+        "type": "output_text",
+        "text": block.text,
+        "annotations": [],
+        "logprobs": [],
+    }
 
 
 def _usage(usage: Json) -> Json:

@@ -17,7 +17,11 @@ class CallsInThoughts:
     """
 
     def __init__(
-        self, form: CallForm, functions: Sequence[Function], *, one_only: bool = False
+        self,
+        form: CallForm,
+        functions: Sequence[Function],
+        *,
+        one_only: bool = False,
     ) -> None:
         self._form = form
         self._functions = functions

@@ -49,7 +49,13 @@ _TYPES = {
 #: texts for those that do not.
 _TEXTS = ("q\"<&\\\n'z {} </x>", 'a "quoted" <b> & {c}', "plain qz")
 _PROBES: tuple[Arguments, ...] = tuple(
-    {"text": text, "number": _NUMBER, "flag": True, "items": ["a", "b"], "fields": {"k": 1}}
+    {
+        "text": text,
+        "number": _NUMBER,
+        "flag": True,
+        "items": ["a", "b"],
+        "fields": {"k": 1},
+    }
     for text in _TEXTS
 )
 #: Fields that the template of Command R+ needs for each argument.
@@ -64,7 +70,14 @@ _SCHEMA = {
 }
 _FUNCTIONS = {_NAME: _SCHEMA, _SECOND_NAME: _SCHEMA}
 _TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": schema}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A tool.",
+            "parameters": schema,
+        },
+    }
     for name, schema in _FUNCTIONS.items()
 ]
 _CONTENT = "@@plain@@"
@@ -153,7 +166,13 @@ def _rendered_calls(template: str, calls: Sequence[tuple[str, Arguments]]) -> st
         return text
     # Some templates write only calls that have results, and some need an answer after these.
     results = [
-        Message("tool", "result", tool_call_id=call.identity, name=call.name) for call in made
+        Message(
+            "tool",
+            "result",
+            tool_call_id=call.identity,
+            name=call.name,
+        )
+        for call in made
     ]
     end = [plain, Message("user", "x")]
     return _added_text(
@@ -385,7 +404,12 @@ def _with_any(form: CallForm, pattern: str) -> CallForm:
 # --- the test of a candidate ----------------------------------------------------------------------
 
 
-def _reads_back(form: CallForm, one: str, two: str | None, probe: Arguments) -> bool:
+def _reads_back(
+    form: CallForm,
+    one: str,
+    two: str | None,
+    probe: Arguments,
+) -> bool:
     """Return whether a reader gets the calls back from what the template wrote."""
     first_call = (_NAME, probe)
     if _read_all(form, one) != [first_call]:

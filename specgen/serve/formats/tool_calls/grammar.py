@@ -51,7 +51,11 @@ _PYTHON_RULES = (
 #: Rules for the values of the styles that do not write JSON.
 _VALUE_RULES: Mapping[str, tuple[str, ...]] = {"gemma": _GEMMA_RULES, "python": _PYTHON_RULES}
 #: The Lark literals between two arguments.
-_SEPARATORS = {"python": '", "', "gemma": '","', "pairs": ""}
+_SEPARATORS = {
+    "python": '", "',
+    "gemma": '","',
+    "pairs": "",
+}
 
 
 def calls_grammar(
@@ -116,7 +120,11 @@ def calls_grammar(
 
 
 def _trigger_and_opening(
-    form: CallForm, *, is_parallel: bool, must_call: bool, other: Grammar | None
+    form: CallForm,
+    *,
+    is_parallel: bool,
+    must_call: bool,
+    other: Grammar | None,
 ) -> tuple[str, str]:
     """Return the mark after which the grammar holds, and what it has before the first name.
 
@@ -235,7 +243,12 @@ class _CallRules:
                 found.append(literal(part))
         return " ".join(found) or '""'
 
-    def _json(self, schema: Mapping[str, Any], where: str, name: str) -> str:
+    def _json(
+        self,
+        schema: Mapping[str, Any],
+        where: str,
+        name: str,
+    ) -> str:
         """Return a rule for the JSON that conforms to a schema."""
         try:
             grammar, left_out = lenient_schema_grammar(json.dumps(schema))
@@ -274,7 +287,12 @@ class _CallRules:
             return self.add(f'"(" ({arguments}) ")"')
         return self.add(f'"{{" ({arguments}) "}}"')
 
-    def _pair(self, key: str, schema: Any, function: Function) -> str:
+    def _pair(
+        self,
+        key: str,
+        schema: Any,
+        function: Function,
+    ) -> str:
         """Return a rule for one argument."""
         parameter = _Parameter(function, key, as_mapping(schema))
         if self._form.style == "gemma":

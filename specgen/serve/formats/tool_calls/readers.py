@@ -39,7 +39,12 @@ class ReadCall(NamedTuple):
 
 
 def read_name(
-    form: CallForm, text: str, start: int, names: Iterable[str], *, is_last: bool = False
+    form: CallForm,
+    text: str,
+    start: int,
+    names: Iterable[str],
+    *,
+    is_last: bool = False,
 ) -> CallHead | NoMatch:
     """Read the name of a call, and what comes between it and the arguments.
 

@@ -29,7 +29,11 @@ _QUOTES: Mapping[Style, tuple[str, ...]] = {
     "python": ('"""', "'''", '"', "'"),
     "gemma": ('<|"|>', "<escape>"),
 }
-_CLOSING = {"{": "}", "[": "]", "(": ")"}
+_CLOSING = {
+    "{": "}",
+    "[": "]",
+    "(": ")",
+}
 _SEPARATORS = re.compile(r"[\s,:=]+")
 _WORD = re.compile(r"[^\s,:=(){}\[\]<>|\"']+")
 _ESCAPE = re.compile(
@@ -42,7 +46,11 @@ _UNFINISHED_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|x[0-9a-fA-F]?"
     r"|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?\Z"
 )
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_PYTHON_WORDS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}
 _MAX_DEPTH = 100
 #: The types of JSON schemas that a Python value has.
 _SCHEMA_TYPES: Mapping[type, set[str]] = {
@@ -123,7 +131,13 @@ class ArgumentsReader:
         is_open: Whether an object has been opened before the text that will be read.
     """
 
-    def __init__(self, style: Style, closing: str = "", *, is_open: bool = False) -> None:
+    def __init__(
+        self,
+        style: Style,
+        closing: str = "",
+        *,
+        is_open: bool = False,
+    ) -> None:
         self._style = style
         self._closing = closing.strip()
         #: The brackets that close the open values, the innermost last.
