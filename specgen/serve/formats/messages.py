@@ -96,14 +96,21 @@ def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequest
         what = "this server keeps no threads: send all messages"
         raise RequestError(404, what, "thread_not_found")
     deferred = _deferred_tools(asked)
+    messages = _messages(asked, deferred)
+    # A tool may be called once it is found, and is never described before the conversation.
     usable = [tool for tool in asked.tools if deferred.get(tool.name, "") is not None]
     asked = asked.model_copy(update={"tools": usable})
-    messages = _messages(asked, deferred)
     request = asked.parsed_chat(messages, defaults, MessagesWriter)
-    request = replace(request, continues=is_begun(messages), splits_reasoning=True)
-    if deferred and request.tools is not None:
-        described = tuple(each for each in request.tools.functions if each.name not in deferred)
-        request = replace(request, tools=replace(request.tools, functions=described))
+    tools = request.tools
+    if tools is not None:
+        described = [each for each in tools.functions if each.name not in deferred]
+        tools = replace(tools, functions=tuple(described))
+    request = replace(
+        request,
+        tools=tools,
+        continues=is_begun(messages),
+        splits_reasoning=True,
+    )
     return (request,)
 
 
@@ -115,13 +122,11 @@ def _deferred_tools(asked: MessagesRequest) -> dict[str, str | None]:
     """
     if any("tool_search" in tool.type for tool in asked.tools):  # it would run at Anthropic
         return {}
-    found = {
-        part.tool_name
-        for message in asked.messages
-        for block in message.content
-        for part in block.content
-        if part.type == "tool_reference"
-    }
+    found: set[str] = set()
+    for message in asked.messages:
+        for block in message.content:
+            references = [part for part in block.content if part.type == "tool_reference"]
+            found |= {part.tool_name for part in references}
     deferred: dict[str, str | None] = {}
     for tool in asked.tools:
         if not tool.defer_loading:

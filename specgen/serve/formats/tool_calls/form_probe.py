@@ -8,6 +8,7 @@ model family needs no code as long as this finds its form.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -149,37 +150,25 @@ def _probed_form(template: str) -> CallForm | None:
 
 def _rendered_calls(template: str, calls: Sequence[tuple[str, Arguments]]) -> str:
     """Return what the template writes for calls, without what it writes around any answer."""
-    made = [
-        ToolCall(identity, name, arguments)
-        for identity, (name, arguments) in zip(_IDS, calls, strict=False)
-    ]
+    made: list[ToolCall] = []
+    results: list[Message] = []
+    for identity, (name, arguments) in zip(_IDS, calls, strict=False):
+        made.append(ToolCall(identity, name, arguments))
+        results.append(Message("tool", "result", tool_call_id=identity, name=name))
     user = Message("user", "hello")
-    called = Message("assistant", "", tuple(made))
     plain = Message("assistant", _CONTENT)
-    try:
-        text = _added_text(
-            _render(template, [user, called]), _render(template, [user, plain]), has_results=False
-        )
-    except PromptError:
-        text = ""
-    if text:
-        return text
+    called = Message("assistant", "", tuple(made))
+    with contextlib.suppress(PromptError):
+        called_text = _render(template, [user, called])
+        plain_text = _render(template, [user, plain])
+        calls_text = _added_text(called_text, plain_text, has_results=False)
+        if calls_text:
+            return calls_text
     # Some templates write only calls that have results, and some need an answer after these.
-    results = [
-        Message(
-            "tool",
-            "result",
-            tool_call_id=call.identity,
-            name=call.name,
-        )
-        for call in made
-    ]
     end = [plain, Message("user", "x")]
-    return _added_text(
-        _render(template, [user, called, *results, *end]),
-        _render(template, [user, *end]),
-        has_results=True,
-    )
+    called_text = _render(template, [user, called, *results, *end])
+    plain_text = _render(template, [user, *end])
+    return _added_text(called_text, plain_text, has_results=True)
 
 
 def _render(template: str, messages: list[Message]) -> str:
@@ -201,22 +190,24 @@ def _added_text(called: str, plain: str, *, has_results: bool) -> str:
     Returns:
         An empty text if there are no calls.
     """
-    # Neither end may be within a tag.
+    # Leave out what both have in common, but no part of a tag.
     start = common_prefix_length(called, plain)
     if _ends_in_tag(called[:start]):
         start = called.rfind("<", 0, start)
-    if called.find(_NAME, start) < 0:
+    added = called[start:]
+    if _NAME not in added:
         return ""
-    end = len(called) - common_prefix_length(called[start:][::-1], plain[start:][::-1])
-    if _ends_in_tag(called[start:end]):
-        end = called.find(">", end) + 1
+    n_common_end = common_prefix_length(added[::-1], plain[start:][::-1])
+    end = len(added) - n_common_end
+    if _ends_in_tag(added[:end]):
+        end = added.find(">", end) + 1
+    added = added[:end]
     # Results follow the tag that ends any answer.
-    answer_end = _TAG.search(plain[plain.find(_CONTENT) + len(_CONTENT) :])
+    _, _, after_content = plain.partition(_CONTENT)
+    answer_end = _TAG.search(after_content)
     if has_results and answer_end is not None:
-        place = called.find(answer_end[0], start, end)
-        if place >= 0:
-            end = place
-    return _AROUND_CALLS.sub("", called[start:end])
+        added, _, _ = added.partition(answer_end[0])
+    return _AROUND_CALLS.sub("", added)
 
 
 def _ends_in_tag(text: str) -> bool:
