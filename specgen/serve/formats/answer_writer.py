@@ -66,7 +66,7 @@ class AnswerWriter(ABC):
         return []
 
     def is_over(self, number: int, time_s: float) -> bool:
-        """Return whether an answer, whose first token is `time_s` old, is long enough."""
+        """Return whether an answer is long enough, `time_s` seconds after its first token."""
         limit_s = self._first.lines_s
         return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
 

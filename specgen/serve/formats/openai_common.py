@@ -19,7 +19,7 @@ from specgen.serve.formats.figures import own_figures
 from specgen.serve.formats.generation_request import GenerationRequest
 from specgen.serve.formats.parsed_request import ParsedRequest
 
-#: The most likely tokens whose log-probabilities may be asked for.
+#: The largest number of likely tokens for which log-probabilities may be requested.
 MAX_LOGPROBS = 100
 
 

@@ -88,7 +88,7 @@ class ResponsesRequest(ChatRequest):
 
     #: The system message.
     instructions: Parts = []
-    #: The conversation; a text stands for the user's message.
+    #: The conversation; a text is taken as the user's message.
     input: Annotated[list[ResponseItem], BeforeValidator(_as_items), Field(min_length=1)]
     #: What the response has to have besides.
     include: list[str] = []

@@ -11,9 +11,10 @@ from specgen.serve.formats.tool_calls.parser import ToolCallParser
 
 
 class CallsInThoughts:
-    """Reads thoughts, at whose end some models call tools without ending the thoughts.
+    """Finds the calls at the end of a thinking block.
 
-    So what looks like calls is held back. If anything follows it, it was a thought.
+    Some models call tools without ending their thoughts first. So text that looks like calls is
+    held back; if anything follows it, it was a thought.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ def _probed_form(template: str) -> CallForm | None:
 
 
 def _rendered_calls(template: str, calls: Sequence[tuple[str, Arguments]]) -> str:
-    """Return what the template writes for calls, without what it writes around any answer."""
+    """Return the text of calls in a conversation, without what surrounds every answer."""
     made: list[ToolCall] = []
     results: list[Message] = []
     for identity, (name, arguments) in zip(_IDS, calls, strict=False):
@@ -261,9 +261,10 @@ def _object_keys(text: str, name_start: int) -> tuple[str, str] | None:
 
 
 def _pairs_form(written: str, name_start: int, probe: Arguments) -> CallForm | None:
-    """Return the form of a call whose arguments are written one by one, as far as a call shows it.
+    """Return the form of a call with arguments that are written one by one.
 
-    Such a call is ``NAME after_name (opening KEY middle VALUE closing)* closing``.
+    Such a call is ``NAME after_name (opening KEY middle VALUE closing)* closing``. What separates
+    two calls is not known yet.
     """
     after = written[name_start + len(_NAME) :]
     keys = list(probe)

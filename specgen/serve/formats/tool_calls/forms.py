@@ -212,8 +212,8 @@ HERMES = CallForm(
     keys=("name", "arguments"),
 )
 
-#: The forms of models whose templates offer tools and write no call, by the text that shows them:
-#: a control token of the model, or a part of the template's instructions.
+#: The forms of models with templates that offer tools but never write a call. The keys show the
+#: form: a control token of the model, or a part of the template's instructions.
 FORMS_BY_MARK: Mapping[str, CallForm] = {
     "<|tool_call_start|>": LFM2,
     "<|tool_call|>": GRANITE,

@@ -126,7 +126,7 @@ def _trigger_and_opening(
     must_call: bool,
     other: Grammar | None,
 ) -> tuple[str, str]:
-    """Return the mark after which the grammar holds, and what it has before the first name.
+    """Return the mark after which the grammar holds, and its text before the first name.
 
     Without a mark, the grammar holds from the beginning of the answer.
     """

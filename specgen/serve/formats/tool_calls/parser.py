@@ -59,7 +59,7 @@ class _CallStart(NamedTuple):
 
 @dataclass(slots=True)
 class _WholeObject:
-    """A JSON value that is read as a whole, since it is no call that could be streamed."""
+    """A JSON value that is read as a whole, because it is not written as a call to be streamed."""
 
     reader: ArgumentsReader = field(default_factory=lambda: ArgumentsReader("json"))
     n_read: int = 0

@@ -457,7 +457,7 @@ def _value(text: str, schema: Any) -> Any:
             value = ast.literal_eval(stripped)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return text
-    # A text is a text, unless the schema allows what it looks like.
+    # Where texts are allowed, it is one, unless the schema also allows the type it looks like.
     if "string" in kinds and not kinds & _SCHEMA_TYPES.get(type(value), set()):
         return text
     return value
