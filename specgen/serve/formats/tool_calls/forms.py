@@ -138,6 +138,15 @@ class CallForm:
         return closing.partition("}")[2]
 
     @property
+    def argument_beginnings(self) -> list[str]:
+        """The texts that may follow a name: the beginning of arguments, or the end of none."""
+        if self.pair is not None:
+            return [self.pair.opening, *self.argument_ends]
+        if self.style == "python":
+            return ["("]
+        return ["{"]
+
+    @property
     def argument_ends(self) -> list[str]:
         """The texts that may follow the arguments of a call.
 
