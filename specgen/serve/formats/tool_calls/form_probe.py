@@ -289,11 +289,12 @@ def _pairs_form(written: str, name_start: int, probe: Arguments) -> CallForm | N
         key_end = key_start + len(key)
         value_start = value_starts.get(key, after.find(closing.strip(), key_end))
         middles[_TYPES[key]] = after[key_end:value_start]
-    # Templates write other values in several ways: what they have in common with texts is certain.
-    for kind in ("boolean", "array", "object"):
-        middles[kind] = _like_text_middle(middles[kind], middles["string"])
+    pair = ArgumentPair(
+        opening=opening,
+        middles=_without_values(middles),
+        closing=closing.replace(f"</{keys[0]}>", f"</{ANY}>"),
+    )
 
-    pair = ArgumentPair(opening, middles, closing.replace(f"</{keys[0]}>", f"</{ANY}>"))
     last_closing = pair.closing_of(keys[-1]).strip()
     arguments_end = after.rfind(last_closing) + len(last_closing)
     return CallForm(
@@ -303,6 +304,21 @@ def _pairs_form(written: str, name_start: int, probe: Arguments) -> CallForm | N
         style="pairs",
         pair=pair,
     )
+
+
+def _without_values(middles: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts between keys and values without values at their ends.
+
+    Templates write flags, lists and objects in several ways, so that their beginnings are not
+    known. What comes before them is like what comes before a text.
+    """
+    text_middle = middles["string"]
+    shape = re.escape(text_middle).replace("true", "(?:true|false)").replace("string", r"\w+")
+    found = dict(middles)
+    for kind in ("boolean", "array", "object"):
+        alike = re.match(shape, middles[kind])
+        found[kind] = text_middle if alike is None else alike[0]
+    return found
 
 
 def _places_in_order(keys: Sequence[str], text: str) -> list[int] | None:
@@ -340,15 +356,6 @@ def _split_between_pairs(between: str, *, before: str, key: str) -> tuple[str, s
             break
         cut -= 1
     return between[:cut], between[cut:]
-
-
-def _like_text_middle(middle: str, text_middle: str) -> str:
-    """Return the part of a text between key and value that is like that before texts."""
-    shape = re.escape(text_middle).replace("true", "(?:true|false)").replace("string", r"\w+")
-    found = re.match(shape, middle)
-    if found is None:
-        return text_middle
-    return found[0]
 
 
 def _with_second_call(form: CallForm, two: str | None) -> CallForm:
