@@ -88,7 +88,10 @@ def _tokens(embedder: Embedder, where: str, value: PromptInput) -> list[int]:
 
 
 def embedding_response(
-    vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
+    vectors: Sequence[str],
+    n_tokens: int,
+    model: str,
+    warnings: Sequence[str],
 ) -> bytes:
     """Return the body of a response.
 
