@@ -85,7 +85,7 @@ def batch(
         "OUT", "The file that results are appended to; - is standard output.", REQUIRED
     ),
     template: flags.Template = flags.template,
-    setup: Setup = flags.setup.without("answer_logprobs", "prompt_cache"),
+    setup: Setup = flags.setup.without("--logprobs", "--prompt-cache"),
     output: Output = flags.loudness,
 ) -> int:
     """Answer each line of a file, many at once; run it again to resume.

@@ -56,7 +56,7 @@ def chat(
         show_default="not kept",
     ),
     setup: Setup = flags.setup,
-    output: Output = flags.output.without("newline", "html"),
+    output: Output = flags.output.without("--newline", "--html"),
 ) -> int:
     """Talk with a model, at a terminal or in a pipe.
 

@@ -278,17 +278,16 @@ def _entries(
 
 
 def checked(where: str, value: Any, option: Any, context: Any) -> Any:
-    """Return a value as it would be on the command line. `where` names it."""
+    """Return a value as Typer would make it of the command line. `where` names it."""
     values = value if isinstance(value, list) else [value]
     texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
     try:
         if len(texts) != 1 and not option.multiple:
             raise typer.BadParameter("give one value")
         found = texts if option.multiple else texts[0]
-        option.process_value(context, found)
+        return option.process_value(context, found)
     except typer.BadParameter as error:
         raise UsageError(f"{where} = {', '.join(texts)}: {in_words(error.message)}") from None
-    return found
 
 
 def _profile(tables: Mapping[str, Any], target: Any, pair: Any) -> Any:

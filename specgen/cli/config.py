@@ -48,7 +48,7 @@ def _text(value: Any) -> str:
 def config(
     *,
     setup: Setup = flags.setup,
-    template: flags.Template = flags.template.without("chat"),
+    template: flags.Template = flags.template.without("--chat"),
     output: Output = flags.output,
 ) -> int:
     """Show the defaults of options, and where each comes from.

@@ -119,7 +119,7 @@ def find(
         "--save",
         "Save the fastest draft for this target: `specgen run` without --draft uses it.",
     ),
-    wanted: Comparison = COMPARISON.but(trials_n_prompts=6),
+    wanted: Comparison = COMPARISON.with_default("--count", 6),
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
@@ -159,7 +159,7 @@ def find(
 # --- make -----------------------------------------------------------------------------------------
 
 
-@flags.group(TextOptions)
+@flags.extends(TextOptions)
 def text_options(
     *,
     prompts: Path | None = option(
@@ -338,7 +338,7 @@ def learn(
     ),
     minutes: float = option(10.0, "--minutes", "How long it may train at most.", min=0.1),
     as_json: bool = flags.JSON_REPORT,
-    output: Output = flags.loudness.without("verbose"),
+    output: Output = flags.loudness.without("--verbose"),
 ) -> int:
     """Let a draft model learn from the answers that --learn kept.
 
@@ -382,7 +382,7 @@ def forget(
     target: str | None = flags.target_option(
         None, "The target whose answers are forgotten.", show_default="all"
     ),
-    output: Output = flags.loudness.without("verbose"),
+    output: Output = flags.loudness.without("--verbose"),
 ) -> int:
     """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
     from specgen.drafters.lookup_texts import EarlierTexts, texts_in

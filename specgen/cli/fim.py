@@ -48,10 +48,10 @@ def fim(
         "FILE:LINE[:COLUMN]",
         "Where the gap is: before this column, or at the end of the line; both count from 1, in characters.",
     ),
-    setup: Setup = flags.setup.without("machine_chat_template", "machine_template_variables").but(
-        answer_max_tokens=256
+    setup: Setup = flags.setup.without("--chat-template", "--chat-template-kwargs").with_default(
+        "--max-tokens", 256
     ),
-    output: Output = flags.output.but(newline=False),
+    output: Output = flags.output.with_default("--newline", False),
 ) -> int:
     """Fill a gap in a file, or between two texts, and print the middle.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def tune(
     *,
     models: ModelChoice = flags.models,
-    wanted: Comparison = COMPARISON.without("drafting_policy", "drafting_ngrams"),
+    wanted: Comparison = COMPARISON.without("--policy", "--ngrams"),
 ) -> int:
     """Measure what drafting is worth for your models on this machine.
 

@@ -47,7 +47,7 @@ def worker(
         "--insecure-network",
         "Allow an address that other machines can reach; anyone who reaches it controls this process.",
     ),
-    kernels: KernelOptions = flags.kernels.without("packed_cache"),
+    kernels: KernelOptions = flags.kernels.without("--packed-cache"),
     output: Output = flags.loudness,
 ) -> int:
     """Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from specgen.cli.flags.typer_groups import REQUIRED as REQUIRED
 from specgen.cli.flags.typer_groups import argument as argument
+from specgen.cli.flags.typer_groups import extends as extends
 from specgen.cli.flags.typer_groups import group as group
 from specgen.cli.flags.typer_groups import takes_options as takes_options
 from specgen.cli.inputs import BUILT_IN, read_template, read_variables
@@ -74,7 +75,7 @@ def draft_option(help: str, metavar: str = "FILE|NAME", **settings: Any) -> Any:
 _model = partial(option, panel="Models")
 
 
-@group(ModelChoice)
+@extends(ModelChoice)
 def models(
     *,
     target: str | None = target_option(
@@ -111,11 +112,11 @@ def models(
 
 #: llama.cpp's own limit.
 _MOST_WORKERS = 16
-kernels = group(KernelOptions)(KernelOptions)
+kernels = group(KernelOptions)
 _machine = partial(option, panel="Machine")
 
 
-@group(ContextOptions)
+@extends(ContextOptions)
 def machine(
     *,
     kernels: KernelOptions = kernels,
@@ -211,7 +212,7 @@ def _shares(text: str) -> tuple[float, ...]:
 # --- drafts
 
 
-@group(DraftOptions)
+@extends(DraftOptions)
 def drafting(**given: Any) -> DraftOptions:
     options = DraftOptions(**given)
     shortest, longest = options.ngram_min, options.ngram_max
@@ -229,20 +230,26 @@ def drafting(**given: Any) -> DraftOptions:
 
 # --- samplers, prompts and answers
 
-sampling = group(SamplerOptions)(SamplerOptions)
+sampling = group(SamplerOptions)
 _prompt = partial(option, panel="Prompt")
+
+
+def chat_option() -> Any:
+    """Declare the option that says whether prompts are put into the chat template."""
+    return _prompt(
+        None,
+        "--chat/--raw",
+        "Put the prompt into the chat template, or continue it as it is, with names of control "
+        "tokens as these.",
+        show_default="chat, if the model has a template",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
     """How a prompt is put into the chat template: `chat` of None means if the model has one."""
 
-    chat: bool | None = _prompt(
-        None,
-        "--chat/--raw",
-        "Put the prompt into the chat template, or continue it as it is, with names of control tokens as these.",
-        show_default="chat, if the model has a template",
-    )
+    chat: bool | None = chat_option()
     system: str | None = _prompt(
         None,
         "--system -sys",
@@ -256,13 +263,12 @@ class Template:
             raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
 
 
-template = group(Template)(Template)
-CHAT = group(Template)(lambda **given: Template(**given).chat).without("system")
+template = group(Template)
 
 _grammar = partial(option, panel="Constrained answers")
 
 
-@group(GenerationOptions)
+@extends(GenerationOptions)
 def answer(
     *,
     grammar: str | None = _grammar(
@@ -322,7 +328,7 @@ def text_in(path: Path, option: str, encoding: Literal["UTF-8-sig", "ASCII"] = "
 
 
 #: The grammar of an answer alone.
-constraint = answer.without("max_tokens", "stop", "ignore_eos", "logprobs")
+constraint = answer.without("--max-tokens", "--stop", "--ignore-eos", "--logprobs")
 
 #: The options of commands that load models and answer with them.
 setup = group(
@@ -332,12 +338,12 @@ setup = group(
     sampling=sampling,
     drafting=drafting,
     machine=machine,
-    prefixes=group(PrefixOptions)(PrefixOptions),
-)(Setup)
+    prefixes=group(PrefixOptions),
+)
 
 # --- output
 
 JSON_REPORT = option(False, "--json", "Print a JSON object.")
-output = group(Output)(Output)
+output = group(Output)
 #: The output of commands that show no answers: --quiet and --verbose.
-loudness = output.without("show", "stats", "json", "html", "newline")
+loudness = output.without("--show", "--stats", "--json", "--html", "--newline")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import typer.main
 
 from specgen.cli.command import checked
 from specgen.cli.flags import setup, text_in
-from specgen.cli.flags.typer_groups import Group, group, sign
+from specgen.cli.flags.typer_groups import Group, extends, group, sign
 from specgen.cli.model_loading import Setup
 from specgen.errors import UsageError
 from specgen.options import ModelChoice
@@ -34,7 +34,7 @@ _MIB = 1024 * 1024
 _server = partial(option, panel="Server")
 
 
-@group(ServerOptions)
+@extends(ServerOptions)
 def server(
     *,
     api_key_file: Path | None = _server(
@@ -67,7 +67,7 @@ def server(
     return options
 
 
-@group(Limits)
+@extends(Limits)
 def limits(
     *,
     body_mib: int = option(
@@ -107,38 +107,52 @@ class ModelSetup:
 
 
 #: The options that an entry of a file may have, and that the command line sets for all.
-model_setup = group(ModelSetup, setup=setup.without("answer_logprobs", "prompt_cache"))(ModelSetup)
+model_setup = group(ModelSetup, setup=setup.without("--logprobs", "--prompt-cache"))
 
 
-def later(options: Group) -> Group:
-    """Return a group with a function as its value, which makes that of `options`; keywords replace
-    options.
+class LaterGroup(Group):
+    """A group whose value is a function that makes it, of the given options.
+
+    Keywords of that function, from `options_in`, replace options.
     """
-    return replace(options, make=lambda **values: partial(options, **values), parsers={}, groups={})
+
+    def __call__(self, **given: Any) -> Callable[..., Any]:
+        """Return the function."""
+        return partial(super().__call__, **given)
+
+
+def later(options: Group) -> Any:
+    """Return a group with a function as its value, which makes that of `options`."""
+    return LaterGroup(options.make, options.members)
 
 
 def options_in(table: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Return a model's options in a table of a file as keywords for `model_setup`. Raise
-    `UsageError`.
+    """Return a model's options in a table of a file as keywords for `model_setup`.
+
+    Raises:
+        UsageError: The table has another key, or one of `without`, or a wrong value.
     """
-    given: dict[str, Any] = {}
-
-    def take(**values: Any) -> None:
-        given.update((name, value) for name, value in values.items() if name in found)
-
-    sign(take, model_setup.parameters)
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(take)
-    command = typer.main.get_command(app)
-    known = {name: each for each in command.params for name in each.opts}
-    found: dict[str, Any] = {}
+    command = _command_of(model_setup)
+    context = command.context_class(command)
+    options = {name: each for each in command.params for name in each.opts}
+    given = {}
     for key, value in table.items():
-        option = known.get(f"--{key}")
+        option = options.get(f"--{key}")
         if option is None or key in without:
             raise UsageError(f"{key}: a model has no such option")
-        found[option.name or key] = checked(key, value, option, command.context_class(command))
-    command.main([], standalone_mode=False, default_map=found)
+        given[option.name] = checked(key, value, option, context)
     return given
+
+
+def _command_of(options: Group) -> Any:
+    """Return a command with the options of a group, as Typer makes it."""
+
+    def command() -> None: ...
+
+    sign(command, options)
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return typer.main.get_command(app)
 
 
 def _keys(path: Path) -> tuple[str, ...]:

@@ -46,19 +46,19 @@ class Trials:
         return evenly_chosen(every, self.n_prompts)
 
 
-TRIALS = group(Trials)(Trials)
+TRIALS = group(Trials)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """How drafts are compared, and the ranking is printed."""
 
     trials: Trials
-    chat: bool | None
+    chat: bool | None = flags.chat_option()
     drafting: DraftOptions
     machine: Contexts
     output: Output
-    as_json: bool = option(False, "--json", "Print a JSON object.")
+    as_json: bool = flags.JSON_REPORT
 
     def options(self, sources: Sources) -> SessionOptions:
         return trial_options(sources, self.trials.max_tokens, self.machine, self.drafting)
@@ -67,11 +67,10 @@ class Comparison:
 COMPARISON = group(
     Comparison,
     trials=TRIALS,
-    chat=flags.CHAT,
     drafting=flags.drafting,
     machine=flags.machine,
     output=flags.loudness,
-)(Comparison)
+)
 
 
 def alone(target: Path) -> Sources:
