@@ -19,7 +19,8 @@ import typer.core
 import typer.main
 
 from specgen import __version__
-from specgen.cli.command import COMMAND_LINE_ERROR, Command, in_words, without_flag_types
+from specgen.cli.command import Command, without_flag_types
+from specgen.cli.typer_messages import COMMAND_LINE_ERROR, in_words
 from specgen.errors import (
     EXIT_BROKEN_PIPE,
     EXIT_INTERRUPTED,

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 from specgen.cli import flags
-from specgen.cli.command import Command, config_file, option_keys
+from specgen.cli.command import Command
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
+from specgen.cli.user_defaults import config_file, option_keys
 
 _SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
 

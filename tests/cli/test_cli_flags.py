@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import specgen.cli.app
 from specgen.cli import flags
 from specgen.cli.app import command_line
-from specgen.cli.command import examples
+from specgen.cli.help_pages import examples
 from specgen.cli.llama_cpp_options import translated
 from specgen.errors import UsageError
 from tests.helpers.cli import Cli, Result, Specgen, complaint, events_of

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.main
 
-from specgen.cli.command import checked
 from specgen.cli.flags import setup, text_in
 from specgen.cli.flags.typer_groups import Group, extends, group, sign
 from specgen.cli.model_loading import Setup
+from specgen.cli.user_defaults import checked
 from specgen.errors import UsageError
 from specgen.options import ModelChoice
 from specgen.sampler_options import option
