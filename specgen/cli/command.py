@@ -54,18 +54,6 @@ class Command(typer.core.TyperCommand):
             raise
         return given, rest
 
-    def get_params(self, ctx: Any) -> Any:
-        """Return the options and arguments."""
-        return without_flag_types(super().get_params(ctx))
-
-
-def without_flag_types(parameters: Any) -> Any:
-    """Return parameters after removing what the help shows as the values of flags."""
-    for each in parameters:
-        if getattr(each, "is_flag", False) or getattr(each, "count", False):
-            each.metavar = ""
-    return parameters
-
 
 def _model_given_first(ctx: Any, given: Mapping[str, Any], rest: Sequence[str]) -> str | None:
     """Return the first argument if it is a model, and no target is given.

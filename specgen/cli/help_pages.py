@@ -40,23 +40,13 @@ specgen draft forget -m model.gguf
 
 #: How the headings begin under which the short help shows only the usual options. It shows all
 #: options under other headings, which are a command's own.
-_SHARED_PANELS = (
-    "Models",
-    "Answer",
-    "Constrained",
-    "Prompt",
-    "Drafting",
-    "Repetitions",
-    "Other texts",
-    "Sampling",
-    "Machine",
-    "Learning",
-    "Output",
-    "Server",
-    "Limits",
+_SHARED = re.compile(
+    "Models|Answer|Constrained|Prompt|Drafting|Repetitions|Other texts|Sampling|Machine|Learning"
+    "|Output|Server|Limits"
 )
-_USUAL = set(
-    ["--target", "--draft", "--max-tokens", "--temp", "--seed", "--ctx-size", "--threads", "--gpu-layers", "--policy", "--system", "--prompt", "--file", "--json-schema", "--show", "--stats", "--json", "--port", "--host"]
+_USUAL = re.compile(
+    "--(target|draft|max-tokens|temp|seed|ctx-size|threads|gpu-layers|policy|system|prompt|file"
+    "|json-schema|show|stats|json|port|host)"
 )
 #: A command with no more options has no short help.
 _FEW = 20
@@ -102,9 +92,8 @@ def write_examples(command: str, formatter: Any) -> None:
 
 
 def _is_usual(option: Any, heading: str) -> bool:
-    if _is_argument(option) or not heading.startswith(_SHARED_PANELS):
-        return True
-    return option.opts[0] in _USUAL
+    is_own = not _SHARED.match(heading)
+    return is_own or _is_argument(option) or _USUAL.fullmatch(option.opts[0]) is not None
 
 
 def _full_row(option: Any, context: Any) -> tuple[str, str]:
