@@ -69,12 +69,12 @@ def test_models_on_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyP
         ("--no-display-prompt", "--no-warmup", "--log-disable"),
     ],
 )
-def test_what_is_done_anyhow_is_left_out_with_one_note(cli: Cli, words: tuple[str, ...]) -> None:
+def test_options_for_defaults_are_ignored_with_one_note(cli: Cli, words: tuple[str, ...]) -> None:
     plain = cli.run("-n", "3", "--no-stats", "hi")
     habit = cli.run("-n", "3", "--no-stats", *words, "hi")
     assert (habit.code, habit.out) == (0, plain.out)
     names = ", ".join(word for word in words if word.startswith("-"))
-    assert habit.err == f"note: {names}: not needed, specgen does so anyhow\n"
+    assert habit.err == f"note: {names}: ignored, specgen does this by default\n"
     assert cli.run("-n", "3", "-q", *words, "hi").err == ""
 
 
