@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +52,7 @@ def server(
     ),
     **others: Any,
 ) -> ServerOptions:
+    """Return the options of the server itself."""
     keys = () if api_key_file is None else _keys(api_key_file)
     options = ServerOptions(api_keys=keys, **others)
     if not keys and not is_loopback(options.host) and not insecure_network:
@@ -59,8 +61,7 @@ def server(
             hint="give --api-key-file, or --insecure-network if that is what you want",
         )
     for origin in options.cors_origins:
-        scheme, separator, host = origin.partition("://")
-        if origin != "*" and (not separator or not host or "/" in host or scheme != scheme.lower()):
+        if origin != "*" and not re.fullmatch(r"[^A-Z/]*://[^/]+", origin):
             raise UsageError(
                 f"--cors-origin {origin}: not an origin", hint="give one like https://example.org"
             )
@@ -80,6 +81,7 @@ def limits(
     ),
     **others: Any,
 ) -> Limits:
+    """Return the limits of a request."""
     return Limits(body_bytes=body_mib * _MIB, **others)
 
 
@@ -87,6 +89,7 @@ def limits(
 class ModelSetup:
     """The options of one of a server's models."""
 
+    #: The model, and the defaults of its answers.
     setup: Setup
     parallel: int | None = _server(
         None,
@@ -156,11 +159,15 @@ def _command_of(options: Group) -> Any:
 
 
 def _keys(path: Path) -> tuple[str, ...]:
-    """Read the keys in a file. A header can only have printable ASCII."""
-    lines = [line.strip() for line in text_in(path, "--api-key-file", "ASCII").splitlines()]
-    wrong = [n for n, line in enumerate(lines, 1) if not line.isprintable() or " " in line]
-    if wrong or not any(lines):
-        what = f"line {wrong[0]} is not a valid key" if wrong else "the file has no key"
-        hint = "put one on each line: printable ASCII characters, without spaces"
-        raise UsageError(f"--api-key-file {path}: {what}", hint=hint)
-    return tuple(filter(None, lines))
+    """Return the keys in a file. A header can only have printable ASCII."""
+    keys = []
+    hint = "put one on each line: printable ASCII characters, without spaces"
+    for number, line in enumerate(text_in(path, "--api-key-file", "ASCII").splitlines(), 1):
+        key = line.strip()
+        if not key.isprintable() or " " in key:
+            raise UsageError(f"--api-key-file {path}: line {number} is not a valid key", hint)
+        if key:
+            keys.append(key)
+    if not keys:
+        raise UsageError(f"--api-key-file {path}: the file has no key", hint)
+    return tuple(keys)
