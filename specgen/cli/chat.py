@@ -193,7 +193,7 @@ class _Dialogue:
     def _answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
         with without_echo(), self._stop:
-            finished = self._output.show_answer(events, in_chat=True)
+            finished = self._output.show_events(events, in_chat=True)
         is_cut = finished is not None and finished.finish_reason in ("length", "context")
         if is_cut and not self._output.has_summary and not self._output.json:
             self._output.note("the answer was cut off (-n and -c allow more)")
