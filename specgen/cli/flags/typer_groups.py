@@ -87,10 +87,11 @@ class DeclaredOption:
         spellings = settings.pop("spellings", None)
         parse = settings.pop("parse", None)
         # Typer has lists for tuples, and texts for what is parsed later.
-        kind = self.kind
+        kind: Any = self.kind
         default = self.default
         if self._is_tuple:
-            kind = list[str if parse else typing.get_args(kind)[0]] | None
+            item: Any = str if parse else typing.get_args(kind)[0]
+            kind = list[item] | None
             default = None
         elif parse and default is None:
             kind = str | None
@@ -100,12 +101,15 @@ class DeclaredOption:
         settings.setdefault("metavar", _metavar(kind))
         settings["rich_help_panel"] = settings.pop("panel", None)
         if spellings is None:
-            declared = typer.Argument(**settings)
+            typer_option = typer.Argument(**settings)
         else:
-            declared = typer.Option(*spellings, **settings)
-        annotation = Annotated[kind, declared]
-        only_by_name = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(name, only_by_name, default=default, annotation=annotation)
+            typer_option = typer.Option(*spellings, **settings)
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, typer_option],
+        )
 
     def value(self, given: Any) -> Any:
         """Return the value of the option, from what Typer has for it. Raise `UsageError`."""
