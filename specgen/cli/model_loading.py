@@ -133,10 +133,10 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
     """Choose what computes on the CPU, before the first model is loaded; from then on, a native
     crash is one line.
     """
-    from specgen.llama.library import end_with_a_line
+    from specgen.llama.native_end import report_native_failures
     from specgen.session.open import start_kernels
 
-    end_with_a_line(sys.stdout.flush)
+    report_native_failures(sys.stdout.flush)
     status, note = start_kernels(wanted)
     if note:
         hint = f"\nhint: {status.hint}" if status.hint else ""

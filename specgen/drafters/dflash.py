@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from specgen.drafters.expansion import Expansion
 from specgen.drafters.interface import DraftRequest
 from specgen.drafters.states import StatesCache, StatesDrafter, TrainedDraft
-from specgen.llama.draft_contexts import DflashContext
-from specgen.llama.draft_models import DflashModel
+from specgen.llama.hidden_state_contexts import DflashContext
+from specgen.llama.paired_drafts import DflashModel
 from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable, Price
 from specgen.method.drafter import Ask, Drafting

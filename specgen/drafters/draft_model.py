@@ -19,8 +19,8 @@ from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Transla
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.context import n_native_sequences
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
+from specgen.llama.native_context import n_native_sequences
 from specgen.method.cascade import Cascade
 from specgen.method.drafter import Drafter
 from specgen.method.policy import CostAwarePolicy

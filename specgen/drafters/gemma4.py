@@ -7,8 +7,8 @@ from collections.abc import Generator, Sequence
 from specgen.drafters.expansion import Expansion
 from specgen.drafters.interface import Reads
 from specgen.drafters.states import StatesDrafter, TrainedDraft
-from specgen.llama.draft_contexts import AssistantContext
-from specgen.llama.draft_models import AssistantModel
+from specgen.llama.hidden_state_contexts import AssistantContext
+from specgen.llama.paired_drafts import AssistantModel
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.system.arrays import Logits

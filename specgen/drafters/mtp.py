@@ -10,9 +10,9 @@ from specgen.drafters.interface import ContextSpec, DraftKind, DraftRequest, Dra
 from specgen.drafters.states import N_USUAL, LayerDrafter, StatesCache, StatesDraft, StatesDrafter
 from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.draft_contexts import MtpContext
-from specgen.llama.draft_models import MtpModel
-from specgen.llama.gguf_file import holds_mtp_only
+from specgen.llama.hidden_state_contexts import MtpContext
+from specgen.llama.mtp_layers import holds_mtp_only
+from specgen.llama.paired_drafts import MtpModel
 from specgen.method.cost_table import Price
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.system.arrays import Hidden, Logits

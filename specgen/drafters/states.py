@@ -31,7 +31,7 @@ from specgen.system.arrays import Hidden, Logits
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.llama.draft_models import TrainedModel
+    from specgen.llama.paired_drafts import TrainedDraftModel
 
 N_USUAL = 8  # the most rows that count as those of the last round, and not as a prefill
 CELLS_BEHIND = 256  # behind those of a text, for what is drafted
@@ -276,7 +276,7 @@ class TrainedDraft(StatesDraft):
     own.
     """
 
-    model_type: ClassVar[type[TrainedModel]]
+    model_type: ClassVar[type[TrainedDraftModel]]
     context_type: ClassVar[type[Any]]
     drafter_type: ClassVar[type[Any]]
     draws_trees: ClassVar[bool] = False

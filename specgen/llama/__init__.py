@@ -3,9 +3,10 @@ llama_cpp, whose native failures become `SpecgenError`s here. The import takes a
 second: it is made where a model is needed.
 """
 
-from specgen.llama.context import LlamaBackend, default_threads
+from specgen.llama.context import LlamaBackend
 from specgen.llama.library import LogSink, build, logging_to
 from specgen.llama.model import LlamaModel
+from specgen.llama.native_context import default_threads
 from specgen.llama.vocabulary import LlamaVocabulary
 
 __all__ = [

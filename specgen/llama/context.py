@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from specgen.errors import (
     BackendError,
     DecodeEndedError,
-    MemoryLimitError,
     ModelFileError,
     RollbackError,
-    UsageError,
     WorkerLostError,
 )
-from specgen.llama.cache import Cache, Rewinder, StateCopies
+from specgen.llama.cache import KvCache
 from specgen.llama.cuda_graphs import replays_graphs
 from specgen.llama.library import (
-    forget_log,
-    has_gpu,
     last_error,
     layer_input,
     llama_cpp,
     llama_cpp_ext,
     set_layer_input,
 )
-from specgen.llama.model import CACHE_TYPES, LlamaModel
+from specgen.llama.model import LlamaModel
+from specgen.llama.native_batch import NativeBatch
+from specgen.llama.native_context import ContextSize, open_context
+from specgen.llama.rollback import RecurrentSequences, StateCopies
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
-from specgen.system.progress import human_bytes
 
 #: GGML's limit of threads.
 MAX_THREADS = 512
@@ -105,24 +100,24 @@ class LlamaBackend:
         self.replays_graphs = replays_graphs(model, options.n_gpu_layers)
         #: Which rows of the output matrix are computed; None: all.
         self.computed_rows: ComputedRows | None = None
-        self._cache = Cache(model, self.handle, context.guards)
+        self._cache = KvCache(model, self.handle, context.guards)
         if not self._cache:
             self.close()
             why = "the model has no KV cache, so it cannot generate text"
             raise ModelFileError(f"{model.path}: {why}")
-        self._rows = _RowBuffers(n_rows, n_sequences, n_outputs, self._cache)
+        self._rows = NativeBatch(n_rows, n_sequences, n_outputs, self._cache)
         #: Views of llama.cpp's results by their addresses, as long as the most rows so far.
         self._memory: dict[int, NDArray[np.float32]] = {}
         #: The layers whose inputs `decode_hidden` returns for a draft that reads them.
         self._layers: tuple[int, ...] = ()
-        #: The tokens of each sequence; not used for models with a recurrent state (see `Rewinder`).
+        #: The tokens of each sequence; not used for models with a recurrent state (see `RecurrentSequences`).
         self._texts: list[list[int]] = [[] for _ in range(n_sequences)]
-        self._rewinder: Rewinder | None = None
+        self._rewinder: RecurrentSequences | None = None
         self.rollback: Rollback = "cells"
         if model.has_recurrent_state and not is_mtp:
             self.rollback = "snapshots" if self._n_snapshots else "states"
             copies = StateCopies(self._cache, 0 if self._n_snapshots else n_sequences)
-            self._rewinder = Rewinder(copies, self.decode_rows, n_rows, self._n_snapshots)
+            self._rewinder = RecurrentSequences(copies, self.decode_rows, n_rows, self._n_snapshots)
 
     def decode(self, batch: Batch) -> Logits:
         if self._rewinder is None:
@@ -365,219 +360,3 @@ _DECODE_ERRORS = {
     -2: "memory could not be allocated",
     -3: "computing failed",
 }
-
-
-class _RowBuffers:
-    """The arrays that llama.cpp's batch points to, allocated once."""
-
-    def __init__(self, n_rows: int, n_sequences: int, n_outputs: int, cache: Cache) -> None:
-        self._n_outputs = n_outputs
-        self._with_guards = with_guards = cache.with_guards
-        # Plain ctypes arrays: NumPy is slower for the few numbers of a round.
-        self._tokens: Any = (ctypes.c_int32 * n_rows)()
-        self._positions: Any = (ctypes.c_int32 * n_rows)()
-        self._n_sequences = (ctypes.c_int32 * n_rows)()
-        n_most = len(with_guards(tuple(range(n_sequences))))
-        self._sequences: list[Any] = [(ctypes.c_int32 * n_most)() for _ in range(n_rows)]
-        self._wants_logits: Any = (ctypes.c_int8 * n_rows)()
-        #: The current content of `_sequences`. The next batch mostly needs the same, so nothing is
-        #: written.
-        self._written: list[tuple[int, ...]] = [()] * n_rows
-        int32_p = ctypes.POINTER(ctypes.c_int32)
-        self._pointers = (int32_p * n_rows)(
-            *(ctypes.cast(sequences, int32_p) for sequences in self._sequences)
-        )
-        self.native = llama_cpp.llama_batch(
-            n_tokens=0,
-            token=self._tokens,
-            embd=None,
-            pos=self._positions,
-            n_seq_id=self._n_sequences,
-            seq_id=self._pointers,
-            logits=self._wants_logits,
-        )
-
-    def check(self, batch: Batch) -> int:
-        n = len(batch.tokens)
-        n_wanted = sum(batch.wants_logits)
-        if not 0 < n <= len(self._tokens):
-            raise BackendError(f"a batch of {n} rows; 1 to {len(self._tokens)} can be decoded")
-        if n_wanted > self._n_outputs:
-            what = f"{n_wanted} rows of logits; {self._n_outputs} at most"
-            raise BackendError(f"a batch wants {what}")
-        return n_wanted
-
-    def fill(self, batch: Batch) -> int:
-        n_wanted, n = self.check(batch), len(batch.tokens)
-        self._tokens[:n] = batch.tokens
-        self._positions[:n] = batch.positions
-        self._wants_logits[:n] = batch.wants_logits
-        for row, sequences in enumerate(batch.sequences):
-            if sequences != self._written[row]:
-                native = self._with_guards(sequences)
-                self._sequences[row][: len(native)] = native
-                self._n_sequences[row] = len(native)
-                self._written[row] = sequences
-        self.native.n_tokens = n
-        return n_wanted
-
-
-# --- opening a context ------------------------------------------------------------------------------
-
-_FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-#: The memory that a context needs beside its cache: graph, scratch, one batch of activations.
-CONTEXT_OVERHEAD_BYTES = 100 * 2**20
-#: Architectures with snapshots whose graphs have no room for any number of them.
-_SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
-
-
-@dataclass(frozen=True, slots=True)
-class ContextSize:
-    """The sizes of a context, in tokens and rows."""
-
-    n_ctx: int
-    #: The most rows of a batch, and the most of them that may want logits.
-    n_rows: int
-    n_outputs: int
-    #: The sequences, and how many of them each text has: its own, then those of its branches.
-    n_sequences: int
-    n_branches: int = 1
-    #: Whether it is for the model's MTP layers only.
-    is_mtp: bool = False
-    #: llama.cpp's number of how the hidden states of a text become one embedding; None: it computes
-    #: logits only.
-    pooling: int | None = None
-    #: A native callback that sees the computed tensors, and the native context of a target; see
-    #: `LlamaBackend`.
-    on_tensor: Any = None
-    other: Any = None
-
-
-class OpenContext(NamedTuple):
-    """A native context, how many tokens its snapshots go back, and the guards of its sequences (see
-    `Cache`).
-    """
-
-    handle: Any
-    n_snapshots: int
-    guards: dict[int, int]
-
-
-def n_native_sequences(model: LlamaModel, n_branches: int) -> int:
-    """Return the most of llama.cpp's sequences that a text with its branches needs, with copies of
-    each recurrent state (see `StateCopies`), and a guard if there is a sliding window (see
-    `Cache`).
-    """
-    return n_branches * (2 if model.has_recurrent_state else 1) + (1 if model.n_window else 0)
-
-
-def open_context(
-    model: LlamaModel, options: ContextOptions, size: ContextSize, n_rollback: int
-) -> OpenContext:
-    """Open a native context, with snapshots of `n_rollback` tokens where the architecture has them
-    and they fit. Without them, a recurrent model has twice as many sequences (`StateCopies`). With
-    a sliding window and several sequences, those of texts get guards; those of branches do not
-    outlive a draft. Raise `MemoryLimitError`, `UsageError`.
-    """
-    if options.flash_attention == "off" and options.cache_type_v not in ("f32", "f16", "bf16"):
-        hint = "leave out --flash-attn off, or use --cache-type-v f16"
-        raise UsageError(f"--cache-type-v {options.cache_type_v} needs flash attention", hint)
-    is_guarded = model.n_window > 0 and size.n_sequences > 1
-    guarded = range(0, size.n_sequences, size.n_branches) if is_guarded else range(0)
-    # llama.cpp aborts if the number of snapshots, plus one, reaches the number of rows in a batch.
-    n_snapshots = min(n_rollback, size.n_rows - 2, _most_snapshots(model))
-    has_state = model.has_recurrent_state and not size.is_mtp
-    for n in (n_snapshots, 0) if has_state and n_snapshots > 0 else (0,):
-        first_guard = size.n_sequences * (2 if has_state and not n else 1)
-        n_sequences = first_guard + len(guarded)
-        needed = _needed_bytes(model, options, size, n_sequences * (1 + n))
-        available = _available_bytes(model, options)
-        if needed > available:
-            if n:
-                continue
-            raise MemoryLimitError(
-                f"{model.name}: a context of {size.n_ctx} tokens needs about "
-                f"{human_bytes(int(needed))}, but only {human_bytes(int(available))} are free",
-                hint="use a smaller --ctx-size, or --cache-type-k q8_0 --cache-type-v q8_0",
-            )
-        handle = _make(model, options, size, n_sequences, n)
-        if handle and n in (0, llama_cpp.llama_n_rs_seq(handle)):
-            guards = dict(zip(guarded, range(first_guard, n_sequences), strict=True))
-            return OpenContext(handle, n, guards)
-        if handle:  # an architecture without snapshots
-            model.call(llama_cpp.llama_free, handle)
-    raise MemoryLimitError(
-        f"{model.name}: llama.cpp cannot make a context of {size.n_ctx} tokens: {last_error()}",
-        hint="use a smaller --ctx-size",
-    )
-
-
-def _most_snapshots(model: LlamaModel) -> int:
-    """Return how many snapshots fit into llama.cpp's graph, which aborts if there are more. It has
-    room for 8 operators for each tensor, 1024 at least. A layer needs some 70, and 3 for each
-    snapshot.
-    """
-    if model.architecture not in _SMALL_GRAPHS:
-        return 2**31
-    return max(8, (1024 // max(1, model.n_layer) - 70) // 3)
-
-
-def _make(
-    model: LlamaModel,
-    options: ContextOptions,
-    size: ContextSize,
-    n_sequences: int,
-    n_snapshots: int,
-) -> Any:
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = size.n_ctx
-    params.n_batch = params.n_ubatch = size.n_rows
-    params.n_seq_max = n_sequences
-    params.n_rs_seq = n_snapshots
-    # llama.cpp aborts if there are fewer outputs than sequences.
-    params.n_outputs_max = max(size.n_outputs, n_sequences)
-    params.n_threads = options.n_threads or default_threads()
-    params.n_threads_batch = options.n_threads_batch or params.n_threads
-    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-    types = options.cache_type_k, options.cache_type_v
-    params.type_k, params.type_v = (CACHE_TYPES[each][0] for each in types)
-    params.kv_unified = True  # branches of a tree share cells
-    params.swa_full = True  # else a sliding window drops cells that a rollback needs
-    if size.is_mtp:
-        params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
-    if size.pooling is not None:
-        params.embeddings, params.pooling_type = True, size.pooling
-    params.no_perf = True
-    if size.on_tensor is not None:
-        params.cb_eval = size.on_tensor
-    if size.other is not None:
-        params.ctx_other = size.other
-    forget_log()
-    return model.call(llama_cpp.llama_init_from_model, model.handle, params)
-
-
-@functools.cache
-def default_threads() -> int:
-    """Return the number of physical cores: hyper-threads do not help matrix products."""
-    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
-
-
-def _needed_bytes(
-    model: LlamaModel, options: ContextOptions, size: ContextSize, n_states: int
-) -> int:
-    cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
-    if size.is_mtp:
-        return cells * model.n_mtp_layers // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
-    # llama.cpp has room for the logits of all outputs, also of encoders, which have none.
-    outputs = 0 if size.pooling is None else 4 * size.n_outputs * model.vocabulary.n_tokens
-    return cells + n_states * model.state_bytes() + outputs + CONTEXT_OVERHEAD_BYTES
-
-
-def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
-    """Return the memory in bytes that a context may take. With too little, Linux kills the process
-    when llama.cpp clears it, or llama.cpp aborts. A GPU's allocator and workers report failures
-    properly: there it is infinite.
-    """
-    if model.is_remote or (options.n_gpu_layers != 0 and has_gpu()):
-        return float("inf")
-    return float(psutil.virtual_memory().available)

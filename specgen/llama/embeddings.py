@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from specgen.errors import BackendError, ModelFileError, PromptError, PromptLengthError
-from specgen.llama.context import ContextSize, open_context
 from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.model import LlamaModel, pooling_in
+from specgen.llama.native_context import ContextSize, open_context
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden
 

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import BackendError, ModelFileError, UsageError
-from specgen.llama.gguf_file import (
-    check_file,
-    holds_mtp_only,
-    opened_parts,
-    why_no_mtp,
-)
+from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import opened_parts
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import ggml, has_gpu, llama_cpp
+from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.options import CacheType, Workers

@@ -21,7 +21,6 @@ from typing import Any
 
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama.library import (
-    abort_listeners,
     device_of,
     forget_log,
     ggml,
@@ -29,8 +28,8 @@ from specgen.llama.library import (
     llama_cpp,
     native_devices,
     procedure,
-    watch_aborts,
 )
+from specgen.llama.native_end import abort_listeners, watch_aborts
 from specgen.options import Workers
 from specgen.system.machine import LIBRARY, REINSTALL, Device, stamp_of
 from specgen.system.processes import left_running

@@ -44,7 +44,7 @@ def identify(path: Path) -> FileIdentity | None:
 def identity_of(target: Path) -> FileIdentity:
     if identity := identify(target):
         return identity
-    from specgen.llama.gguf_file import check_file
+    from specgen.llama.file_check import check_file
 
     check_file(target)  # which says what is wrong
     raise ModelFileError(f"{target}: no such file")

@@ -67,7 +67,7 @@ def find_models(
     pair, replaces those of `choose_drafts`. Raise `UsageError`, `UnknownModelError`, `FetchError`
     or `ModelFileError`.
     """
-    from specgen.llama.gguf_file import mtp_of
+    from specgen.llama.mtp_layers import mtp_of
 
     registry = registry or load_registry()
     fetch = fetch or fetching(registry, quiet=quiet)
@@ -101,7 +101,7 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
     if name not in words and (is_model or not is_word(name)):
         return find_model(name, registry, fetch, others=words)
     if name == "mtp":
-        from specgen.llama.gguf_file import mtp_of
+        from specgen.llama.mtp_layers import mtp_of
 
         return mtp_of(target) or name  # without any, opening the draft says why
     if name != "heads":

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import pytest
 
 from specgen.errors import ModelFileError, PromptError, UsageError
-from specgen.llama import LlamaModel, gguf_file
+from specgen.llama import LlamaModel, file_check
 from specgen.llama.vocabulary import LONGEST_RUN, LlamaVocabulary
 from tests.helpers.tiny import vocabulary_of, with_a_token_twice
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
@@ -19,22 +19,22 @@ from tests.tiny import Architecture, TinyConfig, write_tiny_model
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Where checks of this test are remembered."""
-    gguf_file.remember_checks(tmp_path / "cache")
+    file_check.remember_checks(tmp_path / "cache")
     yield tmp_path / "cache"
-    gguf_file.remember_checks(None)
+    file_check.remember_checks(None)
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files whose metadata is read."""
     found: list[Path] = []
-    check = gguf_file.check_metadata
+    check = file_check.check_metadata
 
     def counted(path: Path) -> None:
         found.append(path)
         check(path)
 
-    monkeypatch.setattr(gguf_file, "check_metadata", counted)
+    monkeypatch.setattr(file_check, "check_metadata", counted)
     return found
 
 
@@ -48,7 +48,7 @@ def test_a_token_that_is_there_twice_is_refused(tmp_path: Path, folder: Path) ->
     path = with_a_token_twice(tmp_path / "twice.gguf")
     for _ in range(2):  # nothing wrong is remembered as right
         with pytest.raises(ModelFileError, match=r"tokens \d+ and \d+ are both 'Ġthe'"):
-            gguf_file.check_file(path)
+            file_check.check_file(path)
     assert not folder.exists()
 
 
@@ -109,13 +109,13 @@ def test_a_file_that_is_a_part_of_a_model_is_called_that(
 
 def test_a_file_is_read_once_until_it_changes(model: Path, folder: Path, read: list[Path]) -> None:
     for _ in range(2):
-        gguf_file.check_file(model)
-        gguf_file.check_file(model)
+        file_check.check_file(model)
+        file_check.check_file(model)
         assert read == [model]
-        gguf_file.remember_checks(folder)  # as the next process does
+        file_check.remember_checks(folder)  # as the next process does
     with_a_token_twice(model)
     with pytest.raises(ModelFileError, match="are both"):
-        gguf_file.check_file(model)
+        file_check.check_file(model)
     assert read == [model, model]
 
 

@@ -1,4 +1,4 @@
-"""The contexts of drafts that read what their target computes; `specgen.llama.draft_models` has
+"""The contexts of drafts that read what their target computes; `specgen.llama.paired_drafts` has
 their files.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
-from specgen.llama.draft_models import AssistantModel, DflashModel, EagleModel, TrainedModel
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.llama.library import llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
+from specgen.llama.paired_drafts import AssistantModel, DflashModel, EagleModel, TrainedDraftModel
 from specgen.method.backend import Batch
 from specgen.method.hidden_states import HiddenStateBuffer
 from specgen.options import ContextOptions
@@ -37,7 +37,7 @@ _MROPE, _N_POSITIONS = 8, 4
 _WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
 
 
-class Rows(NamedTuple):
+class RowLayout(NamedTuple):
     """What the rows of a context read and give."""
 
     #: The number of values that a row reads beside its token.
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     states: Literal["none", "wanted", "all"] = "wanted"
 
 
-class StatesContext(LlamaBackend):
+class HiddenStateContext(LlamaBackend):
     """A context of a draft that reads what its target computes; `n_slots` texts of `n_ctx` tokens
     share it. `trails` keep the target's states that the draft may still have to read. A row of a
     batch has a token and the state before it (`Batch.hidden`; None: zeros). Logits are of the first
@@ -87,7 +87,7 @@ class StatesContext(LlamaBackend):
         if kind.states != "none":
             of_wanted = kind.states == "wanted"
             llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, of_wanted)
-        if target is not None and isinstance(model, TrainedModel):
+        if target is not None and isinstance(model, TrainedDraftModel):
             target.hand_out(model.layers)
         n_rows = max(self.n_batch, self.n_outputs)
         self._inputs = np.empty((n_rows, 0), np.float32)
@@ -98,7 +98,7 @@ class StatesContext(LlamaBackend):
 
     def _rows_of(
         self, model: Any, target: LlamaBackend | None, n_branches: int, n_slots: int
-    ) -> Rows:
+    ) -> RowLayout:
         raise NotImplementedError
 
     def state(self, sequence: int) -> Hidden:
@@ -134,7 +134,7 @@ class StatesContext(LlamaBackend):
         return logits
 
 
-class MtpContext(StatesContext):
+class MtpContext(HiddenStateContext):
     """A context of an MTP layer: a cache of that layer, beside the target's own. The row of a token
     has the state before it: the target's or, for a drafted token, the layer's own. llama.cpp
     computes one layer at a time, so each has a context; the first opens and closes the others
@@ -164,9 +164,11 @@ class MtpContext(StatesContext):
             self.close()
             raise
 
-    def _rows_of(self, model: LlamaModel, _target: object, n_branches: int, n_slots: int) -> Rows:
+    def _rows_of(
+        self, model: LlamaModel, _target: object, n_branches: int, n_slots: int
+    ) -> RowLayout:
         n, are_wanted = model.n_embd_out, model.architecture in _WANTED_ROWS_ONLY
-        return Rows(n, min(n_branches, _WIDEST), "wanted" if are_wanted else "all")
+        return RowLayout(n, min(n_branches, _WIDEST), "wanted" if are_wanted else "all")
 
     def close(self) -> None:
         for layer in self.layers[1:]:
@@ -174,7 +176,7 @@ class MtpContext(StatesContext):
         super().close()
 
 
-class EagleContext(StatesContext):
+class EagleContext(HiddenStateContext):
     """A context of an EAGLE-3 draft: a cache of its layer, beside the target's. The state of a row
     (`Batch.hidden`) is what the target's layers read, which is encoded here, or, for a drafted
     token, the draft's own.
@@ -182,9 +184,9 @@ class EagleContext(StatesContext):
 
     def _rows_of(
         self, model: EagleModel, target: LlamaBackend | None, n_branches: int, n_slots: int
-    ) -> Rows:
+    ) -> RowLayout:
         n_outputs = max(-(-_MOST_OUTPUTS // n_slots), min(n_branches, _WIDEST))
-        return Rows(model.n_embd, n_outputs)
+        return RowLayout(model.n_embd, n_outputs)
 
     def _encode(self, batch: Batch) -> None:
         """Encode what the target's layers read, float32[n_read] for a row, as hidden states,
@@ -224,7 +226,7 @@ class EagleContext(StatesContext):
         return logits[wanted[0] :] if are_last else logits[wanted]
 
 
-class DflashContext(StatesContext):
+class DflashContext(HiddenStateContext):
     """A context of a DFlash or DSpark draft: a cache of the text, beside the target's. A block, the
     last token and masks, is predicted in one decode. Its rows have no states (`Batch.hidden`) and
     all want logits; those of the text have the target's, of which keys and values are made, and
@@ -240,8 +242,8 @@ class DflashContext(StatesContext):
         rope = llama_cpp.llama_model_rope_type(model.handle)
         self._n_positions = _N_POSITIONS if rope == _MROPE else 1
 
-    def _rows_of(self, model: DflashModel, *_: object) -> Rows:
-        return Rows(n_outputs=model.n_most + 1, states="none")
+    def _rows_of(self, model: DflashModel, *_: object) -> RowLayout:
+        return RowLayout(n_outputs=model.n_most + 1, states="none")
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         hidden, start = batch.hidden or [None] * len(batch), 0
@@ -280,7 +282,7 @@ class DflashContext(StatesContext):
         return np.empty((0, self.n_vocab), np.float32)
 
 
-class AssistantContext(StatesContext):
+class AssistantContext(HiddenStateContext):
     """A context of an assistant, over the cells of the target's context, to which its rows add
     none. Each row has a token, the state before it, the target's or its own, and the position
     behind the target's last token.
@@ -300,8 +302,8 @@ class AssistantContext(StatesContext):
         super().__init__(model, target, options, n_slots=n_slots, **sizes)
         compute_frequent_tokens(self)
 
-    def _rows_of(self, model: AssistantModel, *_: object) -> Rows:
-        return Rows(model.n_embd_out, _N_ROWS)
+    def _rows_of(self, model: AssistantModel, *_: object) -> RowLayout:
+        return RowLayout(model.n_embd_out, _N_ROWS)
 
     def decode(self, batch: Batch) -> Logits:
         return self.decode_rows(batch)

@@ -35,7 +35,7 @@ _LAST = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
 _USUAL_BLOCK = 16
 
 
-class DraftModel(LlamaModel):
+class PairedDraftModel(LlamaModel):
     """A draft made for one target. Raises `ModelFileError`, and `PairError` if it was made for
     another one.
     """
@@ -75,7 +75,7 @@ class DraftModel(LlamaModel):
             raise self._misfit(target, why)
 
 
-class MtpModel(DraftModel):
+class MtpModel(PairedDraftModel):
     """The MTP layers of a target, loaded from a file of their own."""
 
     kind = "MTP"
@@ -92,7 +92,7 @@ class MtpModel(DraftModel):
         self._check_states(target, self.n_embd_out, target.n_embd_out)
 
 
-class TrainedModel(DraftModel):
+class TrainedDraftModel(PairedDraftModel):
     """A draft with an architecture of its own, which reads the inputs of some of the target's
     layers.
     """
@@ -140,14 +140,14 @@ class TrainedModel(DraftModel):
         return self.number("target_hidden_size")
 
 
-class EagleModel(TrainedModel):
+class EagleModel(TrainedDraftModel):
     """A loaded EAGLE-3 draft."""
 
     file_architecture = "eagle3"
     kind = "EAGLE-3"
 
 
-class DflashModel(TrainedModel):
+class DflashModel(TrainedDraftModel):
     """A loaded DFlash or DSpark draft. Raises `ModelFileError` also if it is of a kind that specgen
     cannot use.
     """
@@ -184,7 +184,7 @@ class DflashModel(TrainedModel):
             raise ModelFileError(f"{self.path}: {problem}")
 
 
-class AssistantModel(TrainedModel):
+class AssistantModel(TrainedDraftModel):
     """A loaded Gemma 4 assistant: llama.cpp would end the process with another target."""
 
     file_architecture = "gemma4-assistant"
