@@ -1,5 +1,6 @@
-"""The KV cache of a context, with checks of every native result. What is
-rejected is decided in `method/verifiers.py` and dropped by `method/draft.py`.
+"""The KV cache of a native context: cells and states, copied, dropped, saved and restored.
+
+llama.cpp calls it the memory of a context. `specgen.llama.rollback` builds on it.
 """
 
 from __future__ import annotations
@@ -15,107 +16,184 @@ from specgen.errors import BackendError, RollbackError
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.model import LlamaModel
 
-#: The part of a state that llama.cpp can separate from attention cells.
-_PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+#: The whole state of a sequence.
+WHOLE_STATE = 0
+#: Only its recurrent part, without attention cells.
+RECURRENT_PART = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class KvCache:
-    """llama.cpp's memory of a native `context` of a model: the cells or states of each sequence.
-    llama.cpp gives cells outside the sliding window of their sequence's end to others. A rollback
-    may need them, so `guards` names a second sequence for each whose cells must stay: cells of two
-    sequences are never taken.
+    """The cells, or recurrent states, of the sequences of a native context.
+
+    With a sliding window, llama.cpp reuses cells that the end of their sequence no longer sees.
+    But a rollback moves that end back, where it would see them again. So a sequence may have a
+    *guard*: a second sequence that shares all of its cells. llama.cpp never reuses a cell that
+    belongs to two sequences.
     """
 
     def __init__(self, model: LlamaModel, context: Any, guards: Mapping[int, int]) -> None:
-        self.name, self.n_window, self.call = model.name, model.n_window, model.call
-        self.context = context
+        """Wrap the cache of a native context.
+
+        Args:
+            model: The model of the context.
+            context: llama.cpp's pointer to the context.
+            guards: The guard of each guarded sequence.
+        """
+        self.name = model.name
+        self.n_window = model.n_window
+        self._call = model.call
+        self._context = context
         self._guards = guards
         self._memory = llama_cpp.llama_get_memory(context)
 
     def __bool__(self) -> bool:
+        """Whether the model has a cache: encoders have none."""
         return bool(self._memory)
 
+    # --- cells
+
     def length(self, sequence: int) -> int:
+        """Return the number of positions of a sequence, up to its last cell."""
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def with_guards(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
-        guards = (self._guards[each] for each in sequences if each in self._guards)
+        """Return sequences and their guards."""
+        guards = (self._guards[sequence] for sequence in sequences if sequence in self._guards)
         return (*sequences, *guards)
 
-    def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
-        for each in self.with_guards((destination,)):
-            llama_cpp.llama_memory_seq_cp(self._memory, source, each, start, end)
+    def copy(
+        self,
+        source: int,
+        destination: int,
+        start: int = 0,
+        end: int = -1,
+    ) -> None:
+        """Let `destination` share the cells of `source` from `start` to `end`; -1: to its end."""
+        for sequence in self.with_guards((destination,)):
+            llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        for each in self.with_guards((sequence,)) if self._guards else (sequence,):
-            if not llama_cpp.llama_memory_seq_rm(self._memory, each, start, -1):
+        """Drop the cells of a sequence from position `start` on.
+
+        Raises:
+            RollbackError: If llama.cpp cannot.
+        """
+        owners = self.with_guards((sequence,)) if self._guards else (sequence,)
+        for owner in owners:
+            if not llama_cpp.llama_memory_seq_rm(self._memory, owner, start, -1):
                 raise RollbackError(
-                    f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
+                    f"{self.name}: the cache cannot drop sequence {sequence} "
+                    f"from position {start} on"
                 )
 
-    def saved_bytes(self, sequence: int, flags: int = 0) -> int:
-        size = llama_cpp.llama_state_seq_get_size_ext
-        return int(self.call(size, self.context, sequence, flags))
+    # --- states
+
+    def saved_bytes(self, sequence: int, part: int = WHOLE_STATE) -> int:
+        """Return the size of a sequence's state."""
+        get_size = llama_cpp.llama_state_seq_get_size_ext
+        return int(self._call(get_size, self._context, sequence, part))
 
     def saved(
-        self, sequence: int, flags: int = 0, buffer: NDArray[np.uint8] | None = None
+        self, sequence: int, part: int = WHOLE_STATE, buffer: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
-        """Return the state of a sequence, in `buffer` if it is large enough: uint8[n_bytes]. Raise
-        `BackendError`.
+        """Return the state of a sequence, uint8[n_bytes], in `buffer` if that is large enough.
+
+        Raises:
+            BackendError: If llama.cpp cannot save it.
         """
-        n_bytes = self.saved_bytes(sequence, flags)
+        n_bytes = self.saved_bytes(sequence, part)
         if buffer is None or len(buffer) < n_bytes:
             buffer = np.empty(n_bytes, np.uint8)
         forget_log()
-        get = llama_cpp.llama_state_seq_get_data_ext
-        n = int(self.call(get, self.context, _pointer(buffer), len(buffer), sequence, flags))
-        if n == 0:
+        get_data = llama_cpp.llama_state_seq_get_data_ext
+        n_saved = self._call(
+            get_data,
+            self._context,
+            _bytes_pointer(buffer),
+            len(buffer),
+            sequence,
+            part,
+        )
+        if not n_saved:
             raise BackendError(
                 f"{self.name}: the state of sequence {sequence} could not be saved: {last_error()}"
             )
-        return buffer[:n]
+        return buffer[: int(n_saved)]
 
-    def put(self, sequence: int, state: NDArray[np.uint8], flags: int = 0) -> bool:
-        """Give a sequence a state that `saved` returned; return whether llama.cpp took it. The
-        sequence then has no guard, since llama.cpp frees the cells of its sliding window, and
-        restores them elsewhere.
+    def restore_whole(self, sequence: int, state: NDArray[np.uint8], n_tokens: int) -> bool:
+        """Give an empty sequence a saved state of `n_tokens` tokens; return whether it fits."""
+        is_restored = self._write(sequence, state, WHOLE_STATE)
+        if not is_restored or self.length(sequence) != n_tokens:
+            return False
+        self._renew_guard(sequence)
+        return True
+
+    def restore_recurrent_part(
+        self, sequence: int, state: NDArray[np.uint8], position: int
+    ) -> None:
+        """Take a sequence back to a position whose recurrent state was saved.
+
+        Raises:
+            RollbackError: If llama.cpp cannot.
         """
-        if (guard := self._guards.get(sequence)) is not None:
-            llama_cpp.llama_memory_seq_rm(self._memory, guard, 0, -1)
+        if not self._write(sequence, state, RECURRENT_PART):
+            raise RollbackError(
+                f"{self.name}: the state of sequence {sequence} at position {position} "
+                f"could not be restored: {last_error()}"
+            )
+        self.remove(sequence, position)  # the later attention cells of a hybrid model
+        self._renew_guard(sequence)
+        self.check_length(sequence, position)
+
+    def _write(self, sequence: int, state: NDArray[np.uint8], part: int) -> bool:
+        """Write a saved state; return whether llama.cpp took it.
+
+        It writes attention cells to new places, so the guard, which holds the old ones, is dropped.
+        """
+        if sequence in self._guards:
+            llama_cpp.llama_memory_seq_rm(self._memory, self._guards[sequence], 0, -1)
         forget_log()
-        write = llama_cpp.llama_state_seq_set_data_ext
-        n = self.call(write, self.context, _pointer(state), len(state), sequence, flags)
-        return int(n) == len(state)
+        set_data = llama_cpp.llama_state_seq_set_data_ext
+        n_read = self._call(
+            set_data,
+            self._context,
+            _bytes_pointer(state),
+            len(state),
+            sequence,
+            part,
+        )
+        return int(n_read) == len(state)
 
-    def restore(self, sequence: int, state: NDArray[np.uint8], n_tokens: int) -> bool:
-        is_taken = self.put(sequence, state) and self.length(sequence) == n_tokens
-        if is_taken:
-            self.renew_guard(sequence)
-        return is_taken
-
-    def renew_guard(self, sequence: int) -> None:
-        if (guard := self._guards.get(sequence)) is not None:
+    def _renew_guard(self, sequence: int) -> None:
+        if sequence in self._guards:
+            guard = self._guards[sequence]
             llama_cpp.llama_memory_seq_cp(self._memory, sequence, guard, 0, -1)
 
+    # --- checks
+
     def check_window(self, sequence: int, start: int) -> None:
-        """Raise `RollbackError` if a token at `start` would miss cells of its window, which a guard
-        would have kept.
+        """Check that a token at `start` would find all cells of its sliding window.
+
+        Raises:
+            RollbackError: If llama.cpp reused some of them, since the sequence has no guard.
         """
         first = int(llama_cpp.llama_memory_seq_pos_min(self._memory, sequence))
         if self.n_window and first > max(0, start + 1 - self.n_window):
             raise RollbackError(
-                f"{self.name}: sequence {sequence} cannot go back to position {start}: its "
-                f"sliding window of {self.n_window} tokens is in the cache from {first} on only"
+                f"{self.name}: sequence {sequence} cannot go back to position {start}: of its "
+                f"sliding window of {self.n_window} tokens, the cache has only those "
+                f"from position {first} on"
             )
 
     def check_length(self, sequence: int, expected: int) -> None:
-        found = self.length(sequence)
-        if found != expected:
+        """Check that a sequence ends where it was rolled back to; else raise `RollbackError`."""
+        length = self.length(sequence)
+        if length != expected:
             raise RollbackError(
                 f"{self.name}: sequence {sequence} was rolled back to position {expected}, "
-                f"its cache ends at {found}"
+                f"but its cache ends at {length}"
             )
 
 
-def _pointer(state: NDArray[np.uint8]) -> Any:
+def _bytes_pointer(state: NDArray[np.uint8]) -> Any:
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

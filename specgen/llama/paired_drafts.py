@@ -1,18 +1,21 @@
-"""The files of drafts that read what their target computes: EAGLE-3, DFlash and DSpark, Gemma 4
-assistants, MTP layers.
+"""Draft models that are made for one target, since they read its hidden states.
 
-EAGLE-3 (Li et al., arXiv:2503.01840) is a layer that reads the inputs of three of its target's
-layers, of which its *encoder*, a matrix, makes one hidden state. DFlash (Chen et al.,
-arXiv:2602.06036) reads the inputs of some layers, too, and predicts a block of tokens at once. An
-assistant is a few layers without keys and values, which attend to those of the target's last two
-layers. MTP layers read its last hidden state.
+- *MTP layers* read its last hidden state.
+- *EAGLE-3* (Li et al., arXiv:2503.01840) is a layer that reads the inputs of three of the target's
+  layers. Its *encoder*, a matrix, turns them into one hidden state.
+- *DFlash* and *DSpark* (Chen et al., arXiv:2602.06036) read the inputs of some layers, too, and
+  predict a block of tokens at once.
+- A *Gemma 4 assistant* is a few layers without keys and values. They attend to those of the
+  target's last two layers.
+
+Each class checks that a file is such a draft, and that it fits its target.
 """
 
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specgen.errors import ModelFileError, PairError
 from specgen.llama.gguf_file import GgufMetadata
@@ -20,8 +23,8 @@ from specgen.llama.library import llama_cpp
 from specgen.llama.model import LlamaModel
 from specgen.options import CacheType
 
-#: The architectures whose graphs hand out the inputs of layers: llama.cpp ends the process with
-#: others.
+#: The architectures whose graphs hand out the inputs of layers. With others llama.cpp ends the
+#: process.
 HOOKED = frozenset(
     (
         *("bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2"),
@@ -29,54 +32,68 @@ HOOKED = frozenset(
         *("nemotron_h", "nemotron_h_moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next"),
     )
 )
-#: Those that also hand out what the last layer made.
-_LAST = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
-#: The size of DFlash's block, if the file does not say it.
+#: Those that also hand out the output of the last layer.
+_HANDS_OUT_LAST_OUTPUT = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
+#: The size of DFlash's block, if the file does not give it.
 _USUAL_BLOCK = 16
+#: Tensors that a draft takes from its target if its file lacks them.
+_SHARED_TENSORS = {"token_embd.weight": "embeddings", "output.weight": "an output matrix"}
 
 
 class PairedDraftModel(LlamaModel):
-    """A draft made for one target. Raises `ModelFileError`, and `PairError` if it was made for
-    another one.
-    """
+    """A draft model that is made for one target."""
 
-    #: What it is called in messages, and whether the file's MTP layers are loaded.
+    #: What it is called in messages.
     kind: ClassVar[str]
+    #: Whether the MTP layers of its file are loaded.
     loads_mtp: ClassVar[bool] = False
 
     def __init__(self, path: Path, target: LlamaModel, *, n_gpu_layers: int = -1) -> None:
+        """Load a draft.
+
+        Raises:
+            ModelFileError: If the file is not such a draft.
+            PairError: If the draft was made for another target.
+        """
         super().__init__(path, n_gpu_layers=n_gpu_layers, mtp=self.loads_mtp)
         try:
             self._read_file()
-            if target.is_remote or not target.n_layer:  # or only its vocabulary is loaded
-                where = "on workers (--rpc)" if target.is_remote else "elsewhere"
-                why = f"{self.kind} reads the target's layers, which are computed {where}"
-                raise self._misfit(target, why)
+            self._check_decodes_here(target)
             self._check_target(target)
         except (ModelFileError, PairError):
             self.close()
             raise
 
     def _read_file(self) -> None:
-        pass
+        """Read what the metadata say of the draft."""
+
+    def _check_decodes_here(self, target: LlamaModel) -> None:
+        reads = f"{self.kind} reads the target's layers, which are computed"
+        if target.is_remote:
+            raise self._misfit(target, f"{reads} on workers (--rpc)")
+        if not target.n_layer:  # only its vocabulary is loaded
+            raise self._misfit(target, f"{reads} elsewhere")
 
     def _check_target(self, target: LlamaModel) -> None:
+        """Raise `PairError` if the draft was made for another target."""
         raise NotImplementedError
+
+    def _check_hidden_size(self, target: LlamaModel, n_read: int, n_given: int) -> None:
+        if n_read != n_given:
+            raise self._misfit(
+                target, f"it reads hidden states of {n_read} values, the target's have {n_given}"
+            )
 
     def _misfit(self, target: LlamaModel, why: str) -> PairError:
         return PairError(
             f"{self.name} cannot draft for {target.name}: {why}",
-            f"take a draft that was made for {target.name}, or --draft ngram, which fits every model",
+            f"take a draft that was made for {target.name}, "
+            "or --draft ngram, which fits every model",
         )
-
-    def _check_states(self, target: LlamaModel, n_read: int, n_given: int) -> None:
-        if n_read != n_given:
-            why = f"it reads hidden states of {n_read} values, the target's have {n_given}"
-            raise self._misfit(target, why)
 
 
 class MtpModel(PairedDraftModel):
-    """The MTP layers of a target, loaded from a file of their own."""
+    """The MTP layers of a target, in a file of their own."""
 
     kind = "MTP"
     loads_mtp = True
@@ -87,90 +104,113 @@ class MtpModel(PairedDraftModel):
 
     def _check_target(self, target: LlamaModel) -> None:
         if self.architecture != target.architecture:
-            why = f"its MTP layers are of a {self.architecture}, not of a {target.architecture}"
-            raise self._misfit(target, why)
-        self._check_states(target, self.n_embd_out, target.n_embd_out)
+            raise self._misfit(
+                target,
+                f"its MTP layers are of a {self.architecture}, not of a {target.architecture}",
+            )
+        self._check_hidden_size(target, self.n_embd_out, target.n_embd_out)
 
 
 class TrainedDraftModel(PairedDraftModel):
-    """A draft with an architecture of its own, which reads the inputs of some of the target's
-    layers.
-    """
+    """A draft that was trained for its target, and has an architecture of its own."""
 
+    #: What its file names as the architecture.
     file_architecture: ClassVar[str]
-    #: Whether it may read what the last layer made, as if a further layer read it.
-    reads_last: ClassVar[bool] = False
-    #: The target's layers whose inputs it reads, and the number of their values together.
+    #: The target's layers whose inputs it reads.
     layers: tuple[int, ...] = ()
-    n_read = 0
 
     def _check_usable(self) -> None:
         if self.architecture != self.file_architecture:
             raise ModelFileError(f"{self.path}: not a draft of the kind {self.kind}")
 
+
+class LayerInputDraftModel(TrainedDraftModel):
+    """A draft that reads the inputs of some of its target's layers."""
+
+    #: Whether it may read the output of the last layer, as the input of a further layer.
+    reads_last_output: ClassVar[bool] = False
+
     def _read_file(self) -> None:
-        with GgufMetadata(self.file) as about:
+        with GgufMetadata(self.file) as metadata:
             key = f"{self.architecture}.target_layers"
-            self.layers = tuple(about.array(key, ctypes.c_int32))
-            self._tensors = {tensor.name for tensor in about.tensors()}
+            self.layers = tuple(metadata.array(key, ctypes.c_int32))
+            self._tensors = {tensor.name for tensor in metadata.tensors()}
 
     def _check_target(self, target: LlamaModel) -> None:
         if target.architecture not in HOOKED:
-            why = (
-                f"does not hand out the layers' inputs of this architecture ({target.architecture})"
+            raise self._misfit(
+                target,
+                "llama.cpp does not hand out the layers' inputs of this architecture "
+                f"({target.architecture}), which {self.kind} reads",
             )
-            raise self._misfit(target, f"llama.cpp {why}, which {self.kind} reads")
-        self._check_states(target, self._n_target(), target.n_embd)
-        self.n_read = len(self.layers) * target.n_embd
-        n_layers = target.n_layer + (self.reads_last and target.architecture in _LAST)
+        self._check_hidden_size(target, self._target_hidden_size(), target.n_embd)
+        self._check_layers(target)
+        self._check_tensors(target)
+
+    def _target_hidden_size(self) -> int:
+        """Return the size of the hidden states that it reads."""
+        return self.number("target_hidden_size")
+
+    def _check_layers(self, target: LlamaModel) -> None:
+        n_layers = target.n_layer
+        if self.reads_last_output and target.architecture in _HANDS_OUT_LAST_OUTPUT:
+            n_layers += 1
         if not all(0 <= layer < n_layers for layer in self.layers):
             named = ", ".join(map(str, self.layers))
             raise self._misfit(target, f"it reads layers {named}, the target has {target.n_layer}")
-        lacks = {"token_embd.weight": "embeddings", "output.weight": "an output matrix"}
-        shared = [what for name, what in lacks.items() if name not in self._tensors]
+
+    def _check_tensors(self, target: LlamaModel) -> None:
+        """Check that what the file lacks can be taken from the target."""
         if "d2t" in self._tensors and "output.weight" not in self._tensors:
-            why = f"{self.path}: damaged: there is no output matrix"
-            raise ModelFileError(why, "fetch the file again")
-        if shared and self.n_embd != target.n_embd:
-            sizes = f"have {self.n_embd} values, the target's {target.n_embd}"
-            lacking = " and ".join(shared)
-            raise self._misfit(target, f"it lacks {lacking}, and its hidden states {sizes}")
+            raise ModelFileError(
+                f"{self.path}: damaged: there is no output matrix", "fetch the file again"
+            )
+        lacking = [what for name, what in _SHARED_TENSORS.items() if name not in self._tensors]
+        if lacking and self.n_embd != target.n_embd:
+            raise self._misfit(
+                target,
+                f"it lacks {' and '.join(lacking)}, and its hidden states have "
+                f"{self.n_embd} values, the target's {target.n_embd}",
+            )
 
-    def _n_target(self) -> int:
-        return self.number("target_hidden_size")
 
-
-class EagleModel(TrainedDraftModel):
+class EagleModel(LayerInputDraftModel):
     """A loaded EAGLE-3 draft."""
 
     file_architecture = "eagle3"
     kind = "EAGLE-3"
 
 
-class DflashModel(TrainedDraftModel):
-    """A loaded DFlash or DSpark draft. Raises `ModelFileError` also if it is of a kind that specgen
-    cannot use.
-    """
+class DflashModel(LayerInputDraftModel):
+    """A loaded DFlash or DSpark draft."""
 
     file_architecture = "dflash"
     kind = "DFlash"
-    reads_last = True
+    reads_last_output = True
 
-    def _n_target(self) -> int:
-        return self.n_embd
+    #: Whether each prediction depends on the one before it (DSpark).
+    is_chained: bool
+    #: Whether the row of the last token predicts, too, or only those of masks do.
+    predicts_from_last: bool
+    #: The token that stands for one to be predicted.
+    mask: int
+    #: The most tokens of a draft.
+    n_most: int
 
     def _read_file(self) -> None:
+        """Read the form of its blocks.
+
+        Raises:
+            ModelFileError: If the file is damaged, or of a kind that specgen cannot use.
+        """
         super()._read_file()
-        #: Whether each prediction depends on the one before (DSpark).
         self.is_chained = "markov_w1.weight" in self._tensors
-        #: The token that stands for one that is to be predicted.
-        self.mask = int(llama_cpp.llama_vocab_mask(self.vocabulary.handle))
         from_anchor = self.metadata("dflash.sample_from_anchor") != "false"
-        #: Whether the row of the last token predicts too, or only those of masks do.
         self.predicts_from_last = self.is_chained and from_anchor
+        self.mask = int(llama_cpp.llama_vocab_mask(self.vocabulary.handle))
         n_block = self.number("block_size") or _USUAL_BLOCK
-        #: The most tokens of a draft.
-        self.n_most = n_block - (not self.predicts_from_last)
+        self.n_most = n_block if self.predicts_from_last else n_block - 1
+
         problem = ""
         if "selector_hidden.weight" in self._tensors:
             problem = "a DFlash 2 draft, which specgen cannot use yet"
@@ -183,6 +223,9 @@ class DflashModel(TrainedDraftModel):
         if problem:
             raise ModelFileError(f"{self.path}: {problem}")
 
+    def _target_hidden_size(self) -> int:
+        return self.n_embd
+
 
 class AssistantModel(TrainedDraftModel):
     """A loaded Gemma 4 assistant: llama.cpp would end the process with another target."""
@@ -191,6 +234,7 @@ class AssistantModel(TrainedDraftModel):
     kind = "a Gemma 4 assistant"
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
+        """Return 0: it reads the target's cells."""
         return 0
 
     def _read_file(self) -> None:
@@ -198,28 +242,39 @@ class AssistantModel(TrainedDraftModel):
 
     def _check_target(self, target: LlamaModel) -> None:
         if target.architecture != "gemma4":
-            why = f"{self.kind} drafts for Gemma 4, and not for {target.architecture}"
-            raise self._misfit(target, why)
-        self._check_states(target, self.n_embd_out, target.n_embd)
-        own, others = _shapes(self), _shapes(target)[-2:]
+            raise self._misfit(
+                target, f"{self.kind} drafts for Gemma 4, and not for {target.architecture}"
+            )
+        self._check_hidden_size(target, self.n_embd_out, target.n_embd)
         # Its layers with a window read the last layer but one, the others read the last.
-        if [is_windowed for is_windowed, *_ in others] != [True, False] or not {*own} <= {*others}:
-            why = "the keys of the target's last two layers do not fit its layers"
-            raise self._misfit(target, why)
+        last_two = _key_shapes(target)[-2:]
+        are_windowed = [layer.is_windowed for layer in last_two]
+        if are_windowed != [True, False] or not set(_key_shapes(self)) <= set(last_two):
+            raise self._misfit(
+                target, "the keys of the target's last two layers do not fit its layers"
+            )
 
 
-def _shapes(model: LlamaModel) -> list[tuple[bool, int, int]]:
-    """Return for each layer whether it has a sliding window, the number of its heads of keys, and
-    their size.
-    """
+class _KeyShape(NamedTuple):
+    """The keys of a layer's attention."""
+
+    #: Whether the layer has a sliding window.
+    is_windowed: bool
+    n_heads: int
+    head_size: int
+
+
+def _key_shapes(model: LlamaModel) -> list[_KeyShape]:
+    """Return the keys of each layer, as the file describes them."""
     prefix = f"{model.architecture}.attention"
-    with GgufMetadata(model.file) as about:
-        sizes = [about.number(f"{prefix}.key_length{end}") for end in ("", "_swa")]
-        n_heads = about.number(f"{prefix}.head_count_kv")
-        windows = about.array(f"{prefix}.sliding_window_pattern", ctypes.c_bool)
-        heads = about.array(f"{prefix}.head_count_kv", ctypes.c_int32)
-    heads = heads or [n_heads] * len(windows)
+    with GgufMetadata(model.file) as metadata:
+        full_size = metadata.number(f"{prefix}.key_length")
+        windowed_size = metadata.number(f"{prefix}.key_length_swa")
+        windows = metadata.array(f"{prefix}.sliding_window_pattern", ctypes.c_bool)
+        n_heads = metadata.array(f"{prefix}.head_count_kv", ctypes.c_int32)
+        if not n_heads:  # one number for all layers
+            n_heads = [metadata.number(f"{prefix}.head_count_kv")] * len(windows)
     return [
-        (bool(is_windowed), int(n), sizes[bool(is_windowed)])
-        for is_windowed, n in zip(windows, heads, strict=False)
+        _KeyShape(bool(is_windowed), n, windowed_size if is_windowed else full_size)
+        for is_windowed, n in zip(windows, n_heads, strict=False)
     ]
