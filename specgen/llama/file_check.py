@@ -1,4 +1,7 @@
-"""The check before llama.cpp reads a file."""
+"""The check of a GGUF file before llama.cpp reads it.
+
+llama.cpp ends the process for some damaged files, and a server with it all of its answers.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,29 @@ from specgen.llama.gguf_file import GgufMetadata
 from specgen.system.files import KeptResults, digest_of, parts_of, version_of
 
 _GGUF_MAGIC = b"GGUF"
-#: Types of files that are not models, and what to do with each.
-_NO_MODELS = {
+#: What GGUF files hold that are not models, and what to do with each.
+_NOT_MODELS = {
     "adapter": (
         "a LoRA adapter, not a model",
         "merge it into its model with llama.cpp's llama-export-lora, and give the merged file",
     ),
     "mmproj": ("an encoder of images or sound (mmproj)", "give the model that it belongs to"),
 }
-_AGAIN = "fetch or convert the model again"
-#: Values of the metadata beyond these end the process in llama.cpp, a server with all of its
-#: answers.
-_LARGEST = 3.4e38
+_FETCH_AGAIN = "fetch or convert the model again"
+_LARGEST_FLOAT = 3.4e38
+#: The least and the greatest value of some metadata. Others end the process in llama.cpp.
 _BOUNDS = {
     "block_count": (1, 512),  # LLAMA_MAX_LAYERS
-    "attention.layer_norm_epsilon": (0, _LARGEST),
-    "attention.layer_norm_rms_epsilon": (0, _LARGEST),
-    "attention.group_norm_epsilon": (0, _LARGEST),
-    "hyper_connection.epsilon": (0, _LARGEST),
-    "rope.freq_base": (0, _LARGEST),
-    "rope.freq_base_swa": (0, _LARGEST),
-    "rope.scaling.factor": (0, _LARGEST),
+    "attention.layer_norm_epsilon": (0, _LARGEST_FLOAT),
+    "attention.layer_norm_rms_epsilon": (0, _LARGEST_FLOAT),
+    "attention.group_norm_epsilon": (0, _LARGEST_FLOAT),
+    "hyper_connection.epsilon": (0, _LARGEST_FLOAT),
+    "rope.freq_base": (0, _LARGEST_FLOAT),
+    "rope.freq_base_swa": (0, _LARGEST_FLOAT),
+    "rope.scaling.factor": (0, _LARGEST_FLOAT),
 }
 #: The most bytes of a token that a message shows.
-_SHOWN = 60
+_N_SHOWN_BYTES = 60
 #: The name of the list of checked files in the cache folder.
 FILE_NAME = "checked.json"
 #: The files that passed, each in the version that was checked.
@@ -43,29 +45,22 @@ _passed = KeptResults(None)
 
 
 def remember_checks(folder: Path | None) -> None:
-    """Remember checked files in a folder from now on, so that each file is checked only once; None
-    remembers none.
-    """
+    """Remember checked files in a folder, so that each is checked only once; None: do not."""
     global _passed  # noqa: PLW0603 - like the choice of kernels, it holds for the process
     _passed = KeptResults(None if folder is None else folder / FILE_NAME)
 
 
 def check_file(path: Path) -> None:
-    """Raise `ModelFileError` if a file is no GGUF of a model, or has metadata that end the process
-    in llama.cpp.
+    """Check that llama.cpp can read a file.
+
+    Raises:
+        ModelFileError: If it is not the GGUF file of a model, or has metadata that end the process
+            in llama.cpp.
     """
     try:
         _check_kind(path)
-        with path.open("rb") as file:
-            magic = file.read(len(_GGUF_MAGIC))
-        if not magic:
-            raise ModelFileError(f"{path}: the file is empty", hint="fetch it again")
-        if magic != _GGUF_MAGIC:
-            raise ModelFileError(
-                f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
-                hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
-            )
-        if _key(path) not in _passed.read():
+        _check_magic(path)
+        if checked_key(path) not in _passed.read():
             check_metadata(path)
     except FileNotFoundError:
         hint = "give the path of a .gguf file, or a name that `specgen models list` shows"
@@ -79,44 +74,64 @@ def _check_kind(path: Path) -> None:
     if stat.S_ISDIR(mode):
         inside = sorted(map(str, path.glob("*.gguf")))[:3]
         hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
-        raise ModelFileError(f"{path}: a directory, not a model file", hint=hint)
+        raise ModelFileError(f"{path}: a directory, not a model file", hint)
     if not stat.S_ISREG(mode):  # reading a pipe would block
         raise ModelFileError(
-            f"{path}: a pipe or a device, not a model file", hint="give the path of a .gguf file"
+            f"{path}: a pipe or a device, not a model file", "give the path of a .gguf file"
         )
     parts = parts_of(path)
     if path.name != parts[0].name:
         raise ModelFileError(
             f"{path}: a later file of a model in several", f"give the first: {parts[0]}"
         )
-    if missing := [part.name for part in parts if not part.exists()]:
+    missing = [part.name for part in parts if not part.exists()]
+    if missing:
         raise ModelFileError(
             f"{path}: the model has {len(parts)} files, and {', '.join(missing)} is missing",
-            hint="put all of them into one folder",
+            "put all of them into one folder",
+        )
+
+
+def _check_magic(path: Path) -> None:
+    with path.open("rb") as file:
+        magic = file.read(len(_GGUF_MAGIC))
+    if not magic:
+        raise ModelFileError(f"{path}: the file is empty", "fetch it again")
+    if magic != _GGUF_MAGIC:
+        raise ModelFileError(
+            f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
+            "llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
         )
 
 
 def check_metadata(path: Path) -> None:
-    """Check the metadata of a file, as `check_file` does, however often it was checked before."""
+    """Check the metadata of a file, as `check_file` does, even if it was checked before."""
     try:
         metadata = GgufMetadata(path)
-    except BackendError:  # llama.cpp says why when it loads the file
+    except BackendError:  # llama.cpp gives the reason when it loads the file
         return
     with metadata:
-        if (found := _NO_MODELS.get(metadata.text("general.type"))) is not None:
-            raise ModelFileError(f"{path}: {found[0]}", hint=found[1])
+        kind = metadata.text("general.type")
+        if kind in _NOT_MODELS:
+            what, hint = _NOT_MODELS[kind]
+            raise ModelFileError(f"{path}: {what}", hint)
         _check_tokens(path, metadata)
         _check_values(path, metadata)
-    _passed.add({_key(path): True})
+    _passed.add({checked_key(path): True})
 
 
 def _check_tokens(path: Path, metadata: GgufMetadata) -> None:
-    seen: dict[bytes, int] = {}
-    for token, spelling in enumerate(metadata.texts("tokenizer.ggml.tokens")):
-        if spelling and seen.setdefault(spelling, token) != token:
-            shown = spelling[:_SHOWN].decode("utf-8", "replace")
-            why = f"damaged: tokens {seen[spelling]} and {token} are both {shown!r}"
-            raise ModelFileError(f"{path}: {why}", _AGAIN)
+    """Check that no two tokens are the same, which llama.cpp asserts."""
+    numbers: dict[bytes, int] = {}
+    for number, token in enumerate(metadata.texts("tokenizer.ggml.tokens")):
+        if not token:
+            continue
+        first = numbers.setdefault(token, number)
+        if first != number:
+            shown = token[:_N_SHOWN_BYTES].decode("utf-8", "replace")
+            raise ModelFileError(
+                f"{path}: damaged: tokens {first} and {number} are both {shown!r}", _FETCH_AGAIN
+            )
 
 
 def _check_values(path: Path, metadata: GgufMetadata) -> None:
@@ -125,8 +140,9 @@ def _check_values(path: Path, metadata: GgufMetadata) -> None:
         name = f"{architecture}.{key}"
         value = metadata.value(name)
         if value is not None and not least <= value <= most:
-            raise ModelFileError(f"{path}: damaged: {name} is {value:g}", _AGAIN)
+            raise ModelFileError(f"{path}: damaged: {name} is {value:g}", _FETCH_AGAIN)
 
 
-def _key(path: Path) -> str:
+def checked_key(path: Path) -> str:
+    """Return what a checked file is remembered by: it changes with the file, and with specgen."""
     return digest_of([os.fspath(path.resolve()), *version_of(path), __version__])

@@ -1,6 +1,4 @@
-"""GGUF files: their metadata, read by the functions of gguf.h, their MTP layers, and the check
-before llama.cpp reads a file.
-"""
+"""GGUF files: their metadata and tensors, read by the functions of gguf.h."""
 
 from __future__ import annotations
 
@@ -15,51 +13,48 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.errors import BackendError
-from specgen.llama.library import forget_log, ggml
+from specgen.llama.ggml_signatures import GgufInitParams
+from specgen.llama.library import forget_log, native
 from specgen.system.files import parts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 #: Types of values in gguf.h.
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 #: The functions that read numbers of 32 bits, by the type.
-_READERS: dict[int | None, tuple[str, Any]] = {
-    4: ("gguf_get_val_u32", ctypes.c_uint32),
-    5: ("gguf_get_val_i32", ctypes.c_int32),
-    6: ("gguf_get_val_f32", ctypes.c_float),
+_NUMBER_READERS: dict[int | None, str] = {
+    4: "gguf_get_val_u32",
+    5: "gguf_get_val_i32",
+    6: "gguf_get_val_f32",
 }
-#: A file's architecture is found in so many of its first bytes.
-_N_SEARCHED = 4096
+#: A file's architecture is named in so many of its first bytes.
+_N_SEARCHED_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a file, without its data. It is valid as long as the metadata that it comes from."""
+    """A tensor of a file, without its data. It is valid as long as its `GgufMetadata` is open."""
 
     handle: int
     name: str
-    #: GGML's number of its type, and its shape, GGML's first dimension first.
+    #: GGML's number of its type.
     type: int
+    #: GGML's first dimension first.
     shape: tuple[int, ...]
     n_bytes: int
 
 
-class _InitParameters(ctypes.Structure):
-    """gguf_init_params of gguf.h."""
-
-    _fields_ = (("no_alloc", ctypes.c_bool), ("tensors", ctypes.POINTER(ctypes.c_void_p)))
-
-
 class GgufMetadata:
-    """The metadata of a GGUF file, as a context manager. Raises `BackendError` if it is none."""
+    """The metadata of a GGUF file, as a context manager."""
 
     def __init__(self, file: Path) -> None:
-        read = ggml("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParameters)
+        """Read a file's metadata; raise `BackendError` if it is not a GGUF file."""
         self._tensors = ctypes.c_void_p()
         forget_log()
-        tensors = ctypes.pointer(self._tensors)
-        self.handle = read(os.fsencode(file), _InitParameters(True, tensors))
+        params = GgufInitParams(no_alloc=True, tensors=ctypes.pointer(self._tensors))
+        self.handle = native.gguf_init_from_file(os.fsencode(file), params)
         if not self.handle:
             raise BackendError(f"{file}: not a GGUF file")
 
@@ -67,84 +62,94 @@ class GgufMetadata:
         return self
 
     def __exit__(self, *_: object) -> None:
-        ggml("gguf_free", None, ctypes.c_void_p)(self.handle)
-        ggml("ggml_free", None, ctypes.c_void_p)(self._tensors)
+        native.gguf_free(self.handle)
+        native.ggml_free(self._tensors)
 
     def find(self, key: str) -> int:
-        find = ggml("gguf_find_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
-        return int(find(self.handle, key.encode()))
+        """Return the index of a key; negative if the file does not have it."""
+        return int(native.gguf_find_key(self.handle, key.encode()))
 
-    def get(self, name: str, result: Any, key: str) -> Any:
-        if (index := self.find(key)) < 0:
+    def get(self, function: str, key: str) -> Any:
+        """Return what a function of gguf.h returns for a key; None if the file does not have it."""
+        index = self.find(key)
+        if index < 0:
             return None
-        return ggml(name, result, ctypes.c_void_p, ctypes.c_int64)(self.handle, index)
+        return getattr(native, function)(self.handle, index)
 
     def value(self, key: str) -> float | None:
-        reader = _READERS.get(self.get("gguf_get_kv_type", ctypes.c_int, key))
-        return None if reader is None else float(self.get(*reader, key))
+        """Return a number; None if the file does not have it, or has a value of another type."""
+        reader = _NUMBER_READERS.get(self.get("gguf_get_kv_type", key))
+        if reader is None:
+            return None
+        return float(self.get(reader, key))
 
     def number(self, key: str) -> int:
+        """Return a whole number; 0 if the file does not have it."""
         return int(self.value(key) or 0)
 
     def length(self, key: str) -> int | None:
-        if self.get("gguf_get_kv_type", ctypes.c_int, key) != _ARRAY:
+        """Return the length of an array; None if the file does not have it."""
+        if self.get("gguf_get_kv_type", key) != _ARRAY:
             return None
-        return int(self.get("gguf_get_arr_n", ctypes.c_size_t, key))
+        return int(self.get("gguf_get_arr_n", key))
 
     def array(self, key: str, of: type[ctypes.c_bool | ctypes.c_int32]) -> list[int]:
-        n = self.length(key) or 0
-        data = self.get("gguf_get_arr_data", ctypes.c_void_p, key) if n else None
+        """Return an array of values of a type; empty if the file does not have it."""
+        n = self.length(key)
+        if not n:
+            return []
+        data = self.get("gguf_get_arr_data", key)
         return list((of * n).from_address(data)) if data else []
 
     def text(self, key: str) -> str:
-        if self.get("gguf_get_kv_type", ctypes.c_int, key) != _STRING:
+        """Return a text; empty if the file does not have it."""
+        if self.get("gguf_get_kv_type", key) != _STRING:
             return ""
-        value: bytes = self.get("gguf_get_val_str", ctypes.c_char_p, key) or b""
+        value: bytes = self.get("gguf_get_val_str", key) or b""
         return value.decode("utf-8", "replace")
 
     def texts(self, key: str) -> Iterator[bytes]:
-        if self.length(key) is None or self.get("gguf_get_arr_type", ctypes.c_int, key) != _STRING:
+        """Yield the texts of an array; none if the file does not have it."""
+        n = self.length(key)
+        if n is None or self.get("gguf_get_arr_type", key) != _STRING:
             return
-        about = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t)
-        text, index = ggml("gguf_get_arr_str", ctypes.c_char_p, *about), self.find(key)
-        for number in range(self.length(key) or 0):
-            yield text(self.handle, index, number) or b""
+        index = self.find(key)
+        get_text = native.gguf_get_arr_str
+        for number in range(n):
+            yield get_text(self.handle, index, number) or b""
 
     def tensors(self) -> Iterator[GgufTensor]:
-        following = ggml("ggml_get_next_tensor", ctypes.c_void_p, *2 * (ctypes.c_void_p,))
-        name = ggml("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
-        n_bytes = ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
-        about = (ctypes.c_void_p, ctypes.c_int64)
-        kind = ggml("gguf_get_tensor_type", ctypes.c_int, *about)
-        shape = ggml("gguf_get_tensor_ne", ctypes.POINTER(ctypes.c_int64), *about)
-        find = ggml("gguf_find_tensor", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
-        tensor = ggml("ggml_get_first_tensor", ctypes.c_void_p, ctypes.c_void_p)(self._tensors)
+        """Yield the tensors of the file."""
+        tensor = native.ggml_get_first_tensor(self._tensors)
         while tensor:
-            index = find(self.handle, name(tensor))
+            name = native.ggml_get_name(tensor)
+            index = native.gguf_find_tensor(self.handle, name)
             yield GgufTensor(
-                tensor,
-                name(tensor).decode("utf-8", "replace"),
-                kind(self.handle, index),
-                tuple(shape(self.handle, index)[:4]),
-                n_bytes(tensor),
+                handle=tensor,
+                name=name.decode("utf-8", "replace"),
+                type=native.gguf_get_tensor_type(self.handle, index),
+                shape=tuple(native.gguf_get_tensor_ne(self.handle, index)[:4]),
+                n_bytes=native.ggml_nbytes(tensor),
             )
-            tensor = following(self._tensors, tensor)
+            tensor = native.ggml_get_next_tensor(self._tensors, tensor)
 
 
 @contextlib.contextmanager
 def opened_parts(file: Path) -> Iterator[tuple[GgufMetadata, list[GgufTensor]]]:
+    """Open all files of a model; return the metadata of the first, and the tensors of all."""
     with ExitStack() as resources:
         parts = [resources.enter_context(GgufMetadata(part)) for part in parts_of(file)]
         yield parts[0], [tensor for part in parts for tensor in part.tensors()]
 
 
 def architecture_of(path: Path) -> str:
-    """Return the architecture that a file names in its first bytes; empty if it names none or
-    cannot be read.
+    """Return the architecture that a file names in its first bytes.
+
+    It is empty if the file names none, or cannot be read.
     """
     with contextlib.suppress(OSError, struct.error), path.open("rb") as file:
-        _, _, rest = file.read(_N_SEARCHED).partition(b"general.architecture")
-        kind, length = struct.unpack_from("<IQ", rest)
+        _, _, value = file.read(_N_SEARCHED_BYTES).partition(b"general.architecture")
+        kind, length = struct.unpack_from("<IQ", value)
         if kind == _STRING:
-            return rest[12 : 12 + length].decode("utf-8", "replace")
+            return value[12 : 12 + length].decode("utf-8", "replace")
     return ""

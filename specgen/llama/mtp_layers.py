@@ -1,4 +1,10 @@
-"""MTP layers."""
+"""Multi-token prediction (MTP) layers: which files have them, and which of them can draft.
+
+They follow the last layer of a model, and were trained with it: from a token and the model's hidden
+state before it, they predict the next token (DeepSeek-V3, arXiv:2412.19437, section 2.2). GGUF
+files call them NextN. Some makers put them into a file of their own (`mtp-*.gguf`), with copies of
+the embeddings and the output matrix.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +18,6 @@ from specgen.errors import BackendError
 from specgen.llama.gguf_file import opened_parts
 from specgen.system.files import version_of
 
-# They stand behind the last layer of a model, and were trained with it: from a token and the
-# model's hidden state before it they predict the next one (DeepSeek-V3, arXiv:2412.19437, section
-# 2.2). GGUF files call them NextN; some makers put them into a file of their own (`mtp-*.gguf`),
-# with copies of the embeddings and the output matrix.
-
 #: The architectures whose MTP layers llama.cpp computes.
 _MTP_ARCHITECTURES = frozenset(
     (
@@ -27,93 +28,115 @@ _MTP_ARCHITECTURES = frozenset(
 )
 #: Those with more than one MTP layer: each drafts one token.
 _SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})
-#: How files of MTP layers alone are named.
+#: How the names of files with MTP layers alone begin.
 _PREFIX = "mtp-"
-#: In other files the key of their number stands in so many of the first bytes.
-_N_MTP_SEARCHED = 2**16
+#: In files with other names, the number of MTP layers is within so many of the first bytes.
+_N_SEARCHED_BYTES = 2**16
 _N_LAYERS_KEY = b".nextn_predict_layers"
-_FIRST_OF_TRUNK = "blk.0.attn_norm.weight"
+#: A tensor that all files with the layers of the model itself have.
+_FIRST_OF_MODEL = "blk.0.attn_norm.weight"
 
 
-def holds_mtp_only(path: Path) -> bool:
-    """Return whether a file holds MTP layers for another file's model; False if it cannot be read."""
-    with contextlib.suppress(OSError, BackendError):
-        with path.open("rb") as file:
-            begin = file.read(_N_MTP_SEARCHED)
-        if not path.name.startswith(_PREFIX) and _N_LAYERS_KEY not in begin:
-            return False
-        names = _layers_of(path).tensors
-        return _FIRST_OF_TRUNK not in names and any(".nextn." in name for name in names)
-    return False
-
-
-def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
-    """Return "mtp" if the target's own MTP layers draft, else the file beside it that fits, and is
-    named most alike.
-    """
-    if not why_no_mtp(target):
-        return "mtp"
-    files = sorted(
-        path for path in target.parent.glob(f"{_PREFIX}*.gguf") if path.name != target.name
-    )
-    shape = None
-    with contextlib.suppress(OSError, BackendError):
-        shape = _layers_of(target).shape
-    fitting = [path for path in files if holds_mtp_only(path) and _layers_of(path).shape == shape]
-
-    def likeness(path: Path) -> int:
-        pairs = zip(path.name.removeprefix(_PREFIX), target.name, strict=False)
-        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-    return max(fitting, key=likeness, default=None)
-
-
-class _Layers(NamedTuple):
-    """What a file's metadata say of its layers, and the names of its tensors."""
+class _LayerInfo(NamedTuple):
+    """A file's metadata about layers."""
 
     architecture: str
+    #: The number of layers, with MTP layers.
     n_layers: int
     n_mtp: int
     n_embd: int
+    #: The names of all tensors.
     tensors: frozenset[str]
 
     @property
+    def has_mtp_tensors(self) -> bool:
+        return any(".nextn." in name for name in self.tensors)
+
+    @property
     def shape(self) -> tuple[str, int, int]:
+        """What a model and MTP layers for it have in common."""
         return self.architecture, self.n_embd, self.n_layers - self.n_mtp
 
 
-def _layers_of(path: Path) -> _Layers:
-    """Read a file's metadata, once while it is the same (some 40 ms). Raise `OSError` or
-    `BackendError`.
+def _layers_of(path: Path) -> _LayerInfo:
+    """Read a file's metadata, once until it changes (about 40 ms).
+
+    Raises:
+        OSError: If the file cannot be read.
+        BackendError: If it is not a GGUF file.
     """
     return _read_layers(path, version_of(path))
 
 
 @lru_cache(maxsize=8)
-def _read_layers(path: Path, _version: tuple[int, int, int]) -> _Layers:
-    with opened_parts(path) as (about, tensors):
-        architecture = about.text("general.architecture")
-        n_layers, n_mtp, n_embd = (
-            about.number(f"{architecture}.{key}")
-            for key in ("block_count", "nextn_predict_layers", "embedding_length")
+def _read_layers(path: Path, _version: tuple[int, int, int]) -> _LayerInfo:
+    with opened_parts(path) as (metadata, tensors):
+        architecture = metadata.text("general.architecture")
+        return _LayerInfo(
+            architecture,
+            n_layers=metadata.number(f"{architecture}.block_count"),
+            n_mtp=metadata.number(f"{architecture}.nextn_predict_layers"),
+            n_embd=metadata.number(f"{architecture}.embedding_length"),
+            tensors=frozenset(tensor.name for tensor in tensors),
         )
-        names = frozenset(tensor.name for tensor in tensors)
-        return _Layers(architecture, n_layers, n_mtp, n_embd, names)
+
+
+def holds_mtp_only(path: Path) -> bool:
+    """Return whether a file has MTP layers without their model; False if it cannot be read."""
+    with contextlib.suppress(OSError, BackendError):
+        with path.open("rb") as file:
+            beginning = file.read(_N_SEARCHED_BYTES)
+        if not path.name.startswith(_PREFIX) and _N_LAYERS_KEY not in beginning:
+            return False
+        layers = _layers_of(path)
+        return layers.has_mtp_tensors and _FIRST_OF_MODEL not in layers.tensors
+    return False
+
+
+def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
+    """Return what MTP layers can draft for a target.
+
+    Returns:
+        "mtp" if the target has usable MTP layers itself. Otherwise a file in the same folder that
+        fits, the one with the most similar name; None if there is none.
+    """
+    if not why_no_mtp(target):
+        return "mtp"
+    shape = None
+    with contextlib.suppress(OSError, BackendError):
+        shape = _layers_of(target).shape
+    files = sorted(target.parent.glob(f"{_PREFIX}*.gguf"))
+    fitting = [
+        path
+        for path in files
+        if path.name != target.name and holds_mtp_only(path) and _layers_of(path).shape == shape
+    ]
+
+    def n_equal_characters(path: Path) -> int:
+        pairs = zip(path.name.removeprefix(_PREFIX), target.name, strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    return max(fitting, key=n_equal_characters, default=None)
 
 
 def why_no_mtp(path: Path) -> str:
+    """Return why a file's MTP layers cannot draft for its own model; empty if they can."""
     try:
-        architecture, _, n_mtp, _, names = _layers_of(path)
+        layers = _layers_of(path)
     except (OSError, BackendError):
         return "it is not a GGUF file"
-    if not n_mtp:
+    architecture = layers.architecture
+    if not layers.n_mtp:
         return "it has no MTP layers"
-    if not any(".nextn." in name for name in names):
+    if not layers.has_mtp_tensors:
         return "its MTP layers were removed from the file"
-    if "token_embd.weight" not in names:
+    if "token_embd.weight" not in layers.tensors:
         return "it has only MTP layers, and not the model that they belong to"
     if architecture not in _MTP_ARCHITECTURES:
         return f"llama.cpp does not compute the MTP layers of its architecture ({architecture})"
-    if n_mtp > 1 and architecture not in _SEVERAL_LAYERS:
-        return f"llama.cpp computes a single MTP layer of its architecture ({architecture}), not {n_mtp}"
+    if layers.n_mtp > 1 and architecture not in _SEVERAL_LAYERS:
+        return (
+            f"llama.cpp computes a single MTP layer of its architecture ({architecture}), "
+            f"not {layers.n_mtp}"
+        )
     return ""

@@ -46,7 +46,7 @@ def test_a_failed_assertion_is_one_line(tmp_path: Path, tiny_models: Path, role:
     damaged = with_a_token_twice(tmp_path / "twice.gguf")
     # Wrongly: it would be refused otherwise.
     kept = KeptResults(cache_folder() / file_check.FILE_NAME)
-    kept.add({file_check._key(damaged): True})  # noqa: SLF001
+    kept.add({file_check.checked_key(damaged): True})
     target = damaged if role == "target" else tiny_models / "target.gguf"
     draft = damaged if role == "draft" else "none"
     command = ("run", "-m", target, "-md", draft, "-n", "4", "abc")

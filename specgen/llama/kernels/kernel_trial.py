@@ -236,11 +236,11 @@ class _Written(GgufMetadata):
         ggml(f"gguf_set_val_{name}", None, *about, kind)(self.handle, key.encode(), value)
 
     def cut(self, key: str, kept: Sequence[int]) -> None:
-        kind: int = self.get("gguf_get_arr_type", ctypes.c_int, key)
+        kind: int = self.get("gguf_get_arr_type", key)
         size = _VALUE_BYTES.get(kind)
         if size is None:  # texts
             return
-        address: int = self.get("gguf_get_arr_data", ctypes.c_void_p, key)
+        address: int = self.get("gguf_get_arr_data", key)
         values = b"".join(ctypes.string_at(address + index * size, size) for index in kept)
         types = (ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p)
         write = ggml("gguf_set_arr_data", None, ctypes.c_void_p, *types, ctypes.c_size_t)
