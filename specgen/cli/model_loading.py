@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +25,7 @@ from specgen.options import (
 from specgen.sampler_options import option
 
 if TYPE_CHECKING:
-    from specgen.options import SessionOptions
-    from specgen.session.choose_models import DraftChoice, Sources
-    from specgen.session.measurement_store import MeasurementStore
-    from specgen.session.open import Check
+    from specgen.session.open import Check, WantedSession
     from specgen.session.session import Session
 
 #: Lines of llama.cpp's log that matter to users: models, memory, contexts, and what went wrong.
@@ -45,16 +42,20 @@ _MATTERS = re.compile(
 class Setup:
     """The options of models and of their answers."""
 
+    #: The models that the user named.
     models: ModelChoice
+    #: When an answer ends, and how its tokens are chosen.
     answer: GenerationOptions
     sampling: SamplerOptions
+    #: How much is drafted, and how drafts are judged.
     drafting: DraftOptions
+    #: The contexts of target and draft, and what computes on the CPU.
     machine: Contexts
     learn: bool = option(
         False,
         "--learn/--no-learn",
-        "Keep prompts and answers in the data folder, readable by you alone: the draft model learns from "
-        "them, and repetitions of them draft. `specgen draft forget` deletes them.",
+        "Keep prompts and answers in the data folder, readable by you alone: the draft model "
+        "learns from them, and repetitions of them draft. `specgen draft forget` deletes them.",
         envvar="SPECGEN_LEARN",
         panel="Learning",
     )
@@ -62,107 +63,99 @@ class Setup:
     prompt_cache: Path | None = option(
         None,
         "--prompt-cache",
-        "Keep in this file what was computed of the prompt, for prompts that begin with the same text.",
+        "Keep in this file what was computed of the prompt, for prompts that begin with the same "
+        "text.",
         metavar="FILE",
         show_default="not kept",
         panel="Prompt",
     )
 
-    def find(self, output: Output) -> tuple[Sources, SessionOptions]:
-        """Find the models. To `learn`, answers are kept: drafts learn from them, and n-grams are
-        looked up in them.
+    def wanted_session(self, *, quiet: bool) -> WantedSession:
+        """Find the models, fetching what is missing, and return the session that is asked for.
+
+        To learn, answers are kept: drafts learn from them, and n-grams are looked up in them.
         """
         from specgen.models.files import data_folder, identify, learning_folder
         from specgen.session.choose_models import find_models
-        from specgen.session.open import session_options
+        from specgen.session.open import WantedSession
 
         check_file_option("--prompt-cache", self.prompt_cache)
-        sources = find_models(self.models, quiet=output.quiet)
-        drafting, learning = self.drafting, None
-        if self.learn and (identity := identify(sources.target)) is not None:
+        sources = find_models(self.models, quiet=quiet)
+        drafting = self.drafting
+        learning: Path | None = None
+        identity = identify(sources.target) if self.learn else None
+        if identity is not None:
             learning = learning_folder(data_folder(), identity)
             drafting = replace(drafting, lookup_store=True)
-        options = session_options(sources, self.sampling, drafting, self.answer, self.machine)
-        options = replace(options, prompt_cache=self.prompt_cache, prefixes=self.prefixes)
-        return sources, replace(options, learning=learning)
-
-    def opened(
-        self, output: Output, check: Check | None = None
-    ) -> contextlib.AbstractContextManager[Session]:
-        sources, options = self.find(output)
-        return opened(options, self.machine.kernels, output, sources.drafts, check)
+        wanted = WantedSession.of(
+            sources,
+            sampling=self.sampling,
+            drafting=drafting,
+            answer=self.answer,
+            contexts=self.machine,
+        )
+        options = replace(
+            wanted.options,
+            learning=learning,
+            prompt_cache=self.prompt_cache,
+            prefixes=self.prefixes,
+        )
+        return replace(wanted, options=options)
 
 
 @contextlib.contextmanager
 def opened(
-    options: SessionOptions,
-    kernels: KernelOptions,
-    output: Output,
-    drafts: Sequence[DraftChoice] = (),
-    check: Check | None = None,
+    wanted: WantedSession, kernels: KernelOptions, output: Output, check: Check | None = None
 ) -> Iterator[Session]:
+    """Open a session for one command: `open_session` with the command's kernels, log and notes."""
+    from specgen.session.open import open_session
+
     use_kernels(kernels, output)
-    with log_shown(output), load(options, output, drafts, check) as session:
+    with (
+        log_shown(output),
+        open_session(wanted, output.reporter, clock=time.perf_counter, check=check) as session,
+    ):
         yield session
 
 
-def load(
-    options: SessionOptions,
-    output: Output,
-    drafts: Sequence[DraftChoice] = (),
-    check: Check | None = None,
-    *,
-    measurements: MeasurementStore | None = None,
-) -> Session:
-    """Load the models, as `open_session` does; on a terminal, show that they are loading."""
-    from specgen.session.open import open_session
-
-    return open_session(
-        options,
-        drafts,
-        clock=time.perf_counter,
-        measurements=measurements,
-        note=output.note,
-        check=check or (lambda _session: None),
-        status=output.status,
-        load_ahead=not output.verbose,  # lines of the log of two models at once would be mixed
-    )
-
-
 def use_kernels(wanted: KernelOptions, output: Output) -> None:
-    """Choose what computes on the CPU, before the first model is loaded; from then on, a native
-    crash is one line.
+    """Choose what computes on the CPU, before the first model is loaded.
+
+    From then on, a native crash is one line.
     """
     from specgen.llama.native_end import report_native_failures
     from specgen.session.open import start_kernels
 
     report_native_failures(sys.stdout.flush)
     status, note = start_kernels(wanted)
+    if note and status.hint:
+        note += f"\nhint: {status.hint}"
     if note:
-        hint = f"\nhint: {status.hint}" if status.hint else ""
-        output.note(f"{note}{hint}")
+        output.note(note)
 
 
 @contextlib.contextmanager
 def log_shown(output: Output) -> Iterator[None]:
-    """Show the log on standard error, if the output is verbose: what matters of llama.cpp's, or
-    with -vv all.
+    """Show the log on standard error, if the output is verbose.
+
+    Of llama.cpp's log only what matters is shown, each line once; with -vv all.
     """
     if not output.verbose:
         yield
         return
     from specgen.llama import logging_to
 
-    shown = set[str]()
+    shown: set[str] = set()
 
     def show(text: str) -> None:
-        if output.verbose == 1:  # each line once
-            lines = [each for each in text.splitlines() if _MATTERS.search(each)]
-            text = "".join(f"{each}\n" for each in lines if each not in shown)
+        if output.verbose == 1:
+            lines = [line for line in text.splitlines() if _MATTERS.search(line)]
+            text = "".join(f"{line}\n" for line in lines if line not in shown)
             shown.update(lines)
         print(text, end="", file=sys.stderr, flush=True)
 
-    own, handler = logging.getLogger("specgen.session"), logging.StreamHandler()
+    own = logging.getLogger("specgen.session")
+    handler = logging.StreamHandler()
     own.addHandler(handler)
     own.setLevel(logging.INFO)
     own.propagate = False  # a server's own log has a handler, too

@@ -19,8 +19,10 @@ def distribution(logits: Logits, options: SamplerOptions) -> Distribution:
 
 
 class Fate:
-    """Decides what is left to chance, as told beforehand and then in the first way; remembers what
-    else could have been decided, and how likely all of it was. Stands for a random generator."""
+    """A random generator that decides as it was told, and then in the first way there is.
+
+    It remembers what else could have been decided, and how likely all of it was.
+    """
 
     def __init__(self, decided: Sequence[int]) -> None:
         self._decided = decided
@@ -59,7 +61,7 @@ def all_fates(run: Callable[[Fate], None]) -> Iterator[Fate]:
     """Let something happen in every way there is; distributions are drawn from by fate."""
     decided: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Distribution, "draw", _draw)
+        patch.setattr(Distribution, "sample", _sample)
         while True:
             fate = Fate(decided)
             run(fate)
@@ -72,5 +74,5 @@ def all_fates(run: Callable[[Fate], None]) -> Iterator[Fate]:
             decided[-1] += 1
 
 
-def _draw(self: Distribution, fate: Fate) -> int:
+def _sample(self: Distribution, fate: Fate) -> int:
     return int(self.token_ids[fate.decide(self.probs.tolist())])

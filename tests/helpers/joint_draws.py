@@ -14,17 +14,21 @@ from unittest.mock import patch
 
 import numpy as np
 
-from specgen.drafters.translated import DraftText, TranslatedDrafter
+from specgen.drafters.draft_text import DraftText
+from specgen.drafters.translated import TranslatedDrafter
 from specgen.measure.exactness import tokens_of
 from specgen.method.answer_loop import AnswerLoop
-from specgen.method.answer_state import AnswerState, Tally
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.drafter import Drafter
 from specgen.method.hidden_states import LastHiddenState
 from specgen.method.policy import Offer, Policy, RoundPlan
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.method.verifiers import TargetAt, Verdict, Verifier, sampled_from
+from specgen.session import drafter_factory
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
@@ -55,10 +59,13 @@ class MemoBackend:
     """
 
     def __init__(self, inner: Backend, *, has_states: bool = False) -> None:
-        self._inner, self._has_states = inner, has_states
+        self._inner = inner
+        self._has_states = has_states
         self.vocabulary = inner.vocabulary
-        self.n_vocab, self.n_ctx = inner.n_vocab, inner.n_ctx
-        self.n_batch, self.n_outputs = inner.n_batch, inner.n_outputs
+        self.n_vocab = inner.n_vocab
+        self.n_ctx = inner.n_ctx
+        self.n_batch = inner.n_batch
+        self.n_outputs = inner.n_outputs
         self.n_sequences = inner.n_sequences
         self.rollback = inner.rollback
         self.n_decoded_rows = 0
@@ -66,7 +73,7 @@ class MemoBackend:
         self.is_unwanted: Callable[[], bool] | None = None
         self._texts: list[Cell] = [()] * inner.n_sequences
         self._cached: Cell = ()
-        #: By text: the row behind it, and the hidden state there if the backend has some.
+        #: By text: the row after it, and the hidden state there if the backend has some.
         self._rows: dict[Cell, tuple[Logits, Hidden]] = {}
 
     @property
@@ -96,7 +103,7 @@ class MemoBackend:
         return np.array([row for row, _ in wanted]), np.array([state for _, state in wanted])
 
     def row(self, text: Cell) -> tuple[Logits, Hidden]:
-        """The row behind a text, and the hidden state."""
+        """The row after a text, and the hidden state."""
         if text not in self._rows:
             n_kept = common_prefix_length(self._cached, text[:-1])
             if n_kept < len(self._cached):
@@ -158,13 +165,16 @@ class _Scout:
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         self.chance = -1.0
-        if children := draft.children[ROOT]:
-            wanted, first = target(ROOT), children[0]
+        if draft.children[ROOT]:
+            first = draft.children[ROOT][0]
+            target_first = target(ROOT)
             source = sampled_from(draft, first)
-            refused = wanted.excess(source)
-            unsure = [wanted] if draft.distributions[first] is None else [wanted, source]
+            rejection = target_first.excess(source)
+            unsure = [target_first]
+            if draft.distributions[first] is not None:
+                unsure.append(source)
             tops = (1.0 - float(each.probs.max()) for each in unsure)
-            self.chance = min(refused, 1.0 - refused, *tops)
+            self.chance = min(rejection, 1.0 - rejection, *tops)
         return self.inner.verify(draft, target, rng)
 
 
@@ -172,28 +182,30 @@ class _Mark:
     """A place in a text, to which tests go back; the product never does."""
 
     def __init__(self, sequence: AnswerState) -> None:
-        self.n_tokens, self._grammar = len(sequence.state.tokens), sequence.state.grammar()
-        self._drafter = sequence.cascade.model if sequence.cascade is not None else None
-        self._hidden = (
-            sequence.hidden_states.last
-            if isinstance(sequence.hidden_states, LastHiddenState)
-            else None
-        )
+        self.n_tokens = len(sequence.text_state.tokens)
+        self._grammar = sequence.text_state.grammar()
+        self._drafter: Drafter | None = None
+        if sequence.cascade is not None:
+            self._drafter = sequence.cascade.model
+        self._hidden: tuple[int, Hidden] | None = None
+        if isinstance(sequence.hidden_states, LastHiddenState):
+            self._hidden = sequence.hidden_states.last
         if isinstance(self._drafter, TranslatedDrafter):
             self._spelled = _copied(self._drafter.text)
 
     def restore(self, sequence: AnswerState) -> None:
-        state = sequence.state
+        state = sequence.text_state
         del state.tokens[self.n_tokens :]
         state._n_shown = min(state._n_shown, self.n_tokens)  # noqa: SLF001
-        sequence.state._grammar = self._grammar  # noqa: SLF001
+        state._grammar = self._grammar  # noqa: SLF001
         drafter = self._drafter
         if sequence.cascade is not None and sequence.cascade.free is not None:
             sequence.cascade.free.rewind(self.n_tokens)
         if isinstance(sequence.hidden_states, LastHiddenState):
             sequence.hidden_states.last = self._hidden
         elif isinstance(drafter, TranslatedDrafter):
-            drafter.text, drafter.drafted = _copied(self._spelled), NO_DRAFT
+            drafter.text = _copied(self._spelled)
+            drafter.drafted = NO_DRAFT
             # The last few tokens may be spelled otherwise in its cache.
             drafter.inner.rewind(max(0, len(drafter.text.tokens) - 16))
         elif drafter is not None:
@@ -202,8 +214,9 @@ class _Mark:
 
 def _copied(text: DraftText) -> DraftText:
     made = copy.copy(text)
-    made.tokens, made.ends = list(text.tokens), list(text.ends)
-    made._bytes = bytearray(text._bytes)  # noqa: SLF001
+    made.tokens = text.tokens[:]
+    made.ends = text.ends[:]
+    made.data = text.data[:]
     return made
 
 
@@ -233,7 +246,7 @@ def draw_with_models(
 ) -> JointDraws | None:
     """Draw `depth` tokens again and again with loaded models, at the place in an answer where a
     wrong judgement is most visible; None if nothing is drafted. Drafts have one token, two, and so
-    on in turn, so that the bonus token behind a whole draft is among the tested ones. Not for
+    on in turn, so that the bonus token after a fully accepted draft is tested, too. Not for
     drafts from the target's states, which read its context.
     """
     assert session.draft is None or session.draft.reads in ("text", "last states")
@@ -242,7 +255,7 @@ def draw_with_models(
         has_states = session.draft is not None and session.draft.reads == "last states"
         target = MemoBackend(cache, has_states=has_states)
         drafts = [MemoBackend(each) for each in draft_caches]
-        with patch("specgen.session.drafter_factory.SamplingPipeline", RememberingShaper):
+        with patch.object(drafter_factory, "SamplingPipeline", RememberingPipeline):
             sequence = DrafterFactory(session).new_answer(prompt, n_ctx, drafts, seed)
         loop = AnswerLoop(target, session.clock)
         place = _find_place(sequence, loop)
@@ -253,7 +266,8 @@ def _find_place(sequence: AnswerState, loop: AnswerLoop) -> _Mark | None:
     scout = _Scout(sequence.verifier)
     searching = replace(sequence.options, max_tokens=N_SEARCHED, stop=())
     answering = replace(sequence, verifier=scout, options=searching)
-    best, best_chance = None, 0.0
+    best = None
+    best_chance = 0.0
     read_prompt(loop, answering)
     while not answering.is_finished:
         place = _Mark(answering)
@@ -261,7 +275,8 @@ def _find_place(sequence: AnswerState, loop: AnswerLoop) -> _Mark | None:
         loop.round([answering])
         assert answering.failure is None, answering.failure
         if scout.chance > best_chance:
-            best, best_chance = place, scout.chance
+            best = place
+            best_chance = scout.chance
     return best
 
 
@@ -277,13 +292,13 @@ def _draw(
         policy.n_max = 1 + policy.n_max % max(1, min(depth, sequence.policy.n_max))
         place.restore(drawing)
         loop.target.remove(0, place.n_tokens - 1)
-        once = replace(drawing, tally=Tally(), finish_reason=None)
+        once = replace(drawing, stats=AnswerStats(), finish_reason=None)
         found: list[int] = []
         while len(found) < depth and not once.is_finished:
             found += tokens_of(loop.round([once]))
             assert once.failure is None, once.failure
-        n_drafted += once.tally.n_drafted
-        n_accepted += once.tally.n_accepted
+        n_drafted += once.stats.n_drafted
+        n_accepted += once.stats.n_accepted
         drawn[tuple(found[:depth])] += 1
     place.restore(drawing)
     exact = exact_cells(sequence, loop.target, depth)
@@ -292,8 +307,8 @@ def _draw(
 
 def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell, float]:
     """The probability of each continuation of the text by `depth` tokens, or to its end."""
-    # Another shaper: that of the draws remembers the distributions that it used, right or wrong.
-    shaper = SamplingPipeline(sequence.shaper._sampler, sequence.state)  # noqa: SLF001
+    # Another pipeline: that of the draws remembers the distributions that it used, right or wrong.
+    sampling = SamplingPipeline(sequence.sampling._sampler, sequence.text_state)  # noqa: SLF001
     is_end = sequence.vocabulary.is_end
     cells: dict[Cell, float] = {}
 
@@ -301,14 +316,14 @@ def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell
         if len(path) == depth or (path and is_end(path[-1])):
             cells[path] = prob
             return
-        forced = sequence.state.forced(path)
+        forced = sequence.text_state.forced(path)
         if forced is not None:
             follow((*path, forced), prob)
             return
-        text = (*sequence.state.tokens, *path)
-        target.remove(0, len(sequence.state.tokens) - 1)
+        text = (*sequence.text_state.tokens, *path)
+        target.remove(0, len(sequence.text_state.tokens) - 1)
         batch = _rows(text, target.length(0), len(text), n_wanted=1)
-        step = shaper.distribution(target.decode(batch)[-1].copy(), path)
+        step = sampling.distribution(target.decode(batch)[-1].copy(), path)
         for token, p in zip(step.token_ids.tolist(), step.probs.tolist(), strict=True):
             follow((*path, token), prob * p)
 
@@ -316,9 +331,10 @@ def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell
     return cells
 
 
-class RememberingShaper(SamplingPipeline):
-    """A shaper that computes the distribution after each text once: for texts that come again and
-    again, with the same logits each time."""
+class RememberingPipeline(SamplingPipeline):
+    """Computes the distribution after each text once: for texts that come again and again, with the
+    same logits each time.
+    """
 
     def __init__(self, sampler: Sampler, state: TextState) -> None:
         super().__init__(sampler, state)

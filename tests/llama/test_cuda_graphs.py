@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace as Namespace
 
 import pytest
 
@@ -18,7 +17,9 @@ from specgen.options import ContextOptions
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: A token takes 10 ms, five rows 15; the first two decodes of a size take 2 and 8 ms more.
-SECONDS, LAUNCH_S, RECORD_S = {1: 0.010, 5: 0.015}, 0.002, 0.008
+SECONDS = {1: 0.010, 5: 0.015}
+LAUNCH_S = 0.002
+RECORD_S = 0.008
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Device:
 
 
 def drafted(costs: GraphCostTable, device: Device, gains: list[int]) -> list[bool]:
-    """Whether a draft of four tokens is verified in each round, by the tokens that it would gain."""
+    """Whether a draft of four tokens is verified in each round, by the tokens that it gains."""
     found = []
     for gain in gains:
         extra_s = costs.seconds_each(5) - costs.seconds_each(1)
@@ -49,7 +50,8 @@ def drafted(costs: GraphCostTable, device: Device, gains: list[int]) -> list[boo
 
 
 def test_single_drafts_are_not_worth_a_change_of_size() -> None:
-    costs, device = GraphCostTable(SECONDS, n_layer=40), Device()
+    costs = GraphCostTable(SECONDS, n_layer=40)
+    device = Device()
     found = drafted(costs, device, [0, 0, 0, 0, 0, 1] * 30)
     plain_s = len(found) * SECONDS[1] + LAUNCH_S + RECORD_S
     assert device.seconds - SECONDS[1] * sum(found) < 1.02 * plain_s
@@ -57,7 +59,8 @@ def test_single_drafts_are_not_worth_a_change_of_size() -> None:
 
 
 def test_drafts_in_a_row_are() -> None:
-    costs, device = GraphCostTable(SECONDS, n_layer=40), Device()
+    costs = GraphCostTable(SECONDS, n_layer=40)
+    device = Device()
     found = drafted(costs, device, [0] * 20 + [3] * 40 + [0] * 20 + [3] * 20)
     assert sum(found[20:60]) == 40
     assert not any(found[:20] + found[60:80])
@@ -65,7 +68,8 @@ def test_drafts_in_a_row_are() -> None:
 
 
 def test_changes_say_nothing_of_what_a_size_costs() -> None:
-    costs, device = GraphCostTable(SECONDS, n_layer=40), Device()
+    costs = GraphCostTable(SECONDS, n_layer=40)
+    device = Device()
     for n_rows in [1, 5, 1, 1, 5, 5] * 20:
         costs.observe(n_rows, device.decode(n_rows))
     assert costs.known == pytest.approx(SECONDS)
@@ -85,20 +89,23 @@ def test_no_graphs_are_replayed_on_a_cpu_or_where_they_are_off(
 ) -> None:
     model = LlamaModel(write_tiny_model(tmp_path / "tiny.gguf", TinyConfig()))
     devices = ["CPU"]
-    monkeypatch.setattr("specgen.llama.cuda_graphs.native_devices", lambda: devices)
-    monkeypatch.setattr("specgen.llama.cuda_graphs.device_of", lambda name: Namespace(name=name))
-    assert not replays_graphs(model, -1)
+
+    def replays(n_gpu_layers: int) -> bool:
+        return replays_graphs(model, n_gpu_layers, lambda: devices)
+
+    assert not replays(-1)
     devices.append("CUDA0")
     counts = (-1, model.n_layer + 1, 0, model.n_layer)
-    assert [replays_graphs(model, n) for n in counts] == [True, True, False, False]
+    assert [replays(n) for n in counts] == [True, True, False, False]
     monkeypatch.setenv("GGML_CUDA_DISABLE_GRAPHS", "1")
-    assert not replays_graphs(model, -1)
+    assert not replays(-1)
     model.close()
 
 
 def test_a_draft_reads_a_few_rows_one_by_one_and_says_the_same(tmp_path: Path) -> None:
     model = LlamaModel(write_tiny_model(tmp_path / "tiny.gguf", TinyConfig()))
-    options, found = ContextOptions(cache_type_k="f32", cache_type_v="f32"), []
+    options = ContextOptions(cache_type_k="f32", cache_type_v="f32")
+    found = []
     for replays in (False, True):
         backend = LlamaBackend(model, options, n_ctx=64, clock=time.perf_counter)
         backend.replays_graphs = replays

@@ -11,7 +11,7 @@ from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
 from specgen.method.cascade import Cascade
 from specgen.method.policy import FixedPolicy, Offer, RoundPlan
-from specgen.method.stopping import StoppingRule
+from specgen.method.stopping import DraftStep, StoppingRule
 from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
@@ -74,17 +74,20 @@ class Models:
 
 
 class UpToTwo(StoppingRule):
-    """A draft of at most two tokens of a model: it has looked for a third one before it stops."""
+    """A draft of at most two tokens of a model, which stops after a draft step for a third one."""
 
-    def after_draft_step(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
-        return n < 2, True, whole
+    def after_draft_step(
+        self, n_drafted: int, cumulative_acceptance: float, confidence: float
+    ) -> DraftStep:
+        return DraftStep(n_drafted < 2, True, cumulative_acceptance)
 
 
 class EitherDraft(FixedPolicy):
     """Takes three tokens of n-grams, or where they find fewer two of the model."""
 
     def plan(self, offer: Offer) -> RoundPlan:
-        n_max, found = min(self.n_max, offer.n_most), offer.found.first(3)
+        n_max = min(self.n_max, offer.n_most)
+        found = offer.found.first(3)
         if n_max < 1:
             return RoundPlan("no room")
         if len(found) == 3:
@@ -133,9 +136,9 @@ def test_nothing_that_a_model_holds_is_decoded_again(
     if name in COMBINED and n_draft == 6:
         assert {nodes[0].origin for nodes in drafts(events)} == {"ngram", "model"}
     # The target: the prompt, then one batch a round; the last token needs no decode.
-    tally = generation.tally
-    assert made.target.n_decodes == 1 + tally.n_rounds
-    assert made.target.n_decoded_rows == len(PROMPT) + tally.n_rounds + tally.n_drafted
+    stats = generation.stats
+    assert made.target.n_decodes == 1 + stats.n_rounds
+    assert made.target.n_decoded_rows == len(PROMPT) + stats.n_rounds + stats.n_drafted
 
 
 def test_what_was_committed_rides_in_the_next_batch() -> None:
@@ -171,7 +174,8 @@ def test_guesses_change_what_is_decoded_at_once_and_nothing_that_is_drafted(
     fast, events = setup(staged, name, 6, p_min=p_min).run()
     assert fast.tokens == plain.tokens
     assert drafts(events) == drafts(plain_events)
-    backend, guessed = alone_too.backends[-1], staged.backends[-1]
+    backend = alone_too.backends[-1]
+    guessed = staged.backends[-1]
     assert guessed.n_decodes <= backend.n_decodes
     n_right = backend.n_decodes - guessed.n_decodes
     assert n_right > 0 or name != "staged by a model" or noise > 0.0

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters.model_drafter import ModelDrafter
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import DraftedEvent
 from specgen.method.acceptance import AcceptanceRates
@@ -96,7 +96,7 @@ def test_independent_walks_lead_from_the_root_down_and_stay_whole() -> None:
     rest = ("m",) * 3, (None,) * 3, (None,) * 3
     walks = Draft((1, 2, 3), (ROOT, 0, ROOT), *rest, walks=((0, 1), (2,), (0,)))
     for walk in [(1,), (0, 2), ()]:
-        with pytest.raises(ValueError, match="no walk"):
+        with pytest.raises(ValueError, match="not a path"):
             replace(walks, walks=(walk,))
     assert walks.first(3) is walks
     moved = walks.only([2, 0, 1])
@@ -173,7 +173,7 @@ def drawn_tree(
         for _ in range(min((1, 1, 2, 2, 3)[number // 5 % 5], n_max - len(tokens))):
             if left is None:
                 break
-            token = left.draw(fate)  # type: ignore[arg-type]
+            token = left.sample(fate)  # type: ignore[arg-type]
             child = len(tokens)
             tokens.append(token)
             parents.append(node)
@@ -244,18 +244,20 @@ def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
     source = speaks(seed + 1)
 
     def draw(fate: Fate) -> Draft:
-        nodes, sources = dict[tuple[int, ...], int](), list[Distribution]()
+        nodes = dict[tuple[int, ...], int]()
+        sources = list[Distribution]()
         walks = []
         for _ in range(n_walks):
             texts: list[tuple[int, ...]] = [()]
             for _ in range(n_deep):
                 after = source(texts[-1])
-                texts.append((*texts[-1], after.draw(fate)))  # type: ignore[arg-type]
+                texts.append((*texts[-1], after.sample(fate)))  # type: ignore[arg-type]
                 if texts[-1] not in nodes:
                     nodes[texts[-1]] = len(nodes)
                     sources.append(after)
             walks.append(tuple(nodes[text] for text in texts[1:]))
-        n, tokens = len(nodes), tuple(text[-1] for text in nodes)
+        n = len(nodes)
+        tokens = tuple(text[-1] for text in nodes)
         parents = tuple(nodes.get(text[:-1], ROOT) for text in nodes)
         return Draft(tokens, parents, ("m",) * n, (None,) * n, tuple(sources), tuple(walks))
 
@@ -281,7 +283,9 @@ def test_whatever_is_drawn_the_target_is_told(
 @pytest.mark.parametrize("verifier", [BlockVerifier(), ResidualVerifier(), SpecTrVerifier()])
 @pytest.mark.parametrize("seed", range(10))
 def test_of_a_single_draw_as_much_is_accepted_as_can_be(verifier: Verifier, seed: int) -> None:
-    target, source, paths = speaks(seed)(()), speaks(seed + 1)(()), list[tuple[int, ...]]()
+    target = speaks(seed)(())
+    source = speaks(seed + 1)(())
+    paths = list[tuple[int, ...]]()
 
     def happen(fate: Fate) -> None:
         draft = walks_by(seed, 1, 1)(fate)
@@ -360,14 +364,15 @@ def draw(
             drafter=make_drafter(int(rng.integers(2**31))),
             sampler=sampler,
             drafting=FIXED,
-            # ContextSpec for whole drafts.
+            # Room for whole drafts.
             options=GenerationOptions(max_tokens=1 + N_TOKENS + 2),
             seed=10_000 + draw_number,
             prompt=SHORT_PROMPT,
             verifier=verifier,
             n_batch=128,
         )
-        loop, generation = AnswerLoop(setup.backend(), Clock()), setup.generation()
+        loop = AnswerLoop(setup.backend(), Clock())
+        generation = setup.generation()
         read_prompt(loop, generation)
         while len(generation.answer) < 1 + N_TOKENS:
             loop.round([generation])
@@ -478,7 +483,7 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
 def grown(
     drafter: Drafter, language: Language, batch_s: dict[int, float]
 ) -> tuple[AnswerState, list[bool]]:
-    """An answer with drafts by these costs of the target's batches, and which drafts have branches."""
+    """An answer with drafts by these costs of the target's batches; which drafts have branches."""
     setup = Setup(
         language=language,
         drafter=drafter,
@@ -489,10 +494,8 @@ def grown(
         n_branches=16,
     )
     target = Timed(setup.backend(), CostTable(batch_s))
-    loop, generation = (
-        AnswerLoop(cast(Backend, target), lambda: target.decode_s),
-        setup.generation(),
-    )
+    loop = AnswerLoop(cast(Backend, target), lambda: target.decode_s)
+    generation = setup.generation()
     drafted = [event.nodes for event in loop.run(generation) if isinstance(event, DraftedEvent)]
     return generation, [len({node.parent for node in nodes}) < len(nodes) for nodes in drafted]
 
@@ -506,8 +509,8 @@ def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() 
     for drafter in (tree, chain):
         generation, branched = grown(drafter, language, CHEAP)
         assert any(branched) == (drafter is tree)
-        assert generation.tally.mean_accepted_length is not None
-        lengths.append(generation.tally.mean_accepted_length)
+        assert generation.stats.mean_accepted_length is not None
+        lengths.append(generation.stats.mean_accepted_length)
     assert lengths[0] > 1.15 * lengths[1]
 
 
@@ -528,7 +531,7 @@ def test_a_tree_is_no_deeper_than_it_may_be(shape: str) -> None:
     drafter, _ = tree_drafter(language, WORDS, shape, costs=costs, n_deepest=2)
     drafting, policy = (BY_COST, by_cost) if is_auto else (FIXED, None)
     setup = Setup(language, drafter=drafter, drafting=drafting, policy=policy, n_branches=16)
-    assert len(setup.run()[0].tally.drafted_by_depth) == 2
+    assert len(setup.run()[0].stats.drafted_by_depth) == 2
 
 
 def test_a_shape_may_ask_for_many_guesses() -> None:

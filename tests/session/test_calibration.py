@@ -20,7 +20,7 @@ from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.calibration import (
     ACCEPTANCE,
-    Costs,
+    PairCosts,
     expected_gain,
     is_pair_measured,
     measure_costs,
@@ -30,6 +30,7 @@ from specgen.session.calibration import (
 from specgen.session.engine import Engine
 from specgen.session.measurement_store import MeasurementStore, Threads
 from specgen.session.session import Session
+from specgen.system import machine
 from specgen.system.arrays import Logits
 from specgen.system.machine import CoreTime
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -123,7 +124,8 @@ def test_where_graphs_are_replayed_the_third_decode_of_a_size_counts() -> None:
 
 
 def test_an_interrupt_ends_it_between_decodes() -> None:
-    model, answers = backend(), iter([False, False, True])
+    model = backend()
+    answers = iter([False, False, True])
     with pytest.raises(KeyboardInterrupt):
         measure_sizes(model, timed_batch_sizes(8), 1.0, lambda: next(answers))
     assert len(timed_sizes(model)) == 2
@@ -131,14 +133,14 @@ def test_an_interrupt_ends_it_between_decodes() -> None:
 
 # --- what to expect
 
-COSTS = Costs({1: 0.03, 2: 0.04, 3: 0.05, 4: 0.06}, 0.002)
+COSTS = PairCosts({1: 0.03, 2: 0.04, 3: 0.05, 4: 0.06}, 0.002)
 
 
 def test_the_expected_speed_up_is_that_of_the_best_number_of_tokens() -> None:
     # 1: 3 * 1.7 / (4 + 0.2), 2: 3 * 2.19 / (5 + 0.4), 3: 3 * 2.533 / (6 + 0.6)
     assert expected_gain(COSTS) == pytest.approx(3 * 2.19 / 5.4)
     # A batch that seemed to cost less than a token is not believed.
-    expected = expected_gain(Costs({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
+    expected = expected_gain(PairCosts({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
     assert expected == pytest.approx(sum(ACCEPTANCE**depth for depth in range(4)))
 
 
@@ -177,7 +179,8 @@ def test_the_number_of_threads_changes_in_an_open_context(model: LlamaModel) -> 
 
 
 def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None:
-    target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
+    target = tiny_models / "target.gguf"
+    draft = tiny_models / "draft.gguf"
     measurements = MeasurementStore()
     measurements.keep_threads(target, ContextOptions(), Threads(1, 2))
     measurements.keep_threads(draft, ContextOptions(), Threads(2, 1))
@@ -220,9 +223,10 @@ def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> Non
 def test_what_a_busy_machine_costs_holds_for_its_run_only(
     share_of_others: float, tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
+    file = tmp_path / "learnt.json"
+    draft = tiny_models / "draft.gguf"
     times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
-    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
+    monkeypatch.setattr(machine, "core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
     measurements = MeasurementStore(file)
     with Session(options, time.perf_counter, measurements) as loaded:
@@ -243,7 +247,7 @@ def test_an_answer_on_a_busy_machine_teaches_no_costs(
 ) -> None:
     file = tmp_path / "learnt.json"
     times = (CoreTime(10.0 * n, (4.0 + 6.0 * share_of_others) * n, 4.0 * n) for n in count())
-    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
+    monkeypatch.setattr(machine, "core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", tiny_models / "draft.gguf")
     measurements = MeasurementStore(file)
     with (

@@ -8,23 +8,25 @@ from pathlib import Path
 
 import pytest
 
-import specgen.session.calibration
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models.files import identify, measurements_file
 from specgen.options import DraftSource
-from specgen.session.calibration import Costs
-from specgen.session.choose_models import DraftChoice, SavedDraft, save_draft, saved_drafts_file
+from specgen.session import calibration
+from specgen.session.calibration import PairCosts
+from specgen.session.choose_models import DraftChoice
 from specgen.session.open import use_first
+from specgen.session.saved_drafts import SavedDraft, save_draft, saved_drafts_file
 from specgen.session.session import Session
+from specgen.system import machine
 from tests.helpers.cli import Specgen
 from tests.helpers.sessions import opened
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
-CHEAP = Costs({1: 0.030, 2: 0.031, 3: 0.032, 4: 0.033}, 0.001)
-DEAR = Costs({1: 0.030, 2: 0.060, 3: 0.090, 4: 0.120}, 0.001)
-SLOW_DRAFT = Costs(CHEAP.batch_s, 0.030)
+CHEAP = PairCosts({1: 0.030, 2: 0.031, 3: 0.032, 4: 0.033}, 0.001)
+DEAR = PairCosts({1: 0.030, 2: 0.060, 3: 0.090, 4: 0.120}, 0.001)
+SLOW_DRAFT = PairCosts(CHEAP.batch_s, 0.030)
 
 
 class Measured:
@@ -32,7 +34,7 @@ class Measured:
     is asked. The target's batches are those of the first costs."""
 
     def __init__(self) -> None:
-        self.costs: dict[str, Costs | Exception] = {}
+        self.costs: dict[str, PairCosts | Exception] = {}
         self.asked: list[str] = []
 
     def __call__(
@@ -44,7 +46,7 @@ class Measured:
     ) -> dict[int, float]:
         name = backend.model.name
         if name == "target.gguf":
-            found = [costs for costs in self.costs.values() if isinstance(costs, Costs)]
+            found = [costs for costs in self.costs.values() if isinstance(costs, PairCosts)]
             return dict((found[0] if found else CHEAP).batch_s)
         self.asked.append(name)
         costs = self.costs.get(name, CHEAP)
@@ -56,8 +58,8 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     measured = Measured()
-    monkeypatch.setattr(specgen.session.calibration, "measure_sizes", measured)
-    monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
+    monkeypatch.setattr(calibration, "measure_sizes", measured)
+    monkeypatch.setattr(machine, "share_of_others", lambda *_: 0.0)
     return measured
 
 
@@ -86,7 +88,8 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
     note = use_first(session, choices)
     assert session.draft_name == "bad.gguf"
     assert note == (
-        "not drafting with draft.gguf: by its costs answers would be about 0.8 times as fast as without drafts; "
+        "not drafting with draft.gguf: "
+        "by its costs answers would be about 0.8 times as fast as without drafts; "
         "drafting with the general one; find a better"
     )
     assert measured.asked == ["draft.gguf", "bad.gguf"]
@@ -109,7 +112,8 @@ def test_where_batches_are_too_dear_no_other_model_is_tried(
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
     assert use_first(session, choices) == (
-        "not drafting with draft.gguf: batches of the target take too long here for any draft model; "
+        "not drafting with draft.gguf: "
+        "batches of the target take too long here for any draft model; "
         "drafting with n-grams; search"
     )
     assert session.draft_name == "ngram"
@@ -145,7 +149,8 @@ def target(tiny_models: Path) -> Path:
     config.mkdir(parents=True)
     about = 'licence = "MIT"\nparameters = "1"\nquantisation = "F32"\ndescription = "tiny"\n'
     tables = "".join(
-        f'[[models]]\nname = "{path.stem}"\nfile = "{path.name}"\nsize_bytes = {path.stat().st_size}\n'
+        f'[[models]]\nname = "{path.stem}"\nfile = "{path.name}"\n'
+        f"size_bytes = {path.stat().st_size}\n"
         f'sha256 = "{file_sha256(path)}"\n{about}'
         for path in (target, draft)
     )

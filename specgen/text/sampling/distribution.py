@@ -40,8 +40,8 @@ class Distribution:
     def mode(self) -> int:
         return int(self.token_ids[self.probs.argmax()])
 
-    def draw(self, rng: np.random.Generator) -> int:
-        """Draw a token with one uniform number; a certain token takes none. So plain and
+    def sample(self, rng: np.random.Generator) -> int:
+        """Sample a token with one uniform number; a certain token takes none. So plain and
         speculative decoding draw equal tokens in equal states of their generators.
         """
         if len(self.token_ids) == 1:
