@@ -19,7 +19,6 @@ from specgen.drafters.interface import (
     DraftSource,
 )
 from specgen.drafters.states import (
-    N_DRAFT_CELLS,
     N_USUAL,
     LayerDrafter,
     StatesCache,
@@ -122,11 +121,8 @@ class MtpDraft(StatesDraft):
         context = MtpContext(
             self._model,
             spec.options_of(self.key),
-            n_ctx=spec.n_ctx + N_DRAFT_CELLS,
-            n_branches=self._n_branches(spec.n_rows),
-            n_slots=spec.n_slots,
-            clock=spec.clock,
-            n_shared_tokens=self._n_shared_tokens,
+            self._context_size(spec),
+            spec.clock,
         )
         return (context,)
 

@@ -35,6 +35,7 @@ from specgen.drafters.tree_cache import TreeCache
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama.gguf_file import architecture_of
+from specgen.llama.hidden_state_contexts import DraftContextSize, HiddenStateContext
 from specgen.method.backend import Batch
 from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT
@@ -49,7 +50,6 @@ from specgen.system.arrays import Hidden, Logits
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.llama.hidden_state_contexts import HiddenStateContext
     from specgen.llama.paired_drafts import TrainedDraftModel
 
 #: The most rows that count as those of the last round, and not as a prefill.
@@ -353,6 +353,14 @@ class StatesDraft(LoadedDraft):
     def _n_branches(self, n_rows: int) -> int:
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
+    def _context_size(self, spec: ContextSpec) -> DraftContextSize:
+        return DraftContextSize(
+            n_ctx=spec.n_ctx + N_DRAFT_CELLS,
+            n_slots=spec.n_slots,
+            n_branches=self._n_branches(spec.n_rows),
+            n_shared_tokens=self._n_shared_tokens,
+        )
+
     def _use_model(self, model: LlamaModel) -> None:
         """Use a loaded model, which is not the target. Raise `PairError` if it does not fit."""
         self.models = (model,)
@@ -401,11 +409,8 @@ class TrainedDraft(StatesDraft):
             self._model,
             spec.target,
             spec.options_of(self._model.path),
-            n_ctx=spec.n_ctx + N_DRAFT_CELLS,
-            n_branches=self._n_branches(spec.n_rows),
-            n_slots=spec.n_slots,
-            clock=spec.clock,
-            n_shared_tokens=self._n_shared_tokens,
+            self._context_size(spec),
+            spec.clock,
         )
         return (context,)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -44,6 +44,19 @@ _WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
 StateRows: TypeAlias = Literal["none", "wanted", "all"]
 
 
+@dataclass(frozen=True, slots=True)
+class DraftContextSize:
+    """The size of a context that several texts share."""
+
+    #: The cells of each text.
+    n_ctx: int
+    n_slots: int = 1
+    #: The sequences of each text.
+    n_branches: int = 1
+    #: Logits are of so many of the first tokens, which both vocabularies have; None: of all.
+    n_shared_tokens: int | None = None
+
+
 class RowLayout(NamedTuple):
     """What the rows of a context read and give."""
 
@@ -66,12 +79,8 @@ class HiddenStateContext(LlamaBackend):
         model: LlamaModel,
         target: LlamaBackend | None,
         options: ContextOptions,
-        *,
-        n_ctx: int,
+        size: DraftContextSize,
         clock: Callable[[], float],
-        n_shared_tokens: int | None = None,
-        n_branches: int = 1,
-        n_slots: int = 1,
     ) -> None:
         """Open a context.
 
@@ -80,29 +89,25 @@ class HiddenStateContext(LlamaBackend):
             target: The target's context, which from now on hands out what the draft reads; None for
                 MTP layers.
             options: Threads, cache types, and the size of batches.
-            n_ctx: The cells of each text.
+            size: The size of the context.
             clock: Measures `decode_s`.
-            n_shared_tokens: How many of the first tokens both vocabularies have: logits are of
-                these; None: all.
-            n_branches: The sequences of each text.
-            n_slots: The number of texts.
         """
-        layout = self._layout(model, n_branches, n_slots)
+        layout = self._layout(model, size)
         self._states_of = layout.states
         super().__init__(
             model,
             options,
-            n_ctx=n_ctx * n_slots,
+            n_ctx=size.n_ctx * size.n_slots,
             clock=clock,
-            n_sequences=n_branches * n_slots,
-            n_outputs=layout.n_outputs * n_slots,
-            n_branches=n_branches,
+            n_sequences=size.n_branches * size.n_slots,
+            n_outputs=layout.n_outputs * size.n_slots,
+            n_branches=size.n_branches,
             is_mtp=target is None,
             other=target.handle if target is not None else None,
         )
-        self._n_shared_tokens = n_shared_tokens
+        self._n_shared_tokens = size.n_shared_tokens
         #: The target's hidden states that the draft may still have to read, for each text.
-        self.hidden_states_by_slot = tuple(HiddenStateBuffer() for _ in range(n_slots))
+        self.hidden_states_by_slot = tuple(HiddenStateBuffer() for _ in range(size.n_slots))
         #: The draft's hidden state after each sequence's last row that wanted logits.
         self._states: dict[int, Hidden] = {}
         if layout.states != "none":
@@ -118,7 +123,7 @@ class HiddenStateContext(LlamaBackend):
             self._native_batch.native.embd = memory
             self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, layout.n_inputs)
 
-    def _layout(self, model: Any, n_branches: int, n_slots: int) -> RowLayout:
+    def _layout(self, model: Any, size: DraftContextSize) -> RowLayout:
         raise NotImplementedError
 
     def state(self, sequence: int) -> Hidden:
@@ -182,10 +187,10 @@ class MtpContext(HiddenStateContext):
         self,
         model: LlamaModel,
         options: ContextOptions,
+        size: DraftContextSize,
+        clock: Callable[[], float],
         *,
-        n_branches: int = 1,
         layer: int = 0,
-        **sizes: Any,
     ) -> None:
         """Open the context of a layer and, for the first one, those of all layers.
 
@@ -194,22 +199,24 @@ class MtpContext(HiddenStateContext):
         """
         if model.why_no_mtp:
             raise BackendError(f"{model.name}: {model.why_no_mtp}")
-        super().__init__(model, None, options, n_branches=n_branches, **sizes)
+        super().__init__(model, None, options, size, clock)
         compute_frequent_tokens(self)
         llama_cpp_ext.llama_set_nextn_layer_offset(self.handle, layer)
         #: The contexts of all layers, if this is the first layer's.
         self.layers: tuple[MtpContext, ...] = (self,)
         if layer == 0:
+            chain_size = replace(size, n_branches=1)
             try:
                 for other in range(1, model.n_mtp_layers):
-                    self.layers += (MtpContext(model, options, layer=other, **sizes),)
+                    context = MtpContext(model, options, chain_size, clock, layer=other)
+                    self.layers += (context,)
             except SpecgenError:
                 self.close()
                 raise
 
-    def _layout(self, model: LlamaModel, n_branches: int, _n_slots: int) -> RowLayout:
+    def _layout(self, model: LlamaModel, size: DraftContextSize) -> RowLayout:
         states: StateRows = "wanted" if model.architecture in _WANTED_ROWS_ONLY else "all"
-        return RowLayout(model.n_embd_out, min(n_branches, _WIDEST), states)
+        return RowLayout(model.n_embd_out, min(size.n_branches, _WIDEST), states)
 
     def close(self) -> None:
         """Close the contexts of all layers."""
@@ -225,9 +232,9 @@ class EagleContext(HiddenStateContext):
     hidden state, or, for a drafted token, the draft's own hidden state.
     """
 
-    def _layout(self, model: EagleModel, n_branches: int, n_slots: int) -> RowLayout:
-        n_each = -(-_MOST_EAGLE_ROWS // n_slots)  # rounded up
-        return RowLayout(model.n_embd, n_outputs=max(n_each, min(n_branches, _WIDEST)))
+    def _layout(self, model: EagleModel, size: DraftContextSize) -> RowLayout:
+        n_each = -(-_MOST_EAGLE_ROWS // size.n_slots)  # rounded up
+        return RowLayout(model.n_embd, n_outputs=max(n_each, min(size.n_branches, _WIDEST)))
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """Yield rows without logits together, and those from the first one with logits in parts.
@@ -283,8 +290,15 @@ class DflashContext(HiddenStateContext):
     the likeliest token before it.)
     """
 
-    def __init__(self, model: DflashModel, *context: Any, **sizes: Any) -> None:
-        super().__init__(model, *context, **sizes)
+    def __init__(
+        self,
+        model: DflashModel,
+        target: LlamaBackend,
+        options: ContextOptions,
+        size: DraftContextSize,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(model, target, options, size, clock)
         #: The draft.
         self.draft = model
         is_causal = model.metadata("dflash.attention.causal") == "true"
@@ -292,7 +306,7 @@ class DflashContext(HiddenStateContext):
         rope = llama_cpp.llama_model_rope_type(model.handle)
         self._n_positions = _N_MROPE_POSITIONS if rope == _MROPE else 1
 
-    def _layout(self, model: DflashModel, *_: object) -> RowLayout:
+    def _layout(self, model: DflashModel, _size: DraftContextSize) -> RowLayout:
         return RowLayout(n_outputs=model.n_most + 1, states="none")
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
@@ -350,16 +364,20 @@ class AssistantContext(HiddenStateContext):
         model: AssistantModel,
         target: LlamaBackend,
         options: ContextOptions,
-        *,
-        n_slots: int = 1,
-        **sizes: Any,
+        size: DraftContextSize,
+        clock: Callable[[], float],
     ) -> None:
-        sizes |= {"n_ctx": target.n_ctx // n_slots, "n_branches": target.n_sequences // n_slots}
-        options = replace(options, n_batch=_MOST_ASSISTANT_ROWS * n_slots)
-        super().__init__(model, target, options, n_slots=n_slots, **sizes)
+        """Open a context with the cells and sequences of the target's."""
+        size = replace(
+            size,
+            n_ctx=target.n_ctx // size.n_slots,
+            n_branches=target.n_sequences // size.n_slots,
+        )
+        options = replace(options, n_batch=_MOST_ASSISTANT_ROWS * size.n_slots)
+        super().__init__(model, target, options, size, clock)
         compute_frequent_tokens(self)
 
-    def _layout(self, model: AssistantModel, *_: object) -> RowLayout:
+    def _layout(self, model: AssistantModel, _size: DraftContextSize) -> RowLayout:
         return RowLayout(model.n_embd_out, _MOST_ASSISTANT_ROWS)
 
     def decode(self, batch: Batch) -> Logits:
