@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaModel
-from specgen.session.prompts.template import Message, ToolCall, render, unmarked
+from specgen.session.prompts.marked_text import unmarked
+from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import ThoughtReader
 from tests.helpers.common import NOW
 from tests.helpers.server import running, session_of
