@@ -25,26 +25,23 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Listed:
     """What is known of a kind before its `module` in `specgen.drafters`, which has a `KIND`, is
-    imported: the word after --draft, the GGUF architecture that only such drafts have, and how
-    their files are named.
+    imported: the word after --draft, and the GGUF architecture that only such drafts have.
     """
 
     module: str
     word: str = ""
     architecture: str = ""
-    file_prefixes: tuple[str, ...] = ()
 
 
 KINDS = (
     Listed("ngram", word="ngram"),
     Listed("heads", word="heads"),
-    Listed("mtp", word="mtp", file_prefixes=("mtp-",)),
-    Listed("eagle3", architecture="eagle3", file_prefixes=("eagle3-",)),
-    Listed("dflash", architecture="dflash", file_prefixes=("dflash-", "dspark-")),
+    Listed("mtp", word="mtp"),
+    Listed("eagle3", architecture="eagle3"),
+    Listed("dflash", architecture="dflash"),
     Listed("gemma4", architecture="gemma4-assistant"),
 )
 WORDS = tuple(kind.word for kind in KINDS if kind.word)
-FILE_PREFIXES = tuple(prefix for kind in KINDS for prefix in kind.file_prefixes)
 #: Any file may be a model: it comes after the kinds of other packages.
 ANY_FILE = "model"
 #: The entry points of other packages, each with a `DraftKind`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,13 +42,49 @@ def identify(path: Path) -> FileIdentity | None:
     return FileIdentity(path.name, sum(sizes)) if sizes and path.is_file() else None
 
 
-def identity_of(target: Path) -> FileIdentity:
-    if identity := identify(target):
-        return identity
-    from specgen.llama.gguf_file import check_file
+def identity_of(path: Path) -> FileIdentity:
+    """Return the identity of a model file.
 
-    check_file(target)  # which says what is wrong
-    raise ModelFileError(f"{target}: no such file")
+    Raises:
+        ModelFileError: if there is no such file, or it cannot be read.
+    """
+    identity = identify(path)
+    if identity is None:
+        check_model_path(path)
+        raise ModelFileError(f"{path}: cannot be read")  # it was when `check_model_path` looked
+    return identity
+
+
+def check_model_path(path: Path) -> None:
+    """Check that a path leads to the first file of a model, and that its other files are there.
+
+    Raises:
+        ModelFileError: otherwise; it says what the path leads to instead.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            names = sorted(str(file) for file in path.glob("*.gguf"))
+            hint = f"name the file: {', '.join(names[:3])}" if names else "it holds no .gguf file"
+            raise ModelFileError(f"{path}: a directory, not a model file", hint)
+        if not stat.S_ISREG(mode):  # reading a pipe would block
+            hint = "give the path of a .gguf file"
+            raise ModelFileError(f"{path}: a pipe or a device, not a model file", hint)
+        parts = parts_of(path)
+        missing = [part.name for part in parts if not part.exists()]
+    except FileNotFoundError:
+        hint = "give the path of a .gguf file, or a name that `specgen models list` shows"
+        raise ModelFileError(f"{path}: no such file", hint) from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+    if path.name != parts[0].name:
+        message = f"{path}: a later file of a model in several"
+        raise ModelFileError(message, f"give the first: {parts[0]}")
+    if missing:
+        raise ModelFileError(
+            f"{path}: the model has {len(parts)} files, and {', '.join(missing)} is missing",
+            "put all of them into one folder",
+        )
 
 
 def size_of(path: Path) -> int:

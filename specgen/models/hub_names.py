@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from specgen.drafters.kinds import FILE_PREFIXES
 from specgen.errors import UsageError
 from specgen.models.files import cache_folder, size_of
 from specgen.models.registry import CatalogueModel
@@ -21,6 +20,8 @@ PREFIX = "hf:"
 USUAL_QUANTS = ("Q4_K_M", "Q8_0")
 #: Files with these in their names belong to a model, but are none.
 _NO_MODELS = ("mmproj", "imatrix")
+#: The names of files that hold a draft for a single target, and not a whole model, begin so.
+DRAFT_PREFIXES = ("mtp-", "eagle3-", "dflash-", "dspark-")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
@@ -71,7 +72,7 @@ def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[lis
     """Return the models among files, each as its files in order; `with_drafts` those for one
     target, too.
     """
-    left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *FILE_PREFIXES)
+    left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *DRAFT_PREFIXES)
     every = set(names)
     found = []
     for name in sorted(every):
@@ -102,7 +103,7 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
 
 def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
     path = PurePosixPath(model)
-    if path.name.startswith(FILE_PREFIXES):
+    if path.name.startswith(DRAFT_PREFIXES):
         return None
     beside = [
         name
