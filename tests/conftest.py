@@ -27,7 +27,7 @@ from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import (
     INSTRUCTIONS_VARIABLE,
     VERDICTS,
-    Verdict,
+    KernelVerdict,
     library_path,
     self_test_of,
 )
@@ -79,10 +79,10 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_self_tests: dict[tuple[Path, str], Verdict] = {}
+_self_tests: dict[tuple[Path, str], KernelVerdict] = {}
 
 
-def _remembered(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
+def _remembered(library: Path, cache: Path, *, anew: bool = False) -> KernelVerdict:
     """What comes of testing the library that was built, from the first time on."""
     if anew or library != library_path():
         return self_test_of(library, cache, anew=anew)

@@ -100,7 +100,7 @@ class CatalogueModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ModelPair:
     """A target model and what drafts for it: the name of a model, or `NGRAM`."""
 
     name: _Name
@@ -119,12 +119,12 @@ class _Document:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     models: tuple[CatalogueModel, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[ModelPair, ...] = ()
     default_pair: str | None = None
     general_draft: str | None = None
 
 
-_Entry = TypeVar("_Entry", CatalogueModel, Pair)
+_Entry = TypeVar("_Entry", CatalogueModel, ModelPair)
 _Found = TypeVar("_Found")
 
 
@@ -133,7 +133,7 @@ class Registry:
     """Every model and pair by its name, in the order in which they are shown."""
 
     models: Mapping[str, CatalogueModel]
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, ModelPair]
     #: The pair that is taken where none is asked for.
     default_pair: str
     #: The small model that may draft for targets of which no partner is known.
@@ -142,10 +142,10 @@ class Registry:
     def model(self, name: str, others: Iterable[str] = ()) -> CatalogueModel:
         return self._find(name, self.models, "model", others)  # `others` may have been meant
 
-    def pair(self, name: str) -> Pair:
+    def pair(self, name: str) -> ModelPair:
         return self._find(name, self.pairs, "pair")
 
-    def pairs_for(self, target: CatalogueModel) -> tuple[Pair, ...]:
+    def pairs_for(self, target: CatalogueModel) -> tuple[ModelPair, ...]:
         pairs = [pair for pair in self.pairs.values() if pair.target == target.name]
         return tuple(sorted(pairs, key=lambda pair: pair.name != self.default_pair))
 

@@ -15,7 +15,7 @@ import pytest
 
 from specgen.errors import UsageError
 from specgen.llama.kernels import admission
-from specgen.llama.kernels.admission import VERDICTS, Verdict, run_self_test, self_test_of
+from specgen.llama.kernels.admission import VERDICTS, KernelVerdict, run_self_test, self_test_of
 from specgen.llama.kernels.attached import ggml_version
 from specgen.system.machine import REBUILD, REQUIRED_VERSION
 from tests.helpers.cli import Cli, complaint, ended, events_of
@@ -25,7 +25,7 @@ from tests.helpers.kernels import stand_in
 pytestmark = pytest.mark.slow
 
 PROMPT = "def add(a, b): return a + b"
-PASSED = Verdict("passed", "all is well", "avx2")
+PASSED = KernelVerdict("passed", "all is well", "avx2")
 
 
 def python(program: str) -> list[str]:
@@ -33,7 +33,7 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def answering(answer: Verdict, log: Path | None = None) -> list[str]:
+def answering(answer: KernelVerdict, log: Path | None = None) -> list[str]:
     """A child that gives an answer without testing anything, and notes each time it does."""
     noting = f"open({str(log)!r}, 'a').write('tested\\n'); " if log else ""
     return python(f"{noting}print({json.dumps(asdict(answer))!r})")
@@ -236,7 +236,7 @@ def test_what_was_not_built_is_not_used(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_does_not_pass_is_not_used(
     tmp_path: Path, library: Path, tested_by: TestedBy, outcome: str
 ) -> None:
-    tested_by(answering(Verdict(outcome, "the reason")))
+    tested_by(answering(KernelVerdict(outcome, "the reason")))
     status = admission.choose_kernels("auto", tmp_path)
     assert status.computes == "llama.cpp"
     assert status.path == library
@@ -255,7 +255,7 @@ def test_what_does_not_pass_is_not_used(
 @pytest.fixture
 def refused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that are there, and not for this machine."""
-    result = Verdict("refused", "they are for ggml 0.0.0")
+    result = KernelVerdict("refused", "they are for ggml 0.0.0")
     monkeypatch.setattr(admission, "self_test_of", lambda *_args, **_options: result)
     monkeypatch.setenv("SPECGEN_KERNELS", "auto")
 

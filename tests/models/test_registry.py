@@ -17,7 +17,7 @@ from specgen.cli.models import models_of
 from specgen.errors import UnknownModelError, UsageError
 from specgen.models.files import FileIdentity, identify
 from specgen.models.hub_names import folder_of
-from specgen.models.registry import NGRAM, CatalogueModel, Pair, Registry, load_registry
+from specgen.models.registry import NGRAM, CatalogueModel, ModelPair, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
 from specgen.session.choose_models import (
     DraftChoice,
@@ -271,7 +271,8 @@ def registry(*pairs: tuple[str, str], general: str | None = "tiny") -> Registry:
     """Models big, large, small, middle and tiny, and pairs of a target and its draft."""
     sizes = {"big": 4000, "large": 3999, "middle": 2000, "small": 1500, "tiny": 1000}
     named = {
-        f"{target}-{draft}": Pair(f"{target}-{draft}", target, draft, "") for target, draft in pairs
+        f"{target}-{draft}": ModelPair(f"{target}-{draft}", target, draft, "")
+        for target, draft in pairs
     }
     models = {name: model(name, size) for name, size in sizes.items()}
     return Registry(models, named, "big-small", general)

@@ -164,7 +164,7 @@ _NOT_THE_KERNELS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class KernelVerdict:
     """What a self-test or a trial shows."""
 
     #: ``passed``, ``failed``, or ``refused``: the library itself says that it is not for this
@@ -179,15 +179,15 @@ class Verdict:
     hint: str = ""
 
 
-def _parsed(value: Any) -> Verdict | None:
+def _parsed(value: Any) -> KernelVerdict | None:
     with contextlib.suppress(TypeError):
-        found = Verdict(**value)
+        found = KernelVerdict(**value)
         if all(isinstance(each, str) for each in astuple(found)):
             return found
     return None
 
 
-def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
+def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> KernelVerdict:
     """Return the verdict of a library's self-test here: the remembered one if there is one, unless
     `anew`.
     """
@@ -200,13 +200,13 @@ def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
     return known
 
 
-def run_self_test(library: Path) -> Verdict:
+def run_self_test(library: Path) -> KernelVerdict:
     try:
         answer = ask_child_again([*CHILD, os.fspath(library)], SELF_TEST_TIMEOUT_S)
     except ChildError as error:
         last_words = error.last_words if isinstance(error, ChildDiedError) else ""
-        return Verdict("failed", _why(error) + (f": {last_words}" if last_words else ""))
-    return _parsed(answer) or Verdict("failed", "it gave no answer")
+        return KernelVerdict("failed", _why(error) + (f": {last_words}" if last_words else ""))
+    return _parsed(answer) or KernelVerdict("failed", "it gave no answer")
 
 
 def _why(error: ChildError) -> str:
@@ -247,7 +247,7 @@ class ModelTrials:
         self._kept = KeptResults(cache / VERDICTS)
         self._required = required
         self._circumstances: dict[str, str] = {}
-        self._known: dict[str, Verdict] = {}
+        self._known: dict[str, KernelVerdict] = {}
 
     def problem_of(self, file: Path, *, anew: bool = False) -> str:
         """Return why the kernels cannot compute a model; empty if they can. Raise `UsageError` if
@@ -268,11 +268,11 @@ class ModelTrials:
             )
         return verdict.message
 
-    def _tried(self, file: Path) -> Verdict | None:
+    def _tried(self, file: Path) -> KernelVerdict | None:
         """Try a skeleton of the model and, unless that is computed, the whole: llama.cpp may not
         take a skeleton.
         """
-        found: Verdict | None = None
+        found: KernelVerdict | None = None
         with contextlib.ExitStack() as resources:
             folder = self._folder(resources)
             for size in ("skeleton", "whole"):
@@ -290,7 +290,7 @@ class ModelTrials:
             return Path(resources.enter_context(inside))
         return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="specgen-trial-")))
 
-    def _verdict(self, file: Path, folder: Path, size: str) -> Verdict | None:
+    def _verdict(self, file: Path, folder: Path, size: str) -> KernelVerdict | None:
         """Return what a child shows; None if llama.cpp cannot load the file, or something else
         stopped the child.
         """
@@ -303,5 +303,7 @@ class ModelTrials:
             if isinstance(error, ChildDiedError) and error.signal_name in _NOT_THE_KERNELS:
                 return None
             begun = steps.read_text(encoding="utf-8").splitlines()
-            return Verdict("failed", f"{_why(error)} on {begun[-1]}" if begun else _why(error))
-        return None if answer.get("problem") else Verdict("passed")
+            return KernelVerdict(
+                "failed", f"{_why(error)} on {begun[-1]}" if begun else _why(error)
+            )
+        return None if answer.get("problem") else KernelVerdict("passed")

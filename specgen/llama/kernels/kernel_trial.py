@@ -29,7 +29,7 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.llama import operators
 from specgen.llama.context import LlamaBackend
 from specgen.llama.gguf_file import GgufMetadata, GgufTensor, opened_parts
-from specgen.llama.kernels.admission import Verdict
+from specgen.llama.kernels.admission import KernelVerdict
 from specgen.llama.kernels.attached import Kernels, attach
 from specgen.llama.library import ggml
 from specgen.llama.model import LlamaModel
@@ -59,23 +59,23 @@ class FailedTestError(Exception):
     """The kernels computed something wrong; the message names it."""
 
 
-def self_test(library: Path) -> Verdict:
+def self_test(library: Path) -> KernelVerdict:
     try:
         kernels = attach(library)
     except BackendError as error:
-        return Verdict("refused", error.message, hint=error.hint or "")
+        return KernelVerdict("refused", error.message, hint=error.hint or "")
     try:
         for type_name in TYPES:
             _test_product(kernels, type_name)
         _test_product(kernels, "q4_k", with_experts=True)
         n_attentions = sum(_test_attention(kernels, *attention) for attention in _ATTENTIONS)
     except (BackendError, FailedTestError) as error:
-        return Verdict("failed", str(error))
+        return KernelVerdict("failed", str(error))
     tested = f"products of {len(TYPES)} types of weights"
     if n_attentions:
         tested += f" and {n_attentions} attentions"
     message = f"{tested} agree with llama.cpp's, and rows are the same alone and in a batch"
-    return Verdict("passed", message, kernels.instructions)
+    return KernelVerdict("passed", message, kernels.instructions)
 
 
 def _test_product(kernels: Kernels, type_name: str, *, with_experts: bool = False) -> None:
