@@ -34,7 +34,7 @@ from specgen.options import (
 )
 from specgen.session.calibration import (
     WORTH,
-    Costs,
+    PairCosts,
     Status,
     expected_gain,
     known_costs,
@@ -246,7 +246,7 @@ class _DraftSelection:
             return None
         return choice.draft
 
-    def _load(self, draft: DraftSource, model: Path | None) -> Costs | None:
+    def _load(self, draft: DraftSource, model: Path | None) -> PairCosts | None:
         """Load a draft, and measure the costs of a `model`; one that cannot pay is not loaded."""
         if model is None:
             self.session.change_draft(draft)
