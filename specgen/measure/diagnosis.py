@@ -25,17 +25,10 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
 from specgen.system.files import as_json
-from specgen.system.machine import (
-    REBUILD,
-    REINSTALL,
-    REQUIRED_VERSION,
-    Build,
-    Device,
-    Machine,
-    look_at_machine,
-)
+from specgen.system.llama_build import REBUILD, REINSTALL, REQUIRED_VERSION, Build, Device
+from specgen.system.machine import Machine, look_at_machine
 from specgen.system.processes import ChildDiedError, ChildError, ask_child
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 
 if TYPE_CHECKING:
     from specgen.system.arrays import Logits
@@ -143,7 +136,7 @@ def _load(report: DoctorReport) -> str:
 
 def _test_kernels(report: DoctorReport) -> str:
     from specgen.llama.kernels import admission
-    from specgen.models.files import cache_folder
+    from specgen.system.folders import cache_folder
 
     if admission.wanted_in(os.environ) == "llama.cpp":
         reason, path = f"{admission.VARIABLE} asks for llama.cpp's", admission.library_path()
@@ -227,7 +220,7 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
     import numpy as np
 
     from specgen.llama.kernels.admission import ModelTrials, choose_kernels, wanted_in
-    from specgen.models.files import cache_folder
+    from specgen.system.folders import cache_folder
 
     options = ContextOptions(n_gpu_layers=-1 if place == "GPU" else 0)
     if file is None:

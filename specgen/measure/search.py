@@ -26,7 +26,7 @@ from specgen.session.measurement_store import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.system.progress import counted
+from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend

@@ -31,7 +31,8 @@ from specgen.models.hub_names import SHA256, HubReference
 from specgen.models.registry import CatalogueModel, HubSource, PypiSource
 from specgen.options import SourceChoice
 from specgen.system.files import existing_parent
-from specgen.system.progress import ProgressView, human_bytes
+from specgen.system.progress import ProgressView
+from specgen.system.quantities import human_bytes
 
 #: Set, the simple index at this address takes the place of PyPI's.
 INDEX_VARIABLE = "SPECGEN_PYPI_INDEX"

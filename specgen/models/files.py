@@ -1,12 +1,10 @@
-"""Model files (names, sizes, digests), and the folders in which specgen keeps its own files."""
+"""Model files: their names, sizes and digests, and the files that are made for a target."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import stat
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,36 +100,6 @@ def file_sha256(path: Path, report: Callable[[int], None] = lambda _n_bytes: Non
             digest.update(block)
             report(file.tell())
     return digest.hexdigest()
-
-
-# --- folders, none of which need exist
-
-
-def _folder(kind: str) -> Path:
-    if override := os.environ.get(f"SPECGEN_{kind.upper()}"):
-        return Path(override).expanduser()
-    import platformdirs
-
-    return Path(getattr(platformdirs, f"user_{kind}_dir")("specgen", appauthor=False))
-
-
-#: The folders of files that can be made or fetched again, that the user writes, and that the user
-#: wants to keep.
-cache_folder = partial(_folder, "cache")
-config_folder = partial(_folder, "config")
-data_folder = partial(_folder, "data")
-
-
-def packed_folder() -> Path:
-    return cache_folder() / "packed"
-
-
-def prefixes_folder(cache: Path) -> Path:
-    return cache / "prefixes"
-
-
-def measurements_file() -> Path:
-    return cache_folder() / "learnt.json"
 
 
 # --- what is made for a target

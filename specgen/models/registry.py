@@ -12,8 +12,9 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from specgen.errors import UnknownModelError, UsageError
-from specgen.models.files import FileIdentity, config_folder
+from specgen.models.files import FileIdentity
 from specgen.system.files import correct, read_toml
+from specgen.system.folders import config_folder
 
 #: A pair's draft that is no model: drafts are looked up in the text so far.
 NGRAM = "ngram"

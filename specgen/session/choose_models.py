@@ -14,12 +14,13 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from specgen.drafters.kinds import WORDS, is_word
 from specgen.errors import ModelFileError, UsageError
-from specgen.models.files import FileIdentity, cache_folder, config_folder, heads_file, identity_of
+from specgen.models.files import FileIdentity, heads_file, identity_of
 from specgen.models.hub_names import PREFIX, locate, looks_like_reference, parse_reference
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
 from specgen.system.files import correct, replace_json, write_errors
-from specgen.system.progress import measured_gain
+from specgen.system.folders import cache_folder, config_folder
+from specgen.system.quantities import measured_gain
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
 Fetch = Callable[[str], Path]

@@ -25,7 +25,6 @@ from specgen.llama import LlamaBackend
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState, interrupted_event
 from specgen.method.cost_table import CostTable
-from specgen.models.files import prefixes_folder
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
@@ -36,6 +35,7 @@ from specgen.session.request import Request, Slot
 from specgen.session.scheduler import Scheduler
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
+from specgen.system.folders import prefixes_folder
 from specgen.system.machine import LoadOfOthers, is_busy
 
 #: Texts with fewer tokens are read again.

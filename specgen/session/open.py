@@ -22,7 +22,6 @@ from specgen.llama.gguf_file import remember_checks
 from specgen.llama.kernels.admission import KernelStatus, choose_kernels, note_about
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import is_packed_first, keep_packed_weights
-from specgen.models.files import cache_folder, measurements_file, packed_folder
 from specgen.options import (
     Contexts,
     DraftOptions,
@@ -45,6 +44,7 @@ from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.opening_notes import notes_about
 from specgen.session.session import Session
+from specgen.system.folders import cache_folder, measurements_file, packed_folder
 from specgen.system.machine import look_at_machine
 
 #: Raises a `SpecgenError` if the loaded target cannot do what it is needed for.

@@ -10,11 +10,11 @@ from dataclasses import fields
 from specgen import __version__
 from specgen.llama import LlamaModel, build
 from specgen.llama.kernels.admission import is_first_time
-from specgen.models.files import cache_folder, packed_folder
 from specgen.options import ContextOptions, DraftOptions, SessionOptions
 from specgen.session.prompts import template_of
 from specgen.session.session import Session
-from specgen.system.progress import human_bytes
+from specgen.system.folders import cache_folder, packed_folder
+from specgen.system.quantities import human_bytes
 
 
 def notes_about(session: Session, options: SessionOptions, *, never_drafts: bool) -> Iterator[str]:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
+from specgen.system.quantities import human_bytes
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
@@ -108,61 +110,3 @@ def _bar(stream: TextIO, kind: Kind) -> Bar | None:
     found.add_task("", visible=False)
     found.start()
     return found
-
-
-# --- numbers with units, for people
-
-_UNITS = ("kB", "MB", "GB", "TB", "PB")
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def three_digits(value: float) -> str:
-    if value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def human_bytes(n_bytes: int) -> str:
-    """Return a size to three digits in decimal units: 1117320768 is "1.12 GB"."""
-    if n_bytes < 1000:
-        return f"{n_bytes} B"
-    amount, unit = n_bytes / 1000, 0
-    # 999.5 would be rounded to the four digits of "1000".
-    while amount >= 999.5 and unit < len(_UNITS) - 1:
-        amount, unit = amount / 1000, unit + 1
-    return f"{three_digits(amount)} {_UNITS[unit]}"
-
-
-def seconds_text(value: float) -> str:
-    return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{three_digits(value)} s"
-
-
-def is_gain(speedup: float) -> bool:
-    """Return whether drafts make answers faster beyond noise: to the digit that is shown."""
-    return round(speedup, 1) > 1.0
-
-
-def gain_text(low: float, high: float, spread: str = "") -> str:
-    """Say how fast answers with drafts are, between two numbers: a gain that may be none is not
-    called one.
-    """
-    times, told = times_text(low, high), [spread] if spread else []
-    if is_gain(low):
-        said = f"{times} times as fast as without drafts"
-    else:
-        said = f"{'about as fast as' if round(high, 1) >= 1.0 else 'slower than'} without drafts"
-        told = [f"{times} times", *told] if times != "1.0" else told
-    return f"{said} ({'; '.join(told)})" if told else said
-
-
-def measured_gain(speedup: float, worst: float, best: float, n_answers: int) -> str:
-    """Say what was measured: the mean speed-up over answers, the least and the greatest."""
-    spread = f"{times_text(worst, best)} in {counted(n_answers, 'answer')}"
-    return gain_text(speedup, speedup, spread)
-
-
-def times_text(low: float, high: float) -> str:
-    return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from specgen.errors import BackendError, UsageError, WorkerLostError
-from specgen.system.machine import LIBRARY, protocol_in, stamp_of
+from specgen.system.llama_build import LIBRARY, protocol_in, stamp_of
 
 #: The commands, and the size in bytes of the capabilities of the transports, which HELLO carries.
 _HELLO, _DEVICE_COUNT, _GET_DEVICE_MEMORY = 14, 15, 11

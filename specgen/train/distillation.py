@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from specgen.errors import MemoryLimitError, ModelFileError, UsageError
 from specgen.system.files import new_beside, write_errors
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 from specgen.train.gguf_weights import (
     GgufWeights,
     Hyperparameters,

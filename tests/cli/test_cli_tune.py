@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specgen.measure.draft_trial import try_draft
-from specgen.models.files import measurements_file
+from specgen.system.folders import measurements_file
 from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 
 #: Quick, and enough for a test of the command line.

@@ -17,7 +17,7 @@ from specgen.errors import UsageError
 from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import VERDICTS, KernelVerdict, run_self_test, self_test_of
 from specgen.llama.kernels.attached import ggml_version
-from specgen.system.machine import REBUILD, REQUIRED_VERSION
+from specgen.system.llama_build import REBUILD, REQUIRED_VERSION
 from tests.helpers.cli import Cli, complaint, ended, events_of
 from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in

@@ -19,7 +19,7 @@ from specgen.models.download import fetch, fetch_reference
 from specgen.models.files import size_of
 from specgen.models.hub_names import HubReference, locate, parse_reference
 from specgen.models.registry import CatalogueModel, HubSource
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 from tests.helpers import fetch as web
 from tests.helpers.fetch import Fault, RecordedProgress, Resource, WebServer, random_bytes, sha256
 

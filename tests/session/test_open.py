@@ -11,12 +11,13 @@ import pytest
 import specgen.session.calibration
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
-from specgen.models.files import identify, measurements_file
+from specgen.models.files import identify
 from specgen.options import DraftSource
 from specgen.session.calibration import PairCosts
 from specgen.session.choose_models import DraftChoice, SavedDraft, save_draft, saved_drafts_file
 from specgen.session.open import use_first
 from specgen.session.session import Session
+from specgen.system.folders import measurements_file
 from tests.helpers.cli import Specgen
 from tests.helpers.sessions import opened
 

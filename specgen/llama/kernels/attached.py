@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from specgen.errors import BackendError
 from specgen.llama.library import forget_log, ggml, last_error
-from specgen.system.machine import REBUILD
+from specgen.system.llama_build import REBUILD
 from specgen.text.sampling import chain
 
 #: The result of `computing` if specgen's kernels do not compute.

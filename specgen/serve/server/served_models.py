@@ -29,7 +29,7 @@ from specgen.session.measurement_store import MeasurementStore
 from specgen.session.open import Reporter, WantedSession, open_measurements, open_session
 from specgen.session.session import usual_n_ctx
 from specgen.system.files import SHARD, correct, parts_of, read_toml
-from specgen.system.progress import counted, human_bytes
+from specgen.system.quantities import counted, human_bytes
 from specgen.train.online_learning import Learner
 
 #: Makes the options of a model from the table of its own in a file; what the table lacks is as on
