@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.library import forget_log, ggml
-from specgen.models.files import check_model_path
-from specgen.system.files import KeptResults, digest_of, parts_of, version_of
+from specgen.models.files import check_model_path, parts_of
+from specgen.system.files import KeptResults, digest_of, version_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from specgen.errors import UsageError
-from specgen.models.files import size_of
+from specgen.models.files import parts_of, size_of
 from specgen.models.registry import CatalogueModel
-from specgen.system.files import parts_of
 from specgen.system.folders import cache_folder
 
 PREFIX = "hf:"

@@ -15,7 +15,7 @@ import pytest
 
 from specgen.cli.models import models_of
 from specgen.errors import UnknownModelError, UsageError
-from specgen.models.files import FileIdentity, identify
+from specgen.models.files import SHARD, FileIdentity, identify
 from specgen.models.hub_names import folder_of
 from specgen.models.registry import NGRAM, CatalogueModel, ModelPair, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
@@ -28,7 +28,6 @@ from specgen.session.choose_models import (
     saved_draft,
     saved_drafts_file,
 )
-from specgen.system.files import SHARD
 from tests.helpers.common import ROOT
 
 MODEL = f"""

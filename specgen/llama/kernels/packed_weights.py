@@ -17,15 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from specgen.llama.kernels.attached import Kernels, attached, ggml_version
-from specgen.system.files import (
-    NEW,
-    digest_of,
-    existing_parent,
-    make_room,
-    new_beside,
-    parts_of,
-    version_of,
-)
+from specgen.models.files import parts_of
+from specgen.system.files import NEW, digest_of, existing_parent, make_room, new_beside, version_of
 from specgen.system.processes import is_failing
 
 _SUFFIX = ".packed"
